@@ -1,0 +1,207 @@
+"""The run file: what a user may ask for, with the defaults. Imports no torch, so that checking a file is instant."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Preset = Literal["sync", "sync_plus", "one_off", "start_bound", "rollart"]
+Positive = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+
+
+class Conflict(ValueError):
+    """Values that cannot go together; `path` leads from the section that noticed to the key to change."""
+
+    def __init__(self, message: str, *path: str | int) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TinyModel(Section):
+    """A causal LM made from scratch, with a character tokenizer and a chat template."""
+
+    architecture: Literal["qwen3", "llama", "qwen3_moe"] = "qwen3"
+    hidden: Positive = 128
+    layers: Positive = 4
+    heads: Positive = 4
+    kv_heads: Positive = 2
+    context: Positive = 1024
+
+    @model_validator(mode="after")
+    def _grouped_heads(self) -> "TinyModel":
+        if self.heads % self.kv_heads:
+            raise Conflict(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})", "kv_heads")
+        return self
+
+
+class WarmUp(Section):
+    """Supervised start on demonstrations from each task's scripted player."""
+
+    demonstrations: Positive = Field(3000, description="conversations per task")
+    steps: Positive = 600
+    batch: Positive = Field(32, description="conversations per step")
+    lr: float = Field(3e-3, gt=0)
+
+
+class Model(Section):
+    path: Path | None = Field(None, description="a Hugging Face folder to start from")
+    tiny: TinyModel | None = Field(None, description="or make a tiny model from scratch")
+    warm_up: WarmUp | None = Field(None, description="supervised start before RL")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "Model":
+        if (self.path is None) == (self.tiny is None):
+            raise ValueError("give either `path` (a Hugging Face folder) or `tiny` (made from scratch), not both")
+        return self
+
+
+class SamplingConfig(Section):
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: Natural = Field(0, description="0: no limit")
+    max_tokens: Positive = Field(64, description="per turn")
+
+
+class Task(Section):
+    """A named source of episodes."""
+
+    name: str = Field(pattern=r"^[A-Za-z][\w-]*$")
+    env: ImportPath = Field(description="module:Class of an environment")
+    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
+    player: ImportPath | None = Field(None, description="module:function, the scripted player of the warm-up")
+    player_args: dict[str, Any] = Field(default_factory=dict)
+    reward: ImportPath = Field("rollart.rewards.functions:env_return", description="module:function of an episode")
+    weight: float = Field(1.0, gt=0, description="share of this task in every trained batch")
+    max_turns: Positive = 1
+    max_context: Positive = Field(1024, description="tokens; longer trajectories end as truncated")
+    sampling: SamplingConfig = SamplingConfig()
+
+
+class Rollout(Section):
+    preset: Preset = "rollart"
+    alpha: Natural = Field(1, description="no trained token is older than this many versions")
+    window: float = Field(2.0, ge=1, description="batches of groups that compete for the next batch")
+    extra_members: Natural = Field(0, description="surplus trajectories per group, cancelled once it is complete")
+    extra_groups: Natural = Field(0, description="surplus groups per task in flight")
+    retries: Natural = Field(3, description="replacements for failed members of a group, before it is dropped")
+    trajectory_deadline: Seconds = 300.0
+
+
+class Engine(Section):
+    count: Positive = 1
+    max_batch: Positive = Field(64, description="sequences decoded together")
+    prefill_chunk: Positive = Field(512, description="prompt tokens per step, beside the decoding ones")
+    kv_megabytes: Positive = Field(512, description="for running and for kept sequences together")
+    on_swap: Literal["recompute", "keep"] = Field("recompute", description="KV of running sequences at a weight swap")
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    threads: Positive = 1
+    deadline: Seconds = Field(120.0, description="seconds for one request")
+
+
+class Environments(Section):
+    slots: Positive = Field(64, description="environments alive at the same time, per task")
+    reset_deadline: Seconds = 30.0
+    step_deadline: Seconds = 10.0
+    retries: Natural = Field(2, description="fresh environments tried for one reset")
+
+
+class Rewards(Section):
+    workers: Positive = Field(2, description="processes, started when needed")
+    deadline: Seconds = 30.0
+    retries: Natural = 2
+
+
+class Algorithm(Section):
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
+    solved: float = Field(
+        0.15, ge=0, description="advantage of groups whose members all got the top reward: keeps them learnt"
+    )
+    loss: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo"
+    clip_low: float = Field(0.2, gt=0)
+    clip_high: float = Field(0.28, gt=0)
+    dual_clip: float | None = Field(None, gt=1)
+    importance_cap: float | None = Field(2.0, gt=0, description="truncated importance sampling; null: off")
+    kl: float = Field(0.0, ge=0, description="weight of the KL to the reference, the policy at the start of RL")
+    entropy: float = Field(0.0, ge=0)
+    aggregate: Literal["token", "sequence", "group"] = "token"
+
+
+class Training(Section):
+    steps: Positive = 100
+    batch_groups: Positive = Field(16, description="groups in a batch, split over the tasks by their weights")
+    group_size: int = Field(8, ge=2)
+    lr: float = Field(1e-3, gt=0)
+    lr_warm_up: Natural = 5
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    grad_clip: float = Field(1.0, gt=0)
+    epochs: Positive = Field(1, description="optimizer updates on one batch")
+    pack_tokens: Positive = Field(8192, description="tokens in one forward pass")
+    threads: Positive = 1
+    algorithm: Algorithm = Algorithm()
+    deadline: Seconds = Field(600.0, description="seconds for one step")
+
+
+class Evaluation(Section):
+    every: Natural = Field(20, description="steps; 0: only before and after")
+    episodes: Positive = Field(64, description="per task, on held-out seeds")
+    final_episodes: Positive = Field(200, description="per task, before and after RL")
+
+
+class Checkpoint(Section):
+    every: Positive = 10
+    keep: Positive = 2
+
+
+class RunFile(Section):
+    """Everything a run needs."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][\w.-]*$")
+    seed: Natural = 0
+    output: Path = Field(Path("runs"), description="run folders are made in here")
+    model: Model
+    tasks: Annotated[list[Task], Field(min_length=1)]
+    rollout: Rollout = Rollout()
+    engine: Engine = Engine()
+    environments: Environments = Environments()
+    rewards: Rewards = Rewards()
+    training: Training = Training()
+    evaluation: Evaluation = Evaluation()
+    checkpoint: Checkpoint = Checkpoint()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "RunFile":
+        names = [task.name for task in self.tasks]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            second = len(names) - 1 - names[::-1].index(twice[0])
+            raise Conflict(f"two tasks are named {twice[0]!r}; names must differ", "tasks", second, "name")
+        if self.training.batch_groups < len(names):
+            raise Conflict(
+                f"training.batch_groups is {self.training.batch_groups}, too few for {len(names)} tasks: "
+                "every task needs a group in every batch",
+                "training",
+                "batch_groups",
+            )
+        if self.model.warm_up:
+            for index, task in enumerate(self.tasks):
+                if task.player is None:
+                    raise Conflict(f"task {task.name!r} has no `player`, which model.warm_up needs", "tasks", index)
+        if self.model.tiny:
+            for index, task in enumerate(self.tasks):
+                if task.max_context > self.model.tiny.context:
+                    raise Conflict(
+                        f"tasks.{task.name}.max_context is {task.max_context}, "
+                        f"more than the model's context of {self.model.tiny.context}",
+                        "tasks",
+                        index,
+                        "max_context",
+                    )
+        return self

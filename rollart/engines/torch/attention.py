@@ -1,0 +1,83 @@
+"""The attention function that transformers models call: writes this step's KV into the rows, then attends to them.
+
+Registered under a name of our own, for which transformers builds no mask; the step comes as a keyword argument, which
+the models hand down to their layers.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from rollart.engines.torch.step import Span, Step
+from rollart.errors import EngineFailed
+
+ROWS = "rollart_rows"
+PROBE = "rollart_probe"
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    step: Step | None = None,
+    sliding_window: int | None = None,
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    """`query` is [1, heads, tokens, dim], `key` and `value` are [1, kv heads, tokens, dim]; answers [1, tokens, ...]."""
+    if step is None:
+        raise EngineFailed(f"{type(module).__name__} does not hand keyword arguments to its attention function")
+    if any(extra.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
+        raise EngineFailed(f"{type(module).__name__} uses soft caps, sinks or position biases, which are not supported")
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    keys, values = step.layers[2 * layer], step.layers[2 * layer + 1]
+    dim = key.shape[3]
+    keys.view(-1, dim).index_copy_(0, step.slots, key.transpose(1, 2).reshape(-1, dim))
+    values.view(-1, dim).index_copy_(0, step.slots, value.transpose(1, 2).reshape(-1, dim))
+    rows = query[0].transpose(0, 1)
+    parts = [_attend(rows, keys, values, span, scaling, sliding_window) for span in step.spans]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0), None
+
+
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, span: Span, scaling: float | None, window: int | None
+) -> Tensor:
+    """`query` is [tokens, heads, dim], of the whole step; answers the same shape for the span's tokens."""
+    heads, dim = query.shape[1:]
+    keys, values = keys[span.rows, :, : span.keys], values[span.rows, :, : span.keys]
+    bias = span.bias(window)
+    if span.queries == 1:
+        # Query heads that share a KV head become its queries: nothing is repeated.
+        grouped = query[span.tokens].reshape(-1, keys.shape[1], heads // keys.shape[1], dim)
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias, scale=scaling)
+        return out.reshape(-1, heads, dim)
+    padded = query[span.tokens] if span.padded is None else query[span.padded]
+    padded = padded.view(keys.shape[0], span.queries, heads, dim).transpose(1, 2)
+    out = F.scaled_dot_product_attention(
+        padded, keys, values, attn_mask=bias, scale=scaling, enable_gqa=keys.shape[1] != heads
+    )
+    out = out.transpose(1, 2).reshape(-1, heads, dim)
+    return out if span.real is None else out[span.real]
+
+
+def probe(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    shapes: dict[int, tuple[torch.Size, torch.Size]],
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    """Attends to nothing, notes the shapes of keys and values by layer."""
+    shapes[int(module.layer_idx)] = key.shape, value.shape  # type: ignore[arg-type]
+    return query[..., : value.shape[3]].transpose(1, 2), None
+
+
+AttentionInterface.register(ROWS, attend)
+AttentionInterface.register(PROBE, probe)

@@ -1,0 +1,90 @@
+"""The transformers model: a plain forward pass with our attention, and weights that can be replaced in place."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from rollart.engines.torch.attention import PROBE, ROWS
+from rollart.engines.torch.rows import Layout
+from rollart.engines.torch.step import Step
+from rollart.errors import EngineFailed
+
+Weights = dict[str, Tensor]
+
+
+class Model:
+    def __init__(self, network: Any) -> None:
+        """Takes over a transformers causal LM: from now on it attends to our KV rows."""
+        if not network._supports_attention_backend:
+            raise EngineFailed(f"{type(network).__name__} cannot take our attention function; choose another model")
+        self.network = network.eval().requires_grad_(False)
+        self.vocabulary = int(network.get_input_embeddings().weight.shape[0])
+        self.context = int(getattr(network.config, "max_position_embeddings", None) or 1 << 20)
+        self.layout = _layout(network)
+        self._weights = _weights(network)
+        network.set_attn_implementation(ROWS)
+
+    @classmethod
+    def open(cls, folder: Path, dtype: torch.dtype, device: str) -> "Model":
+        return cls(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device))
+
+    def forward(self, step: Step) -> Tensor:
+        """The logits [wanted, vocabulary] that the step asks for."""
+        out = self.network(
+            input_ids=step.tokens,
+            position_ids=step.positions,
+            use_cache=False,
+            logits_to_keep=0 if step.wanted is None else step.wanted,
+            step=step,
+        )
+        logits: Tensor = out.logits
+        return logits[0]
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> Weights:
+        """Checks weights and brings them to our device and type, so that `replace` only copies. From any thread."""
+        prepared: Weights = {}
+        for name, tensor in tensors.items():
+            weight = self._weights.get(name)
+            if weight is None or weight.shape != tensor.shape:
+                has = "has none of that name" if weight is None else f"has {list(weight.shape)}"
+                raise EngineFailed(
+                    f"the new weights have {name!r} of shape {list(tensor.shape)} where the model {has}; "
+                    "publish weights of the same model"
+                )
+            # A copy on purpose: reading a mapped file belongs here, not between two steps.
+            prepared[name] = tensor.to(device=weight.device, dtype=weight.dtype, copy=True)
+        given = {self._weights[name].data_ptr() for name in prepared}
+        missing = [name for name, weight in self._weights.items() if weight.data_ptr() not in given]
+        if missing:
+            raise EngineFailed(f"the new weights lack {', '.join(missing)}; publish all weights of the model")
+        return prepared
+
+    def replace(self, prepared: Weights) -> None:
+        for name, tensor in prepared.items():
+            self._weights[name].copy_(tensor)
+
+
+def _weights(network: nn.Module) -> Weights:
+    """Where each weight lives; tied ones are there under all of their names."""
+    return {name: tensor.detach() for name, tensor in network.state_dict().items()}
+
+
+@torch.inference_mode()
+def _layout(network: Any) -> Layout:
+    """The shape of the KV, found by a pass over one token: configurations name it in too many ways to read it there."""
+    network.set_attn_implementation(PROBE)
+    weight = network.get_input_embeddings().weight
+    shapes: dict[int, tuple[torch.Size, torch.Size]] = {}
+    zero = torch.zeros((1, 1), dtype=torch.long, device=weight.device)
+    network(input_ids=zero, position_ids=zero, use_cache=False, shapes=shapes)
+    distinct = {shape for pair in shapes.values() for shape in pair}
+    if sorted(shapes) != list(range(len(shapes))) or len(distinct) != 1:
+        raise EngineFailed(
+            f"{type(network).__name__} has layers with unlike keys and values, or without any; choose a plain decoder"
+        )
+    _, heads, _, dim = distinct.pop()
+    return Layout(2 * len(shapes), heads, dim, weight.dtype, weight.device)

@@ -1,0 +1,115 @@
+"""A request on its way through the engine: its tokens so far, and how much of them is in the KV rows."""
+
+import time
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from rollart.engines.torch.sampler import mixed
+from rollart.errors import EngineFailed
+from rollart.types import Completion, Finish, GenerationRequest, Sampling
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`tokens` is the prompt and all that was generated; the first `computed` of them have their KV in the row.
+
+    `limit` is the length at which it must end. `versions` is brought up to date only at swaps and at the end.
+    """
+
+    id: str
+    session: str
+    tokens: list[int]
+    prompt: int
+    limit: int
+    temperature: float
+    top_k: int
+    top_p: float
+    stop: frozenset[int]
+    seed: int
+    computed: int = 0
+    cached: int = 0
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish: Finish | None = None
+    error: str | None = None
+    arrived: float = field(default_factory=time.perf_counter)
+    admitted: float = 0.0
+    first: float = 0.0
+
+    @property
+    def pending(self) -> int:
+        return len(self.tokens) - self.computed
+
+    @property
+    def generated(self) -> int:
+        return len(self.logprobs)
+
+    @property
+    def filtered(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1.0
+
+    def stamp(self, version: int) -> None:
+        """All tokens generated since the last call are of `version`."""
+        self.versions.extend([version] * (len(self.logprobs) - len(self.versions)))
+
+    def completion(self) -> Completion:
+        """Raises EngineFailed if it ended by an error."""
+        if self.error is not None or self.finish is None:
+            raise EngineFailed(self.error or f"request {self.id!r} has not ended")
+        end = time.perf_counter()
+        admitted = self.admitted or end
+        first = self.first or end
+        return Completion(
+            tokens=self.tokens[self.prompt :],
+            logprobs=self.logprobs,
+            versions=self.versions,
+            finish=self.finish,
+            prompt=self.prompt,
+            cached=self.cached,
+            queue_s=admitted - self.arrived,
+            prefill_s=first - admitted,
+            decode_s=end - first,
+        )
+
+
+def sequence(request: GenerationRequest, *, vocabulary: int, context: int, seed: int) -> Sequence:
+    """Checks a request, so that a bad one fails alone. Raises EngineFailed."""
+    _check(request, vocabulary, context)
+    sampling = request.sampling
+    # Greedy is sampling from the single best token: its logprob is 0, as of any token that cannot be another.
+    greedy = sampling.temperature == 0
+    return Sequence(
+        id=request.id,
+        session=request.session,
+        tokens=list(request.tokens),
+        prompt=len(request.tokens),
+        limit=min(len(request.tokens) + sampling.max_tokens, context),
+        temperature=1.0 if greedy else sampling.temperature,
+        top_k=1 if greedy else sampling.top_k,
+        top_p=1.0 if greedy else sampling.top_p,
+        stop=frozenset(sampling.stop),
+        seed=_seed(request.id, sampling, seed),
+    )
+
+
+def _check(request: GenerationRequest, vocabulary: int, context: int) -> None:
+    name, tokens, sampling = request.id, request.tokens, request.sampling
+    if not tokens:
+        raise EngineFailed(f"request {name!r} has no tokens; give at least one")
+    if min(tokens) < 0 or max(tokens) >= vocabulary:
+        raise EngineFailed(f"request {name!r} has a token outside the model's vocabulary of {vocabulary}")
+    if len(tokens) >= context:
+        raise EngineFailed(f"request {name!r} has {len(tokens)} tokens, which leaves no room in a context of {context}")
+    if sampling.max_tokens < 1 or sampling.temperature < 0 or sampling.top_k < 0 or not 0 < sampling.top_p <= 1:
+        raise EngineFailed(
+            f"request {name!r} has impossible sampling settings: need max_tokens >= 1, temperature >= 0, "
+            f"top_k >= 0 and 0 < top_p <= 1, got {sampling}"
+        )
+
+
+def _seed(name: str, sampling: Sampling, engine_seed: int) -> int:
+    """Without a seed of its own, a request gets one from its id, so that a run can be repeated."""
+    if sampling.seed is not None:
+        return mixed(sampling.seed)
+    digest = blake2b(f"{engine_seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

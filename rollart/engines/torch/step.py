@@ -1,0 +1,143 @@
+"""The inputs of one forward pass: a flat row of tokens, where their KV goes, and who attends to what.
+
+First come the decoding rows, one token each, then the chunks of the prefilling ones. A span is a run of neighbouring
+rows that one attention call serves; chunks of unequal length are padded within it.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rollart.engines.torch.batch import Batch, Chunk
+from rollart.engines.torch.sequence import Sequence
+
+# What one more attention call costs, in pairs of a query and a key, measured on a small model on a CPU.
+CALL_COST = 8192
+
+
+@dataclass(slots=True)
+class Span:
+    """`starts` holds the position of each row's first query.
+
+    `padded` picks the flat tokens that fill [rows, queries], `real` the places of those that are not padding.
+    """
+
+    rows: slice
+    tokens: slice
+    queries: int
+    keys: int
+    starts: Tensor
+    dtype: torch.dtype
+    padded: Tensor | None = None
+    real: Tensor | None = None
+    _bias: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def bias(self, window: int | None) -> Tensor:
+        """[rows, 1, queries, keys]: 0 where a query sees a key, -inf elsewhere. Made once a step for all layers."""
+        bias = self._bias.get(window)
+        if bias is None:
+            device = self.starts.device
+            key = torch.arange(self.keys, device=device)
+            query = (self.starts.unsqueeze(1) + torch.arange(self.queries, device=device)).unsqueeze(2)
+            hidden = key > query
+            if window is not None:
+                hidden |= key <= query - window
+            bias = torch.zeros(hidden.shape, dtype=self.dtype, device=device).masked_fill_(hidden, -torch.inf)
+            self._bias[window] = bias = bias.unsqueeze(1)
+        return bias
+
+
+@dataclass(slots=True)
+class Step:
+    """`layers` are the KV rows; `wanted` picks the tokens whose logits are sampled from, all if None."""
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    wanted: Tensor | None
+    spans: list[Span]
+    layers: list[Tensor]
+    sampled: list[Sequence]
+
+
+def build(batch: Batch, chunks: Many[Chunk], layers: list[Tensor]) -> Step:
+    running, decoding = batch.running, batch.decoding
+    heads, capacity = layers[0].shape[1:3]
+    tokens = [sequence.tokens[-1] for sequence in running[:decoding]]
+    positions = [sequence.computed for sequence in running[:decoding]]
+    rows = list(range(decoding))
+    sampled = running[:decoding]
+    wanted = list(range(decoding))
+    for chunk in chunks:
+        sequence = running[chunk.row]
+        stop = chunk.start + chunk.count
+        tokens += sequence.tokens[chunk.start : stop]
+        positions += range(chunk.start, stop)
+        rows += [chunk.row] * chunk.count
+        if stop == len(sequence.tokens):
+            sampled.append(sequence)
+            wanted.append(len(tokens) - 1)
+    device, count = layers[0].device, len(tokens)
+    packed = torch.tensor([*tokens, *positions, *rows, *wanted], device=device)
+    flat, places, row, last = packed.split([count, count, count, len(wanted)])
+    slots = (row * (heads * capacity) + places).unsqueeze(1) + torch.arange(0, heads * capacity, capacity, device=device)
+    spans = []
+    if decoding:
+        keys = max(positions[:decoding]) + 1
+        spans.append(Span(slice(0, decoding), slice(0, decoding), 1, keys, places[:decoding], layers[0].dtype))
+    first = decoding
+    for group in grouped(chunks):
+        spans.append(_span(group, first, layers[0].dtype, device))
+        first = spans[-1].tokens.stop
+    return Step(
+        tokens=flat.unsqueeze(0),
+        positions=places.unsqueeze(0),
+        slots=slots.flatten(),
+        wanted=None if len(wanted) == count else last,
+        spans=spans,
+        layers=layers,
+        sampled=sampled,
+    )
+
+
+def grouped(chunks: Many[Chunk]) -> Iterator[list[Chunk]]:
+    """Splits neighbouring chunks so that padding costs less than the attention calls it saves."""
+    group: list[Chunk] = []
+    for chunk in chunks:
+        if group and _area([*group, chunk]) > _area(group) + _area([chunk]) + CALL_COST:
+            yield group
+            group = []
+        group.append(chunk)
+    if group:
+        yield group
+
+
+def _area(group: Many[Chunk]) -> int:
+    keys = max(chunk.start + chunk.count for chunk in group)
+    return len(group) * max(chunk.count for chunk in group) * keys
+
+
+def _span(group: Many[Chunk], first: int, dtype: torch.dtype, device: torch.device) -> Span:
+    """`first` is the place of the group's first token in the flat row."""
+    counts = [chunk.count for chunk in group]
+    queries = max(counts)
+    span = Span(
+        rows=slice(group[0].row, group[-1].row + 1),
+        tokens=slice(first, first + sum(counts)),
+        queries=queries,
+        keys=max(chunk.start + chunk.count for chunk in group),
+        starts=torch.tensor([chunk.start for chunk in group], device=device),
+        dtype=dtype,
+    )
+    if min(counts) < queries:
+        padded: list[int] = []
+        real: list[int] = []
+        for index, count in enumerate(counts):
+            padded += [*range(first, first + count), *[first] * (queries - count)]
+            real += range(index * queries, index * queries + count)
+            first += count
+        span.padded, span.real = torch.tensor(padded, device=device), torch.tensor(real, device=device)
+    return span

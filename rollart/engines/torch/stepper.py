@@ -1,0 +1,198 @@
+"""The engine without its thread: requests in, `step` after `step`, ended sequences out.
+
+Invariants: everything here runs in one thread, except `accept` and `Model.prepare`, which read only what never
+changes. Between two steps the KV of every running sequence is that of its first `computed` tokens. A sequence is
+admitted only when rows of its full possible length fit the budget, so a running one never lacks memory; kept KV
+always gives way to rows; a request that could not run even alone is refused at once, so the first in the queue
+always gets its turn.
+"""
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+
+from rollart.config import Engine as EngineConfig
+from rollart.engines.torch.batch import Batch
+from rollart.engines.torch.model import Model, Weights
+from rollart.engines.torch.parked import ParkedKV
+from rollart.engines.torch.rows import Rows
+from rollart.engines.torch.sampler import sample
+from rollart.engines.torch.sequence import Sequence, sequence
+from rollart.engines.torch.step import Step, build
+from rollart.errors import EngineFailed
+from rollart.types import EngineStatus, Finish, GenerationRequest
+
+
+@dataclass(slots=True)
+class Counters:
+    prefilled: int = 0
+    generated: int = 0
+    swaps: int = 0
+    busy_s: float = 0.0
+
+
+class Stepper:
+    def __init__(self, model: Model, config: EngineConfig, *, version: int = 0, seed: int = 0) -> None:
+        self.version = version
+        self.budget = config.kv_megabytes << 20
+        self.counters = Counters()
+        self.batch = Batch()
+        self.rows = Rows(model.layout, config.max_batch, self.budget)
+        self.parked = ParkedKV()
+        self._model = model
+        self._config = config
+        self._seed = seed
+        self._ended: list[Sequence] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.batch.running or self.batch.waiting)
+
+    def accept(self, request: GenerationRequest) -> Sequence:
+        """A sequence to `add`. Raises EngineFailed if the request can never be served."""
+        accepted = sequence(request, vocabulary=self._model.vocabulary, context=self._model.context, seed=self._seed)
+        need = accepted.limit * self._model.layout.token_bytes
+        if need > self.budget:
+            raise EngineFailed(
+                f"request {request.id!r} may grow to {accepted.limit} tokens, whose KV takes {need / 2**20:.1f} MB; raise "
+                f"engine.kv_megabytes above {self._config.kv_megabytes} or lower max_tokens"
+            )
+        return accepted
+
+    def add(self, sequence: Sequence) -> None:
+        self.batch.waiting.append(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request where it is; one that is not here has ended already."""
+        for waiting in self.batch.waiting:
+            if waiting.id == request_id:
+                self.batch.waiting.remove(waiting)
+                self._end(waiting, "abort")
+                return
+        for row, running in enumerate(self.batch.running):
+            if running.id == request_id:
+                self._leave(row)
+                self._end(running, "abort")
+                return
+
+    @torch.inference_mode()
+    def swap(self, version: int, weights: Weights) -> None:
+        """New weights, with requests in flight. What to do with KV of the old ones is the configuration's choice."""
+        for running in self.batch.running:
+            running.stamp(self.version)
+        self._model.replace(weights)
+        self.version = version
+        self.counters.swaps += 1
+        if self._config.on_swap == "recompute":
+            self.batch.restart()
+            self.parked.clear()
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """One forward pass: a token for every decoding sequence, and a chunk of prefill."""
+        began = time.perf_counter()
+        self._admit()
+        chunks = self.batch.chunks(self._config.prefill_chunk)
+        step = build(self.batch, chunks, self.rows.tensors)
+        logits = self._model.forward(step)
+        for row in range(self.batch.decoding):
+            self.batch.running[row].computed += 1
+        for chunk in chunks:
+            self.batch.running[chunk.row].computed += chunk.count
+        self.counters.prefilled += sum(chunk.count for chunk in chunks)
+        if step.sampled:
+            self._record(step, logits)
+        self.batch.settle()
+        self.counters.busy_s += time.perf_counter() - began
+
+    def _record(self, step: Step, logits: torch.Tensor) -> None:
+        drawn, likely = sample(logits, step.sampled)
+        tokens: list[int] = drawn.tolist()
+        logprobs: list[float] = likely.tolist()
+        now = time.perf_counter()
+        broken = not math.isfinite(sum(logprobs))
+        over: list[Sequence] = []
+        for sequence, token, logprob in zip(step.sampled, tokens, logprobs, strict=True):
+            if broken and not math.isfinite(logprob):
+                sequence.error = f"version {self.version} of the model gave logits that are not numbers"
+                over.append(sequence)
+                continue
+            sequence.tokens.append(token)
+            sequence.logprobs.append(logprob)
+            if token in sequence.stop or len(sequence.tokens) >= sequence.limit:
+                over.append(sequence)
+            if len(sequence.logprobs) == 1:
+                sequence.first = now
+        self.counters.generated += len(tokens)
+        for sequence in over:
+            row = self.batch.running.index(sequence)
+            if sequence.error is None:
+                self._park(row, sequence)
+            self._leave(row)
+            self._end(sequence, "stop" if sequence.tokens[-1] in sequence.stop else "length")
+
+    def _admit(self) -> None:
+        batch = self.batch
+        budget = self._config.prefill_chunk - batch.prefilling
+        while batch.waiting and batch.size < self._config.max_batch and budget > 0:
+            sequence = batch.waiting[0]
+            size = self.rows.size_for(batch.size + 1, max(sequence.limit, batch.longest))
+            if size is None:
+                break
+            batch.waiting.popleft()
+            kept = self.parked.find(sequence.session, sequence.tokens)
+            self.parked.shrink(self.budget - size[0] * size[1] * self.rows.layout.token_bytes)
+            self.rows.resize(*size, live=batch.size)
+            row = batch.admit(sequence)
+            sequence.admitted = time.perf_counter()
+            if kept is not None:
+                kv, length = kept
+                self.rows.write(row, kv, length)
+                sequence.computed = sequence.cached = length
+            self.parked.release(sequence.session)
+            budget -= sequence.pending
+        batch.settle()
+
+    def _park(self, row: int, sequence: Sequence) -> None:
+        room = self.budget - self.rows.bytes
+        size = sequence.computed * self.rows.layout.token_bytes
+        if 0 < size <= room:
+            self.parked.shrink(room - size)
+            kv = self.rows.read(row, sequence.computed)
+            self.parked.park(sequence.session, sequence.tokens[: sequence.computed], kv)
+
+    def _leave(self, row: int) -> None:
+        for move in self.batch.remove(row):
+            self.rows.move(move.source, move.target, self.batch.running[move.target].computed)
+
+    def _end(self, sequence: Sequence, finish: Finish) -> None:
+        sequence.stamp(self.version)
+        sequence.finish = finish
+        self._ended.append(sequence)
+
+    def ended(self) -> list[Sequence]:
+        """The sequences that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def fail(self, reason: str) -> None:
+        """Ends everything with an error and forgets all KV: the way back from a step that broke halfway."""
+        for sequence in self.batch.clear():
+            sequence.error = reason
+            self._end(sequence, "abort")
+        self.parked.clear()
+
+    def status(self) -> EngineStatus:
+        return EngineStatus(
+            version=self.version,
+            running=self.batch.size,
+            waiting=len(self.batch.waiting),
+            kv_bytes=self.rows.bytes + self.parked.bytes,
+            kv_budget=self.budget,
+            prefilled=self.counters.prefilled,
+            generated=self.counters.generated,
+            swaps=self.counters.swaps,
+            busy_s=self.counters.busy_s,
+        )

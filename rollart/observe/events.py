@@ -1,0 +1,277 @@
+"""The event log: every state change is one typed event, one JSON line, append-only. All views derive from it.
+
+`t` is seconds since the run began, across resumes; the log sets it. Durations end at `t`.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO, Protocol, Union
+
+import msgspec
+
+from rollart.types import Outcome
+
+
+class Event(msgspec.Struct, tag_field="kind", tag=True, kw_only=True):
+    t: float = 0.0
+
+
+class RunStarted(Event):
+    """`wall` is the wall-clock time, in seconds since 1970."""
+
+    name: str
+    preset: str
+    alpha: int
+    seed: int
+    steps: int
+    tasks: list[str]
+    version: int = 0
+    resumed: bool = False
+    wall: float = 0.0
+
+
+class RunEnded(Event):
+    version: int
+    reason: str
+
+
+class ServiceStarted(Event):
+    role: str
+    name: str
+    pid: int
+    seconds: float
+
+
+class ServiceEnded(Event):
+    role: str
+    name: str
+    reason: str
+
+
+class WarmedUp(Event):
+    """Progress of the supervised start."""
+
+    step: int
+    steps: int
+    loss: float
+
+
+class GroupStarted(Event):
+    group: str
+    task: str
+    seed: int
+    members: int
+    version: int
+
+
+class GroupReady(Event):
+    group: str
+    task: str
+    seconds: float
+
+
+class GroupDropped(Event):
+    """A group that will not be trained, with the trainable trajectories that go with it."""
+
+    group: str
+    task: str
+    reason: str
+    trajectories: int
+
+
+class TrajectoryStarted(Event):
+    trajectory: str
+    task: str
+    group: str
+    version: int
+    held_out: bool = False
+
+
+class EnvReset(Event):
+    trajectory: str
+    task: str
+    seconds: float
+
+
+class TurnDone(Event):
+    """Generation of `generate_s`, ended `env_s` before `t`, then an environment step of `env_s`."""
+
+    trajectory: str
+    task: str
+    turn: int
+    engine: str
+    prompt: int
+    cached: int
+    tokens: int
+    version: int
+    queue_s: float
+    generate_s: float
+    env_s: float
+
+
+class Scored(Event):
+    trajectory: str
+    task: str
+    seconds: float
+
+
+class TrajectoryEnded(Event):
+    trajectory: str
+    task: str
+    group: str
+    outcome: Outcome
+    turns: int
+    tokens: int
+    seconds: float
+    reward: float | None = None
+    success: bool | None = None
+    reason: str = ""
+    held_out: bool = False
+
+
+class BatchTaken(Event):
+    """`staleness`: trajectories by the age of their oldest token, in versions."""
+
+    step: int
+    groups: dict[str, int]
+    trajectories: int
+    tokens: int
+    waited_s: float
+    staleness: dict[int, int]
+
+
+class StepDone(Event):
+    """The optimizer step that made `version`."""
+
+    version: int
+    seconds: float
+    tokens: int
+    values: dict[str, float]
+    tasks: dict[str, dict[str, float]]
+
+
+class Published(Event):
+    version: int
+    seconds: float
+
+
+class EngineSwapped(Event):
+    engine: str
+    version: int
+    seconds: float
+
+
+class EngineSample(Event):
+    """Counters since the engine's start, sampled."""
+
+    engine: str
+    version: int
+    running: int
+    waiting: int
+    kv_bytes: int
+    prefilled: int
+    generated: int
+    busy_s: float
+
+
+class PipelineSample(Event):
+    """Trajectories by where they are, environments in use and slots, sampled."""
+
+    running: int
+    scoring: int
+    ready: int
+    training: int
+    environments: int
+    slots: int
+
+
+class Evaluated(Event):
+    """Held-out episodes at one version. `failed` could not be played and are not in `success`."""
+
+    version: int
+    task: str
+    episodes: int
+    success: float
+    reward: float
+    failed: int
+    final: bool = False
+
+
+class Checkpointed(Event):
+    version: int
+    seconds: float
+
+
+class Warned(Event):
+    message: str
+
+
+AnyEvent = Union[  # noqa: UP007 (msgspec reads the union at run time)
+    RunStarted,
+    RunEnded,
+    ServiceStarted,
+    ServiceEnded,
+    WarmedUp,
+    GroupStarted,
+    GroupReady,
+    GroupDropped,
+    TrajectoryStarted,
+    EnvReset,
+    TurnDone,
+    Scored,
+    TrajectoryEnded,
+    BatchTaken,
+    StepDone,
+    Published,
+    EngineSwapped,
+    EngineSample,
+    PipelineSample,
+    Evaluated,
+    Checkpointed,
+    Warned,
+]
+
+
+class EventSink(Protocol):
+    def emit(self, event: AnyEvent) -> None: ...
+
+
+class EventLog:
+    """Appends to a file and tells listeners. Lines are flushed to the system at once, so a killed run keeps them."""
+
+    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._encoder = msgspec.json.Encoder()
+        self._file: BinaryIO = open(path, "ab", buffering=0)  # noqa: SIM115
+        self._origin = clock() - last_time(path)
+        self._listeners: list[Callable[[AnyEvent], None]] = []
+
+    def emit(self, event: AnyEvent) -> None:
+        event.t = round(self._clock() - self._origin, 6)
+        self._file.write(self._encoder.encode(event) + b"\n")
+        for listener in self._listeners:
+            listener(event)
+
+    def subscribe(self, listener: Callable[[AnyEvent], None]) -> None:
+        self._listeners.append(listener)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_events(path: Path) -> Iterator[AnyEvent]:
+    """A last line cut short by a kill is left out."""
+    decoder = msgspec.json.Decoder(AnyEvent)
+    with open(path, "rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield decoder.decode(line)
+
+
+def last_time(path: Path) -> float:
+    """The time of the last whole event in the file, or 0."""
+    last = 0.0
+    if path.exists():
+        for event in read_events(path):
+            last = event.t
+    return last

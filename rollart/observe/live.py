@@ -1,0 +1,151 @@
+"""Watching a run: a live screen on a terminal, plain lines elsewhere.
+
+The event loop's thread folds events; one drawing thread takes a snapshot and draws it. They share only the metrics,
+and only under the lock, which is held for microseconds: drawing itself is done on frozen values. The drawing thread
+ends with the view; an error in it is raised when the view closes and never stops the run.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+
+from rollart.observe import events as ev
+from rollart.observe.draw import clock, count
+from rollart.observe.metrics import Metrics
+from rollart.observe.screen import screen
+from rollart.observe.snapshot import Snapshot
+
+_FRAME_S = 0.25
+_IDLE_S = 1.0
+_LINE_S = 10.0
+
+
+class View:
+    """Follows an event log. Subclasses show it."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.metrics = Metrics()
+
+    def attach(self, log: ev.EventLog) -> None:
+        log.subscribe(self.on_event)
+
+    def on_event(self, event: ev.AnyEvent) -> None:
+        self.metrics.fold(event)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+
+class LiveView(View):
+    """A screen that is redrawn four times a second while things happen."""
+
+    def __init__(
+        self, console: Console, weights: Mapping[str, float], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(console)
+        self._weights, self._clock = weights, clock
+        self._lock = threading.Lock()
+        self._changed = False
+        self._offset = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._draw, name="live-view", daemon=True)
+        self._failure: Exception | None = None
+        self._live = Live(console=console, auto_refresh=False, transient=False)
+
+    def on_event(self, event: ev.AnyEvent) -> None:
+        with self._lock:
+            self.metrics.fold(event)
+            self._offset = self._clock() - event.t
+            self._changed = True
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join(timeout=5)
+        try:
+            if self._failure is None:
+                self._frame()
+        finally:
+            self._live.stop()
+        if self._failure and error is None:
+            raise self._failure
+
+    def _draw(self) -> None:
+        drawn = 0.0
+        try:
+            while not self._stop.wait(_FRAME_S):
+                now = self._clock()
+                if self._changed or now - drawn >= _IDLE_S:
+                    drawn = now
+                    self._frame()
+        except Exception as error:
+            self._failure = error
+
+    def _frame(self) -> None:
+        with self._lock:
+            self._changed = False
+            ended = self.metrics.run is None or self.metrics.pipeline is None
+            shot = self.metrics.snapshot(None if ended else self._clock() - self._offset)
+        self._live.update(screen(shot, self._weights, self.console.width), refresh=True)
+
+
+class PlainView(View):
+    """One line about every ten seconds, and one for each thing worth knowing at once."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self._next = 0.0
+
+    def on_event(self, event: ev.AnyEvent) -> None:
+        super().on_event(event)
+        match event:
+            case ev.Evaluated():
+                self._say(
+                    f"version {event.version}: {event.task} {event.success:.3f} on {event.episodes} held-out episodes"
+                )
+            case ev.Warned():
+                self._say(f"warning: {event.message}")
+            case ev.RunEnded():
+                self._say(f"ended at version {event.version}: {event.reason}")
+            case _ if event.t >= self._next:
+                self._next = event.t + _LINE_S
+                self._say(status(self.metrics.snapshot()))
+
+    def _say(self, text: str) -> None:
+        self.console.print(f"[{clock(self.metrics.t):>7}] {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def status(shot: Snapshot) -> str:
+    """The run in one line."""
+    if shot.phase == "warming up" and shot.warm_up:
+        step, steps, loss = shot.warm_up
+        return f"warm-up {step}/{steps}, loss {loss:.3f}"
+    if shot.phase != "training":
+        return shot.phase
+    rewards = " ".join(f"{task.name} {task.reward:.2f}" for task in shot.tasks if task.reward is not None)
+    line = f"step {shot.step}/{shot.steps}, reward {rewards or '-'}, {count(shot.tokens_per_s)} tokens/s"
+    return line if shot.eta_s is None else f"{line}, ETA {clock(shot.eta_s)}"
+
+
+def view(console: Console, weights: Mapping[str, float]) -> View:
+    """The live screen where it works."""
+    live = console.is_terminal and not console.is_dumb_terminal and not os.environ.get("CI")
+    return LiveView(console, weights) if live else PlainView(console)

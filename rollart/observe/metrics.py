@@ -1,0 +1,334 @@
+"""The event log folded into numbers. Every view reads these, so the live screen and the summary cannot disagree.
+
+One event costs constant time. Memory grows only with the trajectories in flight, the optimizer steps and the
+evaluations. A resume takes back the steps after the version it starts from: they will be made again.
+"""
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from rollart.observe import events as ev
+from rollart.observe.snapshot import STAGES, Ended, Pipeline, Point, Snapshot, StepPoint, TaskSnapshot, Use
+from rollart.observe.windows import Moving, Rate, mean
+
+_SLOWEST = 10
+_EXAMPLES = 3
+_REASONS = 64
+
+
+class TaskMetrics:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.held_out: list[Point] = []
+        self.reward, self.success = Moving(), Moving()
+        self.turns, self.tokens, self.seconds = Moving(), Moving(), Moving()
+        self.outcomes: Counter[str] = Counter()
+        self.stages = dict.fromkeys(STAGES, 0.0)
+        self.since_step: list[float] = []
+        self.good: deque[Ended] = deque(maxlen=_EXAMPLES)
+        self.bad: deque[Ended] = deque(maxlen=_EXAMPLES)
+
+    def ended(self, event: ev.TrajectoryEnded, stages: dict[str, float]) -> Ended:
+        ended = Ended(
+            event.trajectory,
+            event.task,
+            event.outcome.value,
+            event.turns,
+            event.tokens,
+            event.reward,
+            event.success,
+            event.seconds,
+            stages,
+        )
+        self.outcomes[event.outcome.value] += 1
+        for stage, seconds in stages.items():
+            self.stages[stage] += seconds
+        if event.outcome.trainable:
+            self.turns.add(event.turns)
+            self.tokens.add(event.tokens)
+            self.seconds.add(event.seconds)
+            if event.reward is not None:
+                self.reward.add(event.reward)
+                self.since_step.append(event.reward)
+            if event.success is not None:
+                self.success.add(event.success)
+            (self.good if event.success else self.bad).append(ended)
+        return ended
+
+    def snapshot(self) -> TaskSnapshot:
+        return TaskSnapshot(
+            name=self.name,
+            held_out=tuple(self.held_out),
+            reward=self.reward.mean,
+            success=self.success.mean,
+            turns=self.turns.mean,
+            tokens=self.tokens.mean,
+            seconds=self.seconds.mean,
+            outcomes=dict(self.outcomes),
+            stages=dict(self.stages),
+        )
+
+
+class _Totals(NamedTuple):
+    """Totals at one moment; RL is what lies between two of them."""
+
+    t: float = 0.0
+    tokens: float = 0.0
+    trajectories: float = 0.0
+    engine: float = 0.0
+    trainer: float = 0.0
+    environments: float = 0.0
+    sampled_s: float = 0.0
+
+
+class Metrics:
+    """Call `fold` with each event; `snapshot` says what is known."""
+
+    def __init__(self) -> None:
+        self.t = 0.0
+        self.run: ev.RunStarted | None = None
+        self.phase = "starting"
+        self.resumes = 0
+        self.version = 0
+        self.tasks: dict[str, TaskMetrics] = {}
+        self.history: list[StepPoint] = []
+        self.staleness: Counter[int] = Counter()
+        self.drops: Counter[str] = Counter()
+        self.warnings: deque[str] = deque(maxlen=5)
+        self.warm_up: tuple[int, int, float] | None = None
+        self.pipeline = Pipeline()
+        self._tokens, self._trajectories = Rate(), Rate()
+        self._engine, self._trainer, self._waiting, self._environments = Rate(), Rate(), Rate(), Rate()
+        self._engines: dict[str, ev.EngineSample] = {}
+        self._sampled: ev.PipelineSample | None = None
+        self._sampled_s = 0.0
+        self._batches: dict[int, ev.BatchTaken] = {}
+        self._open: dict[str, dict[str, float]] = {}
+        self._held_out: set[str] = set()
+        self._rl_start: _Totals | None = None
+        self._rl_end: _Totals | None = None
+        self._step_times: deque[float] = deque(maxlen=20)
+        self._slowest: list[tuple[float, int, Ended]] = []
+        self._count = 0
+        self._folds: dict[type, Callable[[Any], None]] = {
+            ev.RunStarted: self._run_started,
+            ev.RunEnded: self._run_ended,
+            ev.WarmedUp: self._warmed_up,
+            ev.GroupStarted: self._group_started,
+            ev.GroupDropped: self._group_dropped,
+            ev.TrajectoryStarted: self._trajectory_started,
+            ev.EnvReset: self._env_reset,
+            ev.TurnDone: self._turn_done,
+            ev.Scored: self._scored,
+            ev.TrajectoryEnded: self._trajectory_ended,
+            ev.BatchTaken: self._batch_taken,
+            ev.StepDone: self._step_done,
+            ev.EngineSample: self._engine_sample,
+            ev.PipelineSample: self._pipeline_sample,
+            ev.Evaluated: self._evaluated,
+            ev.Warned: self._warned,
+        }
+
+    def fold(self, event: ev.AnyEvent) -> None:
+        self.t = event.t
+        fold = self._folds.get(type(event))
+        if fold:
+            fold(event)
+
+    def _totals(self) -> _Totals:
+        rates = (self._tokens, self._trajectories, self._engine, self._trainer, self._environments)
+        return _Totals._make((self.t, *(rate.total for rate in rates), self._sampled_s))
+
+    def _task(self, name: str) -> TaskMetrics:
+        if name not in self.tasks:
+            self.tasks[name] = TaskMetrics(name)
+        return self.tasks[name]
+
+    def _run_started(self, event: ev.RunStarted) -> None:
+        self.run, self.phase, self.version = event, "starting", event.version
+        self.resumes += event.resumed
+        for name in event.tasks:
+            task = self._task(name)
+            task.held_out = [point for point in task.held_out if point.version <= event.version]
+        while self.history and self.history[-1].version > event.version:
+            self.staleness.subtract(self.history.pop().staleness)
+        self.pipeline, self._sampled = Pipeline(), None
+        for gone in (self._engines, self._batches, self._open, self._held_out, self._step_times):
+            gone.clear()
+
+    def _run_ended(self, event: ev.RunEnded) -> None:
+        self.phase = event.reason
+        self.pipeline = Pipeline()
+
+    def _warmed_up(self, event: ev.WarmedUp) -> None:
+        self.phase, self.warm_up = "warming up", (event.step, event.steps, event.loss)
+
+    def _group_started(self, event: ev.GroupStarted) -> None:
+        self.phase = "training"
+        if self._rl_start is None:
+            self._rl_start = self._totals()
+
+    def _drop(self, reason: str, count: int) -> None:
+        known = reason in self.drops or len(self.drops) < _REASONS
+        self.drops[reason if known else "other reasons"] += count
+
+    def _group_dropped(self, event: ev.GroupDropped) -> None:
+        if event.trajectories:
+            self._drop(event.reason, event.trajectories)
+
+    def _trajectory_started(self, event: ev.TrajectoryStarted) -> None:
+        self._open[event.trajectory] = dict.fromkeys(STAGES, 0.0)
+        if event.held_out:
+            self._held_out.add(event.trajectory)
+            if self.phase != "training" or (self.run and self.version >= self.run.steps):
+                self.phase = "evaluating"
+
+    def _env_reset(self, event: ev.EnvReset) -> None:
+        if event.trajectory in self._open:
+            self._open[event.trajectory]["reset"] += event.seconds
+
+    def _turn_done(self, event: ev.TurnDone) -> None:
+        self._tokens.add(event.t - event.env_s, event.tokens, event.generate_s)
+        if event.trajectory in self._open:
+            stages = self._open[event.trajectory]
+            queued = min(event.queue_s, event.generate_s)
+            stages["queue"] += queued
+            stages["generate"] += event.generate_s - queued
+            stages["step"] += event.env_s
+
+    def _scored(self, event: ev.Scored) -> None:
+        if event.trajectory in self._open:
+            self._open[event.trajectory]["score"] += event.seconds
+
+    def _trajectory_ended(self, event: ev.TrajectoryEnded) -> None:
+        stages = self._open.pop(event.trajectory, None) or dict.fromkeys(STAGES, 0.0)
+        self._held_out.discard(event.trajectory)
+        if event.held_out:
+            return
+        stages["other"] = max(0.0, event.seconds - sum(stages.values()))
+        ended = self._task(event.task).ended(event, stages)
+        self._trajectories.add(event.t, 1)
+        self._count += 1
+        slow = (event.seconds, self._count, ended)
+        if len(self._slowest) < _SLOWEST:
+            heapq.heappush(self._slowest, slow)
+        else:
+            heapq.heappushpop(self._slowest, slow)
+        if not event.outcome.trainable:
+            self._drop(event.outcome.value, 1)
+
+    def _batch_taken(self, event: ev.BatchTaken) -> None:
+        self._waiting.add(event.t, event.waited_s, event.waited_s)
+        self._batches[event.step] = event
+
+    def _step_done(self, event: ev.StepDone) -> None:
+        self.version = event.version
+        self._step_times.append(event.t)
+        self._trainer.add(event.t, event.seconds, event.seconds)
+        batch = self._batches.pop(event.version - 1, None)
+        before = self._rl_end or self._rl_start or _Totals()
+        self._rl_end = self._totals()
+        rewards = {task.name: mean(task.since_step) for task in self.tasks.values()}
+        for task in self.tasks.values():
+            task.since_step.clear()
+        self.history.append(
+            StepPoint(
+                version=event.version,
+                t=event.t,
+                seconds=event.seconds,
+                waited_s=batch.waited_s if batch else 0.0,
+                tokens=event.tokens,
+                trajectories=batch.trajectories if batch else 0,
+                staleness=batch.staleness if batch else {},
+                tokens_per_s=(self._tokens.total - before.tokens) / max(1e-9, event.t - before.t),
+                rewards={name: value for name, value in rewards.items() if value is not None},
+                values=event.values,
+            )
+        )
+        self.staleness.update(self.history[-1].staleness)
+
+    def _engine_sample(self, event: ev.EngineSample) -> None:
+        last = self._engines.get(event.engine)
+        if last and event.busy_s >= last.busy_s:
+            self._engine.add(event.t, event.busy_s - last.busy_s, event.t - last.t)
+        self._engines[event.engine] = event
+
+    def _pipeline_sample(self, event: ev.PipelineSample) -> None:
+        last = self._sampled
+        self.pipeline = Pipeline(event.running, event.scoring, event.ready, event.training)
+        self._sampled = event
+        if last and event.slots:
+            seconds = event.t - last.t
+            self._sampled_s += seconds
+            self._environments.add(event.t, seconds * event.environments / event.slots, seconds)
+
+    def _evaluated(self, event: ev.Evaluated) -> None:
+        point = Point(event.version, event.t, event.success, event.reward, event.episodes, event.failed, event.final)
+        self._task(event.task).held_out.append(point)
+
+    def _warned(self, event: ev.Warned) -> None:
+        self.warnings.append(event.message)
+
+    def _eta(self, now: float) -> float | None:
+        times = self._step_times
+        if self.run is None or len(times) < 2:
+            return None
+        period = (times[-1] - times[0]) / (len(times) - 1)
+        return max(0.0, (self.run.steps - self.version) * period - (now - times[-1]))
+
+    def snapshot(self, now: float | None = None) -> Snapshot:
+        """What is known at `now`, by default the time of the last event."""
+        now = self.t if now is None else max(now, self.t)
+        run = self.run or ev.RunStarted(name="", preset="", alpha=0, seed=0, steps=0, tasks=[])
+        start = self._rl_start or self._totals()
+        rl = _Totals._make(end - first for end, first in zip(self._rl_end or start, start, strict=True))
+        seconds, engines = max(rl.t, 1e-9), max(1, len(self._engines))
+        return Snapshot(
+            name=run.name,
+            preset=run.preset,
+            alpha=run.alpha,
+            seed=run.seed,
+            phase=self.phase,
+            t=now,
+            step=self.version,
+            steps=run.steps,
+            resumes=self.resumes,
+            eta_s=self._eta(now),
+            warm_up=self.warm_up,
+            tasks=tuple(task.snapshot() for task in self.tasks.values()),
+            pipeline=self.pipeline,
+            recent_use=Use(
+                engine=min(1.0, self._engine.per_second(now) / engines),
+                trainer=min(1.0, self._trainer.per_second(now)),
+                environments=min(1.0, self._environments.per_second(now)),
+            ),
+            use=Use(
+                engine=min(1.0, rl.engine / engines / seconds),
+                trainer=min(1.0, rl.trainer / seconds),
+                environments=rl.environments / rl.sampled_s if rl.sampled_s else 0.0,
+            ),
+            waited_s=self._waiting.total,
+            rl_s=rl.t,
+            staleness={age: count for age, count in sorted(self.staleness.items()) if count},
+            drops=dict(self.drops.most_common()),
+            trained=sum(self.staleness.values()),
+            tokens_per_s=self._tokens.per_second(now),
+            trajectories_per_s=self._trajectories.per_second(now),
+            mean_tokens_per_s=rl.tokens / seconds,
+            mean_trajectories_per_s=rl.trajectories / seconds,
+            values=self.history[-1].values if self.history else {},
+            history=tuple(self.history),
+            slowest=tuple(ended for _, _, ended in sorted(self._slowest, reverse=True)),
+            examples=tuple(each for task in self.tasks.values() for each in (*task.good, *task.bad)),
+            warnings=tuple(self.warnings),
+        )
+
+
+def measure(log: Iterable[ev.AnyEvent]) -> Snapshot:
+    """The whole log at once."""
+    metrics = Metrics()
+    for event in log:
+        metrics.fold(event)
+    return metrics.snapshot()

@@ -1,0 +1,137 @@
+"""The live screen as a pure function of a snapshot. Lines are laid out by hand: tables cost ten times the CPU."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.text import Text
+
+from rollart.observe.draw import bar, clock, colour, count, fit, number, percent, sparkline, stacked
+from rollart.observe.snapshot import Snapshot, TaskSnapshot
+
+MAX_WIDTH = 120
+_PIPELINE = {"running": "cyan", "scoring": "yellow", "ready": "green", "training": "magenta"}
+_LABEL = 11
+
+
+def screen(shot: Snapshot, weights: Mapping[str, float], width: int) -> RenderableType:
+    """Never wider than `width`; made for 80 columns and more."""
+    width = min(width, MAX_WIDTH)
+    inner = width - 4
+    lines = [_progress(shot, inner), Text(), *_tasks(shot, weights, inner)]
+    if shot.history or shot.phase == "training":
+        lines += [Text(), *_machinery(shot, inner)]
+    lines += [_line(Text(f"! {message}", style="yellow"), inner) for message in shot.warnings[-2:]]
+    title = Text.assemble((shot.name or "rollart", "bold"), f" · {shot.preset} · alpha {shot.alpha} · seed {shot.seed}")
+    title.truncate(inner - 4, overflow="ellipsis")
+    return Panel(Group(*lines), title=title, title_align="left", border_style="bright_black", width=width)
+
+
+def _line(text: Text, width: int) -> Text:
+    text.no_wrap, text.end = True, "\n"
+    text.truncate(width, overflow="ellipsis")
+    return text
+
+
+def _progress(shot: Snapshot, width: int) -> Text:
+    if shot.phase == "warming up" and shot.warm_up:
+        step, steps, loss = shot.warm_up
+        text, share, style = (
+            f" warm-up {step}/{steps} · loss {loss:.3f} · {clock(shot.t)}",
+            step / max(1, steps),
+            "yellow",
+        )
+    else:
+        eta = f" · ETA {clock(shot.eta_s)}" if shot.eta_s is not None and shot.phase == "training" else ""
+        text = f" {shot.phase} · step {shot.step}/{shot.steps} · {clock(shot.t)}{eta}"
+        share, style = shot.step / max(1, shot.steps), "green"
+    drawn = bar(share, max(8, width - len(text)), style)
+    return _line(drawn.append(text, style="bold"), width)
+
+
+def _tasks(shot: Snapshot, weights: Mapping[str, float], width: int) -> list[Text]:
+    name = min(max([len(task.name) for task in shot.tasks] + [4]), max(8, width - 62))
+    spark = max(6, min(60, width - name - 53))
+    total = sum(weights.get(task.name, 1.0) for task in shot.tasks) or 1.0
+    columns = f"{'reward':>7} {'turns':>6} {'tokens':>7} {'time':>7}"
+    head = f"{'task':<{name}} {'share':>5}  {'held-out success':<{spark + 14}} {columns}"
+    lines = [_line(Text(head, style="dim"), width)]
+    for index, task in enumerate(shot.tasks):
+        share = percent(weights.get(task.name, 1.0) / total)
+        line = Text.assemble((fit(task.name, name), f"bold {colour(index)}"), f" {share:>5}  ")
+        lines.append(_line(line.append(_success(task, spark, colour(index))).append(_means(task)), width))
+    return lines
+
+
+def _success(task: TaskSnapshot, spark: int, style: str) -> Text:
+    points = [point.success for point in task.held_out]
+    text = Text(f"{sparkline(points, spark):<{spark}} ", style=style, end="")
+    if not task.before or not task.now:
+        return text.append("-".ljust(13), style="dim")
+    text.append(f"{task.before.success:.2f}", style="dim")
+    if len(points) == 1:
+        return text.append(" " * 9)
+    better = task.now.success > task.before.success
+    text.append(" → ", style="dim")
+    return text.append(f"{task.now.success:.2f}", style="bold green" if better else "bold red").append("  ")
+
+
+def _means(task: TaskSnapshot) -> str:
+    seconds = "-" if task.seconds is None else f"{task.seconds:.1f} s"
+    return f" {number(task.reward):>7} {number(task.turns, 1):>6} {number(task.tokens, 0):>7} {seconds:>7}"
+
+
+def _machinery(shot: Snapshot, width: int) -> list[Text]:
+    return [
+        _line(_pipeline(shot, width), width),
+        _line(_use(shot, width), width),
+        _line(_ages(shot), width),
+        _line(_speed(shot), width),
+        _line(_drops(shot), width),
+    ]
+
+
+def _label(name: str) -> Text:
+    return Text(name.ljust(_LABEL), style="dim", end="")
+
+
+def _pipeline(shot: Snapshot, width: int) -> Text:
+    parts: dict[str, int] = asdict(shot.pipeline)
+    text = _label("pipeline")
+    text.append(stacked(parts, _PIPELINE, max(8, width - _LABEL - 50)))
+    for name, value in parts.items():
+        text.append(f" {name} ", style=_PIPELINE[name]).append(f"{value:<3}")
+    return text
+
+
+def _use(shot: Snapshot, width: int) -> Text:
+    text = _label("busy")
+    each = max(4, (width - _LABEL - 42) // 3)
+    for name, share in (
+        ("engine", shot.recent_use.engine),
+        ("trainer", shot.recent_use.trainer),
+        ("environments", shot.recent_use.environments),
+    ):
+        text.append(f"{name} ").append(bar(share, each, "cyan")).append(f" {percent(share):<5}")
+    return text
+
+
+def _ages(shot: Snapshot) -> Text:
+    text = _label("staleness")
+    for age, trained in shot.staleness.items():
+        text.append(f"{age}: ", style="dim").append(f"{percent(trained / max(1, shot.trained))}  ")
+    return text.append(f"of {count(shot.trained)} trained (bound {shot.alpha})", style="dim")
+
+
+def _speed(shot: Snapshot) -> Text:
+    text = _label("speed").append(
+        f"{count(shot.tokens_per_s)} tokens/s  {count(shot.trajectories_per_s)} trajectories/s  "
+    )
+    waited = shot.waited_s / shot.rl_s if shot.rl_s else 0.0
+    return text.append(f"trainer waits {percent(min(1.0, waited))} of the time", style="dim")
+
+
+def _drops(shot: Snapshot) -> Text:
+    drops = "  ".join(f"{reason} {number}" for reason, number in shot.drops.items())
+    return _label("dropped").append(drops or "none", style="" if drops else "dim")

@@ -1,0 +1,182 @@
+"""What is known about a run at one moment. Frozen plain values: any thread may draw them, JSON can carry them."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+STAGES = ("reset", "queue", "generate", "step", "score", "other")
+RunPhase = str
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Success on held-out episodes at one version."""
+
+    version: int
+    t: float
+    success: float
+    reward: float
+    episodes: int
+    failed: int
+    final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPoint:
+    """One optimizer step. `rewards`: mean per task of the trajectories that ended since the step before it."""
+
+    version: int
+    t: float
+    seconds: float
+    waited_s: float
+    tokens: int
+    trajectories: int
+    staleness: dict[int, int]
+    tokens_per_s: float
+    rewards: dict[str, float]
+    values: dict[str, float]
+
+    @property
+    def mean_staleness(self) -> float:
+        return sum(age * n for age, n in self.staleness.items()) / max(1, sum(self.staleness.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A trajectory that ended, and the seconds it spent in each stage."""
+
+    id: str
+    task: str
+    outcome: str
+    turns: int
+    tokens: int
+    reward: float | None
+    success: bool | None
+    seconds: float
+    stages: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSnapshot:
+    """`reward`, `success`, `turns`, `tokens` and `seconds` are means over the last trainable trajectories."""
+
+    name: str
+    held_out: tuple[Point, ...]
+    reward: float | None
+    success: float | None
+    turns: float | None
+    tokens: float | None
+    seconds: float | None
+    outcomes: dict[str, int]
+    stages: dict[str, float]
+
+    @property
+    def before(self) -> Point | None:
+        return next((point for point in self.held_out if point.final), self.held_out[0] if self.held_out else None)
+
+    @property
+    def now(self) -> Point | None:
+        return self.held_out[-1] if self.held_out else None
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    running: int = 0
+    scoring: int = 0
+    ready: int = 0
+    training: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Share of the time that each part was busy, 0 to 1."""
+
+    engine: float = 0.0
+    trainer: float = 0.0
+    environments: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    name: str
+    preset: str
+    alpha: int
+    seed: int
+    phase: RunPhase
+    t: float
+    step: int
+    steps: int
+    resumes: int
+    eta_s: float | None
+    warm_up: tuple[int, int, float] | None
+    tasks: tuple[TaskSnapshot, ...]
+    pipeline: Pipeline
+    recent_use: Use
+    use: Use
+    waited_s: float
+    rl_s: float
+    staleness: dict[int, int]
+    drops: dict[str, int]
+    trained: int
+    tokens_per_s: float
+    trajectories_per_s: float
+    mean_tokens_per_s: float
+    mean_trajectories_per_s: float
+    values: dict[str, float]
+    history: tuple[StepPoint, ...] = field(repr=False)
+    slowest: tuple[Ended, ...]
+    examples: tuple[Ended, ...]
+    warnings: tuple[str, ...]
+
+    def task(self, name: str) -> TaskSnapshot:
+        return next(task for task in self.tasks if task.name == name)
+
+
+def summary(shot: Snapshot) -> dict[str, Any]:
+    """The part worth keeping in `summary.json`."""
+    tasks = {}
+    for task in shot.tasks:
+        before, after = task.before, task.now
+        tasks[task.name] = {
+            "before": before.success if before else None,
+            "after": after.success if after else None,
+            "failure_ratio": failure_ratio(task),
+            "episodes": after.episodes if after else 0,
+            "unplayed": after.failed if after else 0,
+            "held_out": [[point.version, round(point.t, 3), point.success] for point in task.held_out],
+            "reward": task.reward,
+            "outcomes": task.outcomes,
+            "seconds_by_stage": task.stages,
+        }
+    plain: dict[str, Any] = msgspec.to_builtins(
+        {
+            "name": shot.name,
+            "preset": shot.preset,
+            "alpha": shot.alpha,
+            "seed": shot.seed,
+            "phase": shot.phase,
+            "version": shot.step,
+            "steps": shot.steps,
+            "resumes": shot.resumes,
+            "seconds": shot.t,
+            "rl_seconds": shot.rl_s,
+            "tasks": tasks,
+            "trained_trajectories": shot.trained,
+            "tokens_per_s": shot.mean_tokens_per_s,
+            "trajectories_per_s": shot.mean_trajectories_per_s,
+            "utilisation": shot.use,
+            "trainer_waited_s": shot.waited_s,
+            "staleness": {str(age): count for age, count in shot.staleness.items()},
+            "drops": shot.drops,
+        }
+    )
+    return plain
+
+
+def failure_ratio(task: TaskSnapshot) -> float | None:
+    """Failures after RL over failures before it: 0.5 means halved. None when there was nothing to improve."""
+    before, after = task.before, task.now
+    if before is None or after is None or before.success >= 1:
+        return None
+    return (1 - after.success) / (1 - before.success)

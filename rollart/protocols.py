@@ -1,0 +1,97 @@
+"""What the control plane needs from the world. Real services and modelled ones implement the same protocols."""
+
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Protocol
+
+from rollart.types import (
+    Batch,
+    Completion,
+    EngineStatus,
+    Episode,
+    Finish,
+    GenerationRequest,
+    Message,
+    RewardResult,
+    Step,
+    StepMetrics,
+)
+
+
+class Engine(Protocol):
+    """Token ids in, token ids out; what the model produced is never tokenized again."""
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Raises EngineFailed."""
+        ...
+
+    async def abort(self, request_id: str) -> None: ...
+
+    async def load(self, version: int) -> None:
+        """Take `version` from the weight store and swap to it between two steps."""
+        ...
+
+    async def status(self) -> EngineStatus: ...
+
+
+class Environment(Protocol):
+    """What an environment author writes: synchronous, one episode at a time, isolated by our worker.
+
+    An observation is the text of a user message, or a list of `{"role": ..., "content": ...}`. `step` answers with
+    `(observation, reward or None, done)` or with a dict of the fields of `rollart.types.Step`.
+    """
+
+    def reset(self, seed: int) -> object: ...
+
+    def step(self, action: str) -> object: ...
+
+    def close(self) -> None: ...
+
+
+class LeasedEnvironment(Protocol):
+    """One environment, ours alone until the lease ends. Every call has a deadline; raises EnvironmentFailed."""
+
+    async def reset(self, seed: int) -> tuple[Message, ...]: ...
+
+    async def step(self, action: str) -> Step: ...
+
+
+class EnvironmentPool(Protocol):
+    def lease(self, task: str, held_out: bool) -> AbstractAsyncContextManager[LeasedEnvironment]: ...
+
+
+class RewardInvoker(Protocol):
+    async def score(self, task: str, episode: Episode) -> RewardResult:
+        """Raises RewardFailed, never answers 0 for a failure."""
+        ...
+
+
+class Renderer(Protocol):
+    """Turns messages into tokens, increment by increment, so that generated tokens are never rendered again."""
+
+    stop: tuple[int, ...]
+
+    def open(self, messages: Sequence[Message]) -> list[int]:
+        """The first prompt, up to where the policy's first action begins."""
+        ...
+
+    def extend(self, finish: Finish, messages: Sequence[Message]) -> list[int]:
+        """What follows an action that ended by `finish`: end of turn if missing, `messages`, start of next action."""
+        ...
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """An action as the environment sees it, without the end-of-turn token."""
+        ...
+
+
+class Trainer(Protocol):
+    async def step(self, batch: Batch) -> StepMetrics: ...
+
+    async def publish(self) -> int:
+        """Hand the current version to the weight store and return it."""
+        ...
+
+    async def save(self, path: Path) -> None: ...
+
+    async def load(self, path: Path) -> None: ...

@@ -1,0 +1,51 @@
+"""Held-out episodes: the same ones at every version, played like any other trajectory and never trained."""
+
+import asyncio
+from collections.abc import Sequence
+
+from rollart.observe.events import Evaluated, EventSink
+from rollart.rollout.ledger import Ledger
+from rollart.rollout.seeds import seed_of
+from rollart.rollout.trajectory import Attempt, Player, TaskPlan
+from rollart.types import Trajectory
+
+
+def succeeded(trajectory: Trajectory) -> bool:
+    """What the reward or the environment called a success, else any positive reward."""
+    if trajectory.success is not None:
+        return trajectory.success
+    return (trajectory.reward or 0.0) > 0
+
+
+class Evaluator:
+    def __init__(self, tasks: Sequence[TaskPlan], player: Player, ledger: Ledger, sink: EventSink) -> None:
+        self._tasks, self._player, self._ledger, self._sink = tasks, player, ledger, sink
+
+    async def run(self, version: int, episodes: int, *, label: str = "eval", final: bool = False) -> list[Evaluated]:
+        """Play `episodes` of every task. What the machinery failed to play is counted apart, never as a failure."""
+        results = await asyncio.gather(*(self._task(task, version, episodes, label, final) for task in self._tasks))
+        for result in results:
+            self._sink.emit(result)
+        return list(results)
+
+    async def _task(self, task: TaskPlan, version: int, episodes: int, label: str, final: bool) -> Evaluated:
+        attempts = [self._attempt(task, version, number, label) for number in range(episodes)]
+        trajectories = await asyncio.gather(*(self._player.run(attempt) for attempt in attempts))
+        for trajectory in trajectories:
+            self._ledger.add(trajectory, held_out=True)
+        played = [trajectory for trajectory in trajectories if trajectory.outcome.trainable]
+        count = max(1, len(played))
+        return Evaluated(
+            version=version,
+            task=task.name,
+            episodes=len(played),
+            success=sum(map(succeeded, played)) / count,
+            reward=sum(trajectory.reward or 0.0 for trajectory in played) / count,
+            failed=episodes - len(played),
+            final=final,
+        )
+
+    def _attempt(self, task: TaskPlan, version: int, number: int, label: str) -> Attempt:
+        group = f"{label}-v{version:06d}-{task.name}"
+        seed = seed_of("held out", task.name, number)
+        return Attempt(f"{group}.{number}", task, group, number, seed, version, held_out=True)

@@ -1,0 +1,175 @@
+"""The durable record of groups and trajectories: open, leased to a step, consumed with a checkpoint, or dropped.
+
+Invariants: what `add` returned from survives a kill; a group is leased by at most one step; it becomes consumed only in
+the transaction that records the checkpoint containing its step. So after a crash, leases of steps that no checkpoint
+contains are open again, and nothing that a checkpoint contains can be leased again.
+"""
+
+import sqlite3
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+import msgspec
+
+from rollart.errors import RollartError
+from rollart.types import Trajectory
+
+State = Literal["open", "leased", "consumed", "dropped"]
+
+_SCHEMA = """
+create table if not exists progress (key text primary key, value integer not null) without rowid;
+create table if not exists groups (
+    id text primary key, task text not null, idx integer not null, seed integer not null, size integer not null,
+    version integer not null, state text not null, step integer, reason text not null default ''
+) without rowid;
+create index if not exists groups_by_state on groups (state, step);
+create table if not exists trajectories (
+    id text primary key, grp text not null, member integer not null, task text not null, outcome text not null,
+    trainable integer not null, held_out integer not null, reward real, success integer, turns integer not null,
+    tokens integer not null, started real not null, seconds real not null, reason text not null, body blob not null
+);
+create index if not exists trajectories_by_group on trajectories (grp);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRecord:
+    id: str
+    task: str
+    index: int
+    seed: int
+    size: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenGroup:
+    """A group that was not consumed when the run stopped, with the trainable trajectories it already has."""
+
+    record: GroupRecord
+    launched: int
+    trajectories: tuple[Trajectory, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """Where a stopped run goes on: at the policy `version` of its last checkpoint."""
+
+    version: int
+    groups: tuple[OpenGroup, ...]
+    next_index: dict[str, int]
+
+
+class Ledger:
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._db = connection
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Trajectory)
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        connection = sqlite3.connect(path, isolation_level=None)
+        connection.execute("pragma journal_mode = wal")
+        # A killed process loses nothing at this level; only a power cut could lose the last transactions.
+        connection.execute("pragma synchronous = normal")
+        connection.executescript(_SCHEMA)
+        return cls(connection)
+
+    @classmethod
+    def open_readonly(cls, path: Path) -> Self:
+        if not path.exists():
+            raise RollartError(f"{path} does not exist; is this a run folder?")
+        return cls(sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None))
+
+    def close(self) -> None:
+        self._db.close()
+
+    def start(self, group: GroupRecord) -> None:
+        self._db.execute(
+            "insert into groups (id, task, idx, seed, size, version, state) values (?, ?, ?, ?, ?, ?, 'open')",
+            (group.id, group.task, group.index, group.seed, group.size, group.version),
+        )
+
+    def add(self, trajectory: Trajectory, *, held_out: bool = False) -> None:
+        self._db.execute(
+            "insert or replace into trajectories values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                trajectory.id,
+                trajectory.group,
+                trajectory.member,
+                trajectory.task,
+                trajectory.outcome.value,
+                trajectory.outcome.trainable,
+                held_out,
+                trajectory.reward,
+                trajectory.success,
+                len(trajectory.turns),
+                trajectory.total_tokens,
+                trajectory.started_s,
+                trajectory.seconds,
+                trajectory.reason,
+                zlib.compress(self._encoder.encode(trajectory), 1),
+            ),
+        )
+
+    def lease(self, step: int, groups: Iterable[str]) -> None:
+        """Hand these groups to optimizer step `step`."""
+        with self._db:
+            self._db.execute("begin")
+            for group in groups:
+                changed = self._db.execute(
+                    "update groups set state = 'leased', step = ? where id = ? and state = 'open'", (step, group)
+                ).rowcount
+                if changed != 1:
+                    raise RollartError(f"group {group} is not open, so step {step} cannot lease it")
+
+    def drop(self, group: str, reason: str) -> None:
+        self._db.execute("update groups set state = 'dropped', reason = ? where id = ?", (reason, group))
+
+    def commit(self, version: int) -> None:
+        """The checkpoint of `version` is complete: the steps before it consumed their leases for good."""
+        with self._db:
+            self._db.execute("begin")
+            self._db.execute("update groups set state = 'consumed' where state = 'leased' and step < ?", (version,))
+            self._db.execute("insert or replace into progress values ('checkpoint', ?)", (version,))
+
+    def recover(self) -> Recovery:
+        """Take back the leases that no checkpoint contains, and list what is open."""
+        row = self._db.execute("select value from progress where key = 'checkpoint'").fetchone()
+        self._db.execute("update groups set state = 'open', step = null where state = 'leased'")
+        records = [
+            GroupRecord(*fields)
+            for fields in self._db.execute(
+                "select id, task, idx, seed, size, version from groups where state = 'open' order by version, idx"
+            )
+        ]
+        indices = self._db.execute("select task, max(idx) + 1 from groups group by task").fetchall()
+        return Recovery(row[0] if row else 0, tuple(map(self._open_group, records)), dict(indices))
+
+    def _open_group(self, record: GroupRecord) -> OpenGroup:
+        rows = self._db.execute(
+            "select member, trainable, body from trajectories where grp = ? order by member", (record.id,)
+        ).fetchall()
+        launched = rows[-1][0] + 1 if rows else 0
+        return OpenGroup(record, launched, tuple(self._decode(body) for _, trainable, body in rows if trainable))
+
+    def _decode(self, body: bytes) -> Trajectory:
+        return self._decoder.decode(zlib.decompress(body))
+
+    def trajectory(self, prefix: str) -> Trajectory:
+        """The one whose id is, or starts with, `prefix`."""
+        rows = self._db.execute(
+            "select id, body from trajectories where substr(id, 1, length(?1)) = ?1 order by id = ?1 desc limit 2",
+            (prefix,),
+        ).fetchall()
+        if not rows:
+            raise RollartError(f"no trajectory's id starts with {prefix!r}; `rollart show` lists some")
+        if len(rows) == 2 and rows[0][0] != prefix:
+            raise RollartError(f"several ids start with {prefix!r}, for instance {rows[0][0]} and {rows[1][0]}")
+        return self._decode(rows[0][1])
+
+    def group_states(self) -> dict[str, int]:
+        return dict(self._db.execute("select state, count(*) from groups group by state"))

@@ -1,0 +1,33 @@
+"""The task mixture, exact in the trained batches: how many groups of each task batch `n` holds."""
+
+from collections.abc import Mapping
+
+
+class Mixture:
+    """Slot by slot, the task that is furthest behind its share gets the next one, so after any number of batches every
+    task is within one group of its exact share, and equal weights that divide the batch give equal batches.
+
+    >>> [Mixture({"a": 3, "b": 1}, 2).quota(n) for n in range(2)]
+    [{'a': 1, 'b': 1}, {'a': 2, 'b': 0}]
+    """
+
+    def __init__(self, weights: Mapping[str, float], groups: int) -> None:
+        total = sum(weights.values())
+        self._shares = {task: weight / total for task, weight in weights.items()}
+        self._groups = groups
+        self._given = dict.fromkeys(weights, 0)
+        self._quotas: list[dict[str, int]] = []
+
+    def quota(self, batch: int) -> dict[str, int]:
+        while len(self._quotas) <= batch:
+            self._quotas.append(self._next())
+        return self._quotas[batch]
+
+    def _next(self) -> dict[str, int]:
+        quota = dict.fromkeys(self._shares, 0)
+        for _ in range(self._groups):
+            slot = sum(self._given.values()) + 1
+            task = max(self._shares, key=lambda name: self._shares[name] * slot - self._given[name])
+            self._given[task] += 1
+            quota[task] += 1
+        return quota

@@ -1,0 +1,110 @@
+"""The training loop: take a batch, train, publish, and go on while the engines fetch the new version.
+
+Invariants: the trainer does one thing at a time; at most one weight swap is under way, and it always aims at the newest
+version; a checkpoint is committed to the ledger only after it is complete; the swap and the evaluations run beside the
+loop, and a failure of either ends it.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollart.observe.events import Checkpointed, EventSink, Published, StepDone
+from rollart.protocols import Trainer
+from rollart.rollout.evaluation import Evaluator
+from rollart.rollout.ledger import Ledger
+from rollart.rollout.router import Router
+from rollart.rollout.scheduler import Scheduler
+from rollart.types import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """When what happens, in optimizer steps. `evaluate_every` 0: never in between."""
+
+    steps: int
+    checkpoint_every: int
+    evaluate_every: int
+    episodes: int
+
+
+class Pipeline:
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        version: int,
+        scheduler: Scheduler,
+        trainer: Trainer,
+        router: Router,
+        evaluator: Evaluator,
+        ledger: Ledger,
+        sink: EventSink,
+        checkpoints: Path,
+        loaded: Callable[[int], None],
+    ) -> None:
+        self.version = version
+        self._plan, self._scheduler, self._trainer, self._router = plan, scheduler, trainer, router
+        self._evaluator, self._ledger, self._sink = evaluator, ledger, sink
+        self._checkpoints, self._loaded = checkpoints, loaded
+        self._published = asyncio.Event()
+        self._evaluation: asyncio.Task[object] | None = None
+
+    async def run(self) -> None:
+        """Until the last step is trained, loaded by the engines and saved."""
+        async with asyncio.TaskGroup() as group:
+            swapping = group.create_task(self._swap())
+            while self.version < self._plan.steps:
+                batch = await self._scheduler.take_batch()
+                await self._train(batch)
+                if self.version % self._plan.checkpoint_every == 0 or self.version == self._plan.steps:
+                    await self._save()
+                self._evaluate_if_due(group)
+            await swapping
+
+    async def _train(self, batch: Batch) -> None:
+        clock = asyncio.get_running_loop().time
+        metrics = await self._trainer.step(batch)
+        self._scheduler.training = 0
+        self._sink.emit(
+            StepDone(
+                version=metrics.version,
+                seconds=metrics.seconds,
+                tokens=metrics.tokens,
+                values=metrics.values,
+                tasks=metrics.tasks,
+            )
+        )
+        began = clock()
+        await self._trainer.publish()
+        self.version = metrics.version
+        self._sink.emit(Published(version=self.version, seconds=clock() - began))
+        self._published.set()
+
+    async def _swap(self) -> None:
+        """Bring the engines to the newest version, again and again, beside training."""
+        while self._router.target < self._plan.steps:
+            await self._published.wait()
+            self._published.clear()
+            if self._router.target >= self.version:
+                continue
+            if self._scheduler.schedule.swap_late:
+                await self._scheduler.quiet()
+            version = self.version
+            await self._router.load(version)
+            self._loaded(version)
+            self._scheduler.admit()
+
+    async def _save(self) -> None:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        await self._trainer.save(self._checkpoints / f"{self.version:06d}")
+        self._ledger.commit(self.version)
+        self._sink.emit(Checkpointed(version=self.version, seconds=clock() - began))
+
+    def _evaluate_if_due(self, group: asyncio.TaskGroup) -> None:
+        every = self._plan.evaluate_every
+        due = every and self.version % every == 0 and self.version < self._plan.steps
+        if due and (self._evaluation is None or self._evaluation.done()):
+            self._evaluation = group.create_task(self._evaluator.run(self.version, self._plan.episodes))

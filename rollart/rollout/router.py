@@ -1,0 +1,95 @@
+"""Which engine serves a request, and what happens when it does not.
+
+Invariants: a conversation stays on the engine that holds its prefix while that engine lives; an engine that failed gets
+nothing until it is replaced; a request is tried at most `attempts` times; `serving` is the oldest version that a new
+request could meet. Cancelling `generate` aborts the request at the engine.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+from rollart.errors import EngineFailed
+from rollart.observe.events import EngineSwapped, EventSink, Warned
+from rollart.protocols import Engine
+from rollart.types import Completion, GenerationRequest
+
+_REVIVAL_DEADLINE = 120.0
+
+
+@dataclass(slots=True)
+class _Place:
+    name: str
+    engine: Engine
+    version: int
+    open: int = 0
+    alive: bool = True
+
+
+class Router:
+    def __init__(self, engines: dict[str, Engine], version: int, sink: EventSink, attempts: int = 3) -> None:
+        self._places = {name: _Place(name, engine, version) for name, engine in engines.items()}
+        self._sessions: dict[str, str] = {}
+        self._sink = sink
+        self._attempts = attempts
+        self._revived = asyncio.Event()
+        self.target = version
+
+    @property
+    def serving(self) -> int:
+        return min((place.version for place in self._places.values() if place.alive), default=self.target)
+
+    async def generate(self, request: GenerationRequest) -> tuple[str, Completion]:
+        """The name of the engine and its answer. Raises EngineFailed after the last attempt."""
+        reason = "no engine was tried"
+        for _ in range(self._attempts):
+            place = await self._place(request.session)
+            place.open += 1
+            try:
+                return place.name, await place.engine.generate(request)
+            except EngineFailed as error:
+                reason = str(error)
+                self._sessions.pop(request.session, None)
+            finally:
+                place.open -= 1
+        raise EngineFailed(f"{reason} (tried {self._attempts} times)")
+
+    async def _place(self, session: str) -> _Place:
+        async with asyncio.timeout(_REVIVAL_DEADLINE):
+            while not (alive := [place for place in self._places.values() if place.alive]):
+                self._revived.clear()
+                await self._revived.wait()
+        held = self._sessions.get(session)
+        if held is not None and self._places[held].alive:
+            return self._places[held]
+        place = min(alive, key=lambda place: place.open)
+        self._sessions[session] = place.name
+        return place
+
+    def forget(self, session: str) -> None:
+        """The conversation is over."""
+        self._sessions.pop(session, None)
+
+    def lost(self, name: str, reason: str) -> None:
+        self._places[name].alive = False
+        self._sink.emit(Warned(message=f"engine {name} is out: {reason}"))
+
+    def replace(self, name: str, engine: Engine, version: int) -> None:
+        """An engine came (back) with `version` loaded."""
+        self._places[name] = _Place(name, engine, version)
+        self._revived.set()
+
+    async def load(self, version: int) -> None:
+        """Bring every living engine to `version`. One that cannot is left out until it is replaced."""
+        self.target = version
+        await asyncio.gather(*(self._load(place, version) for place in self._places.values() if place.alive))
+
+    async def _load(self, place: _Place, version: int) -> None:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        try:
+            await place.engine.load(version)
+        except EngineFailed as error:
+            self.lost(place.name, f"could not load version {version}: {error}")
+            return
+        place.version = version
+        self._sink.emit(EngineSwapped(engine=place.name, version=version, seconds=clock() - began))

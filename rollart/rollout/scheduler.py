@@ -1,0 +1,287 @@
+"""The rollout scheduler: owns every trajectory from its start to the batch that trains it.
+
+Invariants
+- `next` is the batch to be formed next. A group that starts now meets at worst policy version `serving`, so it may
+  still be trained by batch `serving + alpha`: only groups for batches `next .. serving + alpha` are open at once.
+- An open group is running or ready and stands in `_groups` in start order; it leaves by being leased or dropped, once.
+- Every member of a group is one task and ends in one outcome; a group that closes cancels the members still running.
+- Everything happens on one event loop: state changes between two awaits are atomic.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+
+from rollart.observe.events import BatchTaken, EventSink, GroupDropped, GroupReady, GroupStarted
+from rollart.rollout.batcher import choose
+from rollart.rollout.groups import Group
+from rollart.rollout.ledger import GroupRecord, Ledger, Recovery
+from rollart.rollout.mixture import Mixture
+from rollart.rollout.router import Router
+from rollart.rollout.samples import sample_group
+from rollart.rollout.schedule import Schedule
+from rollart.rollout.seeds import seed_of
+from rollart.rollout.trajectory import Attempt, Player, TaskPlan
+from rollart.types import Batch, Outcome, Trajectory
+
+
+class Scheduler:
+    def __init__(
+        self,
+        *,
+        tasks: Sequence[TaskPlan],
+        schedule: Schedule,
+        batch_groups: int,
+        group_size: int,
+        steps: int,
+        retries: int,
+        seed: int,
+        player: Player,
+        router: Router,
+        ledger: Ledger,
+        sink: EventSink,
+    ) -> None:
+        self.schedule = schedule
+        self.mixture = Mixture({task.name: task.weight for task in tasks}, batch_groups)
+        self.next = 0
+        self._tasks = {task.name: task for task in tasks}
+        self._size, self._steps, self._retries, self._seed = group_size, steps, retries, seed
+        self._player, self._router, self._ledger, self._sink = player, router, ledger, sink
+        self._groups: dict[str, dict[str, Group]] = {task.name: {} for task in tasks}
+        self._ready: Counter[str] = Counter()
+        self._index: Counter[str] = Counter()
+        self._attempts: dict[str, Attempt] = {}
+        self._members: set[asyncio.Task[None]] = set()
+        self._unplayed = 0
+        self._all_played = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._error: BaseException | None = None
+        self._stopped = False
+        self.training = 0
+
+    # Views
+
+    @property
+    def running(self) -> int:
+        return self._unplayed
+
+    @property
+    def scoring(self) -> int:
+        return len(self._attempts) - self._unplayed
+
+    @property
+    def ready(self) -> int:
+        return sum(len(group.done) for groups in self._groups.values() for group in groups.values())
+
+    # Admission
+
+    def recover(self, recovery: Recovery) -> None:
+        """Go on where an earlier run stopped: nothing that was ready is lost, missing members are launched again."""
+        self.next = recovery.version
+        self._index.update(recovery.next_index)
+        for past in recovery.groups:
+            record = past.record
+            if record.task not in self._groups:
+                self._ledger.drop(record.id, "the task is gone from the run file")
+                continue
+            group = Group(record.id, record.task, record.index, record.seed, record.size, record.version)
+            group.launched = past.launched
+            group.done = list(past.trajectories[: record.size])
+            for trajectory in group.done:
+                group.saw(trajectory.oldest if trajectory.oldest is not None else record.version)
+            self._groups[record.task][group.id] = group
+            self._ready[record.task] += group.ready
+        self._evict()
+        for groups in self._groups.values():
+            for group in groups.values():
+                self._fill(group)
+
+    def admit(self) -> None:
+        """Start what may start now. Call it whenever `next` or `serving` moved, or a group closed."""
+        if self._stopped:
+            return
+        last = min(self._router.serving + self.schedule.alpha, self._steps - 1)
+        if self.schedule.one_batch:
+            last = min(last, self.next)
+        for task, groups in self._groups.items():
+            limit = sum(self.mixture.quota(batch)[task] for batch in range(self.next, last + 1))
+            if limit:
+                limit += self.schedule.extra_groups
+            while len(groups) < limit:
+                group = self._open(task)
+                groups[group.id] = group
+                self._fill(group)
+
+    def _open(self, task: str) -> Group:
+        index = self._index[task]
+        self._index[task] += 1
+        version = self._router.serving
+        group = Group(f"{task}-{index:06d}", task, index, seed_of(self._seed, task, index), self._size, version)
+        group.started_s = asyncio.get_running_loop().time()
+        self._ledger.start(GroupRecord(group.id, task, index, group.seed, self._size, version))
+        self._sink.emit(
+            GroupStarted(
+                group=group.id,
+                task=task,
+                seed=group.seed,
+                members=self._size + self.schedule.extra_members,
+                version=version,
+            )
+        )
+        return group
+
+    def _fill(self, group: Group) -> None:
+        for _ in range(group.missing(self.schedule.extra_members)):
+            member = group.launch()
+            attempt = Attempt(
+                f"{group.id}.{member}",
+                self._tasks[group.task],
+                group.id,
+                member,
+                group.seed,
+                self._router.serving,
+                on_version=partial(self._saw, group),
+                on_played=self._played,
+            )
+            self._attempts[attempt.id] = attempt
+            self._unplayed += 1
+            self._all_played.clear()
+            task = asyncio.create_task(self._member(group, attempt))
+            self._members.add(task)
+            task.add_done_callback(self._report)
+
+    # One member
+
+    async def _member(self, group: Group, attempt: Attempt) -> None:
+        trajectory = await self._player.run(attempt)
+        del self._attempts[attempt.id]
+        if not attempt.played:
+            self._count_played()
+        group.running.discard(attempt.member)
+        self._ledger.add(trajectory)
+        self._settle(group, trajectory)
+
+    def _report(self, coroutine: asyncio.Task[None]) -> None:
+        """A bug in a member's own code must end the run, not vanish."""
+        self._members.discard(coroutine)
+        if not coroutine.cancelled() and (error := coroutine.exception()) is not None:
+            self._error = self._error or error
+            self._changed.set()
+
+    async def _played(self) -> None:
+        """An episode ended; its environment is free. Rewards of the `sync` preset wait for the whole batch."""
+        self._count_played()
+        if self.schedule.score_late:
+            await self._all_played.wait()
+
+    def _count_played(self) -> None:
+        self._unplayed -= 1
+        if self._unplayed == 0:
+            self._all_played.set()
+
+    def _saw(self, group: Group, version: int) -> None:
+        group.saw(version)
+        if not group.closed and not self.schedule.within(group.oldest, self.next):
+            self._drop(group, "stale", Outcome.STALE)
+            self.admit()
+
+    def _settle(self, group: Group, trajectory: Trajectory) -> None:
+        if group.closed or group.ready:
+            return
+        if trajectory.outcome.trainable:
+            group.done.append(trajectory)
+            if group.ready:
+                self._complete(group)
+        elif trajectory.outcome not in (Outcome.CANCELLED, Outcome.STALE):
+            group.failures += 1
+            if group.failures > self._retries:
+                self._drop(group, f"too many failed members, the last: {trajectory.outcome}")
+                self.admit()
+            else:
+                self._fill(group)
+
+    def _complete(self, group: Group) -> None:
+        self._cancel(group, Outcome.CANCELLED, "its group is complete")
+        self._ready[group.task] += 1
+        seconds = asyncio.get_running_loop().time() - group.started_s
+        self._sink.emit(GroupReady(group=group.id, task=group.task, seconds=seconds))
+        self._changed.set()
+
+    def _cancel(self, group: Group, verdict: Outcome, reason: str) -> None:
+        for member in group.running:
+            self._attempts[f"{group.id}.{member}"].cancel(verdict, reason)
+
+    def _drop(self, group: Group, reason: str, verdict: Outcome = Outcome.CANCELLED) -> None:
+        group.closed = True
+        del self._groups[group.task][group.id]
+        self._ready[group.task] -= group.ready
+        self._cancel(group, verdict, reason)
+        self._ledger.drop(group.id, reason)
+        self._sink.emit(GroupDropped(group=group.id, task=group.task, reason=reason, trajectories=len(group.done)))
+
+    # Batches
+
+    async def take_batch(self) -> Batch:
+        """The next batch, leased. Waits as long as rollout makes progress; trajectories have deadlines of their own."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        while True:
+            if self._error is not None:
+                raise self._error
+            self.admit()
+            if (groups := self._choose()) is not None:
+                return self._lease(groups, clock() - began)
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _choose(self) -> list[Group] | None:
+        quota = self.mixture.quota(self.next)
+        if any(self._ready[task] < need for task, need in quota.items()):
+            return None
+        return choose(quota, self._groups, self.schedule.window)
+
+    def _lease(self, groups: list[Group], waited: float) -> Batch:
+        step = self.next
+        self._ledger.lease(step, [group.id for group in groups])
+        staleness: Counter[int] = Counter()
+        for group in groups:
+            group.closed = True
+            del self._groups[group.task][group.id]
+            self._ready[group.task] -= 1
+            staleness.update(abs(step - (t.oldest if t.oldest is not None else step)) for t in group.done)
+        self.training = sum(len(group.done) for group in groups)
+        self._sink.emit(
+            BatchTaken(
+                step=step,
+                groups=Counter(group.task for group in groups),
+                trajectories=self.training,
+                tokens=sum(t.total_tokens for group in groups for t in group.done),
+                waited_s=waited,
+                staleness=staleness,
+            )
+        )
+        self.next = step + 1
+        self._evict()
+        self.admit()
+        return Batch(step, tuple(sample_group(group) for group in groups))
+
+    def _evict(self) -> None:
+        """Drop at once what no later batch could train within the bound."""
+        for groups in self._groups.values():
+            for group in [g for g in groups.values() if not self.schedule.within(g.oldest, self.next)]:
+                self._drop(group, "stale", Outcome.STALE)
+
+    # The end
+
+    async def quiet(self) -> None:
+        """Until no trajectory is under way."""
+        while self._members:
+            await asyncio.wait(self._members)
+
+    async def stop(self) -> None:
+        """Cancel all that runs. Open groups stay open in the ledger: `--resume` goes on with them."""
+        self._stopped = True
+        for attempt in self._attempts.values():
+            attempt.cancel(Outcome.CANCELLED, "the run ended")
+        await self.quiet()

@@ -1,0 +1,272 @@
+"""One trajectory: lease an environment, play, release it, score. One coroutine each, on its own clock.
+
+Invariants: every call ends in exactly one outcome, cancellation included; the environment is released before the reward
+is asked for; a failure of the machinery is an outcome of its own and never a reward.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rollart.errors import EngineFailed, EnvironmentFailed, RewardFailed
+from rollart.observe.events import EnvReset, EventSink, Scored, TrajectoryEnded, TrajectoryStarted, TurnDone
+from rollart.protocols import EnvironmentPool, LeasedEnvironment, Renderer, RewardInvoker
+from rollart.rollout.lockstep import Lockstep
+from rollart.rollout.router import Router
+from rollart.rollout.seeds import seed_of
+from rollart.types import (
+    Completion,
+    Episode,
+    EpisodeTurn,
+    GenerationRequest,
+    Message,
+    Outcome,
+    Sampling,
+    Step,
+    Trajectory,
+    Turn,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskPlan:
+    """What the control plane knows of a task."""
+
+    name: str
+    weight: float
+    max_turns: int
+    max_context: int
+    sampling: Sampling
+
+
+@dataclass(slots=True)
+class Attempt:
+    """A trajectory under way. `on_version` hears of its oldest token, `on_played` of the end of its episode."""
+
+    id: str
+    task: TaskPlan
+    group: str
+    member: int
+    seed: int
+    version: int
+    held_out: bool = False
+    on_version: Callable[[int], None] = lambda version: None
+    on_played: Callable[[], Awaitable[None]] | None = None
+    played: bool = False
+    phase: str = "waiting to start"
+    verdict: Outcome | None = None
+    reason: str = ""
+    coroutine: asyncio.Task[Any] | None = None
+    turns: list[Turn] = field(default_factory=list)
+    info: dict[str, Any] = field(default_factory=dict)
+
+    def cancel(self, verdict: Outcome, reason: str) -> None:
+        """End it now, with this outcome. The first verdict counts, and cleaning up is never interrupted."""
+        if self.verdict is None:
+            self.verdict, self.reason = verdict, reason
+            if self.coroutine is not None:
+                self.coroutine.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class Player:
+    """Plays attempts with the services of the run."""
+
+    environments: EnvironmentPool
+    router: Router
+    renderer: Renderer
+    rewards: RewardInvoker
+    sink: EventSink
+    deadline: float
+    lockstep: Lockstep | None = None
+
+    async def run(self, attempt: Attempt) -> Trajectory:
+        """Never raises but for bugs: whatever happens to the attempt is in the outcome, cancellation included."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        attempt.coroutine = asyncio.current_task()
+        self.sink.emit(
+            TrajectoryStarted(
+                trajectory=attempt.id,
+                task=attempt.task.name,
+                group=attempt.group,
+                version=attempt.version,
+                held_out=attempt.held_out,
+            )
+        )
+        blank = Trajectory(
+            attempt.id, attempt.task.name, attempt.group, attempt.member, attempt.seed, Outcome.CANCELLED
+        )
+        try:
+            if attempt.verdict is not None:
+                raise asyncio.CancelledError  # cancelled before it could start
+            trajectory = await self._outcome(attempt, blank)
+        except asyncio.CancelledError:
+            trajectory = replace(blank, outcome=attempt.verdict or Outcome.CANCELLED, reason=attempt.reason)
+        finally:
+            self.router.forget(attempt.id)
+        trajectory = replace(
+            trajectory, turns=tuple(attempt.turns), info=attempt.info, started_s=began, seconds=clock() - began
+        )
+        self._tell_end(attempt, trajectory)
+        return trajectory
+
+    async def _outcome(self, attempt: Attempt, blank: Trajectory) -> Trajectory:
+        try:
+            async with asyncio.timeout(self.deadline):
+                outcome = await self._play(attempt)
+            attempt.played = True
+            if attempt.on_played:
+                await attempt.on_played()
+            return await self._score(attempt, replace(blank, outcome=outcome))
+        except EnvironmentFailed as error:
+            return replace(blank, outcome=Outcome.ENV_FAILED, reason=str(error))
+        except EngineFailed as error:
+            return replace(blank, outcome=Outcome.ENGINE_FAILED, reason=str(error))
+        except RewardFailed as error:
+            return replace(blank, outcome=Outcome.REWARD_FAILED, reason=str(error))
+        except TimeoutError:
+            failed = Outcome.ENGINE_FAILED if attempt.phase == "generating" else Outcome.ENV_FAILED
+            return replace(blank, outcome=failed, reason=f"still {attempt.phase} after {self.deadline:g} s")
+
+    async def _play(self, attempt: Attempt) -> Outcome:
+        attempt.phase = "waiting for an environment"
+        async with self.environments.lease(attempt.task.name, attempt.held_out) as environment:
+            if self.lockstep is None:
+                return await self._converse(attempt, environment)
+            self.lockstep.join()
+            try:
+                return await self._converse(attempt, environment)
+            finally:
+                self.lockstep.leave()
+
+    async def _converse(self, attempt: Attempt, environment: LeasedEnvironment) -> Outcome:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        attempt.phase = "resetting its environment"
+        messages = await environment.reset(attempt.seed)
+        self.sink.emit(EnvReset(trajectory=attempt.id, task=attempt.task.name, seconds=clock() - began))
+        prompt = self.renderer.open(messages)
+        context: list[int] = []
+        while True:
+            context += prompt
+            if len(context) + attempt.task.sampling.max_tokens > attempt.task.max_context:
+                # An observation that leaves no room for an action; nothing was sampled that could be trained.
+                return Outcome.TRUNCATED if attempt.turns else self._too_long(attempt, len(context))
+            await self._together()
+            began = clock()
+            engine, completion = await self._generate(attempt, context)
+            generated = clock()
+            context += completion.tokens
+            await self._together()
+            attempt.phase = "stepping its environment"
+            action = self.renderer.text(completion.tokens)
+            step = await environment.step(action)
+            took = clock()
+            self._record(attempt, messages, prompt, action, completion, step, generated - began, took - generated)
+            self._tell_turn(attempt, engine, completion, generated - began, took - generated)
+            if step.done:
+                attempt.info.update(step.info)
+                return Outcome.TRUNCATED if step.truncated else Outcome.FINISHED
+            if len(attempt.turns) >= attempt.task.max_turns:
+                return Outcome.TRUNCATED
+            messages = step.messages
+            prompt = self.renderer.extend(completion.finish, messages)
+
+    def _too_long(self, attempt: Attempt, tokens: int) -> Outcome:
+        raise EnvironmentFailed(
+            f"the first observation of task {attempt.task.name} has {tokens} tokens, which leaves no room for "
+            f"an action in max_context {attempt.task.max_context}"
+        )
+
+    async def _together(self) -> None:
+        if self.lockstep is not None:
+            await self.lockstep.arrive()
+
+    async def _generate(self, attempt: Attempt, context: list[int]) -> tuple[str, Completion]:
+        attempt.phase = "generating"
+        turn = len(attempt.turns)
+        sampling = replace(attempt.task.sampling, stop=self.renderer.stop, seed=seed_of(attempt.id, attempt.seed, turn))
+        request = GenerationRequest(
+            f"{attempt.id}/{turn}", attempt.id, attempt.task.name, turn, list(context), sampling
+        )
+        engine, completion = await self.router.generate(request)
+        if completion.finish == "abort" or not completion.tokens:
+            raise EngineFailed(f"engine {engine} gave up request {request.id}")
+        if turn == 0:
+            attempt.on_version(min(completion.versions))
+        return engine, completion
+
+    def _record(
+        self,
+        attempt: Attempt,
+        messages: tuple[Message, ...],
+        prompt: list[int],
+        action: str,
+        completion: Completion,
+        step: Step,
+        generate_s: float,
+        env_s: float,
+    ) -> None:
+        attempt.turns.append(
+            Turn(
+                messages,
+                prompt,
+                action,
+                completion.tokens,
+                completion.logprobs,
+                completion.versions,
+                completion.finish,
+                step.reward,
+                generate_s,
+                env_s,
+            )
+        )
+
+    def _tell_turn(
+        self, attempt: Attempt, engine: str, completion: Completion, generate_s: float, env_s: float
+    ) -> None:
+        self.sink.emit(
+            TurnDone(
+                trajectory=attempt.id,
+                task=attempt.task.name,
+                turn=len(attempt.turns) - 1,
+                engine=engine,
+                prompt=completion.prompt,
+                cached=completion.cached,
+                tokens=len(completion.tokens),
+                version=completion.versions[-1],
+                queue_s=completion.queue_s,
+                generate_s=generate_s,
+                env_s=env_s,
+            )
+        )
+
+    async def _score(self, attempt: Attempt, trajectory: Trajectory) -> Trajectory:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        attempt.phase = "being scored"
+        turns = tuple(EpisodeTurn(turn.messages, turn.action, turn.reward) for turn in attempt.turns)
+        truncated = trajectory.outcome is Outcome.TRUNCATED
+        episode = Episode(attempt.id, attempt.task.name, attempt.seed, turns, truncated, attempt.info)
+        result = await self.rewards.score(attempt.task.name, episode)
+        self.sink.emit(Scored(trajectory=attempt.id, task=attempt.task.name, seconds=clock() - began))
+        return replace(trajectory, reward=result.value, parts=result.parts, success=result.success)
+
+    def _tell_end(self, attempt: Attempt, trajectory: Trajectory) -> None:
+        self.sink.emit(
+            TrajectoryEnded(
+                trajectory=attempt.id,
+                task=attempt.task.name,
+                group=attempt.group,
+                outcome=trajectory.outcome,
+                turns=len(trajectory.turns),
+                tokens=trajectory.total_tokens,
+                seconds=trajectory.seconds,
+                reward=trajectory.reward,
+                success=trajectory.success,
+                reason=trajectory.reason,
+                held_out=attempt.held_out,
+            )
+        )

@@ -1,0 +1,198 @@
+"""Calls between the controller and a service: one WebSocket, msgpack, many small messages in one frame.
+
+Invariants: a connection's calls run at the same time and answer in any order; everything put on a connection within
+one turn of the event loop leaves in one frame; a lost connection fails every open call at once; a cancelled or
+timed-out call is forgotten by the caller and cancelled at the service.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, TypeVar, get_type_hints
+
+import aiohttp
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route, WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from rollart.errors import ServiceError
+
+T = TypeVar("T")
+Handler = Callable[..., Awaitable[Any]]
+MAX_FRAME = 1 << 30
+_CANCEL = "$cancel"
+
+_encoder = msgspec.msgpack.Encoder()
+_calls = msgspec.msgpack.Decoder(list[tuple[int, str, msgspec.Raw]])
+_answers = msgspec.msgpack.Decoder(list[tuple[int, bool, msgspec.Raw]])
+
+
+class _Outbox:
+    """Collects messages and sends all that are there as one frame."""
+
+    def __init__(self, send: Callable[[bytes], Awaitable[None]]) -> None:
+        self._send = send
+        self._pending: list[tuple[int, str | bool, msgspec.Raw]] = []
+        self._wake = asyncio.Event()
+
+    def put(self, call: int, head: str | bool, value: object) -> None:
+        self._pending.append((call, head, msgspec.Raw(_encoder.encode(value))))
+        self._wake.set()
+
+    async def run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            frame, self._pending = self._pending, []
+            await self._send(_encoder.encode(frame))
+
+
+def application(handlers: Mapping[str, Handler]) -> Starlette:
+    """A service whose methods are `handlers`: async functions of at most one argument, decoded to its annotation."""
+    methods = {name: (handler, _argument_type(handler)) for name, handler in handlers.items()}
+
+    async def health(request: Request) -> JSONResponse:
+        return JSONResponse({"ok": True})
+
+    async def connection(socket: WebSocket) -> None:
+        await socket.accept()
+        outbox = _Outbox(socket.send_bytes)
+        sender = asyncio.create_task(outbox.run())
+        running: dict[int, asyncio.Task[None]] = {}
+        try:
+            while True:
+                for call, method, body in _calls.decode(await socket.receive_bytes()):
+                    if method == _CANCEL:
+                        if call in running:
+                            running[call].cancel()
+                        continue
+                    task = asyncio.create_task(_answer(methods, outbox, call, method, body))
+                    running[call] = task
+                    task.add_done_callback(lambda _, call=call: running.pop(call, None))  # type: ignore[misc]
+        except WebSocketDisconnect:
+            pass  # the ordinary end of a connection
+        finally:
+            sender.cancel()
+            for task in list(running.values()):
+                task.cancel()
+
+    return Starlette(routes=[Route("/health", health), WebSocketRoute("/rpc", connection)])
+
+
+def _argument_type(handler: Handler) -> Any:
+    parameters = list(inspect.signature(handler).parameters)
+    return get_type_hints(handler)[parameters[0]] if parameters else None
+
+
+async def _answer(
+    methods: Mapping[str, tuple[Handler, Any]], outbox: _Outbox, call: int, method: str, body: msgspec.Raw
+) -> None:
+    try:
+        if method not in methods:
+            raise ServiceError(f"this service has no method {method!r}")
+        handler, argument = methods[method]
+        value = await (handler() if argument is None else handler(msgspec.msgpack.decode(body, type=argument)))
+        outbox.put(call, True, value)
+    except Exception as error:  # the boundary: every failure of a handler is the caller's to judge
+        outbox.put(call, False, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+
+
+class Client:
+    """The calling side of one connection. Make it with `connect`."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self.url = url
+        self._session = session
+        self._socket = socket
+        self._outbox = _Outbox(socket.send_bytes)
+        self._numbers = itertools.count()
+        self._open: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self._lost: str | None = None
+        self._tasks = [asyncio.create_task(self._outbox.run()), asyncio.create_task(self._receive())]
+
+    @property
+    def alive(self) -> bool:
+        return self._lost is None
+
+    async def call(self, method: str, argument: object = None, *, returns: type[T], deadline: float) -> T:
+        """Raises ServiceError when the service fails, is lost, or does not answer within `deadline` seconds."""
+        if self._lost is not None:
+            raise ServiceError(self._lost)
+        number = next(self._numbers)
+        future: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
+        self._open[number] = future
+        self._outbox.put(number, method, argument)
+        try:
+            async with asyncio.timeout(deadline):
+                body = await future
+        except TimeoutError:
+            self._forget(number)
+            raise ServiceError(f"{self.url} did not answer {method!r} within {deadline:g} s") from None
+        except asyncio.CancelledError:
+            self._forget(number)
+            raise
+        finally:
+            self._open.pop(number, None)
+        return msgspec.msgpack.decode(body, type=returns)
+
+    def _forget(self, number: int) -> None:
+        if self._lost is None:
+            self._outbox.put(number, _CANCEL, None)
+
+    async def _receive(self) -> None:
+        try:
+            async for message in self._socket:
+                if message.type is not aiohttp.WSMsgType.BINARY:
+                    break
+                for number, good, body in _answers.decode(message.data):
+                    future = self._open.get(number)
+                    if future is None or future.done():
+                        continue
+                    if good:
+                        future.set_result(body)
+                    else:
+                        future.set_exception(ServiceError(msgspec.msgpack.decode(body, type=str)))
+        finally:
+            self._lose(f"the connection to {self.url} was lost")
+
+    def _lose(self, reason: str) -> None:
+        self._lost = self._lost or reason
+        for future in self._open.values():
+            if not future.done():
+                future.set_exception(ServiceError(self._lost))
+
+    async def close(self) -> None:
+        self._lose(f"the connection to {self.url} was closed")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._socket.close()
+        await self._session.close()
+
+
+async def connect(url: str, *, deadline: float = 10.0) -> Client:
+    session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=deadline))
+    try:
+        async with asyncio.timeout(deadline):
+            socket = await session.ws_connect(f"{url}/rpc", max_msg_size=MAX_FRAME, compress=0, autoping=True)
+    except (TimeoutError, aiohttp.ClientError) as error:
+        await session.close()
+        raise ServiceError(f"no service answers at {url}: {error or 'timed out'}") from error
+    except BaseException:
+        await session.close()
+        raise
+    return Client(url, session, socket)
+
+
+@contextlib.asynccontextmanager
+async def connected(url: str) -> AsyncIterator[Client]:
+    client = await connect(url)
+    try:
+        yield client
+    finally:
+        await client.close()

@@ -1,0 +1,114 @@
+"""From the rewards of groups to one advantage per trajectory. Pure Python.
+
+Why solved groups need an advantage of their own: a group whose members all got the same reward has no spread, so every
+group-relative estimator gives it zero. Once a task is solved, all its groups are like that and it sends no gradient at
+all, while the other tasks go on moving the shared parameters, with Adam making full-sized steps of however small a
+gradient. Nothing holds the solved task in place. It drifts until it fails, and if it fails everywhere at once its
+groups are all zero: no spread again, no gradient, gone for good.
+
+The cure: a group whose members all got the top reward keeps a small positive advantage. Its gradient vanishes while the
+policy is sure of these actions and grows as soon as it is pushed away from them, so it costs nothing until it is
+needed. The top is the best reward seen so far for that task, and only once a lower one has been seen too: a task that
+has always failed has not been solved.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from statistics import fmean, pstdev
+
+Groups = Sequence[Sequence[float]]
+
+EPSILON = 1e-6
+
+
+def grpo(groups: Groups) -> list[list[float]]:
+    """Distance from the group's mean in its standard deviations.
+
+    >>> [[round(a, 3) for a in group] for group in grpo([[1, 0, 0, 1], [1, 1]])]
+    [[1.0, -1.0, -1.0, 1.0], [0.0, 0.0]]
+    """
+    return [_normalised(rewards, fmean(rewards), pstdev(rewards)) for rewards in groups]
+
+
+def dr_grpo(groups: Groups) -> list[list[float]]:
+    """Distance from the group's mean: not divided, so very easy and very hard groups weigh no more than others.
+
+    >>> dr_grpo([[1, 0, 0, 1], [1, 1]])
+    [[0.5, -0.5, -0.5, 0.5], [0.0, 0.0]]
+    """
+    return [[reward - fmean(rewards) for reward in rewards] for rewards in groups]
+
+
+def rloo(groups: Groups) -> list[list[float]]:
+    """Distance from the mean of the other members; a group of one has no others and gives zero.
+
+    >>> rloo([[1, 0, 0], [1]])
+    [[1.0, -0.5, -0.5], [0.0]]
+    """
+    return [
+        [(reward - fmean(rewards)) * len(rewards) / (len(rewards) - 1) for reward in rewards]
+        if len(rewards) > 1
+        else [0.0]
+        for rewards in groups
+    ]
+
+
+def reinforce_pp(groups: Groups) -> list[list[float]]:
+    """REINFORCE++: distance from the mean of the whole batch in its standard deviations.
+
+    >>> [[round(a, 3) for a in group] for group in reinforce_pp([[1, 1], [0, 0]])]
+    [[1.0, 1.0], [-1.0, -1.0]]
+    """
+    everything = [reward for rewards in groups for reward in rewards]
+    mean, deviation = fmean(everything), pstdev(everything)
+    return [_normalised(rewards, mean, deviation) for rewards in groups]
+
+
+def _normalised(rewards: Sequence[float], mean: float, deviation: float) -> list[float]:
+    if deviation < EPSILON:
+        return [0.0] * len(rewards)
+    return [(reward - mean) / (deviation + EPSILON) for reward in rewards]
+
+
+ESTIMATORS: Mapping[str, Callable[[Groups], list[list[float]]]] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_pp": reinforce_pp,
+}
+IN_REWARD_UNITS = frozenset({"dr_grpo", "rloo"})
+
+
+@dataclass(frozen=True, slots=True)
+class RewardRange:
+    """The lowest and the highest reward seen so far for a task."""
+
+    low: float
+    high: float
+
+    def including(self, rewards: Sequence[float]) -> "RewardRange":
+        finite = [reward for reward in rewards if isfinite(reward)]
+        return RewardRange(min([self.low, *finite]), max([self.high, *finite]))
+
+    def solved_by(self, rewards: Sequence[float]) -> bool:
+        return self.high - self.low > EPSILON and min(rewards) > self.high - EPSILON
+
+
+UNSEEN = RewardRange(float("inf"), float("-inf"))
+
+
+def advantages(
+    estimator: str, groups: Groups, ranges: Sequence[RewardRange], solved: float
+) -> tuple[list[list[float]], list[bool]]:
+    """One advantage per member, and which groups are solved; `ranges` holds the range of each group's task.
+
+    `solved` is in standard deviations; where the estimator keeps reward units it is scaled to the task's range.
+    """
+    values = ESTIMATORS[estimator](groups)
+    flags = [seen.solved_by(rewards) for rewards, seen in zip(groups, ranges, strict=True)]
+    for index, seen in enumerate(ranges):
+        if flags[index]:
+            least = solved * (seen.high - seen.low) if estimator in IN_REWARD_UNITS else solved
+            values[index] = [max(value, least) for value in values[index]]
+    return values, flags

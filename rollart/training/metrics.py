@@ -1,0 +1,84 @@
+"""What a step says about itself: sums over action tokens, and a row per task."""
+
+from statistics import fmean
+
+from torch import Tensor
+
+from rollart.types import Batch, SampleGroup
+
+SPREAD = 1e-6
+
+
+class Totals:
+    """Sums over the tokens that were trained; those of samples without any advantage are not among them."""
+
+    def __init__(self) -> None:
+        self.skipped = False
+        self._sums: dict[str, float] = {}
+        self._passes = 0
+        self._first = 0
+        self._updates: list[tuple[float, float, float]] = []
+
+    def tokens(self, clipped: Tensor, kl: Tensor | None) -> None:
+        """Every pass."""
+        self._passes += len(clipped)
+        self._add("clip_fraction", clipped)
+        if kl is not None:
+            self._add("kl", kl)
+
+    def first_pass(self, entropy: Tensor, log_ratio: Tensor, importance: Tensor) -> None:
+        """Before the policy has moved: what it was, and how far the engine's was from it."""
+        self._first += len(entropy)
+        self._add("entropy", entropy)
+        self._add("logprob_gap", log_ratio.abs())
+        self._add("importance", importance)
+
+    def update(self, loss: float, norm: float, rate: float) -> None:
+        self._updates.append((loss, norm, rate))
+
+    def values(self) -> dict[str, float]:
+        """`skipped` is 1 when the weights were left alone because something was not finite."""
+        per_pass = {name: self._sums.get(name, 0.0) / max(1, self._passes) for name in ("clip_fraction", "kl")}
+        per_token = {
+            name: self._sums.get(name, 0.0) / max(1, self._first) for name in ("entropy", "logprob_gap", "importance")
+        }
+        loss, norm, rate = (fmean(column) for column in zip(*self._updates or [(0.0, 0.0, 0.0)], strict=True))
+        return {
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": rate,
+            **per_pass,
+            **per_token,
+            "action_tokens": float(self._first),
+            "updates": float(len(self._updates) - self.skipped),
+            "skipped": float(self.skipped),
+        }
+
+    def _add(self, name: str, values: Tensor) -> None:
+        self._sums[name] = self._sums.get(name, 0.0) + values.detach().sum().item()
+
+
+def task_metrics(batch: Batch, solved: list[bool]) -> dict[str, dict[str, float]]:
+    """`spread` and `solved` are shares of groups; `staleness` is the mean age, in versions, of the oldest token."""
+    rows: dict[str, list[tuple[SampleGroup, bool]]] = {}
+    for group, flag in zip(batch.groups, solved, strict=True):
+        rows.setdefault(group.task, []).append((group, flag))
+    return {task: _task_row(batch.step, members) for task, members in rows.items()}
+
+
+def _task_row(step: int, members: list[tuple[SampleGroup, bool]]) -> dict[str, float]:
+    samples = [sample for group, _ in members for sample in group.samples]
+    rewards = [[sample.reward for sample in group.samples] for group, _ in members]
+    ages = [
+        step - min(version for version, bit in zip(sample.versions, sample.mask, strict=True) if bit)
+        for sample in samples
+        if any(sample.mask)
+    ]
+    return {
+        "reward": fmean(sample.reward for sample in samples),
+        "spread": fmean(max(group) - min(group) > SPREAD for group in rewards),
+        "solved": fmean(flag for _, flag in members),
+        "staleness": fmean(ages) if ages else 0.0,
+        "samples": float(len(samples)),
+        "action_tokens": float(sum(sum(sample.mask) for sample in samples)),
+    }

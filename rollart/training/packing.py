@@ -1,0 +1,146 @@
+"""Sequence packing without cross-attention.
+
+Everything in a decoder but attention treats tokens one by one, so it runs on the real tokens of a micro-batch laid end
+to end, [1, T], with no padding. Attention alone puts them into a right-padded [rows, width] grid and back: under a
+causal mask no token sees what lies to its right, so padding never leaks, and no mask is ever built. The function is
+registered with transformers, so any of its decoders can use it.
+
+A trajectory is one sequence however many turns it has: history is trained once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AttentionInterface
+
+ATTENTION = "rollart_packed"
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A micro-batch. `predict` are the flat positions whose next token is trained, `targets` those next tokens.
+
+    `grid` holds the flat position shown in every slot of the padded grid, `slots` the slot of every flat position;
+    both are None when the sequences are of one length and the grid is the flat layout already.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    rows: int
+    width: int
+    grid: Tensor | None
+    slots: Tensor | None
+    predict: Tensor
+    targets: Tensor
+
+
+def plan(lengths: Sequence[int], pack_tokens: int) -> list[list[int]]:
+    """Indices of micro-batches: neighbours in length, so the grid is nearly full, each of at most `pack_tokens` slots.
+
+    >>> plan([5, 90, 6, 100], 200)
+    [[3, 1], [2, 0]]
+    """
+    batches: list[list[int]] = []
+    width = 0
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if batches and (len(batches[-1]) + 1) * width <= pack_tokens and 2 * lengths[index] > width:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+            width = lengths[index]
+    return batches
+
+
+def pack(tokens: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]) -> Packed:
+    """Lay the sequences end to end. The tokens where a mask is 1 are the ones to train, in the order given."""
+    lengths = torch.tensor([len(sequence) for sequence in tokens])
+    rows, width = len(tokens), int(lengths.max())
+    flat = torch.tensor([token for sequence in tokens for token in sequence])
+    mask = torch.tensor([bit for sequence in masks for bit in sequence])
+    starts = lengths.cumsum(0) - lengths
+    positions = torch.arange(len(flat)) - starts.repeat_interleave(lengths)
+    if bool(mask[starts].any()):
+        raise ValueError("the first token of a sequence cannot be trained: nothing comes before it to predict it from")
+    trained = mask.nonzero().squeeze(1)
+    grid = slots = None
+    if len(flat) < rows * width:
+        slots = torch.arange(rows).repeat_interleave(lengths) * width + positions
+        grid = torch.zeros(rows * width, dtype=torch.long).index_copy_(0, slots, torch.arange(len(flat)))
+    return Packed(flat[None], positions[None], rows, width, grid, slots, trained - 1, flat[trained])
+
+
+class _ToGrid(torch.autograd.Function):
+    """Padding slots show token 0, whose value is harmless and whose gradient is zero: nothing reads those slots."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, grid: Tensor, slots: Tensor) -> Tensor:
+        ctx.slots = slots
+        return flat.index_select(0, grid)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].index_select(0, ctx.slots), None, None
+
+
+class _ToFlat(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, slots: Tensor) -> Tensor:
+        ctx.slots, ctx.shape = slots, padded.shape
+        return padded.index_select(0, slots)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].new_zeros(ctx.shape).index_copy_(0, ctx.slots, grads[0]), None
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed: Packed,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """[1, heads, T, dim] in, [1, T, heads, dim] out, as transformers asks of an attention function."""
+    if softcap is not None:
+        raise NotImplementedError("packed training does not support models with attention soft-capping")
+    rows, width = packed.rows, packed.width
+
+    def to_grid(states: Tensor) -> Tensor:
+        flat = states.transpose(1, 2)[0]
+        if packed.grid is not None and packed.slots is not None:
+            flat = _ToGrid.apply(flat, packed.grid, packed.slots)  # type: ignore[no-untyped-call]
+        return flat.view(rows, width, *flat.shape[1:]).transpose(1, 2)
+
+    window = None
+    if sliding_window is not None and sliding_window < width:
+        window = torch.ones(width, width, dtype=torch.bool, device=query.device).tril()
+        window = window.triu(1 - sliding_window)
+    out = functional.scaled_dot_product_attention(
+        to_grid(query),
+        to_grid(key),
+        to_grid(value),
+        attn_mask=window,
+        dropout_p=dropout,
+        is_causal=window is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    flat = out.transpose(1, 2).reshape(rows * width, *out.shape[1:2], out.shape[3])
+    if packed.slots is not None:
+        flat = _ToFlat.apply(flat, packed.slots)  # type: ignore[no-untyped-call]
+    return flat[None], None
+
+
+# No mask function is registered under this name, which tells transformers to build none.
+AttentionInterface.register(ATTENTION, packed_attention)

@@ -1,0 +1,75 @@
+"""The policy: a transformers causal LM that answers with the log-probabilities of the tokens it is asked about."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+
+from rollart.errors import RollartError
+from rollart.training.packing import ATTENTION, Packed, pack
+
+LOGITS_AT_ONCE = 1 << 25
+"""Logits held at one time: a vocabulary of 50,000 and a long micro-batch would take gigabytes."""
+
+
+class Policy:
+    """In evaluation mode even in training: dropout would make its probabilities differ from the engine's."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            self.model = AutoModelForCausalLM.from_pretrained(
+                folder, attn_implementation=ATTENTION, dtype=torch.float32, local_files_only=True
+            ).eval()
+        except (OSError, ValueError) as error:
+            raise RollartError(f"no causal language model can be loaded from {folder}: {error}") from error
+        self.model.config.use_cache = False
+        self._head = self.model.get_output_embeddings()
+        self._check_head()
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """By name, tied ones once."""
+        return dict(self.model.named_parameters())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The weights as they are, tied ones under each of their names."""
+        return {name: tensor.detach() for name, tensor in self.model.state_dict(keep_vars=True).items()}
+
+    def logprobs(self, packed: Packed, entropy: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-probability of every trained token, and the entropy where it was drawn.
+
+        Logits are computed only where they are needed. Gradients flow through the entropy only if `entropy`.
+        """
+        hidden = self._hidden(packed)[0].index_select(0, packed.predict)
+        chunk = max(1, LOGITS_AT_ONCE // self._head.weight.shape[0])
+        if len(hidden) <= chunk:
+            return self._score(hidden, packed.targets, entropy)
+        parts = [
+            checkpoint(self._score, part, targets, entropy, use_reentrant=False)
+            for part, targets in zip(hidden.split(chunk), packed.targets.split(chunk), strict=True)
+        ]
+        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+    def _hidden(self, packed: Packed) -> Tensor:
+        states: Tensor = self.model.base_model(
+            input_ids=packed.tokens, position_ids=packed.positions, use_cache=False, packed=packed
+        ).last_hidden_state
+        return states
+
+    def _score(self, hidden: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
+        logprobs = torch.log_softmax(self._head(hidden), dim=-1)
+        with torch.set_grad_enabled(entropy and torch.is_grad_enabled()):
+            spread = -(logprobs.exp() * logprobs).sum(-1)
+        return logprobs.gather(-1, targets[:, None]).squeeze(-1), spread
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """Some models scale or cap their logits after the head, which would silently train something else."""
+        packed = pack([[0, 1, 2]], [[0, 1, 1]])
+        whole = self.model(input_ids=packed.tokens, position_ids=packed.positions, packed=packed).logits
+        if not torch.allclose(whole, self._head(self._hidden(packed)), atol=1e-5):
+            raise RollartError(
+                f"{type(self.model).__name__} changes its logits after the output head; "
+                "such models cannot be trained: choose one whose logits are the head's output"
+            )

@@ -1,0 +1,214 @@
+"""The nouns. Everything in rollart speaks in these; none of them does anything.
+
+All are plain dataclasses of plain values, so msgspec can carry each of them over a wire or into a file unchanged.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+Finish = Literal["stop", "length", "abort"]
+
+
+class Outcome(StrEnum):
+    """How a trajectory ended. Only the first two are ever trained."""
+
+    FINISHED = "finished"
+    TRUNCATED = "truncated"
+    STALE = "stale"
+    CANCELLED = "cancelled"
+    ENV_FAILED = "env_failed"
+    ENGINE_FAILED = "engine_failed"
+    REWARD_FAILED = "reward_failed"
+
+    @property
+    def trainable(self) -> bool:
+        return self in (Outcome.FINISHED, Outcome.TRUNCATED)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What an environment answers to an action. `truncated`: it ended by a limit, not by its own rules."""
+
+    messages: tuple[Message, ...]
+    reward: float | None = None
+    done: bool = False
+    truncated: bool = False
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 64
+    stop: tuple[int, ...] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """`tokens` is the whole context; `session` names the conversation whose cached prefix may be reused."""
+
+    id: str
+    session: str
+    task: str
+    turn: int
+    tokens: list[int]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One `logprob` and one `version` per token; `cached` of the `prompt` tokens needed no prefill."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish: Finish
+    prompt: int = 0
+    cached: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """Counters grow from the engine's start; `busy_s` is the time spent inside forward passes."""
+
+    version: int
+    running: int
+    waiting: int
+    kv_bytes: int
+    kv_budget: int
+    prefilled: int
+    generated: int
+    swaps: int
+    busy_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Observation in, action out. `prompt` holds only the tokens that this observation added to the context."""
+
+    messages: tuple[Message, ...]
+    prompt: list[int]
+    action: str
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish: Finish
+    reward: float | None = None
+    generate_s: float = 0.0
+    env_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeTurn:
+    messages: tuple[Message, ...]
+    action: str
+    reward: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """What a reward function sees: the conversation, what the environment said, and nothing of the machinery."""
+
+    id: str
+    task: str
+    seed: int
+    turns: tuple[EpisodeTurn, ...]
+    truncated: bool = False
+    info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def env_return(self) -> float:
+        return sum(turn.reward or 0.0 for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardResult:
+    value: float
+    parts: dict[str, float] = field(default_factory=dict)
+    success: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One attempt at one episode, as the ledger keeps it."""
+
+    id: str
+    task: str
+    group: str
+    member: int
+    seed: int
+    outcome: Outcome
+    turns: tuple[Turn, ...] = ()
+    reward: float | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+    success: bool | None = None
+    reason: str = ""
+    info: dict[str, Any] = field(default_factory=dict)
+    started_s: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def oldest(self) -> int | None:
+        """The oldest policy version that made one of its tokens."""
+        return min((version for turn in self.turns for version in turn.versions), default=None)
+
+    @property
+    def action_tokens(self) -> int:
+        return sum(len(turn.tokens) for turn in self.turns)
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(len(turn.prompt) + len(turn.tokens) for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A trajectory as the trainer sees it: one token sequence. `mask` is 1 where the policy made the token."""
+
+    id: str
+    task: str
+    tokens: list[int]
+    mask: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    reward: float
+    truncated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SampleGroup:
+    id: str
+    task: str
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The data of optimizer step `step`, trained on version `step`, giving version `step + 1`."""
+
+    step: int
+    groups: tuple[SampleGroup, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """`version` is the one that the step made."""
+
+    version: int
+    seconds: float
+    tokens: int
+    values: dict[str, float] = field(default_factory=dict)
+    tasks: dict[str, dict[str, float]] = field(default_factory=dict)

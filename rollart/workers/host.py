@@ -1,0 +1,297 @@
+"""The forking host: imports foreign code once, then forks one process, a slot, for each connection.
+
+Run by path (`python host.py`) with any Python from 3.9 on; it needs the standard library and the modules that it is
+asked for. One JSON line on stdin tells it what to do, one on stdout tells that it is ready, or why not.
+
+The invariants:
+- A connection is a slot and a slot is a process group. When the connection closes, the group is killed; when the
+  process ends, whatever it started is killed and the connection's last line is `{"ended": reason}`.
+- A slot reads `{"id", "call", "args"}` lines and answers each, in order, by `{"id", "value"}` or `{"id", "error"}`.
+- The host lives as long as its stdin. It ends after the last slot, and leaves no process behind: descendants that
+  left their process group come back to it (it is their subreaper) and are killed. Slots die with a killed host.
+- Only the host's own loop runs in the host; foreign code runs there while it is imported, never later.
+- Nothing that foreign code prints reaches a wire: stdout is stderr everywhere, stdin is empty in the slots.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux
+END_S = 5.0  # for killed processes to be gone
+LIBC = ctypes.CDLL(None)
+
+
+def prctl(option: int, value: int) -> None:
+    LIBC.prctl(option, value, 0, 0, 0)
+
+
+def resolve(path: str) -> Any:
+    """`package.module:name`, or `/a/file.py:name`."""
+    module, _, name = path.rpartition(":")
+    if not module.endswith(".py"):
+        return getattr(importlib.import_module(module), name)
+    spec = importlib.util.spec_from_file_location("_rollart_" + Path(module).stem, module)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{module} is not a Python file")
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return getattr(loaded, name)
+
+
+def sentence(error: BaseException) -> str:
+    """What was raised, and where in the foreign code."""
+    text = "".join(traceback.format_exception_only(type(error), error)).strip()
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+    return text[:2000] + where
+
+
+def plain(value: Any) -> Any:
+    """Numbers and arrays of numpy and the like, as JSON has them."""
+    for convert in ("tolist", "item"):
+        if hasattr(value, convert):
+            return getattr(value, convert)()
+    raise TypeError(f"{type(value).__name__} is not a plain value")
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    # Text that is no Unicode (a lone surrogate) must not reach the other side: it would fail there, far from its cause.
+    return json.dumps(message, default=plain, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
+
+
+class Slot:
+    """The process at the end of one connection."""
+
+    def __init__(self, connection: socket.socket, target: Any, limit: int) -> None:
+        self._connection = connection
+        self._target = target
+        self._limit = limit
+
+    def run(self) -> NoReturn:
+        requests = self._connection.makefile("rb")
+        handler = self._target()
+        while True:
+            line = requests.readline(self._limit + 1)
+            if not line.endswith(b"\n"):
+                os._exit(0 if not line else 1)
+            request = json.loads(line)
+            self._connection.sendall(self._answer(handler, request))
+
+    def _answer(self, handler: Any, request: dict[str, Any]) -> bytes:
+        number, call = request["id"], request["call"]
+        try:
+            value = getattr(handler, call)(**request["args"])
+        except BaseException as error:  # even SystemExit: an answer is owed
+            return encode({"id": number, "error": sentence(error)})
+        try:
+            answer = encode({"id": number, "value": value})
+        except Exception as error:
+            return encode({"id": number, "error": f"`{call}` answered what JSON cannot carry: {sentence(error)}"})
+        if len(answer) > self._limit:
+            text = f"`{call}` answered {len(answer):,} bytes, more than the limit of {self._limit:,}"
+            return encode({"id": number, "error": text})
+        return answer
+
+
+class Host:
+    def __init__(self, listener: socket.socket, target: Any, limit: int) -> None:
+        self._listener = listener
+        self._target = target
+        self._limit = limit
+        self._slots: dict[int, socket.socket] = {}  # by process id
+        self._pids: dict[int, int] = {}  # process id by file descriptor
+        self._poll = select.poll()
+        self._wake, self._wake_in = os.pipe()
+        for end in (self._wake, self._wake_in):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(self._wake_in, warn_on_full_buffer=False)
+        self._ended = False
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._signal)
+
+    def _signal(self, number: int, frame: Any) -> None:
+        self._ended = self._ended or number != signal.SIGCHLD
+
+    def serve(self) -> None:
+        for descriptor in (self._listener.fileno(), 0, self._wake):
+            self._poll.register(descriptor, select.POLLIN)
+        while not self._ended:
+            for descriptor, _ in self._poll.poll():
+                if descriptor == self._listener.fileno():
+                    self._accept()
+                elif descriptor == self._wake:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wake, 4096)
+                    self._reap()
+                elif descriptor == 0:
+                    self._ended = self._ended or not os.read(0, 4096)
+                elif descriptor in self._pids:
+                    self._kill(self._pids[descriptor])
+        self._end()
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        host = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._say(connection, encode({"ended": f"could not be started: {error}"}))
+            connection.close()
+            return
+        if pid == 0:
+            self._become_slot(connection, host)
+        self._slots[pid] = connection
+        self._pids[connection.fileno()] = pid
+        # Only the hang-up: the requests on the shared connection are the slot's to read.
+        self._poll.register(connection.fileno(), select.POLLRDHUP)
+        self._say(connection, encode({"pid": pid}))
+
+    def _become_slot(self, connection: socket.socket, host: int) -> NoReturn:
+        try:
+            os.setsid()
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            prctl(PR_SET_CHILD_SUBREAPER, 1)
+            if os.getppid() != host:  # it died before we asked to die with it
+                os._exit(1)
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+            for other in (self._listener, *self._slots.values()):
+                other.close()
+            os.close(self._wake)
+            os.close(self._wake_in)
+            with open(os.devnull, "rb") as nothing:
+                os.dup2(nothing.fileno(), 0)
+            Slot(connection, self._target, self._limit).run()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+
+    def _say(self, connection: socket.socket, line: bytes) -> None:
+        # A client that does not read must not stop the host; it sees the closed connection all the same.
+        with contextlib.suppress(OSError):
+            connection.send(line, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+    def _kill(self, pid: int) -> None:
+        # The slot is not reaped yet, so the number still belongs to it.
+        self._poll.unregister(self._slots[pid].fileno())
+        self._pids.pop(self._slots[pid].fileno())
+        self._signal_group(pid)
+
+    @staticmethod
+    def _signal_group(pid: int) -> None:
+        for send in (os.killpg, os.kill):  # it may not have its group yet
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                send(pid, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                # Left waitable for now, so that its group cannot be taken for another.
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if ended is None:
+                break
+            if ended.si_pid in self._slots:
+                self._signal_group(ended.si_pid)
+                _, status = os.waitpid(ended.si_pid, 0)
+                self._bury(ended.si_pid, status)
+            else:
+                os.waitpid(ended.si_pid, 0)
+        for stray in self._strays():
+            self._signal_group(stray)
+
+    def _bury(self, pid: int, status: int) -> None:
+        connection = self._slots.pop(pid)
+        if self._pids.pop(connection.fileno(), None):
+            self._poll.unregister(connection.fileno())
+        if os.WIFSIGNALED(status):
+            number = os.WTERMSIG(status)
+            reason = f"was killed by signal {number} ({signal.strsignal(number)})"
+        else:
+            reason = f"ended by itself with exit code {os.WEXITSTATUS(status)}"
+        self._say(connection, b"\n" + encode({"ended": reason}))
+        connection.close()
+
+    def _strays(self) -> list[int]:
+        """Descendants of ended slots that had left their process group: they are our children now."""
+        try:
+            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        except OSError:  # not on this system
+            return []
+        return [int(pid) for pid in children if int(pid) not in self._slots]
+
+    def _end(self) -> None:
+        self._listener.close()
+        for pid in list(self._slots):
+            self._signal_group(pid)
+        deadline = time.monotonic() + END_S
+        while (self._slots or self._strays()) and time.monotonic() < deadline:
+            select.select([self._wake], [], [], 0.05)
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake, 4096)
+            self._reap()
+
+
+def prepare(spec: dict[str, Any]) -> Any:
+    """Import everything and give the target. A failure is a sentence that names the import path."""
+    sys.path[:] = spec["path"]
+    target = None
+    for path in [*spec["imports"], spec["target"]]:
+        try:
+            target = resolve(path)
+        except BaseException as error:  # a module may even call sys.exit
+            raise ImportError(f"`{path}` cannot be imported: {sentence(error)}") from error
+    gc.collect()
+    gc.freeze()  # a collection in a slot would otherwise copy every shared page
+    return target
+
+
+def main() -> None:
+    wire = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    line = b""
+    while not line.endswith(b"\n"):  # not through a buffer: what follows belongs to the loop
+        piece = os.read(0, 65536)
+        if not piece:
+            return
+        line += piece
+    spec = json.loads(line)
+    try:
+        target = prepare(spec)
+    except ImportError as error:
+        wire.write(encode({"error": str(error)}))
+        return
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(spec["socket"])
+    listener.listen(128)
+    wire.write(encode({"ready": os.getpid()}))
+    wire.close()
+    try:
+        Host(listener, target, spec["limit"]).serve()
+    finally:
+        Path(spec["socket"]).unlink(missing_ok=True)
+        Path(spec["socket"]).parent.rmdir()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""A whole control plane on modelled services, for tests on virtual time."""
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollart.observe.events import AnyEvent
+from rollart.rollout.evaluation import Evaluator
+from rollart.rollout.ledger import Ledger
+from rollart.rollout.lockstep import Lockstep
+from rollart.rollout.pipeline import Pipeline, Plan
+from rollart.rollout.router import Router
+from rollart.rollout.schedule import Schedule
+from rollart.rollout.scheduler import Scheduler
+from rollart.rollout.trajectory import Player, TaskPlan
+from rollart.simulate.modelled import (
+    ModelledEngine,
+    ModelledEnvironments,
+    ModelledRenderer,
+    ModelledRewards,
+    ModelledTrainer,
+)
+from rollart.types import Sampling
+
+
+@dataclass
+class Recorder:
+    events: list[AnyEvent] = field(default_factory=list)
+
+    def emit(self, event: AnyEvent) -> None:
+        self.events.append(event)
+
+    def of(self, kind: type) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+@dataclass
+class World:
+    engines: dict[str, ModelledEngine]
+    environments: ModelledEnvironments
+    rewards: ModelledRewards
+    trainer: ModelledTrainer
+    recorder: Recorder
+    ledger: Ledger
+    router: Router
+    scheduler: Scheduler
+    pipeline: Pipeline
+
+
+def build(
+    schedule: Schedule,
+    ledger: Ledger,
+    *,
+    weights: dict[str, float] | None = None,
+    batch_groups: int = 4,
+    group_size: int = 2,
+    steps: int = 6,
+    retries: int = 50,
+    seed: int = 0,
+    engines: int = 2,
+    evaluate_every: int = 0,
+    checkpoint_every: int = 2,
+    max_turns: int = 50,
+    deadline: float = 1000.0,
+    environments: dict[str, Any] | None = None,
+    engine: dict[str, Any] | None = None,
+    rewards: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
+) -> World:
+    rng = random.Random(seed)
+    recorder = Recorder()
+    recovery = ledger.recover()
+    fleet = {f"engine-{n}": ModelledEngine(rng, version=recovery.version, **(engine or {})) for n in range(engines)}
+    router = Router(dict(fleet), recovery.version, recorder)
+    pool = ModelledEnvironments(rng, **(environments or {}))
+    invoker = ModelledRewards(rng, **(rewards or {}))
+    model = ModelledTrainer(rng, version=recovery.version, **(trainer or {}))
+    tasks = [
+        TaskPlan(name, weight, max_turns, 100_000, Sampling(max_tokens=8))
+        for name, weight in (weights or {"a": 1.0, "b": 1.0}).items()
+    ]
+    lockstep = Lockstep() if schedule.lockstep else None
+    player = Player(pool, router, ModelledRenderer(), invoker, recorder, deadline, lockstep)
+    scheduler = Scheduler(
+        tasks=tasks,
+        schedule=schedule,
+        batch_groups=batch_groups,
+        group_size=group_size,
+        steps=steps,
+        retries=retries,
+        seed=seed,
+        player=player,
+        router=router,
+        ledger=ledger,
+        sink=recorder,
+    )
+    scheduler.recover(recovery)
+    pipeline = Pipeline(
+        plan=Plan(steps, checkpoint_every, evaluate_every, episodes=4),
+        version=recovery.version,
+        scheduler=scheduler,
+        trainer=model,
+        router=router,
+        evaluator=Evaluator(tasks, Player(pool, router, ModelledRenderer(), invoker, recorder, deadline), ledger, recorder),
+        ledger=ledger,
+        sink=recorder,
+        checkpoints=Path("checkpoints"),
+        loaded=lambda version: None,
+    )
+    return World(fleet, pool, invoker, model, recorder, ledger, router, scheduler, pipeline)
