@@ -57,8 +57,7 @@ def make_groups(sequences: int) -> tuple[SampleGroup, ...]:
     draw = random.Random(0)
     samples = [make_sample(number, draw.randint(30, 400), draw) for number in range(sequences)]
     return tuple(
-        SampleGroup(str(start), "bench", tuple(samples[start : start + GROUP]))
-        for start in range(0, sequences, GROUP)
+        SampleGroup(str(start), "bench", tuple(samples[start : start + GROUP])) for start in range(0, sequences, GROUP)
     )
 
 

@@ -1,9 +1,9 @@
-"""Messages to tokens and back, for any model folder with a chat template; what a model produced is never rendered again.
+"""Messages to tokens and back, for any model folder with a chat template; generated tokens are never rendered again.
 
 A conversation grows by appending. What follows an action is found by rendering a conversation whose last action is a
-marker and taking what comes after the marker. A template wraps a message in fixed text ("glue"), so the glue of each
-role is learnt once from the template and a turn then costs one call of the tokenizer; where a probe shows that the
-template does more than wrap, it is run for every turn.
+marker and taking what comes after the marker. A template wraps a message in fixed text, the glue, so the glue of each
+role is learnt once from the template and a turn then costs one call of the tokenizer. Where probes show that the
+template does more to a message than wrap it, the template is run for every turn.
 """
 
 import json
@@ -15,47 +15,101 @@ from typing import Any
 from rollart.errors import RollartError
 from rollart.types import EpisodeTurn, Finish, Message
 
-ACTION = "Marker of an action"
-CONTENT = "Marker of a message"
-# Leading and trailing space, an empty message and text that looks like code are what templates treat specially.
-PROBES = ("x", " two words \n", "\n\n# 1\n{{ x }}", "", "<tool_response>\n7\n</tool_response>")
+ASKED = Message("user", "x")
+ACTION = "Marker-of-an-action"
+CONTENT = "Marker-of-a-message"
+# What templates treat in a special way: surrounding space, nothing at all, text that looks like markup.
+PROBES = ("x", " two words \n", "\n\n# 1\n{{ x }}", "", "<tool_response>7</tool_response>", "<think>7</think> 8")
 
 
 class ChatRenderer:
-    """Implements `protocols.Renderer`. Not tied to torch: loading costs a tokenizer, not a model."""
+    """Implements `protocols.Renderer`. Loads a tokenizer, no model and no torch."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import PreTrainedTokenizerFast
 
         if not (folder / "tokenizer.json").is_file():
-            raise RollartError(f"{folder} has no tokenizer.json; convert its tokenizer to a fast one and save it there")
-        self._tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+            raise RollartError(f"{folder} has no tokenizer.json; save its tokenizer as a fast one with transformers")
+        self._tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder)
         if not self._tokenizer.chat_template:
-            raise RollartError(f"the tokenizer in {folder} has no chat template; a chat (instruct) model is needed")
-        # The wrapper around it costs more than the tokenizing.
-        self._backend: Any = self._tokenizer.backend_tokenizer
-        self._encode = lru_cache(maxsize=16384)(self._encode_afresh)
-        self._opening = lru_cache(maxsize=4096)(self._open_afresh)
-        self._increment = lru_cache(maxsize=16384)(self._increment_afresh)
+            raise RollartError(f"the tokenizer in {folder} has no chat template; an instruct model is needed")
+        # Called directly because the wrapper around it takes longer than the tokenizing.
+        self._backend = self._tokenizer.backend_tokenizer
         ends = _end_ids(folder, self._tokenizer.eos_token_id)
-        self._close, self.end = self._closing(ends)
-        self.stop: tuple[int, ...] = tuple(sorted(ends | {self.end}))
-        self._glue: dict[str, tuple[str, str] | None] = {}
+        self._close, self._end = self._find_close(ends)
+        self._close_tokens = self._encode(self._close)
+        self.stop: tuple[int, ...] = tuple(sorted(ends | {self._close_tokens[-1]}))
+        self._glues: dict[str, tuple[str, str] | None] = {}
+        # Members of a group open alike, and so do evaluations.
+        self._opening = lru_cache(maxsize=4096)(lambda messages: self._encode(self._render(messages)))
 
     def open(self, messages: Sequence[Message]) -> list[int]:
         return list(self._opening(tuple(messages)))
 
     def extend(self, finish: Finish, messages: Sequence[Message]) -> list[int]:
-        tokens = self._increment(tuple(messages))
-        return list(tokens if finish == "stop" else (*self._close, *tokens))
+        glue = self._glue(messages[0].role) if len(messages) == 1 else None
+        rest = glue[0] + messages[0].content + glue[1] if glue else self._after_action(messages)
+        return self._encode(rest if finish == "stop" else self._close + rest)
 
     def text(self, tokens: Sequence[int]) -> str:
         text: str = self._backend.decode(tokens, skip_special_tokens=True)
         return text
 
     def action(self, text: str) -> list[int]:
-        """The tokens of an action that a policy would have to make to say `text`, end of turn included."""
-        return [*self._encode(text), *self._close]
+        """The tokens that a policy makes to say `text`, end of turn included."""
+        return [*self._encode(text), *self._close_tokens]
 
-    def _open_afresh(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
-        return self._encode_afresh(self._render(messages, True))
+    def _encode(self, text: str) -> list[int]:
+        tokens: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return tokens
+
+    def _render(self, messages: Sequence[Message], prompt: bool = True) -> str:
+        plain = [{"role": message.role, "content": message.content} for message in messages]
+        text: str = self._tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=prompt)
+        return text
+
+    def _find_close(self, ends: set[int]) -> tuple[str, str]:
+        """The text that closes an action, and the end-of-turn token that is its last part."""
+        _, _, closing = self._render([ASKED, Message("assistant", ACTION)], prompt=False).partition(ACTION)
+        special = {token for token in self._tokenizer.all_special_tokens if token in closing}
+        known = {token for end in ends if (token := self._backend.id_to_token(end)) in closing} or special
+        if not known:
+            raise RollartError(
+                f"the chat template of {self._tokenizer.name_or_path} ends an assistant's message with {closing!r}, "
+                "which has no end-of-turn token in it; rollart needs one"
+            )
+        end = min(known, key=closing.index)
+        return closing[: closing.index(end) + len(end)], end
+
+    def _after_action(self, messages: Sequence[Message]) -> str:
+        """What the template writes after an action's end-of-turn token when `messages` follow."""
+        whole = self._render([ASKED, Message("assistant", ACTION), *messages])
+        return whole.partition(ACTION)[2].partition(self._end)[2]
+
+    def _glue(self, role: str) -> tuple[str, str] | None:
+        """The fixed text before and after a message of this role, or None if the template does more than wrap it."""
+        if role not in self._glues:
+            before, _, after = self._after_action([Message(role, CONTENT)]).partition(CONTENT)
+            fixed = all(self._after_action([Message(role, probe)]) == before + probe + after for probe in PROBES)
+            self._glues[role] = (before, after) if fixed else None
+        return self._glues[role]
+
+
+def conversation_tokens(renderer: ChatRenderer, turns: Sequence[EpisodeTurn]) -> tuple[list[int], list[int]]:
+    """A conversation as the trainer wants it: its tokens, and a mask that is 1 on the actions and their end of turn."""
+    tokens: list[int] = []
+    mask: list[int] = []
+    for turn in turns:
+        prompt = renderer.extend("stop", turn.messages) if tokens else renderer.open(turn.messages)
+        action = renderer.action(turn.action)
+        tokens += prompt + action
+        mask += [0] * len(prompt) + [1] * len(action)
+    return tokens, mask
+
+
+def _end_ids(folder: Path, eos: int | None) -> set[int]:
+    """The tokens that end generation, by the folder's own settings."""
+    file = folder / "generation_config.json"
+    listed = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    ends = {listed} if isinstance(listed, int) else set(listed or ())
+    return ends | ({eos} if eos is not None else set())

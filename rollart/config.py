@@ -101,6 +101,7 @@ class Engine(Section):
     kv_megabytes: Positive = Field(512, description="for running and for kept sequences together")
     on_swap: Literal["recompute", "keep"] = Field("recompute", description="KV of running sequences at a weight swap")
     dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
     threads: Positive = 1
     deadline: Seconds = Field(120.0, description="seconds for one request")
 

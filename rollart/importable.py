@@ -40,7 +40,6 @@ def _not_installed(package: str) -> str:
     return f"needs the package {package!r}, which is not installed; run: pip install '{wanted}'"
 
 
-@lru_cache(maxsize=256)
 def find(module: str) -> ModuleSpec | None:
     """The spec of a module; unlike importlib's, it imports no parent package. The current folder counts too."""
     if module in sys.builtin_module_names:

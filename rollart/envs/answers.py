@@ -68,7 +68,7 @@ def _message(value: Any) -> Message:
 def _reward(value: Any) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not isinstance(value, int | float):
         raise WrongAnswer(f"`reward` is {_kind(value)}; a number or None is wanted")
     try:
         reward = float(value)

@@ -13,7 +13,8 @@ RULES = (
     "Work out the sum below from left to right, one step at a time, and write each step as in this example: "
     "for 25+47-13= write 25+47=72;72-13=59\n"
 )
-NUMBER = re.compile(r"-?\d+")
+NUMBER = re.compile(r"-?[0-9]+")
+DRAWS = 10_000
 
 
 class ChainSum:
@@ -35,18 +36,20 @@ class ChainSum:
 
     def reset(self, seed: int) -> str:
         rng = random.Random(seed)
-        while True:
+        for _ in range(DRAWS):
             self.item = self._sums[rng.randrange(2**48)]  # its items are made from their index
             self.expression = self.item["metadata"]["expression"].replace(" ", "")
             if belongs_to_held_out(self.expression) == self.held_out:
                 break
+        else:
+            raise ValueError("no sum was drawn; raise `max_terms` or `max_digits` so that there are more of them")
         return (RULES if self.rules else "") + self.expression + "="
 
     def step(self, action: str) -> dict[str, Any]:
         numbers = NUMBER.findall(action)
         score = float(self._sums.score_answer(numbers[-1] if numbers else None, self.item))
         info = {"success": score == 1.0, "expression": self.expression, "answer": self.item["answer"]}
-        return {"messages": "", "reward": score, "done": True, "info": info}
+        return {"messages": [], "reward": score, "done": True, "info": info}
 
     def close(self) -> None:
         pass

@@ -9,8 +9,36 @@ import re
 from hashlib import blake2b
 from typing import Any
 
-NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "Iris", "Jack", "Kate", "Leo", "Mary", "Paul")
-CITIES = ("Rome", "Paris", "London", "Berlin", "Madrid", "Vienna", "Oslo", "Tokyo", "Dublin", "Athens", "Boston", "Cairo")
+NAMES = (
+    "Anna",
+    "Ben",
+    "Clara",
+    "David",
+    "Emma",
+    "Frank",
+    "Grace",
+    "Henry",
+    "Iris",
+    "Jack",
+    "Kate",
+    "Leo",
+    "Mary",
+    "Paul",
+)
+CITIES = (
+    "Rome",
+    "Paris",
+    "London",
+    "Berlin",
+    "Madrid",
+    "Vienna",
+    "Oslo",
+    "Tokyo",
+    "Dublin",
+    "Athens",
+    "Boston",
+    "Cairo",
+)
 COMMAND = re.compile(r"\s*(lookup|answer)\s+(\w+)\W*", re.IGNORECASE)
 
 RULES = """You answer questions with a directory. Reply with one command and nothing else:

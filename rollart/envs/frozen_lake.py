@@ -14,7 +14,8 @@ from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 
 ACTIONS = "LDRU"  # in the order of gymnasium's numbers
 MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))
-WORDS = re.compile(r"\b(left|down|right|up|[ldru])\b|([LDRU])", re.IGNORECASE)
+NAMES = re.compile(r"\b(?:(?i:left|down|right|up)|[LDRU])\b|^\s*[ldru]\s*$")
+DRAWS = 10_000
 RULES = (
     "You are P on a frozen lake. Reach the goal G. `_` is safe ice, `O` is a hole: if you step into one, you lose. "
     "You have {actions} moves. Answer with one letter: L (left), D (down), R (right) or U (up).\n"
@@ -34,10 +35,12 @@ class FrozenLake:
 
     def reset(self, seed: int) -> str:
         rng = random.Random(seed)
-        while True:
+        for _ in range(DRAWS):
             self.rows = self._draw(rng)
             if belongs_to_held_out(self.rows) == self.held_out and 0 < self._distance() <= self.max_actions:
                 break
+        else:
+            raise ValueError("no solvable map was drawn; raise `frozen`, `size` or `max_actions`")
         self._lake = FrozenLakeEnv(desc=self.rows, is_slippery=False)
         self.position, _ = self._lake.reset(seed=seed % 2**32)
         self.actions = 0
@@ -98,8 +101,8 @@ def belongs_to_held_out(rows: list[str]) -> bool:
 
 def parse(action: str) -> int | None:
     """The first letter or word that names a move."""
-    found = WORDS.search(action)
-    return ACTIONS.index(found.group(0)[0].upper()) if found else None
+    found = NAMES.search(action)
+    return ACTIONS.index(found.group().strip()[0].upper()) if found else None
 
 
 def player(env: FrozenLake, rng: random.Random, *, skill: float) -> str:

@@ -11,6 +11,7 @@ RULES = (
     "I think of a whole number from {low} to {high}. You have {guesses} guesses. After each I say `higher` or `lower`. "
     "Answer with the number alone.\n"
 )
+DRAWS = 10_000
 
 
 class GuessNumber:
@@ -36,13 +37,15 @@ class GuessNumber:
 
     def reset(self, seed: int) -> str:
         rng = random.Random(seed)
-        while True:
+        for _ in range(DRAWS):
             width = rng.randint(self.min_width, self.max_width)
             self.low = rng.randint(0, self.top + 1 - width)
             self.high = self.low + width - 1
             self.secret = rng.randint(self.low, self.high)
             if belongs_to_held_out(self.low, self.high, self.secret) == self.held_out:
                 break
+        else:
+            raise ValueError("no instance was drawn; raise `top` or `max_width` so that there are more of them")
         self.possible = (self.low, self.high)
         self.left = self.guesses
         rules = RULES.format(low=self.low, high=self.high, guesses=self.guesses) if self.rules else ""

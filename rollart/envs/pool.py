@@ -47,7 +47,7 @@ class EnvironmentLease:
             if number + 1 < tries:
                 await asyncio.sleep(BACK_OFF_S * 2**number)
         raise EnvironmentFailed(
-            f"the environment of task {self._task.name!r} could not be reset, tried {tries} times; the last time: {failure}"
+            f"the environment of task {self._task.name!r} could not be reset in {tries} tries; the last: {failure}"
         ) from failure
 
     async def step(self, action: str) -> Step:

@@ -27,7 +27,7 @@ def bar(share: float, width: int, style: str) -> Text:
     """A line that is full for `share` of its width, to half a cell."""
     halves = round(min(1.0, max(0.0, share)) * width * 2)
     full, half = divmod(halves, 2)
-    text = Text("━" * full + "╸" * half, style=style, end="")
+    text = Text().append("━" * full + "╸" * half, style=style)
     return text.append("─" * (width - full - half), style="bright_black")
 
 
@@ -37,10 +37,15 @@ def stacked(parts: Mapping[str, float], styles: Mapping[str, str], width: int) -
     ends = [0.0]
     for value in parts.values():
         ends.append(ends[-1] + (value / total * width if total else 0.0))
-    text = Text(end="")
+    text = Text()
     for (low, high), name in zip(pairwise(ends), parts, strict=True):
         text.append("━" * (round(high) - round(low)), style=styles[name])
     return text.append("─" * (width - len(text)), style="bright_black")
+
+
+def label(name: str, width: int) -> Text:
+    """The dim beginning of a line."""
+    return Text().append(name.ljust(width), style="dim")
 
 
 def clock(seconds: float | None) -> str:

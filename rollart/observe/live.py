@@ -58,7 +58,7 @@ class LiveView(View):
         self._weights, self._clock = weights, clock
         self._lock = threading.Lock()
         self._changed = False
-        self._offset = 0.0
+        self._offset = clock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._draw, name="live-view", daemon=True)
         self._failure: Exception | None = None
@@ -102,8 +102,7 @@ class LiveView(View):
     def _frame(self) -> None:
         with self._lock:
             self._changed = False
-            ended = self.metrics.run is None or self.metrics.pipeline is None
-            shot = self.metrics.snapshot(None if ended else self._clock() - self._offset)
+            shot = self.metrics.snapshot(None if self.metrics.ended else self._clock() - self._offset)
         self._live.update(screen(shot, self._weights, self.console.width), refresh=True)
 
 

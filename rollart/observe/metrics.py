@@ -10,65 +10,12 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from rollart.observe import events as ev
-from rollart.observe.snapshot import STAGES, Ended, Pipeline, Point, Snapshot, StepPoint, TaskSnapshot, Use
-from rollart.observe.windows import Moving, Rate, mean
+from rollart.observe.snapshot import STAGES, Ended, Pipeline, Point, Snapshot, StepPoint, Use
+from rollart.observe.task_metrics import TaskMetrics
+from rollart.observe.windows import Rate, mean
 
 _SLOWEST = 10
-_EXAMPLES = 3
 _REASONS = 64
-
-
-class TaskMetrics:
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.held_out: list[Point] = []
-        self.reward, self.success = Moving(), Moving()
-        self.turns, self.tokens, self.seconds = Moving(), Moving(), Moving()
-        self.outcomes: Counter[str] = Counter()
-        self.stages = dict.fromkeys(STAGES, 0.0)
-        self.since_step: list[float] = []
-        self.good: deque[Ended] = deque(maxlen=_EXAMPLES)
-        self.bad: deque[Ended] = deque(maxlen=_EXAMPLES)
-
-    def ended(self, event: ev.TrajectoryEnded, stages: dict[str, float]) -> Ended:
-        ended = Ended(
-            event.trajectory,
-            event.task,
-            event.outcome.value,
-            event.turns,
-            event.tokens,
-            event.reward,
-            event.success,
-            event.seconds,
-            stages,
-        )
-        self.outcomes[event.outcome.value] += 1
-        for stage, seconds in stages.items():
-            self.stages[stage] += seconds
-        if event.outcome.trainable:
-            self.turns.add(event.turns)
-            self.tokens.add(event.tokens)
-            self.seconds.add(event.seconds)
-            if event.reward is not None:
-                self.reward.add(event.reward)
-                self.since_step.append(event.reward)
-            if event.success is not None:
-                self.success.add(event.success)
-            (self.good if event.success else self.bad).append(ended)
-        return ended
-
-    def snapshot(self) -> TaskSnapshot:
-        return TaskSnapshot(
-            name=self.name,
-            held_out=tuple(self.held_out),
-            reward=self.reward.mean,
-            success=self.success.mean,
-            turns=self.turns.mean,
-            tokens=self.tokens.mean,
-            seconds=self.seconds.mean,
-            outcomes=dict(self.outcomes),
-            stages=dict(self.stages),
-        )
 
 
 class _Totals(NamedTuple):
@@ -90,8 +37,10 @@ class Metrics:
         self.t = 0.0
         self.run: ev.RunStarted | None = None
         self.phase = "starting"
+        self.ended = False
         self.resumes = 0
         self.version = 0
+        self.played = 0
         self.tasks: dict[str, TaskMetrics] = {}
         self.history: list[StepPoint] = []
         self.staleness: Counter[int] = Counter()
@@ -106,7 +55,6 @@ class Metrics:
         self._sampled_s = 0.0
         self._batches: dict[int, ev.BatchTaken] = {}
         self._open: dict[str, dict[str, float]] = {}
-        self._held_out: set[str] = set()
         self._rl_start: _Totals | None = None
         self._rl_end: _Totals | None = None
         self._step_times: deque[float] = deque(maxlen=20)
@@ -147,7 +95,8 @@ class Metrics:
         return self.tasks[name]
 
     def _run_started(self, event: ev.RunStarted) -> None:
-        self.run, self.phase, self.version = event, "starting", event.version
+        self.run, self.phase, self.version, self.played = event, "starting", event.version, 0
+        self.ended = False
         self.resumes += event.resumed
         for name in event.tasks:
             task = self._task(name)
@@ -155,11 +104,11 @@ class Metrics:
         while self.history and self.history[-1].version > event.version:
             self.staleness.subtract(self.history.pop().staleness)
         self.pipeline, self._sampled = Pipeline(), None
-        for gone in (self._engines, self._batches, self._open, self._held_out, self._step_times):
+        for gone in (self._engines, self._batches, self._open, self._step_times):
             gone.clear()
 
     def _run_ended(self, event: ev.RunEnded) -> None:
-        self.phase = event.reason
+        self.phase, self.ended = event.reason, True
         self.pipeline = Pipeline()
 
     def _warmed_up(self, event: ev.WarmedUp) -> None:
@@ -180,10 +129,8 @@ class Metrics:
 
     def _trajectory_started(self, event: ev.TrajectoryStarted) -> None:
         self._open[event.trajectory] = dict.fromkeys(STAGES, 0.0)
-        if event.held_out:
-            self._held_out.add(event.trajectory)
-            if self.phase != "training" or (self.run and self.version >= self.run.steps):
-                self.phase = "evaluating"
+        if event.held_out and (self.phase != "training" or (self.run and self.version >= self.run.steps)):
+            self.phase = "evaluating"
 
     def _env_reset(self, event: ev.EnvReset) -> None:
         if event.trajectory in self._open:
@@ -204,8 +151,8 @@ class Metrics:
 
     def _trajectory_ended(self, event: ev.TrajectoryEnded) -> None:
         stages = self._open.pop(event.trajectory, None) or dict.fromkeys(STAGES, 0.0)
-        self._held_out.discard(event.trajectory)
         if event.held_out:
+            self.played += 1
             return
         stages["other"] = max(0.0, event.seconds - sum(stages.values()))
         ended = self._task(event.task).ended(event, stages)
@@ -224,7 +171,7 @@ class Metrics:
         self._batches[event.step] = event
 
     def _step_done(self, event: ev.StepDone) -> None:
-        self.version = event.version
+        self.version, self.played = event.version, 0
         self._step_times.append(event.t)
         self._trainer.add(event.t, event.seconds, event.seconds)
         batch = self._batches.pop(event.version - 1, None)
@@ -266,7 +213,10 @@ class Metrics:
 
     def _evaluated(self, event: ev.Evaluated) -> None:
         point = Point(event.version, event.t, event.success, event.reward, event.episodes, event.failed, event.final)
-        self._task(event.task).held_out.append(point)
+        points = self._task(event.task).held_out
+        # A run that was killed before its first checkpoint plays the same evaluation again.
+        points[:] = [old for old in points if (old.version, old.final) != (point.version, point.final)]
+        points.append(point)
 
     def _warned(self, event: ev.Warned) -> None:
         self.warnings.append(event.message)
@@ -291,6 +241,7 @@ class Metrics:
             alpha=run.alpha,
             seed=run.seed,
             phase=self.phase,
+            played=self.played,
             t=now,
             step=self.version,
             steps=run.steps,

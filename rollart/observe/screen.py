@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from rollart.observe.draw import bar, clock, colour, count, fit, number, percent, sparkline, stacked
+from rollart.observe.draw import bar, clock, colour, count, fit, label, number, percent, sparkline, stacked
 from rollart.observe.snapshot import Snapshot, TaskSnapshot
 
 MAX_WIDTH = 120
@@ -23,13 +23,14 @@ def screen(shot: Snapshot, weights: Mapping[str, float], width: int) -> Renderab
     if shot.history or shot.phase == "training":
         lines += [Text(), *_machinery(shot, inner)]
     lines += [_line(Text(f"! {message}", style="yellow"), inner) for message in shot.warnings[-2:]]
-    title = Text.assemble((shot.name or "rollart", "bold"), f" · {shot.preset} · alpha {shot.alpha} · seed {shot.seed}")
+    about = f" · {shot.preset} · alpha {shot.alpha} · seed {shot.seed}"
+    title = Text.assemble((shot.name or "rollart", "bold default"), (about, "default"))
     title.truncate(inner - 4, overflow="ellipsis")
     return Panel(Group(*lines), title=title, title_align="left", border_style="bright_black", width=width)
 
 
 def _line(text: Text, width: int) -> Text:
-    text.no_wrap, text.end = True, "\n"
+    text.no_wrap = True
     text.truncate(width, overflow="ellipsis")
     return text
 
@@ -44,7 +45,8 @@ def _progress(shot: Snapshot, width: int) -> Text:
         )
     else:
         eta = f" · ETA {clock(shot.eta_s)}" if shot.eta_s is not None and shot.phase == "training" else ""
-        text = f" {shot.phase} · step {shot.step}/{shot.steps} · {clock(shot.t)}{eta}"
+        played = f" {shot.played} episodes" if shot.phase == "evaluating" else ""
+        text = f" {shot.phase}{played} · step {shot.step}/{shot.steps} · {clock(shot.t)}{eta}"
         share, style = shot.step / max(1, shot.steps), "green"
     drawn = bar(share, max(8, width - len(text)), style)
     return _line(drawn.append(text, style="bold"), width)
@@ -52,7 +54,8 @@ def _progress(shot: Snapshot, width: int) -> Text:
 
 def _tasks(shot: Snapshot, weights: Mapping[str, float], width: int) -> list[Text]:
     name = min(max([len(task.name) for task in shot.tasks] + [4]), max(8, width - 62))
-    spark = max(6, min(60, width - name - 53))
+    most = max((len(task.held_out) for task in shot.tasks), default=0)
+    spark = max(6, min(most, width - name - 53))
     total = sum(weights.get(task.name, 1.0) for task in shot.tasks) or 1.0
     columns = f"{'reward':>7} {'turns':>6} {'tokens':>7} {'time':>7}"
     head = f"{'task':<{name}} {'share':>5}  {'held-out success':<{spark + 14}} {columns}"
@@ -66,7 +69,7 @@ def _tasks(shot: Snapshot, weights: Mapping[str, float], width: int) -> list[Tex
 
 def _success(task: TaskSnapshot, spark: int, style: str) -> Text:
     points = [point.success for point in task.held_out]
-    text = Text(f"{sparkline(points, spark):<{spark}} ", style=style, end="")
+    text = Text().append(f"{sparkline(points, spark):<{spark}} ", style=style)
     if not task.before or not task.now:
         return text.append("-".ljust(13), style="dim")
     text.append(f"{task.before.success:.2f}", style="dim")
@@ -92,13 +95,9 @@ def _machinery(shot: Snapshot, width: int) -> list[Text]:
     ]
 
 
-def _label(name: str) -> Text:
-    return Text(name.ljust(_LABEL), style="dim", end="")
-
-
 def _pipeline(shot: Snapshot, width: int) -> Text:
     parts: dict[str, int] = asdict(shot.pipeline)
-    text = _label("pipeline")
+    text = label("pipeline", _LABEL)
     text.append(stacked(parts, _PIPELINE, max(8, width - _LABEL - 50)))
     for name, value in parts.items():
         text.append(f" {name} ", style=_PIPELINE[name]).append(f"{value:<3}")
@@ -106,8 +105,8 @@ def _pipeline(shot: Snapshot, width: int) -> Text:
 
 
 def _use(shot: Snapshot, width: int) -> Text:
-    text = _label("busy")
-    each = max(4, (width - _LABEL - 42) // 3)
+    text = label("busy", _LABEL)
+    each = max(4, (width - _LABEL - 46) // 3)
     for name, share in (
         ("engine", shot.recent_use.engine),
         ("trainer", shot.recent_use.trainer),
@@ -118,14 +117,14 @@ def _use(shot: Snapshot, width: int) -> Text:
 
 
 def _ages(shot: Snapshot) -> Text:
-    text = _label("staleness")
+    text = label("staleness", _LABEL)
     for age, trained in shot.staleness.items():
         text.append(f"{age}: ", style="dim").append(f"{percent(trained / max(1, shot.trained))}  ")
     return text.append(f"of {count(shot.trained)} trained (bound {shot.alpha})", style="dim")
 
 
 def _speed(shot: Snapshot) -> Text:
-    text = _label("speed").append(
+    text = label("speed", _LABEL).append(
         f"{count(shot.tokens_per_s)} tokens/s  {count(shot.trajectories_per_s)} trajectories/s  "
     )
     waited = shot.waited_s / shot.rl_s if shot.rl_s else 0.0
@@ -134,4 +133,4 @@ def _speed(shot: Snapshot) -> Text:
 
 def _drops(shot: Snapshot) -> Text:
     drops = "  ".join(f"{reason} {number}" for reason, number in shot.drops.items())
-    return _label("dropped").append(drops or "none", style="" if drops else "dim")
+    return label("dropped", _LABEL).append(drops or "none", style="" if drops else "dim")

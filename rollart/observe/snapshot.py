@@ -1,12 +1,8 @@
 """What is known about a run at one moment. Frozen plain values: any thread may draw them, JSON can carry them."""
 
 from dataclasses import dataclass, field
-from typing import Any
-
-import msgspec
 
 STAGES = ("reset", "queue", "generate", "step", "score", "other")
-RunPhase = str
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +95,14 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
+    """`played`: held-out episodes since the last step; `recent_use` and the rates are over about half a minute."""
+
     name: str
     preset: str
     alpha: int
     seed: int
-    phase: RunPhase
+    phase: str
+    played: int
     t: float
     step: int
     steps: int
@@ -131,47 +130,6 @@ class Snapshot:
 
     def task(self, name: str) -> TaskSnapshot:
         return next(task for task in self.tasks if task.name == name)
-
-
-def summary(shot: Snapshot) -> dict[str, Any]:
-    """The part worth keeping in `summary.json`."""
-    tasks = {}
-    for task in shot.tasks:
-        before, after = task.before, task.now
-        tasks[task.name] = {
-            "before": before.success if before else None,
-            "after": after.success if after else None,
-            "failure_ratio": failure_ratio(task),
-            "episodes": after.episodes if after else 0,
-            "unplayed": after.failed if after else 0,
-            "held_out": [[point.version, round(point.t, 3), point.success] for point in task.held_out],
-            "reward": task.reward,
-            "outcomes": task.outcomes,
-            "seconds_by_stage": task.stages,
-        }
-    plain: dict[str, Any] = msgspec.to_builtins(
-        {
-            "name": shot.name,
-            "preset": shot.preset,
-            "alpha": shot.alpha,
-            "seed": shot.seed,
-            "phase": shot.phase,
-            "version": shot.step,
-            "steps": shot.steps,
-            "resumes": shot.resumes,
-            "seconds": shot.t,
-            "rl_seconds": shot.rl_s,
-            "tasks": tasks,
-            "trained_trajectories": shot.trained,
-            "tokens_per_s": shot.mean_tokens_per_s,
-            "trajectories_per_s": shot.mean_trajectories_per_s,
-            "utilisation": shot.use,
-            "trainer_waited_s": shot.waited_s,
-            "staleness": {str(age): count for age, count in shot.staleness.items()},
-            "drops": shot.drops,
-        }
-    )
-    return plain
 
 
 def failure_ratio(task: TaskSnapshot) -> float | None:

@@ -4,8 +4,9 @@ import re
 
 from rollart.types import Episode, RewardResult
 
-STEP = re.compile(r"(-?\d+)([+-]\d+)=(-?\d+)")
-NUMBER = re.compile(r"-?\d+")
+DIGITS = "[0-9]{1,18}"  # int() refuses very long numbers, and a policy may write them
+STEP = re.compile(rf"(-?{DIGITS})([+-]{DIGITS})=(-?{DIGITS})")
+NUMBER = re.compile(r"-?[0-9]+")
 
 
 def env_return(episode: Episode) -> RewardResult:
@@ -21,8 +22,8 @@ def chain_sum(episode: Episode) -> RewardResult:
     those the sum has take the place of right ones, so writing more cannot pay.
     """
     action = episode.turns[-1].action
-    total, *terms = re.findall(r"[+-]?\d+", str(episode.info["expression"]))
-    steps = STEP.findall(action)
+    total, *terms = re.findall(r"[+-]?[0-9]+", str(episode.info["expression"]))
+    steps = STEP.findall(action.replace(" ", ""))
     right = 0
     for (before, term, after), wanted in zip(steps, terms, strict=False):
         if before == total and int(term) == int(wanted) and int(before) + int(term) == int(after):
@@ -30,6 +31,6 @@ def chain_sum(episode: Episode) -> RewardResult:
         total = after
     written = right / max(len(terms), len(steps))
     numbers = NUMBER.findall(action)
-    answer = bool(numbers) and int(numbers[-1]) == int(str(episode.info["answer"]))
+    answer = bool(numbers) and numbers[-1] == episode.info["answer"]
     parts = {"answer": float(answer), "steps": written}
     return RewardResult(0.8 * parts["answer"] + 0.2 * parts["steps"], parts=parts, success=answer)

@@ -42,12 +42,13 @@ class Pipeline:
         ledger: Ledger,
         sink: EventSink,
         checkpoints: Path,
-        loaded: Callable[[int], None],
+        on_loaded: Callable[[int], None],
+        on_saved: Callable[[int], None],
     ) -> None:
         self.version = version
         self._plan, self._scheduler, self._trainer, self._router = plan, scheduler, trainer, router
         self._evaluator, self._ledger, self._sink = evaluator, ledger, sink
-        self._checkpoints, self._loaded = checkpoints, loaded
+        self._checkpoints, self._on_loaded, self._on_saved = checkpoints, on_loaded, on_saved
         self._published = asyncio.Event()
         self._evaluation: asyncio.Task[object] | None = None
 
@@ -93,7 +94,7 @@ class Pipeline:
                 await self._scheduler.quiet()
             version = self.version
             await self._router.load(version)
-            self._loaded(version)
+            self._on_loaded(version)
             self._scheduler.admit()
 
     async def _save(self) -> None:
@@ -101,6 +102,7 @@ class Pipeline:
         began = clock()
         await self._trainer.save(self._checkpoints / f"{self.version:06d}")
         self._ledger.commit(self.version)
+        self._on_saved(self.version)
         self._sink.emit(Checkpointed(version=self.version, seconds=clock() - began))
 
     def _evaluate_if_due(self, group: asyncio.TaskGroup) -> None:

@@ -24,17 +24,13 @@ from rollart.types import (
 Seconds = Callable[[random.Random], float]
 
 
-def constant(seconds: float) -> Seconds:
-    return lambda rng: seconds
-
-
 @dataclass(slots=True)
 class ModelledEngine:
     """`tokens` tokens a request, in `seconds`; a swap in mid-request gives the rest of the tokens the new version."""
 
     rng: random.Random
-    seconds: Seconds = constant(0.1)
-    load_seconds: Seconds = constant(0.05)
+    seconds: Seconds = lambda rng: 0.1
+    load_seconds: Seconds = lambda rng: 0.05
     tokens: int = 4
     failures: float = 0.0
     version: int = 0
@@ -97,8 +93,8 @@ class ModelledEnvironments:
     rng: random.Random
     slots: int = 1_000_000
     turns: Callable[[random.Random], int] = lambda rng: 3
-    reset_seconds: Seconds = constant(0.1)
-    step_seconds: Seconds = constant(0.05)
+    reset_seconds: Seconds = lambda rng: 0.1
+    step_seconds: Seconds = lambda rng: 0.05
     failures: float = 0.0
     in_use: int = 0
     _gate: asyncio.Semaphore | None = None
@@ -117,7 +113,7 @@ class ModelledEnvironments:
 @dataclass(slots=True)
 class ModelledRewards:
     rng: random.Random
-    seconds: Seconds = constant(0.02)
+    seconds: Seconds = lambda rng: 0.02
     failures: float = 0.0
 
     async def score(self, task: str, episode: Episode) -> RewardResult:
@@ -146,7 +142,7 @@ class ModelledRenderer:
 @dataclass(slots=True)
 class ModelledTrainer:
     rng: random.Random
-    seconds: Seconds = constant(1.0)
+    seconds: Seconds = lambda rng: 1.0
     version: int = 0
     saved: int = 0
     batches: list[Batch] = field(default_factory=list)

@@ -14,8 +14,7 @@ has always failed has not been solved.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
-from statistics import fmean, pstdev
+from math import isfinite, sqrt
 
 Groups = Sequence[Sequence[float]]
 
@@ -28,7 +27,7 @@ def grpo(groups: Groups) -> list[list[float]]:
     >>> [[round(a, 3) for a in group] for group in grpo([[1, 0, 0, 1], [1, 1]])]
     [[1.0, -1.0, -1.0, 1.0], [0.0, 0.0]]
     """
-    return [_normalised(rewards, fmean(rewards), pstdev(rewards)) for rewards in groups]
+    return [_normalised(rewards, *_moments(rewards)) for rewards in groups]
 
 
 def dr_grpo(groups: Groups) -> list[list[float]]:
@@ -37,7 +36,7 @@ def dr_grpo(groups: Groups) -> list[list[float]]:
     >>> dr_grpo([[1, 0, 0, 1], [1, 1]])
     [[0.5, -0.5, -0.5, 0.5], [0.0, 0.0]]
     """
-    return [[reward - fmean(rewards) for reward in rewards] for rewards in groups]
+    return [[reward - _moments(rewards)[0] for reward in rewards] for rewards in groups]
 
 
 def rloo(groups: Groups) -> list[list[float]]:
@@ -46,12 +45,8 @@ def rloo(groups: Groups) -> list[list[float]]:
     >>> rloo([[1, 0, 0], [1]])
     [[1.0, -0.5, -0.5], [0.0]]
     """
-    return [
-        [(reward - fmean(rewards)) * len(rewards) / (len(rewards) - 1) for reward in rewards]
-        if len(rewards) > 1
-        else [0.0]
-        for rewards in groups
-    ]
+    scales = [len(rewards) / max(1, len(rewards) - 1) for rewards in groups]
+    return [[scale * value for value in values] for scale, values in zip(scales, dr_grpo(groups), strict=True)]
 
 
 def reinforce_pp(groups: Groups) -> list[list[float]]:
@@ -61,8 +56,14 @@ def reinforce_pp(groups: Groups) -> list[list[float]]:
     [[1.0, 1.0], [-1.0, -1.0]]
     """
     everything = [reward for rewards in groups for reward in rewards]
-    mean, deviation = fmean(everything), pstdev(everything)
+    mean, deviation = _moments(everything)
     return [_normalised(rewards, mean, deviation) for rewards in groups]
+
+
+def _moments(rewards: Sequence[float]) -> tuple[float, float]:
+    """Mean and standard deviation. What is not finite stays so, for the trainer to see."""
+    mean = sum(rewards) / len(rewards)
+    return mean, sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
 
 
 def _normalised(rewards: Sequence[float], mean: float, deviation: float) -> list[float]:

@@ -24,7 +24,7 @@ class PolicyLoss:
 def ppo(
     current: Tensor, proximal: Tensor, advantage: Tensor, low: float, high: float, dual: float | None = None
 ) -> PolicyLoss:
-    """The clipped surrogate. `high` > `low` is clip-higher; `dual` caps the loss of a bad token at dual * |advantage|."""
+    """The clipped surrogate. `high` > `low` is clip-higher; `dual` caps a bad token's loss at dual * |advantage|."""
     ratio = torch.exp(current - proximal)
     return _clipped_surrogate(ratio, advantage, low, high, dual)
 

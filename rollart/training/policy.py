@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from rollart.errors import RollartError
 from rollart.training.packing import ATTENTION, Packed, pack
@@ -13,9 +14,17 @@ from rollart.training.packing import ATTENTION, Packed, pack
 LOGITS_AT_ONCE = 1 << 25
 """Logits held at one time: a vocabulary of 50,000 and a long micro-batch would take gigabytes."""
 
+WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
+
+# A service talks to a log, not to a terminal.
+disable_progress_bar()
+
 
 class Policy:
-    """In evaluation mode even in training: dropout would make its probabilities differ from the engine's."""
+    """In evaluation mode even in training: dropout would make its probabilities differ from the engine's.
+
+    It remembers what lay beside the weights in its folder (tokenizer, chat template), and saves that with them.
+    """
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -24,7 +33,11 @@ class Policy:
             ).eval()
         except (OSError, ValueError) as error:
             raise RollartError(f"no causal language model can be loaded from {folder}: {error}") from error
-        self.model.config.use_cache = False
+        self._companions = {
+            file.name: file.read_bytes()
+            for file in folder.iterdir()
+            if file.is_file() and not file.name.endswith(WEIGHT_FILES)
+        }
         self._head = self.model.get_output_embeddings()
         self._check_head()
 
@@ -35,6 +48,13 @@ class Policy:
     def tensors(self) -> dict[str, Tensor]:
         """The weights as they are, tied ones under each of their names."""
         return {name: tensor.detach() for name, tensor in self.model.state_dict(keep_vars=True).items()}
+
+    def save(self, folder: Path) -> None:
+        """Make `folder` a Hugging Face folder that can be used as it is."""
+        self.model.save_pretrained(folder)
+        for name, content in self._companions.items():
+            if not (folder / name).exists():
+                (folder / name).write_bytes(content)
 
     def logprobs(self, packed: Packed, entropy: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probability of every trained token, and the entropy where it was drawn.
@@ -47,7 +67,7 @@ class Policy:
             return self._score(hidden, packed.targets, entropy)
         parts = [
             checkpoint(self._score, part, targets, entropy, use_reentrant=False)
-            for part, targets in zip(hidden.split(chunk), packed.targets.split(chunk), strict=True)
+            for part, targets in zip(torch.split(hidden, chunk), torch.split(packed.targets, chunk), strict=True)
         ]
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 

@@ -23,19 +23,18 @@ from rollart.types import Batch, StepMetrics
 
 
 class Trainer:
-    """`folder` is the Hugging Face model that RL starts from, and the reference of the KL."""
+    """`folder` is the Hugging Face model that RL starts from, and the reference of the KL if that is asked for."""
 
     def __init__(self, folder: Path, config: Training, seed: int = 0, version: int = 0) -> None:
         torch.set_num_threads(config.threads)
         torch.manual_seed(seed)
-        self.folder = folder
         self.config = config
         self.version = version
         self.updates = 0
         self.ranges: dict[str, RewardRange] = {}
         self.policy = Policy(folder)
         self.optimizer = make_optimizer(self.policy, config)
-        self._reference = Policy(folder) if config.algorithm.kl > 0 else None
+        self.reference = Policy(folder) if config.algorithm.kl > 0 else None
 
     def step(self, batch: Batch) -> StepMetrics:
         if batch.step != self.version:
@@ -77,10 +76,10 @@ class Trainer:
     def _learn(self, micros: Sequence[MicroBatch]) -> Totals:
         """One update per epoch. The first one's logprobs are the proximal ones of the others: no extra forward."""
         totals = Totals()
-        if self._reference is not None:
+        if self.reference is not None:
             with torch.no_grad():
                 for micro in micros:
-                    micro.reference = self._reference.logprobs(micro.packed)[0]
+                    micro.reference = self.reference.logprobs(micro.packed)[0]
         for _ in range(self.config.epochs if micros else 0):
             loss = sum(self._backward(micro, totals) for micro in micros)
             rate = self._set_rate()

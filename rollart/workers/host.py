@@ -252,7 +252,7 @@ class Host:
 
 def prepare(spec: dict[str, Any]) -> Any:
     """Import everything and give the target. A failure is a sentence that names the import path."""
-    sys.path[:] = spec["path"]
+    sys.path[:] = dict.fromkeys([*spec["path"], *sys.path[1:]])  # without our own folder, which holds no module of theirs
     target = None
     for path in [*spec["imports"], spec["target"]]:
         try:

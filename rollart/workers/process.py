@@ -17,11 +17,12 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -31,7 +32,9 @@ SCRIPT = Path(__file__).with_name("host.py")
 MARK = "ROLLART_HOST"
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # a forked process has lost the others
 STARTING = 32  # connections that wait for their fork at once, within every system's backlog
+HOST_LOST = "the process ended, and its host with it"
 MANY_FILES = 16_384
+CLEAN_LOOKS, LOOK_AGAIN_S = 3, 0.03
 END_S = 10.0  # for a host to end its slots and itself
 
 
@@ -47,7 +50,8 @@ class CallRaised(RollartError):
 class HostSpec:
     """`target` is made once in each slot, its methods are the calls; `imports` are made once, in the host.
 
-    Both are `package.module:name` or `/a/file.py:name`. `path` None: where this process finds its own modules.
+    Both are `package.module:name` or `/a/file.py:name`. `path` comes before what `python` has by itself;
+    None: where this process finds its modules if it is the same Python, otherwise the working folder.
     """
 
     target: str
@@ -58,8 +62,13 @@ class HostSpec:
     start_deadline: float = 60.0
     log: Path | None = None
 
+    def open_log(self) -> BinaryIO:
+        return open(self.log or os.devnull, "ab")
+
     def line(self, socket: Path) -> bytes:
-        path = [os.path.abspath(entry) for entry in sys.path] if self.path is None else list(self.path)  # noqa: PTH100
+        path = self.path
+        if path is None:
+            path = tuple(str(Path(entry).absolute()) for entry in (sys.path if self.python == sys.executable else [""]))
         spec = {"target": self.target, "imports": self.imports, "path": path}
         return json.dumps({**spec, "socket": str(socket), "limit": self.message_bytes}).encode() + b"\n"
 
@@ -129,7 +138,7 @@ class Slot(asyncio.Protocol):
         if len(self._buffer) > self._limit:
             self.kill(f"the process answered more than {self._limit:,} bytes and was killed")
 
-    def _received(self, line: bytes) -> None:
+    def _received(self, line: bytes | bytearray) -> None:
         try:
             message = msgspec.json.decode(line, type=dict[str, Any])
         except (ValueError, RecursionError) as error:
@@ -147,11 +156,11 @@ class Slot(asyncio.Protocol):
             self.kill("the process answered neither a value nor an error and was killed")
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.kill("the process ended, and its host with it")
+        self.kill(HOST_LOST)
 
 
 class HostProcess:
-    """A running host. Started by `start`, ended by `stop`; `running` turns false if it dies by itself."""
+    """A running host. Started by `start`, ended by `stop`; `running` turns false once it is of no more use."""
 
     def __init__(self, spec: HostSpec) -> None:
         self._spec = spec
@@ -159,10 +168,11 @@ class HostProcess:
         self._mark = uuid.uuid4().hex
         self._process: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Semaphore(STARTING)
+        self._unreachable = False  # known before the system tells us that the process ended
 
     @property
     def running(self) -> bool:
-        return self._process is not None and self._process.returncode is None
+        return self._process is not None and self._process.returncode is None and not self._unreachable
 
     @property
     def pid(self) -> int:
@@ -176,9 +186,9 @@ class HostProcess:
             raise ServiceError("environments and rewards run in processes that need Linux; use a Linux machine or VM")
         allow_files()
         self._folder = Path(tempfile.mkdtemp(prefix="rollart-"))
-        environ = {name: "1" for name in ONE_THREAD} | dict(os.environ) | {MARK: self._mark}
+        environ = dict.fromkeys(ONE_THREAD, "1") | dict(os.environ) | {MARK: self._mark}
         try:
-            with open(self._spec.log or os.devnull, "ab") as log:
+            with self._spec.open_log() as log:
                 self._process = await asyncio.create_subprocess_exec(
                     self._spec.python,
                     str(SCRIPT),
@@ -225,15 +235,20 @@ class HostProcess:
             slot.kill(f"the host started no process within {deadline:g} s and was killed")
             raise SlotLost(slot.lost) from None
         except OSError as error:
+            self._unreachable = True
             slot.kill(f"the host cannot be reached: {error}")
             raise SlotLost(slot.lost) from error
+        except SlotLost:
+            self._unreachable = slot.lost == HOST_LOST
+            raise
         except BaseException:
             slot.kill("its start was cancelled")
             raise
         return slot
 
     def kill(self) -> None:
-        if self.running and self._process:
+        self._unreachable = True
+        if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
     async def stop(self) -> None:
@@ -248,7 +263,7 @@ class HostProcess:
                 self.kill()
                 await self._process.wait()
             if self._process.returncode != 0:
-                sweep(self._mark)
+                await sweep(self._mark)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -260,11 +275,15 @@ def allow_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(MANY_FILES, hard), hard))
 
 
-def sweep(mark: str) -> None:
+async def sweep(mark: str) -> None:
     """Kill every process that descends from the host with this mark."""
     wanted = f"{MARK}={mark}".encode()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
+    clean, deadline = 0, time.monotonic() + END_S
+    while clean < CLEAN_LOOKS and time.monotonic() < deadline:  # in the middle of an exec, a process shows no mark
+        clean += 1
+        for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                if wanted in (entry / "environ").read_bytes():
+                if entry.name.isdigit() and wanted in (entry / "environ").read_bytes():
                     os.kill(int(entry.name), signal.SIGKILL)
+                    clean = 0
+        await asyncio.sleep(LOOK_AGAIN_S)

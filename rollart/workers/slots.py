@@ -125,7 +125,13 @@ class SlotPool:
                 return slot
         while self._idle and len(self._idle) + len(self._leases) > self._limit:
             self._idle.pop(0)[1].kill("its place was needed")
-        return await (await self._running_host()).slot()
+        host = await self._running_host()
+        try:
+            return await host.slot()
+        except SlotLost:
+            if host.running:
+                raise
+        return await (await self._running_host()).slot()  # the host had died unnoticed
 
     async def _running_host(self) -> HostProcess:
         async with self._host_lock:

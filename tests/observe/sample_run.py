@@ -154,10 +154,12 @@ class SampleRun:
         earliest = self.done[max(0, step - 1)]
         number = step * 100
         if step % 7 == 6:
-            lost = self.group(number + 99, "frozen_lake", free, earliest)
+            lost = self.group(number + 99, next(iter(self.tasks)), free, earliest)
             self.put(
                 lost,
-                ev.GroupDropped(group=f"g{number + 99}", task="frozen_lake", reason="stale", trajectories=self.members),
+                ev.GroupDropped(
+                    group=f"g{number + 99}", task=next(iter(self.tasks)), reason="stale", trajectories=self.members
+                ),
             )
         ready = 0.0
         for task in self.tasks:

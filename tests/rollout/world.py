@@ -1,7 +1,7 @@
 """A whole control plane on modelled services, for tests on virtual time."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +102,11 @@ def build(
         scheduler=scheduler,
         trainer=model,
         router=router,
-        evaluator=Evaluator(tasks, Player(pool, router, ModelledRenderer(), invoker, recorder, deadline), ledger, recorder),
+        evaluator=Evaluator(tasks, replace(player, lockstep=None), ledger, recorder),
         ledger=ledger,
         sink=recorder,
         checkpoints=Path("checkpoints"),
-        loaded=lambda version: None,
+        on_loaded=lambda version: None,
+        on_saved=lambda version: None,
     )
     return World(fleet, pool, invoker, model, recorder, ledger, router, scheduler, pipeline)

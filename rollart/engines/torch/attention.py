@@ -7,7 +7,7 @@ the models hand down to their layers.
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -29,7 +29,7 @@ def attend(
     sliding_window: int | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """`query` is [1, heads, tokens, dim], `key` and `value` are [1, kv heads, tokens, dim]; answers [1, tokens, ...]."""
+    """`query` is [1, heads, tokens, dim], `key` and `value` [1, kv heads, tokens, dim]; answers [1, tokens, ...]."""
     if step is None:
         raise EngineFailed(f"{type(module).__name__} does not hand keyword arguments to its attention function")
     if any(extra.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):

@@ -67,7 +67,7 @@ class Batch:
 
     def settle(self) -> None:
         """After a step: rows whose prefill is complete now decode."""
-        while self.decoding < len(self.running) and self.running[self.decoding].pending == 1:
+        while self.decoding < len(self.running) and self.running[self.decoding].pending <= 1:
             self.decoding += 1
 
     def remove(self, row: int) -> list[Move]:
@@ -86,11 +86,11 @@ class Batch:
         return Move(source, target)
 
     def restart(self) -> None:
-        """All KV is to be computed again; what was generated stays."""
+        """All KV is to be computed again: who ran waits before all others, with what it has generated."""
         for sequence in self.running:
             sequence.computed = 0
-        self.decoding = 0
-        self.settle()
+        self.waiting.extendleft(reversed(self.running))
+        self.running, self.decoding = [], 0
 
     def clear(self) -> list[Sequence]:
         """Everything that was here, running or waiting."""

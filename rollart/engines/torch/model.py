@@ -46,7 +46,7 @@ class Model:
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Weights:
         """Checks weights and brings them to our device and type, so that `replace` only copies. From any thread."""
-        prepared: Weights = {}
+        prepared: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in tensors.items():
             weight = self._weights.get(name)
             if weight is None or weight.shape != tensor.shape:
@@ -55,13 +55,13 @@ class Model:
                     f"the new weights have {name!r} of shape {list(tensor.shape)} where the model {has}; "
                     "publish weights of the same model"
                 )
-            # A copy on purpose: reading a mapped file belongs here, not between two steps.
-            prepared[name] = tensor.to(device=weight.device, dtype=weight.dtype, copy=True)
-        given = {self._weights[name].data_ptr() for name in prepared}
-        missing = [name for name, weight in self._weights.items() if weight.data_ptr() not in given]
+            if weight.data_ptr() not in prepared:
+                # A copy on purpose: reading a mapped file belongs here, not between two steps.
+                prepared[weight.data_ptr()] = name, tensor.to(device=weight.device, dtype=weight.dtype, copy=True)
+        missing = [name for name, weight in self._weights.items() if weight.data_ptr() not in prepared]
         if missing:
             raise EngineFailed(f"the new weights lack {', '.join(missing)}; publish all weights of the model")
-        return prepared
+        return dict(prepared.values())
 
     def replace(self, prepared: Weights) -> None:
         for name, tensor in prepared.items():

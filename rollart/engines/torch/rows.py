@@ -70,7 +70,7 @@ class Rows:
             self.tensors[index] = new
         self.rows, self.positions = rows, positions
 
-    def move(self, source: int, target: int, length: int) -> None:
+    def copy(self, source: int, target: int, length: int) -> None:
         for tensor in self.tensors:
             tensor[target, :, :length] = tensor[source, :, :length]
 

@@ -5,7 +5,7 @@ logits is treated alone, so a result does not depend on what else is in the batc
 """
 
 from collections.abc import Sequence as Many
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -65,7 +65,7 @@ def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
         width = min(width, int(top_k.max()))
         values, order = logits.topk(width)
     else:
-        values, order = logits.sort(-1, descending=True, stable=True)
+        values, order = logits.sort(dim=-1, descending=True, stable=True)
     wanted = torch.where(top_k > 0, top_k, width).unsqueeze(1)
     values = values.masked_fill(torch.arange(width, device=logits.device) >= wanted, -torch.inf)
     probabilities = values.softmax(-1)
@@ -78,7 +78,8 @@ def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 def uniforms(seeds: NDArray[np.uint64], counts: NDArray[np.uint64]) -> NDArray[np.float32]:
     """Multiples of 2**-24 in [0, 1), by a counter hash in the manner of splitmix64."""
     with np.errstate(over="ignore"):
-        return (_mix(seeds + (counts + np.uint64(1)) * np.uint64(_STRIDE)) >> np.uint64(40)) * np.float32(2**-24)
+        bits = _mix(seeds + (counts + np.uint64(1)) * np.uint64(_STRIDE)) >> np.uint64(40)
+    return bits.astype(np.float32) * np.float32(2**-24)
 
 
 def mixed(seed: int) -> int:
@@ -87,7 +88,7 @@ def mixed(seed: int) -> int:
         return int(_mix(np.array([seed & _WORD], dtype=np.uint64) ^ np.uint64(_STRIDE))[0])
 
 
-def _mix(x: NDArray[np.uint64]) -> Any:
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

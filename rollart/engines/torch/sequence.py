@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from rollart.engines.torch.prefixes import chain
 from rollart.engines.torch.sampler import mixed
 from rollart.errors import EngineFailed
 from rollart.types import Completion, Finish, GenerationRequest, Sampling
@@ -13,12 +14,14 @@ from rollart.types import Completion, Finish, GenerationRequest, Sampling
 class Sequence:
     """`tokens` is the prompt and all that was generated; the first `computed` of them have their KV in the row.
 
-    `limit` is the length at which it must end. `versions` is brought up to date only at swaps and at the end.
+    `limit` is the length at which it must end, `blocks` the hash chain of the prompt. `versions` is brought up to date
+    only at swaps and at the end.
     """
 
     id: str
     session: str
     tokens: list[int]
+    blocks: tuple[int, ...]
     prompt: int
     limit: int
     temperature: float
@@ -72,7 +75,7 @@ class Sequence:
         )
 
 
-def sequence(request: GenerationRequest, *, vocabulary: int, context: int, seed: int) -> Sequence:
+def accepted(request: GenerationRequest, *, vocabulary: int, context: int, seed: int) -> Sequence:
     """Checks a request, so that a bad one fails alone. Raises EngineFailed."""
     _check(request, vocabulary, context)
     sampling = request.sampling
@@ -82,6 +85,7 @@ def sequence(request: GenerationRequest, *, vocabulary: int, context: int, seed:
         id=request.id,
         session=request.session,
         tokens=list(request.tokens),
+        blocks=chain(request.tokens),
         prompt=len(request.tokens),
         limit=min(len(request.tokens) + sampling.max_tokens, context),
         temperature=1.0 if greedy else sampling.temperature,

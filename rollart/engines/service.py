@@ -1,0 +1,41 @@
+"""The embedded engine as a process: `python -m rollart.engines.service`, spec on stdin.
+
+The spec: `model` (a Hugging Face folder), `weights` (folder of the weight store), `config` (the run file's `engine`
+section), `seed`, and `version`, which is taken from the store if it is there and else names the model's own weights.
+"""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollart.config import Engine as EngineConfig
+from rollart.engines.torch.engine import TorchEngine
+from rollart.engines.torch.model import Model
+from rollart.services.process import main
+from rollart.services.rpc import Handler
+from rollart.weights.store import WeightStore
+
+
+@asynccontextmanager
+async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
+    config = EngineConfig.model_validate(spec["config"])
+    torch.set_num_threads(config.threads)
+    store = WeightStore(Path(spec["weights"]))
+    version = int(spec["version"])
+    model = Model.open(Path(spec["model"]), getattr(torch, config.dtype), config.device)
+    async with TorchEngine(model, config, store=store, version=version, seed=spec["seed"]) as engine:
+        if version in store.versions():
+            await engine.load(version)
+        yield {
+            "generate": engine.generate,
+            "abort": engine.abort,
+            "load": engine.load,
+            "status": engine.status,
+        }
+
+
+if __name__ == "__main__":
+    main(build)

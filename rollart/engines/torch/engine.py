@@ -1,0 +1,171 @@
+"""The engine as the control plane sees it: coroutines outside, one stepping thread inside.
+
+Invariants: only the stepping thread touches the stepper's state; everything else reaches it as a command in a queue,
+run between two steps. Completions go back to the event loop once a step, all of them in one call. An idle engine
+blocks on the queue. A step that raises fails the requests in flight, each with the reason, and the engine goes on.
+Every request ends exactly once; a caller who gives up has its request aborted.
+"""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from rollart.config import Engine as EngineConfig
+from rollart.engines.torch.model import Model
+from rollart.engines.torch.sequence import Sequence
+from rollart.engines.torch.stepper import Stepper
+from rollart.errors import EngineFailed, RollartError
+from rollart.types import Completion, EngineStatus, GenerationRequest
+
+T = TypeVar("T")
+CLOSE_S = 30.0
+
+
+class WeightSource(Protocol):
+    """Where versions come from; the weight store is one."""
+
+    def load(self, version: int) -> Mapping[str, Tensor]: ...
+
+
+class TorchEngine:
+    """Use as an async context manager, or call `start` and `close`."""
+
+    def __init__(
+        self, model: Model, config: EngineConfig, *, store: WeightSource | None = None, version: int = 0, seed: int = 0
+    ) -> None:
+        self._stepper = Stepper(model, config, version=version, seed=seed)
+        self._model = model
+        self._threads = config.threads
+        self._store = store
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._open: dict[str, tuple[Sequence, asyncio.Future[Completion]]] = {}
+        self._thread = threading.Thread(target=self._run, name="stepper", daemon=True)
+        self._loading = asyncio.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def __aenter__(self) -> "TorchEngine":
+        self.start()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    def start(self) -> None:
+        """To be called once, in the event loop that will use the engine."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def close(self) -> None:
+        """Ends the thread after its current step; open requests fail."""
+        self._commands.put(None)
+        await asyncio.to_thread(self._thread.join, CLOSE_S)
+        for _, future in self._open.values():
+            if not future.done():
+                future.set_exception(EngineFailed("the engine was closed"))
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        if not self._thread.is_alive():
+            raise EngineFailed("the engine is not running")
+        if request.id in self._open:
+            raise EngineFailed(f"request {request.id!r} is already in flight; give each request an id of its own")
+        sequence = self._stepper.accept(request)
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._open[request.id] = sequence, future
+        self._commands.put(partial(self._stepper.add, sequence))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._commands.put(partial(self._stepper.abort, request.id))
+            raise
+        finally:
+            del self._open[request.id]
+
+    async def abort(self, request_id: str) -> None:
+        self._commands.put(partial(self._stepper.abort, request_id))
+
+    async def load(self, version: int) -> None:
+        """Reads while generation goes on; only the copy into the model is done between two steps."""
+        store = self._store
+        if store is None:
+            raise EngineFailed(f"version {version} cannot be loaded: this engine was made without a weight store")
+        async with self._loading:
+            try:
+                weights = await asyncio.to_thread(lambda: self._model.prepare(store.load(version)))
+            except RollartError as error:
+                raise EngineFailed(f"version {version} was not loaded: {error}") from error
+            await self._between_steps(partial(self._stepper.swap, version, weights))
+
+    async def status(self) -> EngineStatus:
+        return await self._between_steps(self._stepper.status)
+
+    async def _between_steps(self, action: Callable[[], T]) -> T:
+        if not self._thread.is_alive():
+            raise EngineFailed("the engine is not running")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def command() -> None:
+            try:
+                _post(loop, _settle, future, action(), None)
+            except Exception as error:
+                _post(loop, _settle, future, None, error)
+
+        self._commands.put(command)
+        return await future
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)
+        while self._obey():
+            try:
+                if self._stepper.busy:
+                    self._stepper.step()
+            except Exception as error:
+                self._stepper.fail(f"a generation step failed: {type(error).__name__}: {error}")
+            ended = self._stepper.ended()
+            if ended and self._loop is not None:
+                _post(self._loop, self._deliver, ended)
+
+    def _obey(self) -> bool:
+        """Runs the commands that are there, and waits for one if there is nothing else to do. False: close."""
+        wait = not self._stepper.busy
+        while True:
+            try:
+                command = self._commands.get(block=wait)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+            wait = False
+
+    def _deliver(self, ended: list[Sequence]) -> None:
+        for sequence in ended:
+            owner, future = self._open.get(sequence.id, (None, None))
+            # A caller who gave up may be back with the same id.
+            if future is None or owner is not sequence or future.done():
+                continue
+            try:
+                future.set_result(sequence.completion())
+            except EngineFailed as error:
+                future.set_exception(error)
+
+
+def _post(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
+    """Hands a call to the event loop; one that is closed has nobody left to tell."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(function, *arguments)
+
+
+def _settle(future: asyncio.Future[Any], value: object, error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(value)
+    else:
+        future.set_exception(error)

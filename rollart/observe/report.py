@@ -1,0 +1,169 @@
+"""What `rollart show` prints: results, learning curves, where the time went, what was dropped, what was slow."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rollart.observe.draw import bar, clock, colour, count, label, number, percent, span, sparkline, stacked
+from rollart.observe.snapshot import STAGES, Ended, Snapshot, failure_ratio
+from rollart.observe.tables import table
+
+_STAGE_STYLES = dict(zip(STAGES, ("blue", "bright_black", "cyan", "magenta", "yellow", "white"), strict=True))
+
+
+def report(shot: Snapshot, width: int = 100) -> RenderableType:
+    """The whole page, at most `width` columns."""
+    parts: list[RenderableType] = [_head(shot)]
+    if any(task.held_out for task in shot.tasks):
+        parts += [Text(), _title("Success on held-out episodes"), results(shot)]
+    if shot.history:
+        parts += [Text(), _title("Learning curves"), *_curves(shot, width)]
+        parts += [Text(), _title("Machinery during RL"), *_machinery(shot, width)]
+    if any(sum(task.stages.values()) for task in shot.tasks):
+        parts += [Text(), _title("Where the time of a trajectory went"), *_stages(shot, width)]
+    parts += [Text(), _title("Dropped, never trained"), _drops(shot)]
+    if shot.slowest:
+        parts += [Text(), _title("Slowest trajectories"), trajectories(shot.slowest)]
+    parts += [Text(f"! {message}", style="yellow") for message in shot.warnings]
+    return Group(*parts)
+
+
+def _title(text: str) -> Text:
+    return Text(text, style="bold")
+
+
+def _head(shot: Snapshot) -> Text:
+    resumes = f", resumed {shot.resumes} times" if shot.resumes > 1 else ", resumed once" if shot.resumes else ""
+    about = f"{shot.preset}, alpha {shot.alpha}, seed {shot.seed}"
+    state = f"{shot.phase} at step {shot.step} of {shot.steps} after {clock(shot.t)}{resumes}"
+    return Text.assemble((shot.name, "bold"), f" ({about}): {state}")
+
+
+def results(shot: Snapshot) -> Table:
+    """Before RL, after RL, per task."""
+    rows = table("task", "before RL", "after RL", "failures", "episodes", "unplayed")
+    for index, task in enumerate(shot.tasks):
+        before, after = task.before, task.now
+        if before is None or after is None:
+            continue
+        same = after is before
+        ratio = None if same else failure_ratio(task)
+        better = after.success > before.success
+        rows.add_row(
+            Text(task.name, style=colour(index)),
+            f"{before.success:.3f}",
+            Text("-" if same else f"{after.success:.3f}", style="bold green" if better else "bold"),
+            "-" if ratio is None else f"x {ratio:.2f}",
+            str(after.episodes),
+            str(after.failed),
+        )
+    return rows
+
+
+def scores(shot: Snapshot) -> Table:
+    """One evaluation, with the 95% interval that so many episodes allow."""
+    rows = table("task", "success", "95% interval", "reward", "episodes", "unplayed")
+    for index, task in enumerate(shot.tasks):
+        if point := task.now:
+            low, high = wilson(point.success, point.episodes)
+            name = Text(task.name, style=colour(index))
+            interval = f"{low:.3f} to {high:.3f}"
+            rows.add_row(
+                name, f"{point.success:.3f}", interval, f"{point.reward:.3f}", str(point.episodes), str(point.failed)
+            )
+    return rows
+
+
+def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's interval of a share of `count` trials; it stays within 0 and 1.
+
+    >>> [round(end, 3) for end in wilson(0.5, 100)]
+    [0.404, 0.596]
+    """
+    if count == 0:
+        return 0.0, 1.0
+    centre = share + z * z / (2 * count)
+    spread = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    scale = 1 + z * z / count
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+
+
+def _curves(shot: Snapshot, width: int) -> Iterator[Text]:
+    name = max(len(task.name) for task in shot.tasks)
+    room = max(10, min(60, width - name - 34))
+    for index, task in enumerate(shot.tasks):
+        held_out = [point.success for point in task.held_out]
+        rewards = [point.rewards[task.name] for point in shot.history if task.name in point.rewards]
+        for kind, values in (("held-out success", held_out), ("training reward", rewards)):
+            if not values:
+                continue
+            low, high = min(0.0, *values), max(1.0, *values) if kind == "held-out success" else max(values)
+            ends = f"{number(values[0])} to {number(values[-1])}"
+            title = (task.name if kind == "held-out success" else "").ljust(name)
+            line = Text.assemble((title, f"bold {colour(index)}"), (f" {kind:<17}", "dim"))
+            yield line.append(sparkline(values, room, low, high), style=colour(index)).append(f" {ends}")
+
+
+def _machinery(shot: Snapshot, width: int) -> Iterator[Text]:
+    for name, share in (
+        ("engine busy", shot.use.engine),
+        ("trainer busy", shot.use.trainer),
+        ("trainer waiting", shot.waited_s / shot.rl_s if shot.rl_s else 0.0),
+        ("environments", shot.use.environments),
+    ):
+        yield (
+            Text(f"{name:<16}", style="dim")
+            .append(bar(share, min(30, width - 30), "cyan"))
+            .append(f" {percent(share)}")
+        )
+    speed = f"{count(shot.mean_tokens_per_s)} tokens/s, {shot.mean_trajectories_per_s:.1f} trajectories/s"
+    yield label("speed", 16).append(f"{speed} over {clock(shot.rl_s)}")
+    ages = ", ".join(f"{percent(n / max(1, shot.trained))} of age {age}" for age, n in shot.staleness.items())
+    trained = label("trained", 16).append(f"{shot.trained} trajectories")
+    yield trained.append(f": {ages} (bound {shot.alpha})" if ages else "")
+
+
+def _stages(shot: Snapshot, width: int) -> Iterator[Text]:
+    name = max(len(task.name) for task in shot.tasks)
+    for task in shot.tasks:
+        total = sum(task.stages.values())
+        if total:
+            line = Text(f"{task.name:<{name}} ").append(stacked(task.stages, _STAGE_STYLES, max(10, width - name - 18)))
+            yield line.append(f" {number(task.seconds)} s each", style="dim")
+    legend = Text(" " * (name + 1))
+    total = sum(sum(task.stages.values()) for task in shot.tasks)
+    for stage in STAGES:
+        share = sum(task.stages[stage] for task in shot.tasks) / total
+        legend.append(f"{stage} ", style=_STAGE_STYLES[stage]).append(f"{percent(share)}  ", style="dim")
+    yield legend
+
+
+def _drops(shot: Snapshot) -> RenderableType:
+    ended = sum(sum(task.outcomes.values()) for task in shot.tasks)
+    if not shot.drops:
+        return Text(f"nothing, of {ended} trajectories", style="dim")
+    rows = table("reason", "trajectories", "share")
+    for reason, dropped in shot.drops.items():
+        rows.add_row(reason, str(dropped), f"{dropped / max(1, ended) * 100:.1f}%")
+    return rows
+
+
+def trajectories(ended: Sequence[Ended]) -> Table:
+    """One row each, with the stage that took longest."""
+    rows = table("trajectory", "outcome", "reward", "turns", "tokens", "time", "mostly")
+    for each in ended:
+        stage, seconds = max(each.stages.items(), key=lambda item: item[1])
+        mostly = f"{stage} {percent(seconds / max(each.seconds, 1e-9))}"
+        rows.add_row(
+            each.id,
+            each.outcome,
+            number(each.reward),
+            str(each.turns),
+            str(each.tokens),
+            span(each.seconds),
+            mostly,
+        )
+    return rows

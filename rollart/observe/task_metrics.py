@@ -1,0 +1,62 @@
+"""What one task did, trajectory by trajectory."""
+
+from collections import Counter, deque
+
+from rollart.observe import events as ev
+from rollart.observe.snapshot import STAGES, Ended, Point, TaskSnapshot
+from rollart.observe.windows import Moving
+
+_EXAMPLES = 3
+
+
+class TaskMetrics:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.held_out: list[Point] = []
+        self.reward, self.success = Moving(), Moving()
+        self.turns, self.tokens, self.seconds = Moving(), Moving(), Moving()
+        self.outcomes: Counter[str] = Counter()
+        self.stages = dict.fromkeys(STAGES, 0.0)
+        self.since_step: list[float] = []
+        self.good: deque[Ended] = deque(maxlen=_EXAMPLES)
+        self.bad: deque[Ended] = deque(maxlen=_EXAMPLES)
+
+    def ended(self, event: ev.TrajectoryEnded, stages: dict[str, float]) -> Ended:
+        ended = Ended(
+            event.trajectory,
+            event.task,
+            event.outcome.value,
+            event.turns,
+            event.tokens,
+            event.reward,
+            event.success,
+            event.seconds,
+            stages,
+        )
+        self.outcomes[event.outcome.value] += 1
+        for stage, seconds in stages.items():
+            self.stages[stage] += seconds
+        if event.outcome.trainable:
+            self.turns.add(event.turns)
+            self.tokens.add(event.tokens)
+            self.seconds.add(event.seconds)
+            if event.reward is not None:
+                self.reward.add(event.reward)
+                self.since_step.append(event.reward)
+            if event.success is not None:
+                self.success.add(event.success)
+            (self.good if event.success else self.bad).append(ended)
+        return ended
+
+    def snapshot(self) -> TaskSnapshot:
+        return TaskSnapshot(
+            name=self.name,
+            held_out=tuple(self.held_out),
+            reward=self.reward.mean,
+            success=self.success.mean,
+            turns=self.turns.mean,
+            tokens=self.tokens.mean,
+            seconds=self.seconds.mean,
+            outcomes=dict(self.outcomes),
+            stages=dict(self.stages),
+        )

@@ -1,0 +1,260 @@
+"""The single controller: from a run file to a trained model in a run folder."""
+
+import asyncio
+import contextlib
+import fcntl
+import shutil
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rollart import runfile
+from rollart.config import RunFile
+from rollart.config import Task as TaskConfig
+from rollart.errors import RollartError
+from rollart.models.prepare import Progress, prepare_in_child
+from rollart.observe import summary
+from rollart.observe.events import Evaluated, EventLog, PipelineSample, RunEnded, RunStarted, WarmedUp
+from rollart.resources.fleet import Fleet
+from rollart.rollout.evaluation import Evaluator
+from rollart.rollout.ledger import Ledger, Recovery
+from rollart.rollout.lockstep import Lockstep
+from rollart.rollout.pipeline import Pipeline, Plan
+from rollart.rollout.schedule import Schedule, preset
+from rollart.rollout.scheduler import Scheduler
+from rollart.rollout.trajectory import Player, TaskPlan
+from rollart.training.layout import TRAINER_FILES
+from rollart.types import Sampling
+
+OnLog = Callable[[EventLog], None]
+_SAMPLE_SECONDS = 0.5
+
+
+async def train(run: RunFile, directory: Path, *, resume: bool = False, on_log: OnLog | None = None) -> dict[str, Any]:
+    """Train as the run file says and leave everything in `directory`. Answers with the summary."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with _exclusive(directory), contextlib.closing(Ledger.open(directory / "ledger.sqlite")) as ledger:
+        recovery = ledger.recover()
+        if resume and not (directory / "run.yaml").exists():
+            raise RollartError(f"{directory} holds no run that could be resumed")
+        (directory / "run.yaml").write_text(runfile.dump(run))
+        with _event_log(directory, on_log) as log:
+            log.emit(_started(run, recovery, resume))
+            try:
+                with _terminable():
+                    await _train(run, directory, ledger, recovery, log)
+            except BaseException as error:
+                reason = "interrupted" if isinstance(error, asyncio.CancelledError) else str(_root(error))
+                log.emit(RunEnded(version=recovery.version, reason=reason))
+                raise _root(error) from error
+            log.emit(RunEnded(version=run.training.steps, reason="finished"))
+    return summary.write(directory)
+
+
+async def evaluate(run: RunFile, model: Path, *, directory: Path, on_log: OnLog | None = None) -> dict[str, Any]:
+    """Play the held-out episodes of every task with the policy in `model`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    ledger = Ledger.open(directory / "ledger.sqlite")
+    with contextlib.closing(ledger), _event_log(directory, on_log) as log, _terminable():
+        try:
+            async with Fleet(run, directory, log, model=model, version=0, trainer=False) as fleet:
+                player = _player(run, fleet, log, None)
+                evaluator = Evaluator(task_plans(run), player, ledger, log)
+                results = await _supervised(fleet, evaluator.run(0, run.evaluation.final_episodes, final=True))
+        except BaseException as error:
+            raise _root(error) from error
+    return {"model": str(model), "tasks": {result.task: _result(result) for result in results}}
+
+
+def task_plans(run: RunFile) -> list[TaskPlan]:
+    return [TaskPlan(task.name, task.weight, task.max_turns, task.max_context, _sampling(task)) for task in run.tasks]
+
+
+def schedule_of(run: RunFile) -> Schedule:
+    rollout = run.rollout
+    return preset(rollout.preset, rollout.alpha, rollout.window, rollout.extra_members, rollout.extra_groups)
+
+
+async def _train(run: RunFile, directory: Path, ledger: Ledger, recovery: Recovery, log: EventLog) -> None:
+    checkpoints = directory / "checkpoints"
+    model = checkpoints / f"{recovery.version:06d}" if recovery.version else await _prepare(run, directory, log)
+    async with Fleet(run, directory, log, model=model, version=recovery.version) as fleet:
+        schedule = schedule_of(run)
+        evaluator = Evaluator(task_plans(run), _player(run, fleet, log, None), ledger, log)
+        if recovery.version == 0:
+            await _supervised(fleet, evaluator.run(0, run.evaluation.final_episodes, label="before", final=True))
+        scheduler = _scheduler(run, schedule, fleet, ledger, log)
+        scheduler.recover(recovery)
+
+        pipeline = Pipeline(
+            plan=Plan(run.training.steps, run.checkpoint.every, run.evaluation.every, run.evaluation.episodes),
+            version=recovery.version,
+            scheduler=scheduler,
+            trainer=fleet.trainer,
+            router=fleet.router,
+            evaluator=evaluator,
+            ledger=ledger,
+            sink=log,
+            checkpoints=checkpoints,
+            on_loaded=fleet.retire,
+            on_saved=lambda version: _prune(checkpoints, run.checkpoint.keep),
+        )
+        try:
+            async with _beside(_sample(scheduler, fleet, log)):
+                await _supervised(fleet, pipeline.run())
+        finally:
+            await scheduler.stop()
+        steps, episodes = run.training.steps, run.evaluation.final_episodes
+        await _supervised(fleet, evaluator.run(steps, episodes, label="after", final=True))
+    _keep_model(checkpoints / f"{steps:06d}", directory / "model")
+
+
+def _player(run: RunFile, fleet: Fleet, log: EventLog, lockstep: Lockstep | None) -> Player:
+    deadline = run.rollout.trajectory_deadline
+    return Player(fleet.environments, fleet.router, fleet.renderer, fleet.rewards, log, deadline, lockstep)
+
+
+def _scheduler(run: RunFile, schedule: Schedule, fleet: Fleet, ledger: Ledger, log: EventLog) -> Scheduler:
+    return Scheduler(
+        tasks=task_plans(run),
+        schedule=schedule,
+        batch_groups=run.training.batch_groups,
+        group_size=run.training.group_size,
+        steps=run.training.steps,
+        retries=run.rollout.retries,
+        seed=run.seed,
+        player=_player(run, fleet, log, Lockstep() if schedule.lockstep else None),
+        router=fleet.router,
+        ledger=ledger,
+        sink=log,
+    )
+
+
+def _sampling(task: TaskConfig) -> Sampling:
+    asked = task.sampling
+    return Sampling(asked.temperature, asked.top_p, asked.top_k, asked.max_tokens)
+
+
+def _started(run: RunFile, recovery: Recovery, resume: bool) -> RunStarted:
+    return RunStarted(
+        name=run.name,
+        preset=run.rollout.preset,
+        alpha=schedule_of(run).alpha,
+        seed=run.seed,
+        steps=run.training.steps,
+        tasks=[task.name for task in run.tasks],
+        version=recovery.version,
+        resumed=resume,
+        wall=time.time(),
+    )
+
+
+def _result(result: Evaluated) -> dict[str, float]:
+    return {
+        "success": result.success,
+        "reward": result.reward,
+        "episodes": result.episodes,
+        "failed": result.failed,
+    }
+
+
+async def _prepare(run: RunFile, directory: Path, log: EventLog) -> Path:
+    """The model that RL starts from, made in a child process so that Ctrl-C and the live view stay prompt."""
+
+    def tell(progress: Progress) -> None:
+        if progress.stage == "warm_up":
+            log.emit(WarmedUp(step=progress.done, steps=progress.total, loss=progress.value or 0.0))
+
+    return await prepare_in_child(run, directory / "start", tell, directory / "logs" / "prepare.log")
+
+
+def _keep_model(checkpoint: Path, model: Path) -> None:
+    """The trained policy as a plain Hugging Face folder."""
+    shutil.rmtree(model, ignore_errors=True)
+    shutil.copytree(checkpoint, model, ignore=shutil.ignore_patterns(*TRAINER_FILES))
+
+
+async def _supervised(fleet: Fleet, work: Any) -> Any:
+    """`work`, unless a service that it needs is lost first."""
+    async with _beside(fleet.supervise()) as watching:
+        working = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                await watching
+        finally:
+            working.cancel()
+            await asyncio.wait([working])
+        return working.result()
+
+
+@contextlib.asynccontextmanager
+async def _beside(work: Any) -> AsyncIterator[asyncio.Future[Any]]:
+    task = asyncio.ensure_future(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _sample(scheduler: Scheduler, fleet: Fleet, log: EventLog) -> None:
+    while True:
+        log.emit(
+            PipelineSample(
+                running=scheduler.running,
+                scoring=scheduler.scoring,
+                ready=scheduler.ready,
+                training=scheduler.training,
+                environments=fleet.environments.in_use,
+                slots=fleet.environments.slots,
+            )
+        )
+        await asyncio.sleep(_SAMPLE_SECONDS)
+
+
+def _prune(checkpoints: Path, keep: int) -> None:
+    for old in sorted(path for path in checkpoints.glob("[0-9]*") if path.name.isdigit())[:-keep]:
+        shutil.rmtree(old)
+
+
+@contextlib.contextmanager
+def _exclusive(directory: Path) -> Iterator[None]:
+    with open(directory / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RollartError(f"another process is already training in {directory}") from None
+        yield
+
+
+@contextlib.contextmanager
+def _event_log(directory: Path, on_log: OnLog | None) -> Iterator[EventLog]:
+    log = EventLog(directory / "events.jsonl", time.monotonic)
+    try:
+        if on_log is not None:
+            on_log(log)
+        yield log
+    finally:
+        log.close()
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends the run as Ctrl-C does."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+
+
+def _root(error: BaseException) -> BaseException:
+    """The one failure that a group of tasks is about."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,26 @@
+"""The trainer as the control plane sees it: the protocol, over a connection to the service."""
+
+from pathlib import Path
+
+from rollart.services.rpc import Client
+from rollart.types import Batch, StepMetrics
+
+
+class TrainerClient:
+    """Implements `rollart.protocols.Trainer`. Each call has `deadline` seconds; a failure is a ServiceError."""
+
+    def __init__(self, client: Client, deadline: float) -> None:
+        self._client = client
+        self._deadline = deadline
+
+    async def step(self, batch: Batch) -> StepMetrics:
+        return await self._client.call("step", batch, returns=StepMetrics, deadline=self._deadline)
+
+    async def publish(self) -> int:
+        return await self._client.call("publish", returns=int, deadline=self._deadline)
+
+    async def save(self, path: Path) -> None:
+        await self._client.call("save", str(path.absolute()), returns=type(None), deadline=self._deadline)
+
+    async def load(self, path: Path) -> None:
+        await self._client.call("load", str(path.absolute()), returns=type(None), deadline=self._deadline)

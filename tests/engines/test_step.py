@@ -1,0 +1,50 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollart.engines.torch.batch import Chunk
+from rollart.engines.torch.rows import Layout, Rows
+from rollart.engines.torch.step import CALL_COST, Span, grouped
+
+LAYOUT = Layout(tensors=4, heads=2, dim=8, dtype=torch.float32, device=torch.device("cpu"))
+
+
+@given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 200)), max_size=12))
+def test_groups_keep_the_order_and_padding_never_costs_more_than_the_calls_it_saves(
+    sizes: list[tuple[int, int]],
+) -> None:
+    chunks = [Chunk(row, start, count) for row, (start, count) in enumerate(sizes)]
+    groups = list(grouped(chunks))
+    assert [chunk for group in groups for chunk in group] == chunks
+    for group in groups:
+        padded = len(group) * max(c.count for c in group) * max(c.start + c.count for c in group)
+        real = sum(chunk.count * (chunk.start + chunk.count) for chunk in group)
+        assert padded <= real + CALL_COST * (len(group) - 1)
+
+
+def test_a_bias_hides_the_future_and_what_is_behind_the_window() -> None:
+    span = Span(slice(0, 2), slice(0, 4), 2, 6, torch.tensor([0, 3]), torch.float32)
+    seen = torch.isfinite(span.bias(None))[:, 0].int().tolist()
+    assert seen == [[[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0]], [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0]]]
+    assert torch.isfinite(span.bias(2))[1, 0].int().tolist() == [[0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 1, 0]]
+
+
+def test_rows_double_while_cheap_and_take_the_exact_need_when_memory_is_short() -> None:
+    rows = Rows(LAYOUT, max_rows=64, budget=LAYOUT.token_bytes * 8192)
+    assert rows.size_for(1, 10) == (8, 256)
+    assert rows.size_for(9, 100) == (16, 256)
+    assert rows.size_for(3, 1000) == (3, 1024)
+    assert rows.size_for(8, 1000) == (8, 1000)
+    assert rows.size_for(9, 1000) is None
+
+
+def test_resizing_keeps_what_the_rows_hold() -> None:
+    rows = Rows(LAYOUT, max_rows=64, budget=1 << 30)
+    rows.resize(2, 16, live=0)
+    kv = torch.randn(4, 2, 10, 8)
+    rows.write(1, kv, 10)
+    rows.resize(8, 64, live=2)
+    rows.copy(1, 5, 10)
+    rows.resize(6, 12, live=6)
+    assert torch.equal(rows.read(5, 10), kv)
+    assert rows.bytes == sum(tensor.numel() * 4 for tensor in rows.tensors)

@@ -1,0 +1,179 @@
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from tiny_decoders import decoder, request, twin, worst
+from torch import Tensor
+
+from rollart.config import Engine as EngineConfig
+from rollart.engines.torch.engine import TorchEngine
+from rollart.engines.torch.model import Model
+from rollart.errors import EngineFailed
+from rollart.types import Completion
+from rollart.weights.store import WeightStore
+
+DEADLINE_S = 60.0
+
+
+def drive(network: Any, scenario: Callable[[TorchEngine], Awaitable[None]], **options: Any) -> None:
+    """Runs the scenario in a started engine, within a deadline."""
+
+    async def body() -> None:
+        async with asyncio.timeout(DEADLINE_S), TorchEngine(Model(twin(network)), EngineConfig(), **options) as engine:
+            await scenario(engine)
+
+    asyncio.run(body())
+
+
+async def until_generating(engine: TorchEngine) -> None:
+    while (await engine.status()).generated == 0:
+        pass
+
+
+def test_requests_from_many_coroutines_share_the_steps() -> None:
+    network = decoder()
+
+    async def scenario(engine: TorchEngine) -> None:
+        group = [request(str(index), [1 + index] * (5 + index), max_tokens=20, seed=index) for index in range(10)]
+        done = await asyncio.gather(*map(engine.generate, group))
+        assert (
+            max(worst({0: network}, asked, completion) for asked, completion in zip(group, done, strict=True)) <= 1e-4
+        )
+        status = await engine.status()
+        assert (status.running, status.waiting, status.generated) == (0, 0, 200)
+        assert 0 < status.kv_bytes <= status.kv_budget and status.busy_s > 0
+
+    drive(network, scenario)
+
+
+def test_weights_are_swapped_under_requests_in_flight(tmp_path: Any) -> None:
+    networks = {0: decoder(seed=1), 1: decoder(seed=2)}
+    store = WeightStore(tmp_path / "weights")
+    store.publish(1, networks[1].state_dict())
+
+    async def scenario(engine: TorchEngine) -> None:
+        asked = request("1", [1, 2, 3], max_tokens=400, seed=1)
+        running = asyncio.create_task(engine.generate(asked))
+        await until_generating(engine)
+        await engine.load(1)
+        completion = await running
+        assert completion.versions == sorted(completion.versions) and set(completion.versions) == {0, 1}
+        assert worst(networks, asked, completion) <= 1e-4
+        status = await engine.status()
+        assert (status.version, status.swaps) == (1, 1)
+
+    drive(networks[0], scenario, store=store)
+
+
+def test_a_version_that_is_not_there_leaves_the_engine_on_its_own(tmp_path: Any) -> None:
+    async def scenario(engine: TorchEngine) -> None:
+        with pytest.raises(EngineFailed, match="version 7 was not loaded"):
+            await engine.load(7)
+        assert (await engine.generate(request("1", [1], max_tokens=2))).versions == [0, 0]
+
+    drive(decoder(), scenario, store=WeightStore(tmp_path / "weights"))
+
+
+def test_an_engine_without_a_store_says_so() -> None:
+    async def scenario(engine: TorchEngine) -> None:
+        with pytest.raises(EngineFailed, match="without a weight store"):
+            await engine.load(1)
+
+    drive(decoder(), scenario)
+
+
+def test_an_aborted_request_returns_what_it_has() -> None:
+    async def scenario(engine: TorchEngine) -> None:
+        running = asyncio.create_task(engine.generate(request("1", [1], max_tokens=500)))
+        await until_generating(engine)
+        await engine.abort("1")
+        completion = await running
+        assert completion.finish == "abort" and 0 < len(completion.tokens) < 500
+
+    drive(decoder(), scenario)
+
+
+def test_a_caller_who_gives_up_frees_the_row() -> None:
+    async def scenario(engine: TorchEngine) -> None:
+        running = asyncio.create_task(engine.generate(request("1", [1], max_tokens=500)))
+        await until_generating(engine)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        status = await engine.status()
+        assert status.running == 0 and status.generated < 500
+        assert len((await engine.generate(request("1", [1], max_tokens=3))).tokens) == 3
+
+    drive(decoder(), scenario)
+
+
+def test_an_id_that_is_in_flight_is_refused() -> None:
+    async def scenario(engine: TorchEngine) -> None:
+        running = asyncio.create_task(engine.generate(request("1", [1], max_tokens=500)))
+        await until_generating(engine)
+        with pytest.raises(EngineFailed, match="already in flight"):
+            await engine.generate(request("1", [1]))
+        running.cancel()
+
+    drive(decoder(), scenario)
+
+
+def test_a_step_that_raises_fails_its_requests_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Model.forward
+    broken = {"now": True}
+
+    def sometimes(model: Model, step: Any) -> Tensor:
+        if broken["now"]:
+            raise MemoryError("no memory for the step")
+        return forward(model, step)
+
+    monkeypatch.setattr(Model, "forward", sometimes)
+
+    async def scenario(engine: TorchEngine) -> None:
+        pair = [engine.generate(request(name, [1], max_tokens=3)) for name in "ab"]
+        failures = await asyncio.gather(*pair, return_exceptions=True)
+        assert all("MemoryError: no memory for the step" in str(failure) for failure in failures)
+        assert all(isinstance(failure, EngineFailed) for failure in failures)
+        broken["now"] = False
+        assert len((await engine.generate(request("c", [1], max_tokens=3))).tokens) == 3
+
+    drive(decoder(), scenario)
+
+
+def test_closing_fails_open_requests_and_refuses_new_ones() -> None:
+    async def scenario(engine: TorchEngine) -> None:
+        running: asyncio.Task[Completion] = asyncio.create_task(engine.generate(request("1", [1], max_tokens=500)))
+        await until_generating(engine)
+        await engine.close()
+        with pytest.raises(EngineFailed, match="closed"):
+            await running
+        with pytest.raises(EngineFailed, match="not running"):
+            await engine.generate(request("2", [1]))
+
+    drive(decoder(), scenario)
+
+
+def test_reading_new_weights_does_not_hold_up_generation() -> None:
+    """The store blocks until the request has finished: only an engine that generates meanwhile gets through."""
+    network = decoder()
+
+    async def body() -> None:
+        loop = asyncio.get_running_loop()
+        finished = asyncio.Event()
+
+        class Slow:
+            def load(self, version: int) -> Mapping[str, Tensor]:
+                asyncio.run_coroutine_threadsafe(finished.wait(), loop).result(DEADLINE_S)
+                return {name: tensor + torch.tensor(0.01) for name, tensor in network.state_dict().items()}
+
+        async with TorchEngine(Model(twin(network)), EngineConfig(), store=Slow()) as engine:
+            loading = asyncio.create_task(engine.load(1))
+            completion = await engine.generate(request("1", [1], max_tokens=50))
+            finished.set()
+            await loading
+            assert set(completion.versions) == {0}
+            assert (await engine.status()).version == 1
+
+    asyncio.run(asyncio.wait_for(body(), DEADLINE_S))

@@ -1,0 +1,75 @@
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from rich.console import Console, RenderableType
+from sample_run import sample_run
+
+from rollart.observe import curves
+from rollart.observe.metrics import Metrics, measure
+from rollart.observe.report import report, results, scores, wilson
+
+
+def text(renderable: RenderableType, width: int = 80) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(renderable)
+    return console.export_text()
+
+
+def test_the_report_answers_the_questions_of_a_reader() -> None:
+    page = text(report(measure(sample_run()), 80))
+    for words in (
+        "Success on held-out",
+        "Learning curves",
+        "Dropped",
+        "env_failed",
+        "stale",
+        "Slowest",
+        "generate",
+        "bound 1",
+    ):
+        assert words in page
+    assert "…" not in page
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_report_fits(width: int) -> None:
+    assert max(map(len, text(report(measure(sample_run()), width), width).splitlines())) <= width
+
+
+def test_any_beginning_of_a_log_can_be_shown() -> None:
+    log = sample_run(steps=4)
+    metrics = Metrics()
+    text(report(metrics.snapshot(), 80))
+    for number, event in enumerate(log):
+        metrics.fold(event)
+        if number % 50 == 0:
+            assert "sample" in text(report(metrics.snapshot(), 80))
+
+
+def test_the_results_are_before_and_after() -> None:
+    rows = [line.split() for line in text(results(measure(sample_run(steps=10)))).splitlines()]
+    assert ["frozen_lake", "0.100", "0.986", "x", "0.02", "8", "0"] in rows
+
+
+def test_an_evaluation_comes_with_its_interval() -> None:
+    assert "0.986" in text(scores(measure(sample_run(steps=10))))
+    low, high = wilson(1.0, 8)
+    assert (round(low, 3), high) == (0.676, 1.0)
+    assert wilson(0.5, 0) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("steps", [1, 30])
+def test_the_curves_are_a_picture(tmp_path: Path, steps: int) -> None:
+    curves.write(measure(sample_run(steps=steps)), tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_without_a_step_still_has_a_picture(tmp_path: Path) -> None:
+    curves.write(Metrics().snapshot(), tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+def test_labels_of_equal_curves_do_not_lie_on_each_other() -> None:
+    placed = sorted(curves._spread([0.9, 0.9, 0.91], 0.06))
+    assert all(high - low >= 0.06 - 1e-9 for low, high in pairwise(placed))

@@ -1,0 +1,30 @@
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollart.rollout.mixture import Mixture
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=6), st.integers(1, 40), st.integers(1, 30))
+def test_every_task_stays_within_one_group_of_its_exact_share(weights: list[float], groups: int, batches: int) -> None:
+    tasks = {f"t{n}": weight for n, weight in enumerate(weights)}
+    mixture = Mixture(tasks, groups)
+    given_out: Counter[str] = Counter()
+    for batch in range(batches):
+        quota = mixture.quota(batch)
+        assert sum(quota.values()) == groups
+        given_out.update(quota)
+        for task, weight in tasks.items():
+            share = weight / sum(weights) * groups * (batch + 1)
+            assert -1.0 - 1e-6 <= given_out[task] - share <= len(tasks)
+
+
+def test_equal_weights_give_equal_batches() -> None:
+    assert Mixture({"a": 1, "b": 1, "c": 1}, 6).quota(17) == {"a": 2, "b": 2, "c": 2}
+
+
+def test_a_batch_asked_for_out_of_order_is_the_same() -> None:
+    ahead, in_order = Mixture({"a": 3, "b": 2}, 3), Mixture({"a": 3, "b": 2}, 3)
+    last = ahead.quota(9)
+    assert [in_order.quota(n) for n in range(10)][9] == last

@@ -1,0 +1,104 @@
+import asyncio
+import random
+from typing import Any
+
+import pytest
+from world import Recorder
+
+from rollart.errors import EngineFailed
+from rollart.rollout.router import Router
+from rollart.simulate.clock import run
+from rollart.simulate.modelled import ModelledEngine
+from rollart.types import Completion, GenerationRequest, Sampling
+
+
+def request(session: str, turn: int = 0) -> GenerationRequest:
+    return GenerationRequest(f"{session}/{turn}", session, "t", turn, [1], Sampling())
+
+
+def engine(**settings: Any) -> ModelledEngine:
+    return ModelledEngine(random.Random(0), **settings)
+
+
+class Broken(ModelledEngine):
+    async def load(self, version: int) -> None:
+        raise EngineFailed("no such version")
+
+
+def test_a_conversation_stays_where_its_prefix_is() -> None:
+    async def main() -> None:
+        router = Router({"x": engine(), "y": engine()}, 0, Recorder())
+        homes = {session: (await router.generate(request(session)))[0] for session in "abcd"}
+        for turn in range(1, 4):
+            answers = await asyncio.gather(*(router.generate(request(session, turn)) for session in "abcd"))
+            assert [name for name, _ in answers] == list(homes.values())
+
+    run(main())
+
+
+def test_new_conversations_spread_over_the_engines() -> None:
+    async def main() -> set[str]:
+        router = Router({"x": engine(), "y": engine()}, 0, Recorder())
+        answers = await asyncio.gather(*(router.generate(request(session)) for session in "abcdef"))
+        return {name for name, _ in answers}
+
+    assert run(main()) == {"x", "y"}
+
+
+def test_a_failed_request_is_tried_again_and_at_last_reported() -> None:
+    async def main() -> None:
+        router = Router({"x": engine(failures=1.0)}, 0, Recorder())
+        with pytest.raises(EngineFailed, match="tried 3 times"):
+            await router.generate(request("a"))
+
+    run(main())
+
+
+def test_a_lost_engine_gets_nothing_until_it_is_replaced() -> None:
+    async def main() -> None:
+        router = Router({"x": engine(), "y": engine()}, 0, Recorder())
+        router.lost("x", "it died")
+        answers = await asyncio.gather(*(router.generate(request(session)) for session in "abcd"))
+        assert {name for name, _ in answers} == {"y"}
+        router.replace("x", engine(), 3)
+        assert (await router.generate(request("e")))[0] == "x"
+
+    run(main())
+
+
+def test_requests_wait_while_no_engine_lives() -> None:
+    async def main() -> tuple[str, Completion]:
+        router = Router({"x": engine()}, 0, Recorder())
+        router.lost("x", "it died")
+        waiting = asyncio.create_task(router.generate(request("a")))
+        await asyncio.sleep(5)
+        assert not waiting.done()
+        router.replace("x", engine(), 0)
+        return await waiting
+
+    assert run(main())[0] == "x"
+
+
+def test_serving_is_the_oldest_version_that_a_request_could_meet() -> None:
+    async def main() -> None:
+        slow, fast = engine(load_seconds=lambda rng: 5.0), engine(load_seconds=lambda rng: 0.1)
+        router = Router({"slow": slow, "fast": fast}, 0, Recorder())
+        loading = asyncio.create_task(router.load(1))
+        await asyncio.sleep(1)
+        assert router.serving == 0
+        await loading
+        assert router.serving == 1
+
+    run(main())
+
+
+def test_an_engine_that_cannot_load_a_version_is_left_out() -> None:
+    async def main() -> None:
+        recorder = Recorder()
+        router = Router({"x": Broken(random.Random(0)), "y": engine()}, 0, recorder)
+        await router.load(1)
+        assert router.serving == 1
+        assert {(await router.generate(request(session)))[0] for session in "abc"} == {"y"}
+        assert "could not load version 1" in recorder.events[0].message
+
+    run(main())

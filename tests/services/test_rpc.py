@@ -1,0 +1,108 @@
+"""Real processes and real sockets."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from rollart.errors import ServiceError
+from rollart.resources.local import ServiceProcess, launch
+from rollart.services import rpc
+
+HERE = Path(__file__).parent
+Test = Callable[[ServiceProcess, rpc.Client], Awaitable[None]]
+
+
+@pytest.fixture
+def with_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Test], None]:
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+
+    @contextlib.asynccontextmanager
+    async def started() -> AsyncIterator[tuple[ServiceProcess, rpc.Client]]:
+        service = await launch("echo_service", {"word": "hello"}, role="test", name="echo", logs=tmp_path)
+        try:
+            async with rpc.connected(service.url) as client:
+                yield service, client
+        finally:
+            await service.stop()
+
+    def execute(test: Test) -> None:
+        async def main() -> None:
+            async with asyncio.timeout(60), started() as (service, client):
+                await test(service, client)
+
+        asyncio.run(main())
+
+    return execute
+
+
+def test_calls_are_typed_and_run_at_the_same_time(with_service: Callable[[Test], None]) -> None:
+    async def check(service: ServiceProcess, client: rpc.Client) -> None:
+        answers = await asyncio.gather(*(client.call("double", n, returns=int, deadline=10) for n in range(500)))
+        assert answers == [2 * n for n in range(500)]
+        assert await client.call("word", returns=str, deadline=10) == "hello"
+        first, second = client.call("meet", returns=int, deadline=10), client.call("meet", returns=int, deadline=10)
+        assert sorted(await asyncio.gather(first, second)) == [1, 2]
+
+    with_service(check)
+
+
+def test_an_error_in_a_handler_is_the_callers_to_judge(with_service: Callable[[Test], None]) -> None:
+    async def check(service: ServiceProcess, client: rpc.Client) -> None:
+        with pytest.raises(ServiceError, match="ValueError: not today"):
+            await client.call("fail", returns=int, deadline=10)
+        with pytest.raises(ServiceError, match="no method 'nonsense'"):
+            await client.call("nonsense", returns=int, deadline=10)
+        with pytest.raises(ServiceError, match="Expected `int`"):
+            await client.call("double", "two", returns=int, deadline=10)
+        assert await client.call("double", 4, returns=int, deadline=10) == 8
+
+    with_service(check)
+
+
+def test_a_timed_out_call_is_cancelled_at_the_service(with_service: Callable[[Test], None]) -> None:
+    async def check(service: ServiceProcess, client: rpc.Client) -> None:
+        with pytest.raises(ServiceError, match="did not answer 'hang' within"):
+            await client.call("hang", returns=int, deadline=0.05)
+        assert await client.call("cancelled", returns=int, deadline=10) == 1
+
+    with_service(check)
+
+
+def test_a_killed_service_fails_its_open_calls_at_once(with_service: Callable[[Test], None]) -> None:
+    async def check(service: ServiceProcess, client: rpc.Client) -> None:
+        call = asyncio.create_task(client.call("hang", returns=int, deadline=1000))
+        assert await client.call("double", 1, returns=int, deadline=10) == 2
+        os.kill(service.process.pid, signal.SIGKILL)
+        with pytest.raises(ServiceError, match="lost"):
+            await call
+        assert not client.alive
+        assert "SIGKILL" in await service.wait()
+
+    with_service(check)
+
+
+def test_a_service_ends_when_its_parent_lets_go_of_stdin(with_service: Callable[[Test], None]) -> None:
+    async def check(service: ServiceProcess, client: rpc.Client) -> None:
+        assert service.process.stdin is not None
+        service.process.stdin.close()
+        assert await service.process.wait() == 0
+
+    with_service(check)
+
+
+def test_a_service_that_cannot_start_says_why(tmp_path: Path) -> None:
+    async def main() -> None:
+        with pytest.raises(ServiceError, match=r"No module named .?no_such_service"):
+            await launch("no_such_service", {}, role="test", name="ghost", logs=tmp_path)
+
+    asyncio.run(main())
+
+
+def test_connecting_to_nobody_is_a_sentence() -> None:
+    with pytest.raises(ServiceError, match="no service answers at"):
+        asyncio.run(rpc.connect("http://127.0.0.1:9"))

@@ -1,0 +1,114 @@
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import VOCABULARY, save_tiny, tiny_model
+
+from rollart.training import policy as policy_module
+from rollart.training.packing import pack, plan
+from rollart.training.policy import Policy
+
+ARCHITECTURES = ("qwen3", "llama", "qwen3_moe")
+
+
+def sequences(*lengths: int) -> list[list[int]]:
+    draw = random.Random(1)
+    return [[draw.randrange(VOCABULARY) for _ in range(length)] for length in lengths]
+
+
+def all_but_first(rows: list[list[int]]) -> list[list[int]]:
+    return [[0] + [1] * (len(row) - 1) for row in rows]
+
+
+def packed_logits(policy: Policy, rows: list[list[int]]) -> torch.Tensor:
+    packed = pack(rows, [[0] * len(row) for row in rows])
+    return policy.model(input_ids=packed.tokens, position_ids=packed.positions, packed=packed).logits[0]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_packed_logits_are_those_of_each_sequence_alone(architecture: str, tmp_path: Path) -> None:
+    rows = sequences(17, 1, 40, 2, 17)
+    model = tiny_model(architecture)
+    policy = Policy(save_tiny(tmp_path, architecture))
+    with torch.no_grad():
+        alone = torch.cat([model(torch.tensor([row])).logits[0] for row in rows])
+        assert (packed_logits(policy, rows) - alone).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_packed_gradients_are_those_of_each_sequence_alone(architecture: str, tmp_path: Path) -> None:
+    rows = sequences(9, 3, 21)
+    model = tiny_model(architecture)
+    policy = Policy(save_tiny(tmp_path, architecture))
+    policy.logprobs(pack(rows, all_but_first(rows)))[0].sum().backward()
+    for row in rows:
+        logits = model(torch.tensor([row])).logits[0, :-1].log_softmax(-1)
+        logits.gather(-1, torch.tensor(row[1:])[:, None]).sum().backward()
+    expected = dict(model.named_parameters())
+    for name, parameter in policy.parameters().items():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, atol=1e-4, rtol=1e-4)
+
+
+def test_a_sliding_window_is_respected(tmp_path: Path) -> None:
+    options = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
+    model = tiny_model(**options)
+    policy = Policy(save_tiny(tmp_path, **options))
+    rows = sequences(20, 3, 12)
+    with torch.no_grad():
+        alone = torch.cat([model(torch.tensor([row])).logits[0] for row in rows])
+        assert (packed_logits(policy, rows) - alone).abs().max() < 1e-5
+
+
+def test_sequences_of_one_length_need_no_grid() -> None:
+    packed = pack(sequences(6, 6), [[0] * 6] * 2)
+    assert packed.grid is None
+    assert packed.slots is None
+
+
+def test_only_the_masked_tokens_are_targets() -> None:
+    packed = pack([[5, 6, 7, 8], [9, 10]], [[0, 1, 0, 1], [0, 1]])
+    assert packed.targets.tolist() == [6, 8, 10]
+    assert packed.predict.tolist() == [0, 2, 4]
+    assert packed.positions.tolist() == [[0, 1, 2, 3, 0, 1]]
+
+
+def test_the_first_token_cannot_be_trained() -> None:
+    with pytest.raises(ValueError, match="first token"):
+        pack([[1, 2], [3, 4]], [[0, 1], [1, 0]])
+
+
+def test_chunked_logprobs_and_gradients_are_those_of_one_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Policy(save_tiny(tmp_path))
+    rows = sequences(15, 8)
+    packed = pack(rows, all_but_first(rows))
+
+    def run() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        policy.model.zero_grad()
+        logprobs, entropy = policy.logprobs(packed, entropy=True)
+        (logprobs.sum() + entropy.sum()).backward()
+        return logprobs, entropy, policy.model.get_output_embeddings().weight.grad.clone()
+
+    whole = run()
+    monkeypatch.setattr(policy_module, "LOGITS_AT_ONCE", 4 * VOCABULARY)
+    for chunked, expected in zip(run(), whole, strict=True):
+        torch.testing.assert_close(chunked, expected)
+
+
+def test_entropy_by_hand(tmp_path: Path) -> None:
+    policy = Policy(save_tiny(tmp_path))
+    policy.model.get_output_embeddings().weight.data.zero_()
+    logprobs, entropy = policy.logprobs(pack([[1, 2, 3]], [[0, 1, 1]]))
+    uniform = torch.full((2,), float(VOCABULARY)).log()
+    torch.testing.assert_close(entropy, uniform)
+    torch.testing.assert_close(logprobs, -uniform)
+
+
+@given(st.lists(st.integers(1, 500), max_size=40), st.integers(1, 2000))
+def test_a_plan_holds_every_sequence_once_within_the_bound(lengths: list[int], bound: int) -> None:
+    batches = plan(lengths, bound)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert len(batch) == 1 or len(batch) * max(lengths[index] for index in batch) <= bound

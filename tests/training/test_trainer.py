@@ -1,0 +1,196 @@
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import make_batch, make_sample, save_tiny
+
+from rollart.config import Algorithm, Training
+from rollart.errors import RollartError
+from rollart.training.packing import pack
+from rollart.training.trainer import Trainer
+from rollart.types import Batch, SampleGroup
+
+SPREAD = [[1.0, 0.0, 0.5, 0.0], [0.0, 1.0]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_tiny(tmp_path / "model")
+
+
+def trainer(folder: Path, **options: object) -> Trainer:
+    algorithm = Algorithm(**options.pop("algorithm", {}))  # type: ignore[arg-type]
+    return Trainer(folder, Training(algorithm=algorithm, **options))  # type: ignore[arg-type]
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return trainer.snapshot()[1]
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(left[name], right[name]) for name in left)
+
+
+def with_true_logprobs(trainer: Trainer, batch: Batch) -> Batch:
+    """The batch as an engine with the trainer's own weights would have made it."""
+    groups = []
+    for group in batch.groups:
+        samples = []
+        for sample in group.samples:
+            with torch.no_grad():
+                values = iter(trainer.policy.logprobs(pack([sample.tokens], [sample.mask]))[0].tolist())
+            samples.append(replace(sample, logprobs=[next(values) if bit else 0.0 for bit in sample.mask]))
+        groups.append(replace(group, samples=tuple(samples)))
+    return replace(batch, groups=tuple(groups))
+
+
+def test_a_step_makes_good_tokens_likelier_and_bad_ones_less_likely(folder: Path) -> None:
+    subject = trainer(folder, lr=1e-3, lr_warm_up=0)
+    batch = make_batch(0, [[1.0, 0.0]])
+    good, bad = batch.groups[0].samples
+
+    def likelihood() -> list[float]:
+        with torch.no_grad():
+            return [subject.policy.logprobs(pack([s.tokens], [s.mask]))[0].mean().item() for s in (good, bad)]
+
+    before = likelihood()
+    subject.step(batch)
+    after = likelihood()
+    assert after[0] > before[0]
+    assert after[1] < before[1]
+
+
+def test_the_same_batches_give_the_same_weights(folder: Path) -> None:
+    runs = []
+    for _ in range(2):
+        subject = trainer(folder, epochs=2)
+        for step in range(3):
+            subject.step(make_batch(step, SPREAD, seed=step))
+        runs.append(weights(subject))
+    assert same(*runs)
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo", "reinforce"])
+@pytest.mark.parametrize("aggregate", ["token", "sequence", "group"])
+def test_micro_batches_do_not_change_the_step(folder: Path, loss: str, aggregate: str) -> None:
+    norms = []
+    for pack_tokens in (1, 64, 8192):
+        algorithm = {"loss": loss, "aggregate": aggregate, "kl": 0.1, "entropy": 0.01}
+        subject = trainer(folder, pack_tokens=pack_tokens, epochs=2, algorithm=algorithm)
+        values = subject.step(make_batch(0, SPREAD)).values
+        norms.append((values["grad_norm"], values["loss"]))
+    assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+    assert norms[2] == pytest.approx(norms[0], rel=1e-3)
+
+
+def test_the_gap_is_zero_when_the_engine_has_the_same_weights(folder: Path) -> None:
+    subject = trainer(folder)
+    values = subject.step(with_true_logprobs(subject, make_batch(0, SPREAD))).values
+    assert values["logprob_gap"] < 1e-5
+    assert values["importance"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_metrics_by_hand(folder: Path) -> None:
+    draw = random.Random(0)
+    batch = Batch(
+        4,
+        (
+            SampleGroup(
+                "0", "a", (make_sample(1.0, draw, task="a", version=4), make_sample(0.0, draw, task="a", version=2))
+            ),
+            SampleGroup(
+                "1", "a", (make_sample(1.0, draw, task="a", version=3), make_sample(1.0, draw, task="a", version=4))
+            ),
+            SampleGroup("2", "b", (make_sample(0.5, draw, task="b", version=4),)),
+        ),
+    )
+    metrics = Trainer(folder, Training(), version=4).step(batch)
+    assert metrics.version == 5
+    assert metrics.tokens == 60
+    assert metrics.tasks["a"] == {
+        "reward": 0.75,
+        "spread": 0.5,
+        "solved": 0.5,
+        "staleness": 0.75,
+        "samples": 4.0,
+        "action_tokens": 28.0,
+    }
+    assert metrics.tasks["b"]["spread"] == 0.0
+    assert metrics.values["action_tokens"] == 28.0
+    assert metrics.values["updates"] == 1.0
+
+
+def test_a_batch_with_nothing_to_learn_leaves_the_weights_alone(folder: Path) -> None:
+    subject = trainer(folder)
+    subject.step(make_batch(0, SPREAD))
+    before = weights(subject)
+    metrics = subject.step(make_batch(1, [[0.0, 0.0], [0.3]]))
+    assert same(before, weights(subject))
+    assert metrics.version == 2
+    assert metrics.values["updates"] == 0.0
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_step_that_is_not_finite_is_skipped_and_says_so(folder: Path, poison: float) -> None:
+    subject = trainer(folder)
+    before = weights(subject)
+    metrics = subject.step(make_batch(0, [[poison, 0.0], [1.0, 0.0]]))
+    assert metrics.values["skipped"] == 1.0
+    assert metrics.version == subject.version == 1
+    assert same(before, weights(subject))
+    assert subject.step(make_batch(1, SPREAD)).values["skipped"] == 0.0
+    assert not same(before, weights(subject))
+
+
+def test_the_learning_rate_warms_up(folder: Path) -> None:
+    subject = trainer(folder, lr=1e-3, lr_warm_up=4)
+    rates = [subject.step(make_batch(step, SPREAD)).values["lr"] for step in range(5)]
+    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
+
+
+def test_the_first_of_several_updates_is_never_clipped_and_later_ones_are(folder: Path) -> None:
+    values = trainer(folder, lr=0.05, lr_warm_up=0).step(make_batch(0, SPREAD)).values
+    assert values["clip_fraction"] == 0.0
+    values = trainer(folder, lr=0.05, lr_warm_up=0, epochs=3).step(make_batch(0, SPREAD)).values
+    assert values["clip_fraction"] > 0.0
+    assert values["updates"] == 3.0
+
+
+def test_the_kl_is_zero_at_the_start_and_grows(folder: Path) -> None:
+    subject = trainer(folder, lr=1e-2, algorithm={"kl": 0.1})
+    assert subject.step(make_batch(0, SPREAD)).values["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert subject.step(make_batch(1, SPREAD)).values["kl"] > 1e-4
+
+
+def test_an_entropy_bonus_makes_the_policy_less_sure(folder: Path) -> None:
+    draw = random.Random(0)
+    batch = Batch(0, (SampleGroup("0", "t", tuple(make_sample(1.0, draw) for _ in range(4))),))
+    subject = trainer(folder, lr=1e-2, lr_warm_up=0, algorithm={"entropy": 1.0})
+    first = subject.step(batch).values["entropy"]
+    assert subject.step(replace(batch, step=1)).values["entropy"] > first
+
+
+def test_a_batch_for_another_version_is_refused(folder: Path) -> None:
+    with pytest.raises(RollartError, match="for version 3, but the trainer is at version 0"):
+        trainer(folder).step(make_batch(3, SPREAD))
+
+
+def test_a_sample_whose_lists_disagree_is_refused(folder: Path) -> None:
+    batch = make_batch(0, [[1.0, 0.0]])
+    broken = replace(batch.groups[0].samples[0], logprobs=[0.0])
+    group = replace(batch.groups[0], samples=(broken,))
+    with pytest.raises(ValueError, match="1 logprobs"):
+        trainer(folder).step(Batch(0, (group,)))
+
+
+def test_a_snapshot_is_not_changed_by_later_steps_and_keeps_ties(folder: Path) -> None:
+    subject = trainer(folder)
+    version, tensors = subject.snapshot()
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    subject.step(make_batch(0, SPREAD))
+    assert version == 0
+    assert same(tensors, before)
+    assert tensors["lm_head.weight"].data_ptr() == tensors["model.embed_tokens.weight"].data_ptr()

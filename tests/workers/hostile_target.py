@@ -1,0 +1,70 @@
+"""What a slot may run into: one method for each way to be good or bad. Imported by the host, not by pytest."""
+
+import ctypes
+import os
+import socket
+import subprocess
+import sys
+import time
+
+
+class Target:
+    def echo(self, value):
+        return value
+
+    def pid(self):
+        return os.getpid()
+
+    def hang(self):
+        time.sleep(3600)
+
+    def exit(self, code):
+        os._exit(code)
+
+    def crash(self):
+        ctypes.string_at(0)
+
+    def leave(self):
+        sys.exit("I leave")
+
+    def fail(self):
+        raise ValueError("no good")
+
+    def giant(self, size):
+        return "x" * size
+
+    def unsendable(self):
+        return {1, 2, 3}
+
+    def surrogate(self):
+        return "\ud800"
+
+    def chatter(self):
+        print('{"id": 1, "value": "printed"}', flush=True)
+        os.write(1, b'{"id": 1, "value": "written"}\n')
+        return sys.stdin.read()
+
+    def raw(self, text):
+        """Write on our own connection, as no honest code does."""
+        for descriptor in range(3, 64):
+            try:
+                connection = socket.socket(fileno=os.dup(descriptor))
+            except OSError:
+                continue
+            if connection.family == socket.AF_UNIX and connection.type == socket.SOCK_STREAM:
+                connection.sendall(text.encode())
+        return "after"
+
+    def flood(self, size):
+        self.raw("x" * size)
+        self.hang()
+
+    def breed(self):
+        """A child in our process group, and one that left it."""
+        near = subprocess.Popen(["sleep", "3600"])
+        far = subprocess.Popen(["sleep", "3600"], start_new_session=True)
+        return [os.getpid(), near.pid, far.pid]
+
+
+def refuse():
+    raise RuntimeError("not importable by name only")
