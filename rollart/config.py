@@ -124,6 +124,9 @@ class Algorithm(Section):
     solved: float = Field(
         0.15, ge=0, description="advantage of groups whose members all got the top reward: keeps them learnt"
     )
+    evidence: float = Field(
+        1.0, ge=0, description="power of the share of groups with spread that scales the learning rate; 0: off"
+    )
     loss: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo"
     clip_low: float = Field(0.2, gt=0)
     clip_high: float = Field(0.28, gt=0)

@@ -26,6 +26,9 @@ def train(run: RunFile, folder: Path, *, resume: bool, console: Console, again: 
         def watch(log: EventLog) -> None:
             board = TensorBoard(folder / "tensorboard")
             stack.callback(board.close)
+            past = list(read_events(folder / "events.jsonl"))
+            board.remember(past)
+            view.remember(past)
             log.subscribe(board.on_event)
             view.attach(log)
 

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import rollart
+from rollart import session
 from rollart.cli import app
 from rollart.errors import RollartError
 from rollart.observe import events as ev
@@ -182,9 +183,7 @@ def controlled(monkeypatch: pytest.MonkeyPatch, end: BaseException | None = None
         log.close()
         return summary.write(directory)
 
-    controller = SimpleNamespace(train=train)
-    monkeypatch.setattr(rollart, "run", controller, raising=False)
-    monkeypatch.delitem(sys.modules, "rollart.session", raising=False)
+    monkeypatch.setattr(session, "controller", SimpleNamespace(train=train))
     return calls
 
 

@@ -26,9 +26,9 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
     store = WeightStore(Path(spec["weights"]))
     version = int(spec["version"])
     model = Model.open(Path(spec["model"]), getattr(torch, config.dtype), config.device)
-    async with TorchEngine(model, config, store=store, version=version, seed=spec["seed"]) as engine:
-        if version in store.versions():
-            await engine.load(version)
+    if version in store.versions():
+        model.replace(model.prepare(store.load(version)))
+    async with TorchEngine(model, config, store=store, version=version, seed=int(spec["seed"])) as engine:
         yield {
             "generate": engine.generate,
             "abort": engine.abort,

@@ -35,7 +35,7 @@ class ChainSum:
         self.expression = ""
 
     def reset(self, seed: int) -> str:
-        rng = random.Random(seed)
+        rng = random.Random(f"chain_sum {seed}")  # a stream that nobody else has
         for _ in range(DRAWS):
             self.item = self._sums[rng.randrange(2**48)]  # its items are made from their index
             self.expression = self.item["metadata"]["expression"].replace(" ", "")

@@ -1,54 +1,96 @@
-"""A tool-use task: answer a question about people by looking them up in a directory, one person per turn.
+"""Where does somebody live? A small tool-use task for a pretrained model: look the person up, then answer.
 
-The agent writes `lookup NAME` or `answer CITY`. With `hops` 1 the question names the person whose city is asked; with
-more, the person must be found through friends ("the city of Anna's friend's friend"), one look-up after another.
+The agent writes `lookup NAME` or `answer CITY`. Two examples come first, as turns of the conversation.
 """
 
+from __future__ import annotations
+
+import hashlib
 import random
 import re
-from hashlib import blake2b
 from typing import Any
 
 NAMES = (
-    "Anna",
-    "Ben",
-    "Clara",
-    "David",
-    "Emma",
-    "Frank",
-    "Grace",
-    "Henry",
-    "Iris",
-    "Jack",
-    "Kate",
-    "Leo",
-    "Mary",
-    "Paul",
+    *("Anna", "Ben", "Carl", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "Jack", "James", "Jane"),
+    *("John", "Kate", "Laura", "Lucy", "Mark", "Mary", "Nick", "Paul", "Peter", "Rose", "Simon", "Steve"),
 )
 CITIES = (
-    "Rome",
-    "Paris",
-    "London",
-    "Berlin",
-    "Madrid",
-    "Vienna",
-    "Oslo",
-    "Tokyo",
-    "Dublin",
-    "Athens",
-    "Boston",
-    "Cairo",
+    *("Athens", "Berlin", "Boston", "Cairo", "Chicago", "Dallas", "Dublin", "Geneva", "London", "Madrid", "Miami"),
+    *("Milan", "Moscow", "Oslo", "Paris", "Prague", "Rome", "Seattle", "Sydney", "Tokyo", "Toronto", "Vienna"),
 )
+RULES = "Reply with `lookup NAME` or `answer CITY`."
 COMMAND = re.compile(r"\s*(lookup|answer)\s+(\w+)\W*", re.IGNORECASE)
+DRAWS = 10_000
 
-RULES = """You answer questions with a directory. Reply with one command and nothing else:
-lookup NAME
-answer CITY
 
-Example:
-Question: Where does Tom's friend live?
-lookup Tom
-Tom: lives in Lima, friend is Sara.
-lookup Sara
-Sara: lives in Delhi, friend is Tom.
-answer Delhi"""
+class Directory:
+    """1 for the right city. A wrong city ends the episode too; a look-up that does not help only costs a turn."""
+
+    def __init__(self, turns: int = 2, held_out: bool = False) -> None:
+        if turns < 2:
+            raise ValueError("Directory needs turns >= 2: one to look up and one to answer")
+        self.turns, self.held_out = turns, held_out
+        self.city: dict[str, str] = {}
+        self.asked = ""
+        self.looked_up = False
+        self.left = 0
+
+    def reset(self, seed: int) -> list[dict[str, str]]:
+        rng = random.Random(seed)
+        for _ in range(DRAWS):
+            self.city = dict(zip(NAMES, rng.choices(CITIES, k=len(NAMES)), strict=True))
+            self.asked = rng.choice(NAMES)
+            if belongs_to_held_out(self.asked, self.city[self.asked]) == self.held_out:
+                break
+        else:
+            raise ValueError("no instance was drawn, which cannot happen with these names and cities")
+        self.looked_up, self.left = False, self.turns
+        examples = [*_example("Tom", "Lima"), *_example("Sara", "Delhi")]
+        return [_said("system", RULES), *examples, _said("user", question(self.asked))]
+
+    def step(self, action: str) -> dict[str, Any]:
+        self.left -= 1
+        command = COMMAND.fullmatch(action)
+        verb, word = (command[1].lower(), command[2].capitalize()) if command else ("", "")
+        if verb == "answer":
+            return self._over(word == self.city[self.asked])
+        self.looked_up |= word == self.asked
+        if not self.left:
+            return self._over(False)
+        reply = RULES if not verb else entry(word, self.city[word]) if word in self.city else f"{word} is not listed."
+        return {"messages": reply, "reward": 0.0, "done": False}
+
+    def close(self) -> None:
+        pass
+
+    def _over(self, success: bool) -> dict[str, Any]:
+        return {"messages": [], "reward": float(success), "done": True, "info": {"success": success}}
+
+
+def question(name: str) -> str:
+    return f"Where does {name} live?"
+
+
+def entry(name: str, city: str) -> str:
+    return f"{name} lives in {city}."
+
+
+def belongs_to_held_out(name: str, city: str) -> bool:
+    """One pair in five is never asked for in training."""
+    return hashlib.sha256(f"{name} {city}".encode()).digest()[0] % 5 == 0
+
+
+def player(env: Directory, rng: random.Random, *, skill: float) -> str:
+    """With probability `skill` the right command, otherwise any answer."""
+    if rng.random() >= skill:
+        return f"answer {rng.choice(CITIES)}"
+    return f"answer {env.city[env.asked]}" if env.looked_up else f"lookup {env.asked}"
+
+
+def _example(name: str, city: str) -> list[dict[str, str]]:
+    turns = [question(name), f"lookup {name}", entry(name, city), f"answer {city}"]
+    return [_said(role, text) for role, text in zip(("user", "assistant") * 2, turns, strict=True)]
+
+
+def _said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}

@@ -34,7 +34,7 @@ class FrozenLake:
         self.actions = 0
 
     def reset(self, seed: int) -> str:
-        rng = random.Random(seed)
+        rng = random.Random(f"frozen_lake {seed}")  # a stream that nobody else has
         for _ in range(DRAWS):
             self.rows = self._draw(rng)
             if belongs_to_held_out(self.rows) == self.held_out and 0 < self._distance() <= self.max_actions:

@@ -36,7 +36,7 @@ class GuessNumber:
         self.left = 0
 
     def reset(self, seed: int) -> str:
-        rng = random.Random(seed)
+        rng = random.Random(f"guess_number {seed}")  # a stream that nobody else has
         for _ in range(DRAWS):
             width = rng.randint(self.min_width, self.max_width)
             self.low = rng.randint(0, self.top + 1 - width)

@@ -8,7 +8,7 @@ ends with the view; an error in it is raised when the view closes and never stop
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Self
 
@@ -35,6 +35,11 @@ class View:
 
     def attach(self, log: ev.EventLog) -> None:
         log.subscribe(self.on_event)
+
+    def remember(self, past: Iterable[ev.AnyEvent]) -> None:
+        """What happened before this view: a resumed run keeps its history."""
+        for event in past:
+            self.metrics.fold(event)
 
     def on_event(self, event: ev.AnyEvent) -> None:
         self.metrics.fold(event)
@@ -69,6 +74,10 @@ class LiveView(View):
             self.metrics.fold(event)
             self._offset = self._clock() - event.t
             self._changed = True
+
+    def remember(self, past: Iterable[ev.AnyEvent]) -> None:
+        with self._lock:
+            super().remember(past)
 
     def __enter__(self) -> Self:
         self._live.start()

@@ -18,8 +18,15 @@ _SLOWEST = 10
 _REASONS = 64
 
 
+class _Open(NamedTuple):
+    """A trajectory in flight."""
+
+    started: float
+    stages: dict[str, float]
+
+
 class _Totals(NamedTuple):
-    """Totals at one moment; RL is what lies between two of them."""
+    """Totals at one moment. RL is what lies between two of them: from the first rollout to the last step."""
 
     t: float = 0.0
     tokens: float = 0.0
@@ -54,7 +61,8 @@ class Metrics:
         self._sampled: ev.PipelineSample | None = None
         self._sampled_s = 0.0
         self._batches: dict[int, ev.BatchTaken] = {}
-        self._open: dict[str, dict[str, float]] = {}
+        self._open: dict[str, _Open] = {}
+        self._rl_before = _Totals()
         self._rl_start: _Totals | None = None
         self._rl_end: _Totals | None = None
         self._step_times: deque[float] = deque(maxlen=20)
@@ -63,6 +71,7 @@ class Metrics:
         self._folds: dict[type, Callable[[Any], None]] = {
             ev.RunStarted: self._run_started,
             ev.RunEnded: self._run_ended,
+            ev.ServiceStarted: self._service_started,
             ev.WarmedUp: self._warmed_up,
             ev.GroupStarted: self._group_started,
             ev.GroupDropped: self._group_dropped,
@@ -89,6 +98,13 @@ class Metrics:
         rates = (self._tokens, self._trajectories, self._engine, self._trainer, self._environments)
         return _Totals._make((self.t, *(rate.total for rate in rates), self._sampled_s))
 
+    def _rl(self) -> _Totals:
+        """What RL took so far, without the starts and evaluations around it."""
+        if self._rl_start is None or self._rl_end is None:
+            return self._rl_before
+        parts = zip(self._rl_before, self._rl_start, self._rl_end, strict=True)
+        return _Totals._make(before + end - start for before, start, end in parts)
+
     def _task(self, name: str) -> TaskMetrics:
         if name not in self.tasks:
             self.tasks[name] = TaskMetrics(name)
@@ -103,13 +119,21 @@ class Metrics:
             task.held_out = [point for point in task.held_out if point.version <= event.version]
         while self.history and self.history[-1].version > event.version:
             self.staleness.subtract(self.history.pop().staleness)
+        self._rl_before, self._rl_start, self._rl_end = self._rl(), None, None
         self.pipeline, self._sampled = Pipeline(), None
         for gone in (self._engines, self._batches, self._open, self._step_times):
             gone.clear()
 
     def _run_ended(self, event: ev.RunEnded) -> None:
         self.phase, self.ended = event.reason, True
+        if event.reason not in ("finished", "interrupted"):
+            self.phase = "failed"
+            self.warnings.append(event.reason)
         self.pipeline = Pipeline()
+
+    def _service_started(self, event: ev.ServiceStarted) -> None:
+        if self.phase == "warming up":
+            self.phase = "starting"
 
     def _warmed_up(self, event: ev.WarmedUp) -> None:
         self.phase, self.warm_up = "warming up", (event.step, event.steps, event.loss)
@@ -117,7 +141,7 @@ class Metrics:
     def _group_started(self, event: ev.GroupStarted) -> None:
         self.phase = "training"
         if self._rl_start is None:
-            self._rl_start = self._totals()
+            self._rl_start = self._rl_end = self._totals()
 
     def _drop(self, reason: str, count: int) -> None:
         known = reason in self.drops or len(self.drops) < _REASONS
@@ -128,18 +152,20 @@ class Metrics:
             self._drop(event.reason, event.trajectories)
 
     def _trajectory_started(self, event: ev.TrajectoryStarted) -> None:
-        self._open[event.trajectory] = dict.fromkeys(STAGES, 0.0)
+        self._open[event.trajectory] = _Open(event.t, dict.fromkeys(STAGES, 0.0))
         if event.held_out and (self.phase != "training" or (self.run and self.version >= self.run.steps)):
             self.phase = "evaluating"
 
     def _env_reset(self, event: ev.EnvReset) -> None:
         if event.trajectory in self._open:
-            self._open[event.trajectory]["reset"] += event.seconds
+            started, stages = self._open[event.trajectory]
+            stages["slot"] += max(0.0, event.t - event.seconds - started)
+            stages["reset"] += event.seconds
 
     def _turn_done(self, event: ev.TurnDone) -> None:
         self._tokens.add(event.t - event.env_s, event.tokens, event.generate_s)
         if event.trajectory in self._open:
-            stages = self._open[event.trajectory]
+            stages = self._open[event.trajectory].stages
             queued = min(event.queue_s, event.generate_s)
             stages["queue"] += queued
             stages["generate"] += event.generate_s - queued
@@ -147,10 +173,11 @@ class Metrics:
 
     def _scored(self, event: ev.Scored) -> None:
         if event.trajectory in self._open:
-            self._open[event.trajectory]["score"] += event.seconds
+            self._open[event.trajectory].stages["score"] += event.seconds
 
     def _trajectory_ended(self, event: ev.TrajectoryEnded) -> None:
-        stages = self._open.pop(event.trajectory, None) or dict.fromkeys(STAGES, 0.0)
+        known = self._open.pop(event.trajectory, None)
+        stages = known.stages if known else dict.fromkeys(STAGES, 0.0)
         if event.held_out:
             self.played += 1
             return
@@ -175,7 +202,7 @@ class Metrics:
         self._step_times.append(event.t)
         self._trainer.add(event.t, event.seconds, event.seconds)
         batch = self._batches.pop(event.version - 1, None)
-        before = self._rl_end or self._rl_start or _Totals()
+        before = self._rl_end or _Totals()
         self._rl_end = self._totals()
         rewards = {task.name: mean(task.since_step) for task in self.tasks.values()}
         for task in self.tasks.values():
@@ -232,8 +259,7 @@ class Metrics:
         """What is known at `now`, by default the time of the last event."""
         now = self.t if now is None else max(now, self.t)
         run = self.run or ev.RunStarted(name="", preset="", alpha=0, seed=0, steps=0, tasks=[])
-        start = self._rl_start or self._totals()
-        rl = _Totals._make(end - first for end, first in zip(self._rl_end or start, start, strict=True))
+        rl = self._rl()
         seconds, engines = max(rl.t, 1e-9), max(1, len(self._engines))
         return Snapshot(
             name=run.name,

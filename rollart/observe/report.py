@@ -11,7 +11,7 @@ from rollart.observe.draw import bar, clock, colour, count, label, number, perce
 from rollart.observe.snapshot import STAGES, Ended, Snapshot, failure_ratio
 from rollart.observe.tables import table
 
-_STAGE_STYLES = dict(zip(STAGES, ("blue", "bright_black", "cyan", "magenta", "yellow", "white"), strict=True))
+_STAGE_STYLES = dict(zip(STAGES, ("red", "blue", "bright_black", "cyan", "magenta", "yellow", "white"), strict=True))
 
 
 def report(shot: Snapshot, width: int = 100) -> RenderableType:
@@ -133,7 +133,7 @@ def _stages(shot: Snapshot, width: int) -> Iterator[Text]:
         if total:
             line = Text(f"{task.name:<{name}} ").append(stacked(task.stages, _STAGE_STYLES, max(10, width - name - 18)))
             yield line.append(f" {number(task.seconds)} s each", style="dim")
-    legend = Text(" " * (name + 1))
+    legend = Text()
     total = sum(sum(task.stages.values()) for task in shot.tasks)
     for stage in STAGES:
         share = sum(task.stages[stage] for task in shot.tasks) / total

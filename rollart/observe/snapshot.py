@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-STAGES = ("reset", "queue", "generate", "step", "score", "other")
+# slot: waiting for a free environment; queue: waiting in the engine; other: all that no stage accounts for
+STAGES = ("slot", "reset", "queue", "generate", "step", "score", "other")
 
 
 @dataclass(frozen=True, slots=True)

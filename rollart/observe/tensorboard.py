@@ -26,6 +26,11 @@ class TensorBoard:
         self._wall = time.time()
         self._write(Record(wall_time=self._wall, file_version="brain.Event:2"))
 
+    def remember(self, past: Iterable[ev.AnyEvent]) -> None:
+        """What earlier files hold already, so that counts go on where they stopped."""
+        for event in past:
+            self._metrics.fold(event)
+
     def on_event(self, event: ev.AnyEvent) -> None:
         self._metrics.fold(event)
         wall = self._wall + event.t

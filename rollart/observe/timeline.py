@@ -126,7 +126,10 @@ class Timeline:
         track, inner = trajectory.track, trajectory.inner
         match event:
             case ev.EnvReset():
-                inner.append(track.slice("reset", event.t - event.seconds, event.t))
+                began = event.t - event.seconds
+                if _us(began) > track.free:
+                    inner.append(track.slice("wait for a slot", trajectory.started.t, began))
+                inner.append(track.slice("reset", began, event.t))
             case ev.Scored():
                 inner.append(track.slice("score", event.t - event.seconds, event.t))
             case ev.TurnDone():

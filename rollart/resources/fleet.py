@@ -41,8 +41,8 @@ class Fleet:
         self._restarts = 0
         self.store = WeightStore.shared(f"{run.name}-{directory.stat().st_ino}")
         self.renderer = ChatRenderer(model)
-        self.environments = EnvironmentPool(run.tasks, run.environments)
-        self.rewards = RewardPool(run.tasks, run.rewards)
+        self.environments = EnvironmentPool(run.tasks, run.environments, log=directory / "logs" / "environments.log")
+        self.rewards = RewardPool(run.tasks, run.rewards, log=directory / "logs" / "rewards.log")
         self.router: Router
         self.trainer: TrainerClient
         self._trainer_process: local.ServiceProcess

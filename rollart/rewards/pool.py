@@ -30,6 +30,11 @@ class RewardPool:
     def in_use(self) -> int:
         return self._pool.in_use
 
+    @property
+    def processes(self) -> int:
+        """0 when nothing has been scored for a while."""
+        return self._pool.processes
+
     async def start(self) -> None:
         """Raises ServiceError, for example for a function that cannot be imported."""
         try:

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 
 
 class Mixture:
-    """Slot by slot, the task that is furthest behind its share gets the next one, so after any number of batches every
-    task is within one group of its exact share, and equal weights that divide the batch give equal batches.
+    """Slot by slot, of the tasks that are behind their share the one that would first be a whole group behind gets the
+    next one. So after any number of batches every task is within one group of its exact share, and equal weights that
+    divide the batch give equal batches.
 
     >>> [Mixture({"a": 3, "b": 1}, 2).quota(n) for n in range(2)]
-    [{'a': 1, 'b': 1}, {'a': 2, 'b': 0}]
+    [{'a': 2, 'b': 0}, {'a': 1, 'b': 1}]
     """
 
     def __init__(self, weights: Mapping[str, float], groups: int) -> None:
@@ -27,7 +28,8 @@ class Mixture:
         quota = dict.fromkeys(self._shares, 0)
         for _ in range(self._groups):
             slot = sum(self._given.values()) + 1
-            task = max(self._shares, key=lambda name: self._shares[name] * slot - self._given[name])
+            behind = [name for name, share in self._shares.items() if share * slot - self._given[name] > 1e-9]
+            task = min(behind, key=lambda name: (self._given[name] + 1) / self._shares[name])
             self._given[task] += 1
             quota[task] += 1
         return quota

@@ -54,16 +54,24 @@ class Router:
         raise EngineFailed(f"{reason} (tried {self._attempts} times)")
 
     async def _place(self, session: str) -> _Place:
-        async with asyncio.timeout(_REVIVAL_DEADLINE):
-            while not (alive := [place for place in self._places.values() if place.alive]):
-                self._revived.clear()
-                await self._revived.wait()
         held = self._sessions.get(session)
         if held is not None and self._places[held].alive:
             return self._places[held]
+        alive = [place for place in self._places.values() if place.alive] or await self._revival()
         place = min(alive, key=lambda place: place.open)
         self._sessions[session] = place.name
         return place
+
+    async def _revival(self) -> list[_Place]:
+        """Wait until some engine lives again."""
+        try:
+            async with asyncio.timeout(_REVIVAL_DEADLINE):
+                while not (alive := [place for place in self._places.values() if place.alive]):
+                    self._revived.clear()
+                    await self._revived.wait()
+        except TimeoutError:
+            raise EngineFailed(f"no engine came back within {_REVIVAL_DEADLINE:g} s") from None
+        return alive
 
     def forget(self, session: str) -> None:
         """The conversation is over."""

@@ -187,10 +187,10 @@ class Player:
     async def _generate(self, attempt: Attempt, context: list[int]) -> tuple[str, Completion]:
         attempt.phase = "generating"
         turn = len(attempt.turns)
-        sampling = replace(attempt.task.sampling, stop=self.renderer.stop, seed=seed_of(attempt.id, attempt.seed, turn))
-        request = GenerationRequest(
-            f"{attempt.id}/{turn}", attempt.id, attempt.task.name, turn, list(context), sampling
-        )
+        asked = attempt.task.sampling
+        seed = seed_of(attempt.id, attempt.seed, turn)
+        sampling = Sampling(asked.temperature, asked.top_p, asked.top_k, asked.max_tokens, self.renderer.stop, seed)
+        request = GenerationRequest(f"{attempt.id}/{turn}", attempt.id, attempt.task.name, turn, context, sampling)
         engine, completion = await self.router.generate(request)
         if completion.finish == "abort" or not completion.tokens:
             raise EngineFailed(f"engine {engine} gave up request {request.id}")

@@ -1,15 +1,16 @@
 """From the rewards of groups to one advantage per trajectory. Pure Python.
 
-Why solved groups need an advantage of their own: a group whose members all got the same reward has no spread, so every
-group-relative estimator gives it zero. Once a task is solved, all its groups are like that and it sends no gradient at
-all, while the other tasks go on moving the shared parameters, with Adam making full-sized steps of however small a
-gradient. Nothing holds the solved task in place. It drifts until it fails, and if it fails everywhere at once its
-groups are all zero: no spread again, no gradient, gone for good.
+Why a solved task is forgotten, and what keeps it: a group whose members all got the same reward has no spread, so every
+group-relative estimator gives it zero. Once a task is solved nearly all its groups are like that, and between two rare
+failures nothing holds it in place. The other tasks go on moving the shared parameters, and since Adam divides by the
+size of recent gradients, a few noisy groups move them as far as a full batch would. The solved task drifts until it
+fails everywhere at once; then its groups are all zero, without spread again, and it is gone for good.
 
-The cure: a group whose members all got the top reward keeps a small positive advantage. Its gradient vanishes while the
-policy is sure of these actions and grows as soon as it is pushed away from them, so it costs nothing until it is
-needed. The top is the best reward seen so far for that task, and only once a lower one has been seen too: a task that
-has always failed has not been solved.
+Two cures, both on by default. The trainer scales its learning rate by the share of groups that have spread
+(`algorithm.evidence`), which undoes what Adam does to batches that say little; this is the one that matters most. And
+a group whose members all got the top reward keeps a small positive advantage (`algorithm.solved`): its gradient
+vanishes while the policy is sure of these actions and grows when it is pushed away from them. The top is the best
+reward seen so far for that task, once a lower one has been seen too: a task that has always failed is not solved.
 """
 
 from collections.abc import Callable, Mapping, Sequence

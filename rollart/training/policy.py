@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from rollart.errors import RollartError
+from rollart.training.kernels import use_fast_norms
 from rollart.training.packing import ATTENTION, Packed, pack
 
 LOGITS_AT_ONCE = 1 << 25
@@ -38,6 +39,7 @@ class Policy:
             for file in folder.iterdir()
             if file.is_file() and not file.name.endswith(WEIGHT_FILES)
         }
+        use_fast_norms(self.model)
         self._head = self.model.get_output_embeddings()
         self._check_head()
 

@@ -54,7 +54,8 @@ class Trainer:
             self.config.pack_tokens,
             keep_all=algorithm.kl > 0 or algorithm.entropy > 0,
         )
-        totals = self._learn(micros)
+        informative = [any(group) and not known for group, known in zip(scores, solved, strict=True)]
+        totals = self._learn(micros, evidence=sum(informative) / len(informative))
         self.version += 1
         return StepMetrics(
             version=self.version,
@@ -73,7 +74,7 @@ class Trainer:
                 copies[tensor.data_ptr()] = tensor.clone()
         return self.version, {name: copies[tensor.data_ptr()] for name, tensor in tensors.items()}
 
-    def _learn(self, micros: Sequence[MicroBatch]) -> Totals:
+    def _learn(self, micros: Sequence[MicroBatch], evidence: float) -> Totals:
         """One update per epoch. The first one's logprobs are the proximal ones of the others: no extra forward."""
         totals = Totals()
         if self.reference is not None:
@@ -82,7 +83,7 @@ class Trainer:
                     micro.reference = self.reference.logprobs(micro.packed)[0]
         for _ in range(self.config.epochs if micros else 0):
             loss = sum(self._backward(micro, totals) for micro in micros)
-            rate = self._set_rate()
+            rate = self._set_rate(evidence)
             parameters = self.policy.parameters().values()
             norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.grad_clip, foreach=True).item()
             totals.update(loss, norm, rate)
@@ -132,8 +133,10 @@ class Trainer:
             case "reinforce":
                 return losses.reinforce(current, micro.advantage)
 
-    def _set_rate(self) -> float:
-        rate = self.config.lr * min(1.0, (self.updates + 1) / max(1, self.config.lr_warm_up))
+    def _set_rate(self, evidence: float) -> float:
+        """Adam makes a full-sized step of however small a gradient; a batch that says little should move little."""
+        warm = min(1.0, (self.updates + 1) / max(1, self.config.lr_warm_up))
+        rate: float = self.config.lr * warm * evidence**self.config.algorithm.evidence
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         return rate

@@ -131,17 +131,15 @@ class Host:
         for descriptor in (self._listener.fileno(), 0, self._wake):
             self._poll.register(descriptor, select.POLLIN)
         while not self._ended:
-            for descriptor, _ in self._poll.poll():
-                if descriptor == self._listener.fileno():
-                    self._accept()
-                elif descriptor == self._wake:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(self._wake, 4096)
-                    self._reap()
-                elif descriptor == 0:
-                    self._ended = self._ended or not os.read(0, 4096)
-                elif descriptor in self._pids:
-                    self._kill(self._pids[descriptor])
+            ready = {descriptor for descriptor, _ in self._poll.poll()}
+            for descriptor in ready & self._pids.keys():
+                self._kill(self._pids[descriptor])
+            if self._wake in ready:
+                self._reap()
+            if 0 in ready:
+                self._ended = self._ended or not os.read(0, 4096)
+            if self._listener.fileno() in ready:
+                self._accept()  # last, for it may be given a descriptor that was closed just now
         self._end()
 
     def _accept(self) -> None:
@@ -201,6 +199,8 @@ class Host:
                 send(pid, signal.SIGKILL)
 
     def _reap(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake, 4096)
         while True:
             try:
                 # Left waitable for now, so that its group cannot be taken for another.
@@ -245,14 +245,14 @@ class Host:
         deadline = time.monotonic() + END_S
         while (self._slots or self._strays()) and time.monotonic() < deadline:
             select.select([self._wake], [], [], 0.05)
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._wake, 4096)
             self._reap()
 
 
 def prepare(spec: dict[str, Any]) -> Any:
     """Import everything and give the target. A failure is a sentence that names the import path."""
-    sys.path[:] = dict.fromkeys([*spec["path"], *sys.path[1:]])  # without our own folder, which holds no module of theirs
+    sys.path[:] = dict.fromkeys(
+        [*spec["path"], *sys.path[1:]]
+    )  # without our own folder, which holds no module of theirs
     target = None
     for path in [*spec["imports"], spec["target"]]:
         try:

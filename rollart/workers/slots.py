@@ -81,6 +81,11 @@ class SlotPool:
         return sum(not slot.lost for _, slot in self._idle)
 
     @property
+    def processes(self) -> int:
+        """The host, and the slots held or idle."""
+        return (self.host_pid is not None) + self.idle + sum(lease.held for lease in self._leases)
+
+    @property
     def host_pid(self) -> int | None:
         """The host's process id; None while there is no host."""
         return self._host.pid if self._host is not None and self._host.running else None

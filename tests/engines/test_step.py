@@ -29,13 +29,29 @@ def test_a_bias_hides_the_future_and_what_is_behind_the_window() -> None:
     assert torch.isfinite(span.bias(2))[1, 0].int().tolist() == [[0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 1, 0]]
 
 
-def test_rows_double_while_cheap_and_take_the_exact_need_when_memory_is_short() -> None:
+def test_rows_double_while_cheap_and_come_down_to_the_exact_need_when_memory_is_short() -> None:
     rows = Rows(LAYOUT, max_rows=64, budget=LAYOUT.token_bytes * 8192)
     assert rows.size_for(1, 10) == (8, 256)
     assert rows.size_for(9, 100) == (16, 256)
     assert rows.size_for(3, 1000) == (3, 1024)
-    assert rows.size_for(8, 1000) == (8, 1000)
-    assert rows.size_for(9, 1000) is None
+    assert rows.size_for(5, 1000) == (6, 1024)
+    assert rows.size_for(8, 1000) == (8, 1024)
+    assert rows.size_for(8, 1025) is None
+    assert rows.size_for(7, 1160) == (7, 1160)
+
+
+@given(st.integers(1, 64), st.integers(1, 3000), st.integers(1, 64), st.integers(1, 3000))
+def test_a_size_always_holds_the_need_within_the_budget(rows: int, positions: int, more: int, longer: int) -> None:
+    budget = LAYOUT.token_bytes * 3000
+    store = Rows(LAYOUT, max_rows=64, budget=budget)
+    for need in ((rows, positions), (more, longer)):
+        size = store.size_for(*need)
+        if size is None:
+            assert need[0] * need[1] * LAYOUT.token_bytes > budget
+        else:
+            assert size[0] >= need[0] and size[1] >= need[1] and size[0] <= 64
+            assert size[0] * size[1] * LAYOUT.token_bytes <= budget
+            store.resize(*size, live=0)
 
 
 def test_resizing_keeps_what_the_rows_hold() -> None:

@@ -107,6 +107,7 @@ def test_logprobs_are_those_of_a_plain_forward_pass_through_everything_at_once(a
     mixed = [completion for _, completion in chaos.done if len(set(completion.versions)) > 1]
     reused = [completion for _, completion in chaos.done if completion.cached]
     assert finishes == {"stop", "length", "abort"} and mixed and reused
+    assert chaos.stepper.parked.evicted > 0
     gaps = [worst(chaos.networks, asked, completion) for asked, completion in chaos.done if completion.tokens]
     assert len(gaps) > 50
     assert max(gaps) <= 1e-4

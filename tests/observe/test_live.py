@@ -37,6 +37,15 @@ def test_the_last_frame_stays_on_the_terminal_and_the_thread_ends() -> None:
     assert "finished · step 10/10" in text(console)
 
 
+def test_a_resumed_run_keeps_its_history() -> None:
+    console = terminal()
+    log = sample_run(steps=10)
+    with LiveView(console, WEIGHTS) as live:
+        live.remember(log[:-1])
+        live.on_event(log[-1])
+    assert "0.10 → 0.99" in text(console)
+
+
 def test_an_error_in_drawing_does_not_stop_the_run_but_is_raised_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ZeroDivisionError), LiveView(terminal(), WEIGHTS) as live:
         monkeypatch.setattr(live, "_frame", lambda: 1 / 0)

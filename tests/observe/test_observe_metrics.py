@@ -118,6 +118,9 @@ def test_a_resume_takes_back_the_steps_that_are_made_again() -> None:
     assert [point.version for point in shot.history] == list(range(1, 21))
     assert shot.trained == sum(sum(point.staleness.values()) for point in shot.history)
     assert shot.resumes == 1
+    spans = [next(e.t for e in part if isinstance(e, ev.GroupStarted)) for part in (first, rest)]
+    lasts = [[e.t for e in part if isinstance(e, ev.StepDone)][-1] for part in (first, rest)]
+    assert shot.rl_s == pytest.approx(sum(lasts) - sum(spans))
     for task in shot.tasks:
         versions = [(point.version, point.final) for point in task.held_out]
         assert len(versions) == len(set(versions))
@@ -147,6 +150,38 @@ def test_the_phases_of_a_run_follow_its_events() -> None:
         if not seen or seen[-1] != metrics.phase:
             seen.append(metrics.phase)
     assert seen == ["starting", "warming up", "evaluating", "training", "evaluating", "finished"]
+
+
+def test_a_run_that_failed_says_why() -> None:
+    shot = measure([*sample_run(steps=1)[:-1], ev.RunEnded(version=1, reason="the engine died")])
+    assert (shot.phase, shot.warnings) == ("failed", ("the engine died",))
+
+
+def test_waiting_for_an_environment_is_a_stage_of_its_own() -> None:
+    name = {"trajectory": "x", "task": "a"}
+    shot = measure(
+        [
+            ev.TrajectoryStarted(t=1, group="g", version=0, **name),
+            ev.EnvReset(t=4, seconds=1, **name),
+            ev.TurnDone(
+                t=10,
+                turn=0,
+                engine="e",
+                prompt=1,
+                cached=0,
+                tokens=1,
+                version=0,
+                queue_s=1,
+                generate_s=4,
+                env_s=2,
+                **name,
+            ),
+            ev.Scored(t=11, seconds=0.5, **name),
+            ev.TrajectoryEnded(t=11, group="g", outcome=Outcome.FINISHED, turns=1, tokens=1, seconds=10, **name),
+        ]
+    )
+    stages = {"slot": 2, "reset": 1, "queue": 1, "generate": 3, "step": 2, "score": 0.5, "other": 0.5}
+    assert shot.slowest[0].stages == pytest.approx(stages)
 
 
 def test_a_failure_is_not_a_reward_of_zero() -> None:

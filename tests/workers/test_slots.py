@@ -33,6 +33,11 @@ async def call(slots, name, deadline=30.0, **args):
         return await lease.call(name, args, deadline)
 
 
+async def until(condition):
+    while not condition():  # noqa: ASYNC110 (state without an event of its own)
+        await asyncio.sleep(0)
+
+
 def wait_gone(pids):
     """Zombies that nobody reaps here (their new parent is the machine's) count as gone."""
     for pid in pids:
@@ -141,6 +146,18 @@ def test_what_is_printed_never_reaches_the_wire_and_stdin_is_empty():
     assert asyncio.run(run()) == ("", 5)
 
 
+def test_what_is_printed_is_kept_in_the_log(tmp_path):
+    async def run():
+        slots = SlotPool(HostSpec(TARGET, log=tmp_path / "log"), 1)
+        try:
+            await call(slots, "chatter")
+        finally:
+            await slots.close()
+
+    asyncio.run(run())
+    assert (tmp_path / "log").read_text().count('"value"') == 2
+
+
 def test_text_that_is_no_unicode_is_mended_on_the_way():
     async def run():
         async with pool() as slots:
@@ -198,8 +215,7 @@ def test_a_cancelled_call_ends_its_process_so_its_answer_meets_nobody():
         async with pool(limit=1) as slots:
             first = await call(slots, "pid")
             task = asyncio.create_task(call(slots, "hang"))
-            while slots.idle:
-                await asyncio.sleep(0)
+            await until(lambda: not slots.idle)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -262,8 +278,7 @@ def test_closing_ends_every_process_even_those_on_lease():
         async with pool(limit=3) as slots:
             await asyncio.gather(*(call(slots, "echo", value=n) for n in range(3)))
             hanging = asyncio.create_task(call(slots, "hang"))
-            while slots.idle == 3:
-                await asyncio.sleep(0)
+            await until(lambda: slots.idle < 3)
             pids = [slots.host_pid, *(child.pid for child in children(slots))]
             await slots.close()
             with pytest.raises(SlotLost, match="the pool was closed"):
@@ -283,8 +298,7 @@ def test_idle_processes_end_and_then_their_host():
             for _ in range(2):
                 await asyncio.gather(*(call(slots, "echo", value=n) for n in range(4)))
                 host = slots.host_pid
-                while slots.host_pid is not None:
-                    await asyncio.sleep(0)
+                await until(lambda: slots.host_pid is None)
                 assert slots.idle == 0
                 await asyncio.to_thread(wait_gone, [host])
 

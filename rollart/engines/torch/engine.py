@@ -65,6 +65,8 @@ class TorchEngine:
         """Ends the thread after its current step; open requests fail."""
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join, CLOSE_S)
+        if self._thread.is_alive():
+            raise EngineFailed(f"the engine's current step did not end within {CLOSE_S:g} s")
         for _, future in self._open.values():
             if not future.done():
                 future.set_exception(EngineFailed("the engine was closed"))
@@ -121,13 +123,15 @@ class TorchEngine:
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)
-        while self._obey():
+        stepper, going = self._stepper, True
+        while going:
             try:
-                if self._stepper.busy:
-                    self._stepper.step()
+                going = self._obey()
+                if going and stepper.busy:
+                    stepper.step()
             except Exception as error:
-                self._stepper.fail(f"a generation step failed: {type(error).__name__}: {error}")
-            ended = self._stepper.ended()
+                stepper.fail(f"a generation step failed: {type(error).__name__}: {error}")
+            ended = stepper.ended()
             if ended and self._loop is not None:
                 _post(self._loop, self._deliver, ended)
 

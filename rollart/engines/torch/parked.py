@@ -23,6 +23,7 @@ class Entry:
 class ParkedKV:
     def __init__(self) -> None:
         self.bytes = 0
+        self.evicted = 0
         self._entries: OrderedDict[str, Entry] = OrderedDict()
         self._index: PrefixIndex[str] = PrefixIndex()
 
@@ -57,6 +58,8 @@ class ParkedKV:
         """Drops the least recently used entries until the rest fits."""
         while self._entries and self.bytes > budget:
             self.drop(next(iter(self._entries)))
+            self.evicted += 1
 
     def clear(self) -> None:
-        self.shrink(-1)
+        for session in list(self._entries):
+            self.drop(session)

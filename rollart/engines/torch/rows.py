@@ -1,13 +1,15 @@
 """KV of the running sequences: dense rows, one tensor per layer for keys and one for values.
 
-Row r of every tensor belongs to the r-th running sequence. Rows and positions grow by doubling while that is cheap,
-and to the exact need when memory is short; resizing goes tensor by tensor, so the peak is one tensor above the size.
+Row r of every tensor belongs to the r-th running sequence. Resizing goes tensor by tensor, so the peak is one tensor
+above the size.
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+GRAIN = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +37,29 @@ class Rows:
 
     @property
     def bytes(self) -> int:
-        return self.rows * self.positions * self.layout.token_bytes
+        return self._bytes(self.rows, self.positions)
 
     def size_for(self, rows: int, positions: int) -> tuple[int, int] | None:
         """The size to take so that `rows` sequences of `positions` tokens fit; None if the budget forbids it.
 
-        Doubled sizes may take half of the budget; beyond that every byte is left to kept sequences.
+        Resizing copies everything, so it takes more than the need: doubled sizes as long as they leave half of the
+        budget to kept sequences, then as many rows as a growing share of it can hold, at last the exact need.
         """
         if rows <= self.rows and positions <= self.positions:
             return self.rows, self.positions
-        doubled_rows = self.rows if rows <= self.rows else min(_power_of_two(rows, 8), self._max_rows)
-        doubled_positions = max(self.positions, _power_of_two(positions, 256))
-        for size in ((doubled_rows, doubled_positions), (rows, doubled_positions)):
-            if size[0] * size[1] * self.layout.token_bytes <= self._budget // 2:
+        doubled = max(self.positions, _power_of_two(positions, 256))
+        for size in ((min(_power_of_two(max(rows, self.rows), 8), self._max_rows), doubled), (rows, doubled)):
+            if self._bytes(*size) <= self._budget // 2:
                 return size
-        if rows * positions * self.layout.token_bytes <= self._budget:
-            return rows, positions
-        return None
+        rounded = -(-positions // GRAIN) * GRAIN
+        for share in (0.5, 0.75, 1.0):
+            most = min(int(self._budget * share) // self._bytes(1, rounded), self._max_rows)
+            if most >= rows:
+                return most, rounded
+        return (rows, positions) if self._bytes(rows, positions) <= self._budget else None
+
+    def _bytes(self, rows: int, positions: int) -> int:
+        return rows * positions * self.layout.token_bytes
 
     def resize(self, rows: int, positions: int, live: int) -> None:
         """Keeps the contents of the first `live` rows, up to `positions`."""

@@ -77,15 +77,13 @@ def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 def uniforms(seeds: NDArray[np.uint64], counts: NDArray[np.uint64]) -> NDArray[np.float32]:
     """Multiples of 2**-24 in [0, 1), by a counter hash in the manner of splitmix64."""
-    with np.errstate(over="ignore"):
-        bits = _mix(seeds + (counts + np.uint64(1)) * np.uint64(_STRIDE)) >> np.uint64(40)
+    bits = _mix(seeds + (counts + np.uint64(1)) * np.uint64(_STRIDE)) >> np.uint64(40)
     return bits.astype(np.float32) * np.float32(2**-24)
 
 
 def mixed(seed: int) -> int:
     """Spreads small seeds over 64 bits, so that the streams of neighbours do not overlap."""
-    with np.errstate(over="ignore"):
-        return int(_mix(np.array([seed & _WORD], dtype=np.uint64) ^ np.uint64(_STRIDE))[0])
+    return int(_mix(np.array([seed & _WORD], dtype=np.uint64) ^ np.uint64(_STRIDE))[0])
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

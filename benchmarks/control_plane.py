@@ -1,0 +1,101 @@
+"""What the control plane costs: thousands of concurrent trajectories of 20 turns on virtual time.
+
+Engines, environments, rewards and trainer are modelled (they only sleep); ledger and event log are real files. So the CPU
+time that remains is the scheduler's, the router's, the trajectory coroutines' and the event loop's own. Last line:
+`us_per_turn` at 10,000 trajectories, and `exponent`, the growth of the total with the number of trajectories.
+"""
+
+import argparse
+import asyncio
+import gc
+import json
+import math
+import random
+import tempfile
+import time
+from pathlib import Path
+
+from rollart.observe.events import EventLog
+from rollart.rollout.ledger import Ledger
+from rollart.rollout.router import Router
+from rollart.rollout.schedule import Schedule
+from rollart.rollout.scheduler import Scheduler
+from rollart.rollout.trajectory import Player, TaskPlan
+from rollart.simulate.clock import run
+from rollart.simulate.modelled import ModelledEngine, ModelledEnvironments, ModelledRenderer, ModelledRewards
+from rollart.types import Sampling
+
+TURNS = 20
+GROUP = 8
+
+
+async def rollout(trajectories: int, folder: Path) -> float:
+    """CPU seconds for one batch of that many trajectories, all in flight at once."""
+    rng = random.Random(0)
+    log = EventLog(folder / "events.jsonl", asyncio.get_running_loop().time)
+    ledger = Ledger.open(folder / "ledger.sqlite")
+    engines = {f"engine-{n}": ModelledEngine(rng, seconds=lambda rng: rng.expovariate(1.0)) for n in range(8)}
+    router = Router(dict(engines), 0, log)
+    environments = ModelledEnvironments(
+        rng, turns=lambda rng: TURNS, reset_seconds=lambda rng: rng.uniform(1, 5), step_seconds=lambda rng: rng.random()
+    )
+    player = Player(environments, router, ModelledRenderer(), ModelledRewards(rng), log, deadline=10_000)
+    scheduler = Scheduler(
+        tasks=[TaskPlan(name, 1.0, TURNS, 1 << 20, Sampling()) for name in ("a", "b")],
+        schedule=Schedule(alpha=0, window=1.0),
+        batch_groups=trajectories // GROUP,
+        group_size=GROUP,
+        steps=1,
+        retries=3,
+        seed=0,
+        player=player,
+        router=router,
+        ledger=ledger,
+        sink=log,
+    )
+    gc.collect()
+    began = time.process_time()
+    batch = await scheduler.take_batch()
+    took = time.process_time() - began
+    assert sum(len(group.samples) for group in batch.groups) == trajectories // GROUP * GROUP
+    assert environments.in_use == 0
+    log.close()
+    ledger.close()
+    return took
+
+
+def measure(trajectories: int) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        return run(rollout(trajectories, Path(folder)))
+
+
+def slope(points: dict[int, float]) -> float:
+    """Least squares of log seconds over log trajectories."""
+    xs, ys = [math.log(n) for n in points], [math.log(s) for s in points.values()]
+    mx, my = sum(xs) / len(xs), sum(ys) / len(ys)
+    return sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True)) / sum((x - mx) ** 2 for x in xs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3, help="the best of so many counts")
+    repeats = parser.parse_args().repeats
+    measure(200)  # imports and caches
+    seconds: dict[int, float] = {}
+    for trajectories in (1_000, 3_000, 10_000, 30_000):
+        seconds[trajectories] = min(measure(trajectories) for _ in range(repeats))
+        each = seconds[trajectories] / trajectories / TURNS * 1e6
+        print(f"{trajectories:6} trajectories: {seconds[trajectories]:6.2f} CPU s, {each:5.1f} us per turn", flush=True)
+    print(
+        json.dumps(
+            {
+                "us_per_turn": round(seconds[10_000] / 10_000 / TURNS * 1e6, 1),
+                "exponent": round(slope(seconds), 3),
+                "us_per_turn_by_trajectories": {n: round(s / n / TURNS * 1e6, 1) for n, s in seconds.items()},
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""What our worker costs: time of a step against the same step in this process, memory of an idle slot, slots at once.
+
+    python benchmarks/env_overhead.py [--slots 1000] [--steps 2000]
+
+The last line is one JSON object: `ms_per_step` is what the worker adds to a step (median, both sides interleaved),
+`mb_per_slot` the memory that an idle slot has for itself (private pages) with `mb_per_slot_pss` its share of the common
+ones added, `slots` how many were alive and answered at the same time.
+"""
+
+import argparse
+import asyncio
+import json
+import re
+import statistics
+import time
+from pathlib import Path
+
+import psutil
+
+from rollart.config import Environments, Task
+from rollart.envs.frozen_lake import FrozenLake
+from rollart.envs.pool import EnvironmentPool
+
+TASK = Task(name="lake", env="rollart.envs.frozen_lake:FrozenLake", args={"max_actions": 10**9})
+ROUND = 50
+
+
+async def step_cost(pool: EnvironmentPool, steps: int) -> tuple[float, float]:
+    """Milliseconds of one step in this process and in a worker, by an action that ends no episode."""
+    inside, outside = [], []
+    local = FrozenLake(**TASK.args)
+    async with pool.lease("lake", held_out=False) as leased:
+        for _ in range(steps // ROUND):
+            local.reset(1)
+            await leased.reset(1)
+            begin = time.perf_counter()
+            for _ in range(ROUND):
+                local.step("?")
+            middle = time.perf_counter()
+            for _ in range(ROUND):
+                await leased.step("?")
+            inside.append(middle - begin)
+            outside.append(time.perf_counter() - middle)
+    return statistics.median(inside) / ROUND * 1000, statistics.median(outside) / ROUND * 1000
+
+
+def memory(pid: int) -> tuple[float, float]:
+    """Private and proportional megabytes of a process."""
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    kilobytes = {name: int(value) for name, value in re.findall(r"(\w+):\s+(\d+) kB", text)}
+    return (kilobytes["Private_Clean"] + kilobytes["Private_Dirty"]) / 1024, kilobytes["Pss"] / 1024
+
+
+async def slots_at_once(pool: EnvironmentPool, count: int) -> tuple[int, float, list[tuple[float, float]]]:
+    """How many answered while all were held, the seconds until the last was ready, and the memory of each."""
+    ready = asyncio.Barrier(count + 1)
+    measured = asyncio.Event()
+
+    async def one() -> bool:
+        async with pool.lease("lake", held_out=False) as leased:
+            await leased.reset(1)
+            await ready.wait()
+            await measured.wait()
+            return bool((await leased.step("R")).messages)
+
+    begin = time.perf_counter()
+    tasks = [asyncio.create_task(one()) for _ in range(count)]
+    await ready.wait()
+    seconds = time.perf_counter() - begin
+    hosts = psutil.Process().children()
+    sizes = [memory(slot.pid) for host in hosts for slot in host.children()]
+    measured.set()
+    return sum(await asyncio.gather(*tasks)), seconds, sizes
+
+
+async def run(count: int, steps: int) -> dict[str, float]:
+    pool = EnvironmentPool([TASK], Environments(slots=count, reset_deadline=120, step_deadline=120, retries=0))
+    try:
+        await pool.start()
+        inside, outside = await step_cost(pool, steps)
+        alive, seconds, sizes = await slots_at_once(pool, count)
+    finally:
+        await pool.close()
+    return {
+        "ms_per_step": round(outside - inside, 4),
+        "ms_in_process": round(inside, 4),
+        "ms_in_worker": round(outside, 4),
+        "mb_per_slot": round(statistics.mean(own for own, _ in sizes), 2),
+        "mb_per_slot_pss": round(statistics.mean(share for _, share in sizes), 2),
+        "slots": alive,
+        "seconds_to_start": round(seconds, 2),
+        "left_behind": len(psutil.Process().children(recursive=True)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--slots", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=2000)
+    options = parser.parse_args()
+    print(json.dumps(asyncio.run(run(options.slots, options.steps))))
+
+
+if __name__ == "__main__":
+    main()

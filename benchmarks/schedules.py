@@ -1,0 +1,113 @@
+"""The same training, five ways to schedule it: one run, real processes, environments as slow as in production.
+
+Model, tasks, seeds and number of steps are the same for every preset. Resets and steps are delayed by the paper's
+distributions, scaled so that the mean step takes about 50 ms. Presets run one after the other, in rounds; a preset's
+time is its time of RL alone, without warm-up and evaluation. Last line: `speedup_vs` of rollart against each other preset,
+the success that each reached on held-out episodes, and where the time of each went.
+"""
+
+import argparse
+import asyncio
+import json
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rollart import run as controller
+from rollart.config import RunFile
+from rollart.models.prepare import prepare
+from rollart.observe.events import EngineSample, StepDone, read_events
+
+PRESETS = ("sync", "sync_plus", "one_off", "start_bound", "rollart")
+MEAN_STEP_S = 4.7  # of the paper's distribution
+GAMES = "rollart.envs"
+
+
+def run_file(folder: Path, steps: int, delay: float, members: int) -> RunFile:
+    """With no delay, the plain games, which the players of the warm-up can look into."""
+
+    def task(name: str, kind: str, turns: int, tokens: int, skill: float) -> dict[str, Any]:
+        game = f"{GAMES}.{name}:{kind}"
+        return {
+            "name": name,
+            "env": f"{GAMES}.delayed:Delayed" if delay else game,
+            "args": {"env": game, "scale": delay / MEAN_STEP_S} if delay else {},
+            "player": f"{GAMES}.{name}:player",
+            "player_args": {"skill": skill},
+            "max_turns": turns,
+            "max_context": 400,
+            "sampling": {"max_tokens": tokens},
+        }
+
+    return RunFile.model_validate(
+        {
+            "name": "schedules",
+            "output": folder,
+            "model": {"tiny": {"context": 512}, "warm_up": {"demonstrations": 1500, "steps": 250}},
+            "tasks": [task("frozen_lake", "FrozenLake", 10, 4, 0.5), task("guess_number", "GuessNumber", 4, 6, 0.5)],
+            "rollout": {"extra_members": members},
+            "environments": {"slots": 256},
+            "training": {"steps": steps, "batch_groups": 16, "lr": 5e-4},
+            "evaluation": {"every": 0, "episodes": 1, "final_episodes": 200},
+            "checkpoint": {"every": 1000},
+        }
+    )
+
+
+def play(run: RunFile, preset: str, model: Path, folder: Path) -> dict[str, Any]:
+    ours = run.model_copy(
+        update={
+            "model": run.model.model_copy(update={"path": model, "tiny": None, "warm_up": None}),
+            "rollout": run.rollout.model_copy(update={"preset": preset}),
+        }
+    )
+    summary = asyncio.run(controller.train(ours, folder))
+    events = list(read_events(folder / "events.jsonl"))
+    busy = [event.busy_s for event in events if isinstance(event, EngineSample)]
+    return {
+        "seconds": summary["rl_seconds"],
+        "success": {name: task["after"] for name, task in summary["tasks"].items()},
+        "before": {name: task["before"] for name, task in summary["tasks"].items()},
+        "trainer_s": sum(event.seconds for event in events if isinstance(event, StepDone)),
+        "engine_s": busy[-1] - busy[0],
+        "waited_s": summary["trainer_waited_s"],
+        "staleness": summary["staleness"],
+        "drops": summary["drops"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--delay", type=float, default=0.05, help="mean seconds of an environment step")
+    parser.add_argument("--extra-members", type=int, default=1, help="redundancy of the rollart preset")
+    parser.add_argument("--presets", nargs="*", default=PRESETS, choices=PRESETS)
+    given = parser.parse_args()
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in given.presets}
+    with tempfile.TemporaryDirectory(prefix="schedules-") as scratch:
+        run = run_file(Path(scratch), given.steps, given.delay, given.extra_members)
+        model = prepare(run_file(Path(scratch), 1, 0.0, 0), Path(scratch) / "model", lambda progress: None)
+        for number in range(given.rounds):
+            for name in given.presets:
+                result = play(run, name, model, Path(scratch) / f"{name}-{number}")
+                results[name].append(result)
+                print(f"{name:12} {result['seconds']:7.1f} s  {json.dumps(result)}", flush=True)
+    seconds = {name: median(result["seconds"] for result in made) for name, made in results.items()}
+    ours = seconds.get("rollart")
+    print(
+        json.dumps(
+            {
+                "speedup_vs": {name: round(s / ours, 2) for name, s in seconds.items() if ours and name != "rollart"},
+                "seconds": {name: round(s, 1) for name, s in seconds.items()},
+                "steps": given.steps,
+                "success": {name: made[-1]["success"] for name, made in results.items()},
+                "before": results[given.presets[0]][-1]["before"],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Environments that misbehave on demand. Imported by the host, not by pytest."""
+
+import os
+import random
+import time
+from pathlib import Path
+
+
+class Plain:
+    """Answers from the table `answers`, in turn; says who and how old it is."""
+
+    def __init__(self, answers=(), first="hello", held_out=False):
+        self.answers, self.first, self.held_out = list(answers), first, held_out
+        self.resets = 0
+
+    def reset(self, seed):
+        self.resets += 1
+        self.steps = iter(self.answers)
+        return self.first
+
+    def step(self, action):
+        if action == "who":
+            return f"{os.getpid()} {self.resets} {self.held_out} {random.random()}", None, False
+        return next(self.steps)
+
+    def close(self):
+        pass
+
+
+class Bad:
+    """Does `what` in reset or, after `step:`, in a step."""
+
+    def __init__(self, what, marker=""):
+        self.what, self.marker = what, marker
+
+    def reset(self, seed):
+        if not self.what.startswith("step:"):
+            self.act(self.what)
+        return "ready"
+
+    def step(self, action):
+        self.act(self.what.removeprefix("step:"))
+        return "fine", 0.0, False
+
+    def act(self, what):
+        if what == "hang":
+            time.sleep(3600)
+        elif what == "exit":
+            os._exit(9)
+        elif what == "raise":
+            raise KeyError("lost")
+        elif what == "once" and not Path(self.marker).exists():
+            Path(self.marker).touch()
+            os._exit(1)
+
+
+class Closing:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def reset(self, seed):
+        return "x"
+
+    def step(self, action):
+        return "x", 0, True
+
+    def close(self):
+        Path(self.marker).touch()

@@ -1,0 +1,144 @@
+import asyncio
+import random
+from contextlib import asynccontextmanager
+
+import pytest
+
+from rollart.config import Environments, Task
+from rollart.envs.pool import EnvironmentPool
+from rollart.errors import EnvironmentFailed, ServiceError
+from rollart.types import Message, Step
+
+QUICK = Environments(slots=4, reset_deadline=20, step_deadline=20, retries=1)
+
+
+@asynccontextmanager
+async def pool(*tasks, config=QUICK):
+    environments = EnvironmentPool(tasks, config)
+    try:
+        yield environments
+    finally:
+        await environments.close()
+
+
+@asynccontextmanager
+async def leased(task, config=QUICK):
+    async with pool(task, config=config) as environments, environments.lease(task.name, held_out=False) as environment:
+        yield environment
+
+
+def task(env, name="t", **args):
+    return Task(name=name, env=f"hostile_envs:{env}", args=args)
+
+
+def test_a_text_observation_is_one_user_message_and_a_tuple_is_a_step():
+    async def run():
+        async with leased(task("Plain", answers=[["next", 0.5, False], ["bye", None, True]])) as environment:
+            return await environment.reset(1), await environment.step("a"), await environment.step("b")
+
+    first, second, third = asyncio.run(run())
+    assert first == (Message("user", "hello"),)
+    assert second == Step((Message("user", "next"),), 0.5)
+    assert third == Step((Message("user", "bye"),), None, done=True)
+
+
+def test_the_environment_object_is_kept_for_the_next_lease_but_not_across_held_out():
+    async def who(environments, held_out):
+        async with environments.lease("t", held_out) as environment:
+            await environment.reset(7)
+            return (await environment.step("who")).messages[0].content.split()
+
+    async def run():
+        async with pool(task("Plain"), config=Environments(slots=1)) as environments:
+            return [await who(environments, held_out) for held_out in (False, False, True)]
+
+    first, second, third = asyncio.run(run())
+    assert first[0] == second[0] == third[0]
+    assert [first[1], second[1], third[1]] == ["1", "2", "1"]
+    assert [first[2], third[2]] == ["False", "True"]
+    assert first[3] == second[3] == str(random.Random(7).random())
+
+
+def test_a_reset_is_tried_again_on_a_fresh_process(tmp_path):
+    async def run():
+        async with leased(task("Bad", what="once", marker=str(tmp_path / "tried"))) as environment:
+            return await environment.reset(1)
+
+    assert asyncio.run(run()) == (Message("user", "ready"),)
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("hang", "could not be reset in 2 tries; the last: `reset` did not answer within 0.3 s"),
+        ("exit", "could not be reset in 2 tries; the last: the process ended by itself with exit code 9"),
+        ("raise", "could not be reset in 2 tries; the last: KeyError: 'lost'"),
+    ],
+)
+def test_an_environment_that_never_resets_fails_after_the_retries(what, reason):
+    async def run():
+        config = Environments(slots=2, reset_deadline=0.3 if what == "hang" else 20, retries=1)
+        async with leased(task("Bad", what=what), config=config) as environment:
+            with pytest.raises(EnvironmentFailed, match=reason):
+                await environment.reset(1)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [("hang", "`step` did not answer within 0.3 s"), ("exit", "exit code 9"), ("raise", "KeyError: 'lost'")],
+)
+def test_a_failed_step_is_final_until_the_next_reset_and_blocks_nobody(what, reason):
+    async def run():
+        config = Environments(slots=1, step_deadline=0.3 if what == "hang" else 20)
+        async with pool(task("Bad", what=f"step:{what}"), task("Plain", "other"), config=config) as environments:
+            async with environments.lease("t", held_out=False) as environment:
+                await environment.reset(1)
+                with pytest.raises(EnvironmentFailed, match=reason):
+                    await environment.step("a")
+                with pytest.raises(EnvironmentFailed, match="holds no process"):
+                    await environment.step("b")
+                assert await environment.reset(2) == (Message("user", "ready"),)
+            async with environments.lease("other", held_out=False) as environment:
+                assert await environment.reset(1)
+
+    asyncio.run(run())
+
+
+def test_the_pool_counts_its_leases_and_its_slots():
+    async def run():
+        async with pool(task("Plain"), task("Plain", "other")) as environments:
+            async with environments.lease("t", held_out=False), environments.lease("other", held_out=True):
+                held = environments.in_use
+            return held, environments.in_use, environments.slots
+
+    assert asyncio.run(run()) == (2, 0, 8)
+
+
+def test_a_wrong_answer_is_a_failure_with_a_sentence():
+    async def run():
+        async with leased(task("Plain", answers=[["x", "much", False]])) as environment:
+            await environment.reset(1)
+            with pytest.raises(EnvironmentFailed, match=r"`reward` is 'much' \(str\); a number or None is wanted"):
+                await environment.step("a")
+
+    asyncio.run(run())
+
+
+def test_an_environment_that_cannot_be_imported_fails_at_the_start_and_names_its_task():
+    async def run():
+        async with pool(task("Plain"), task("Missing", "bad")) as environments:
+            with pytest.raises(ServiceError, match=r"of task 'bad' cannot start: `hostile_envs:Missing` cannot be"):
+                await environments.start()
+
+    asyncio.run(run())
+
+
+def test_idle_environments_are_closed_properly_at_the_end(tmp_path):
+    async def run():
+        async with leased(task("Closing", marker=str(tmp_path / "closed"))) as environment:
+            await environment.reset(1)
+
+    asyncio.run(run())
+    assert (tmp_path / "closed").exists()

@@ -1,0 +1,110 @@
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from rollart.config import Rewards, Task
+from rollart.errors import RewardFailed, ServiceError
+from rollart.rewards.pool import RewardPool
+from rollart.types import Episode, EpisodeTurn, Message, RewardResult
+
+
+@asynccontextmanager
+async def pool(*functions, config=None, **options):
+    tasks = [Task(name=name, env="a:B", reward=f"hostile_rewards:{name}") for name in functions]
+    rewards = RewardPool(tasks, config or Rewards(retries=1), **options)
+    try:
+        yield rewards
+    finally:
+        await rewards.close()
+
+
+async def until(condition):
+    while not condition():  # noqa: ASYNC110 (state without an event of its own)
+        await asyncio.sleep(0)
+
+
+def episode(**info):
+    return Episode("e", "t", 1, (EpisodeTurn((Message("user", "hi"),), "act", 0.25),), info=info)
+
+
+async def score(function, config=None, **info):
+    async with pool(function, config=config) as rewards:
+        return await rewards.score(function, episode(**info))
+
+
+@pytest.mark.parametrize(("answer", "value"), [(0.5, 0.5), (3, 3.0), (True, 1.0), (-2.5, -2.5)])
+def test_a_number_is_a_result_without_parts(answer, value):
+    assert asyncio.run(score("answer", answer=answer)) == RewardResult(value)
+
+
+def test_a_whole_result_comes_back_whole():
+    assert asyncio.run(score("whole")) == RewardResult(2.0, {"a": 1.0}, True)
+
+
+@pytest.mark.parametrize(
+    ("function", "info", "reason"),
+    [
+        (
+            "answer",
+            {},
+            r"failed 2 times; the last time: KeyError: 'answer' \(hostile_rewards.py, line \d+, in answer\)",
+        ),
+        ("answer", {"answer": "much"}, r"it is 'much' \(str\); a number or a RewardResult is wanted"),
+        ("answer", {"answer": None}, r"it is None \(NoneType\)"),
+        ("infinite", {}, r"it is inf; a finite number is wanted"),
+        ("bad_part", {}, r"part 'a' is 'b' \(str\)"),
+        ("bad_success", {}, r"`success` is 'yes'"),
+        ("die", {}, r"'hostile_rewards:die' of task 'die' failed 2 times; .* ended by itself with exit code 4"),
+    ],
+)
+def test_a_reward_that_cannot_be_had_is_a_failure_and_never_a_number(function, info, reason):
+    with pytest.raises(RewardFailed, match=reason):
+        asyncio.run(score(function, **info))
+
+
+def test_a_reward_that_hangs_fails_at_its_deadline_and_its_worker_is_replaced():
+    async def run():
+        config = Rewards(workers=1, deadline=0.3, retries=0)
+        async with pool("hang", "whole", config=config) as rewards:
+            with pytest.raises(RewardFailed, match=r"`score` did not answer within 0.3 s"):
+                await rewards.score("hang", episode())
+        async with pool("hang", "whole", config=Rewards(workers=1)) as rewards:
+            hanging = asyncio.create_task(rewards.score("hang", episode()))
+            await until(lambda: rewards.in_use)
+            hanging.cancel()
+            assert (await rewards.score("whole", episode())).value == 2.0
+
+    asyncio.run(run())
+
+
+def test_a_failed_call_is_tried_again_on_a_fresh_worker(tmp_path):
+    assert asyncio.run(score("die_once", marker=str(tmp_path / "died"))) == RewardResult(1.0)
+
+
+def test_workers_come_with_the_work_and_stay_within_their_number():
+    async def run():
+        async with pool("who", config=Rewards(workers=3)) as rewards:
+            return await asyncio.gather(*(rewards.score("who", episode()) for _ in range(30)))
+
+    assert 1 <= len({result.value for result in asyncio.run(run())}) <= 3
+
+
+def test_all_processes_end_when_there_is_nothing_to_score():
+    async def run():
+        async with pool("whole", idle_s=0.05) as rewards:
+            await rewards.start()
+            for _ in range(2):
+                assert (await rewards.score("whole", episode())).value == 2.0
+                await until(lambda: not rewards.processes)
+
+    asyncio.run(run())
+
+
+def test_a_reward_that_cannot_be_imported_is_known_at_the_start():
+    async def run():
+        async with pool("missing") as rewards:
+            with pytest.raises(ServiceError, match="the rewards cannot start: `hostile_rewards:missing` cannot be"):
+                await rewards.start()
+
+    asyncio.run(run())
