@@ -130,9 +130,11 @@ class TrajectoryEnded(Event):
 
 
 class BatchTaken(Event):
-    """`staleness`: trajectories by the age of their oldest token, in versions."""
+    """`ids` are its groups, `groups` their number by task, `staleness` its trajectories by the age, in versions, of their
+    oldest token."""
 
     step: int
+    ids: list[str]
     groups: dict[str, int]
     trajectories: int
     tokens: int

@@ -254,6 +254,7 @@ class Scheduler:
         self._sink.emit(
             BatchTaken(
                 step=step,
+                ids=[group.id for group in groups],
                 groups=Counter(group.task for group in groups),
                 trajectories=self.training,
                 tokens=sum(t.total_tokens for group in groups for t in group.done),
