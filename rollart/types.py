@@ -157,6 +157,7 @@ class Trajectory:
     success: bool | None = None
     reason: str = ""
     info: dict[str, Any] = field(default_factory=dict)
+    temperature: float = 1.0
     started_s: float = 0.0
     seconds: float = 0.0
 
@@ -176,7 +177,8 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A trajectory as the trainer sees it: one token sequence. `mask` is 1 where the policy made the token."""
+    """A trajectory as the trainer sees it: one token sequence. `mask` is 1 where the policy made the token, by sampling
+    at `temperature`: logprobs are those of the distribution that it was drawn from."""
 
     id: str
     task: str
@@ -186,6 +188,7 @@ class Sample:
     versions: list[int]
     reward: float
     truncated: bool = False
+    temperature: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Model folders in Hugging Face format, written whole or not at all."""
 
+import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,14 +15,30 @@ def is_model(path: Path) -> bool:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Yields an empty folder beside `path` that takes its place when the block ends well, and vanishes otherwise."""
+    """Yields an empty folder beside `path` that takes its place when the block ends well, and vanishes otherwise.
+
+    It is flushed to disk first. A folder that is already there is moved away, not deleted, until the new one stands."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    draft, old = (path.with_name(f".{path.name}.{kind}") for kind in ("part", "old"))
+    for leftover in (draft, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    draft.mkdir()
     try:
         yield draft
-        draft.chmod(0o755)
+        for entry in (*draft.rglob("*"), draft):
+            _sync(entry)
         if path.exists():
-            shutil.rmtree(path)
+            path.rename(old)
         draft.rename(path)
+        _sync(path.parent)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -83,7 +83,7 @@ def demonstration_tokens(
     for task in run.tasks:
 
         def report(done: int, name: str = task.name) -> None:
-            if done % REPORT_EVERY == 0:
+            if done % REPORT_EVERY == 0 and done < count:
                 on_progress(Progress("demonstrations", done, count, name))
 
         made = demonstrate(task, count, run.seed, on_progress=report)

@@ -34,15 +34,17 @@ class Fleet:
     def __init__(
         self, run: RunFile, directory: Path, log: EventLog, *, model: Path, version: int, trainer: bool = True
     ) -> None:
-        self._run, self._directory, self._log, self._train = run, directory, log, trainer
+        self._run, self._log, self._train = run, log, trainer
         self._model, self._version = model, version
+        self._logs = directory / "logs"
+        self._logs.mkdir(exist_ok=True)
         self._stack = AsyncExitStack()
         self._engines: dict[str, EngineClient] = {}
         self._restarts = 0
         self.store = WeightStore.shared(f"{run.name}-{directory.stat().st_ino}")
         self.renderer = ChatRenderer(model)
-        self.environments = EnvironmentPool(run.tasks, run.environments, log=directory / "logs" / "environments.log")
-        self.rewards = RewardPool(run.tasks, run.rewards, log=directory / "logs" / "rewards.log")
+        self.environments = EnvironmentPool(run.tasks, run.environments, log=self._logs / "environments.log")
+        self.rewards = RewardPool(run.tasks, run.rewards, log=self._logs / "rewards.log")
         self.router: Router
         self.trainer: TrainerClient
         self._trainer_process: local.ServiceProcess
@@ -63,13 +65,13 @@ class Fleet:
 
     async def _start(self) -> None:
         self._stack.callback(self.store.close)
-        names = [f"engine-{number}" for number in range(self._run.engine.count)]
-        await asyncio.gather(
-            self._start_pool(self.environments),
-            self._start_pool(self.rewards),
-            *(self._start_engine(name, self._version) for name in names),
-            *([self._start_trainer()] if self._train else []),
-        )
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._start_pool(self.environments))
+            group.create_task(self._start_pool(self.rewards))
+            for number in range(self._run.engine.count):
+                group.create_task(self._start_engine(f"engine-{number}", self._version))
+            if self._train:
+                group.create_task(self._start_trainer())
         self.router = Router(dict(self._engines), self._version, self._log)
 
     async def _start_pool(self, pool: EnvironmentPool | RewardPool) -> None:
@@ -116,9 +118,7 @@ class Fleet:
             "seed": self._run.seed,
             "version": self._version,
         } | spec
-        process = await local.launch(
-            module, whole, role=role, name=name, logs=self._directory / "logs", threads=threads
-        )
+        process = await local.launch(module, whole, role=role, name=name, logs=self._logs, threads=threads)
         self._stack.push_async_callback(process.stop)
         self._log.emit(ServiceStarted(role=role, name=name, pid=process.process.pid, seconds=clock() - began))
         return process

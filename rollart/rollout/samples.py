@@ -23,4 +23,14 @@ def sample(trajectory: Trajectory) -> Sample:
         logprobs += [0.0] * seen + turn.logprobs
         versions += [-1] * seen + turn.versions
     truncated = trajectory.outcome is Outcome.TRUNCATED
-    return Sample(trajectory.id, trajectory.task, tokens, mask, logprobs, versions, trajectory.reward, truncated)
+    return Sample(
+        trajectory.id,
+        trajectory.task,
+        tokens,
+        mask,
+        logprobs,
+        versions,
+        trajectory.reward,
+        truncated,
+        trajectory.temperature,
+    )

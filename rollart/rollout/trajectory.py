@@ -107,7 +107,12 @@ class Player:
         finally:
             self.router.forget(attempt.id)
         trajectory = replace(
-            trajectory, turns=tuple(attempt.turns), info=attempt.info, started_s=began, seconds=clock() - began
+            trajectory,
+            turns=tuple(attempt.turns),
+            info=attempt.info,
+            temperature=attempt.task.sampling.temperature,
+            started_s=began,
+            seconds=clock() - began,
         )
         self._tell_end(attempt, trajectory)
         return trajectory

@@ -9,9 +9,7 @@ It is a Hugging Face folder, tokenizer included, that can be used as it is, and 
 It is written beside its place, flushed to disk, and renamed. Nothing in it is pickled.
 """
 
-import os
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -19,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rollart.errors import RollartError
+from rollart.models.folder import whole_folder
 from rollart.training.advantages import UNSEEN, RewardRange
 from rollart.training.layout import MANIFEST, OPTIMIZER, REFERENCE
 from rollart.training.policy import Policy
@@ -36,8 +35,7 @@ class Manifest(msgspec.Struct):
 
 def save_checkpoint(trainer: Trainer, path: Path) -> None:
     """A checkpoint that is already at `path` is replaced."""
-
-    def write(folder: Path) -> None:
+    with whole_folder(path) as folder:
         trainer.policy.save(folder)
         save_file(_moments(trainer), folder / OPTIMIZER)
         if trainer.reference is not None:
@@ -46,8 +44,6 @@ def save_checkpoint(trainer: Trainer, path: Path) -> None:
         sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.name != MANIFEST}
         manifest = msgspec.json.encode(Manifest(trainer.version, trainer.updates, ranges, sizes))
         (folder / MANIFEST).write_bytes(msgspec.json.format(manifest))
-
-    save_folder(path, write)
 
 
 def load_checkpoint(trainer: Trainer, path: Path) -> None:
@@ -86,22 +82,6 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def save_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """`write` fills a folder beside `path`, which then takes its name. One already there is moved away first."""
-    aside, old = (path.with_name(f".{path.name}.{kind}") for kind in ("part", "old"))
-    for leftover in (aside, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    aside.mkdir(parents=True)
-    write(aside)
-    for entry in (*aside.iterdir(), aside):
-        _sync(entry)
-    if path.exists():
-        path.rename(old)
-    aside.rename(path)
-    _sync(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def _moments(trainer: Trainer) -> dict[str, Tensor]:
     return {
         f"{name}/{kind}": value
@@ -123,11 +103,3 @@ def _check_shapes(trainer: Trainer, weights: Mapping[str, Tensor], moments: Mapp
             moment = moments.get(f"{name}/{kind}")
             if moment is not None and moment.shape != parameter.shape:
                 raise RollartError(f"the checkpoint {path} is damaged: {kind} of {name} in {OPTIMIZER} does not fit")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

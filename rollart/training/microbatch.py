@@ -67,7 +67,11 @@ def micro_batches(
 
 
 def _micro_batch(samples: Sequence[Sample], advantages: Sequence[float], weights: Sequence[float]) -> MicroBatch:
-    packed = pack([sample.tokens for sample in samples], [sample.mask for sample in samples])
+    packed = pack(
+        [sample.tokens for sample in samples],
+        [sample.mask for sample in samples],
+        [sample.temperature for sample in samples],
+    )
     counts = torch.tensor([sum(sample.mask) for sample in samples])
     sequence = torch.arange(len(samples)).repeat_interleave(counts)
     behaviour = [

@@ -22,7 +22,8 @@ ATTENTION = "rollart_packed"
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A micro-batch. `predict` are the flat positions whose next token is trained, `targets` those next tokens.
+    """A micro-batch. `predict` are the flat positions whose next token is trained, `targets` those next tokens, and
+    `temperature` divides the logits there (None: 1 everywhere).
 
     `grid` holds the flat position shown in every slot of the padded grid, `slots` the slot of every flat position;
     both are None when the sequences are of one length and the grid is the flat layout already.
@@ -36,6 +37,7 @@ class Packed:
     slots: Tensor | None
     predict: Tensor
     targets: Tensor
+    temperature: Tensor | None = None
 
 
 def plan(lengths: Sequence[int], pack_tokens: int) -> list[list[int]]:
@@ -55,7 +57,9 @@ def plan(lengths: Sequence[int], pack_tokens: int) -> list[list[int]]:
     return batches
 
 
-def pack(tokens: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]) -> Packed:
+def pack(
+    tokens: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], temperatures: Sequence[float] | None = None
+) -> Packed:
     """Lay the sequences end to end. The tokens where a mask is 1 are the ones to train, in the order given."""
     lengths = torch.tensor([len(sequence) for sequence in tokens])
     rows, width = len(tokens), int(lengths.max())
@@ -70,7 +74,10 @@ def pack(tokens: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]) -> Pac
     if len(flat) < rows * width:
         slots = torch.arange(rows).repeat_interleave(lengths) * width + positions
         grid = torch.zeros(rows * width, dtype=torch.long).index_copy_(0, slots, torch.arange(len(flat)))
-    return Packed(flat[None], positions[None], rows, width, grid, slots, trained - 1, flat[trained])
+    temperature = None
+    if temperatures is not None and any(value != 1.0 for value in temperatures):
+        temperature = torch.tensor(temperatures).repeat_interleave(lengths)[trained]
+    return Packed(flat[None], positions[None], rows, width, grid, slots, trained - 1, flat[trained], temperature)
 
 
 class _ToGrid(torch.autograd.Function):

@@ -66,10 +66,18 @@ class Policy:
         hidden = self._hidden(packed)[0].index_select(0, packed.predict)
         chunk = max(1, LOGITS_AT_ONCE // self._head.weight.shape[0])
         if len(hidden) <= chunk:
-            return self._score(hidden, packed.targets, entropy)
+            return self._score(hidden, packed.targets, packed.temperature, entropy)
+        heats = packed.temperature
         parts = [
-            checkpoint(self._score, part, targets, entropy, use_reentrant=False)
-            for part, targets in zip(torch.split(hidden, chunk), torch.split(packed.targets, chunk), strict=True)
+            checkpoint(
+                self._score,
+                hidden[at : at + chunk],
+                packed.targets[at : at + chunk],
+                None if heats is None else heats[at : at + chunk],
+                entropy,
+                use_reentrant=False,
+            )
+            for at in range(0, len(hidden), chunk)
         ]
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
@@ -79,8 +87,11 @@ class Policy:
         ).last_hidden_state
         return states
 
-    def _score(self, hidden: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
-        logprobs = torch.log_softmax(self._head(hidden), dim=-1)
+    def _score(
+        self, hidden: Tensor, targets: Tensor, temperature: Tensor | None, entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        logits = self._head(hidden)
+        logprobs = torch.log_softmax(logits if temperature is None else logits / temperature[:, None], dim=-1)
         with torch.set_grad_enabled(entropy and torch.is_grad_enabled()):
             spread = -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(-1, targets[:, None]).squeeze(-1), spread

@@ -136,7 +136,8 @@ class Trainer:
     def _set_rate(self, evidence: float) -> float:
         """Adam makes a full-sized step of however small a gradient; a batch that says little should move little."""
         warm = min(1.0, (self.updates + 1) / max(1, self.config.lr_warm_up))
-        rate: float = self.config.lr * warm * evidence**self.config.algorithm.evidence
+        decay = 1 - (1 - self.config.lr_end) * min(1.0, self.version / self.config.steps)
+        rate: float = self.config.lr * warm * decay * evidence**self.config.algorithm.evidence
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         return rate

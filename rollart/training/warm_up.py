@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from rollart.config import WarmUp
-from rollart.training.checkpoint import save_folder
+from rollart.models.folder import whole_folder
 from rollart.training.packing import pack, plan
 from rollart.training.policy import Policy
 
@@ -50,7 +50,8 @@ def warm_up(
         optimizer.zero_grad(set_to_none=True)
         if report is not None:
             report(step + 1, config.steps, loss)
-    save_folder(output, policy.save)
+    with whole_folder(output) as folder:
+        policy.save(folder)
     return loss
 
 

@@ -5,12 +5,12 @@ import re
 
 import pytest
 
-from rollart.envs import chain_sum, frozen_lake, guess_number
+from rollart.envs import column_sum, frozen_lake, guess_number
 
 GAMES = {
     "frozen_lake": (frozen_lake.FrozenLake, frozen_lake.player),
     "guess_number": (guess_number.GuessNumber, guess_number.player),
-    "chain_sum": (chain_sum.ChainSum, chain_sum.player),
+    "column_sum": (column_sum.ColumnSum, column_sum.player),
 }
 HOSTILE = ["", "\n", "x" * 10_000, "9" * 10_000, "-", "²³", "\ud800", "1e999", "left right", "ünïcödé", "0x1F", "--5"]
 
@@ -32,7 +32,7 @@ def success(game, skill, episodes=400):
 
 
 @pytest.mark.parametrize(
-    ("game", "bad", "middling"), [("frozen_lake", 0.35, 0.9), ("guess_number", 0.45, 0.9), ("chain_sum", 0.1, 0.6)]
+    ("game", "bad", "middling"), [("frozen_lake", 0.35, 0.9), ("guess_number", 0.45, 0.9), ("column_sum", 0.1, 0.6)]
 )
 def test_a_player_is_as_good_as_its_skill(game, bad, middling):
     none, half, full = (success(game, skill) for skill in (0.0, 0.5, 1.0))
@@ -44,7 +44,7 @@ def test_a_player_is_as_good_as_its_skill(game, bad, middling):
 @pytest.mark.parametrize(("game", "instance"), [
     ("frozen_lake", lambda env: tuple(env.rows)),
     ("guess_number", lambda env: (env.low, env.high, env.secret)),
-    ("chain_sum", lambda env: env.expression),
+    ("column_sum", lambda env: env.expression),
 ])  # fmt: skip
 def test_training_and_held_out_instances_never_meet(game, instance):
     def instances(held_out):
@@ -137,15 +137,15 @@ def test_a_wrong_last_guess_earns_by_its_closeness():
     assert env.step("90") == {"messages": "lower", "reward": 0.0, "done": False, "info": {}}
 
 
-def test_the_sum_player_writes_every_step_from_left_to_right():
-    env = chain_sum.ChainSum()
+def test_the_sum_player_writes_every_column_from_right_to_left():
+    env = column_sum.ColumnSum()
     for seed in range(50):
         env.reset(seed)
-        answer = chain_sum.player(env, random.Random(seed), skill=1.0)
-        for step in answer.split(";"):
-            left, right = re.fullmatch(r"(-?\d+[+-]\d+)=(-?\d+)", step).groups()
-            assert sum(map(int, re.findall(r"[+-]?\d+", left))) == int(right)
-        assert env.step(answer)["info"]["success"]
+        *columns, total = column_sum.player(env, random.Random(seed), skill=1.0).split(";")
+        for column in columns:
+            left, right = re.fullmatch(r"(\d\+\d(?:\+1)?)=(\d+)", column).groups()
+            assert sum(map(int, left.split("+"))) == int(right)
+        assert env.step(";".join([*columns, total]))["info"]["success"]
 
 
 def test_a_game_without_instances_says_what_to_change():

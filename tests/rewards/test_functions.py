@@ -1,6 +1,6 @@
 import pytest
 
-from rollart.rewards.functions import chain_sum, env_return
+from rollart.rewards.functions import column_sum, env_return
 from rollart.types import Episode, EpisodeTurn, Message, RewardResult
 
 
@@ -16,21 +16,21 @@ def test_the_return_of_the_environment_is_the_sum_of_its_rewards():
 
 
 @pytest.mark.parametrize(
-    ("action", "value", "steps"),
+    ("action", "value", "columns"),
     [
-        ("25+47=72;72-80=-8;-8+5=-3", 1.0, 1.0),
-        ("25 + 47 = 72\n72 - 80 = -8\n-8 + 5 = -3", 1.0, 1.0),
-        ("-3", 0.8, 0.0),
-        ("25+47=71;71-80=-9;-9+5=-4", 0.2 * 2 / 3, 2 / 3),
-        ("25+47=72;70-80=-10;-10+5=-3", 0.8 + 0.2 / 3, 1 / 3),
-        ("25+47=72;72-80=-8;-8+5=-3;-3+0=-3;-3+0=-3;-3+0=-3", 0.8 + 0.2 / 2, 1 / 2),
+        ("7+5=12;4+8+1=13;3+2+1=6;632", 1.0, 1.0),
+        ("7+5=12; 4+8+1=13; 3+2+1=6; 632", 1.0, 1.0),
+        ("632", 0.8, 0.0),
+        ("7+5=12;4+8+1=12;3+2+1=6;622", 0.2 * 2 / 3, 2 / 3),
+        ("7+5=12;4+8+1=13;3+2+1=6;631", 0.2, 1.0),
+        ("7+5=12;4+8+1=13;3+2+1=6;3+2+1=6;3+2+1=6;3+2+1=6;632", 0.8 + 0.2 / 2, 1 / 2),
         ("", 0.0, 0.0),
         ("9" * 10_000, 0.0, 0.0),
-        ("25+47=" + "7" * 10_000, 0.0, 0.0),
+        ("7+5=" + "7" * 10_000, 0.0, 0.0),
     ],
 )
-def test_a_sum_earns_by_its_answer_and_by_its_right_steps(action, value, steps):
-    result = chain_sum(episode(action, expression="25+47-80+5", answer="-3"))
+def test_a_sum_earns_by_its_answer_and_by_its_right_columns(action, value, columns):
+    result = column_sum(episode(action, expression="347+285", answer="632"))
     assert result.value == pytest.approx(value)
-    assert result.parts["steps"] == pytest.approx(steps)
+    assert result.parts["columns"] == pytest.approx(columns)
     assert result.success == (result.parts["answer"] == 1.0)
