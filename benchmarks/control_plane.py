@@ -1,7 +1,7 @@
 """What the control plane costs: thousands of concurrent trajectories of 20 turns on virtual time.
 
-Engines, environments, rewards and trainer are modelled (they only sleep); ledger and event log are real files. So the CPU
-time that remains is the scheduler's, the router's, the trajectory coroutines' and the event loop's own. Last line:
+Engines, environments, rewards and trainer are modelled (they only sleep); ledger and event log are real files. So the
+CPU time that remains is the scheduler's, the router's, the trajectory coroutines' and the event loop's own. Last line:
 `us_per_turn` at 10,000 trajectories, and `exponent`, the growth of the total with the number of trajectories.
 """
 

@@ -1,8 +1,8 @@
 """Kill -9 the controller at random moments of a real training run and resume it, again and again.
 
 After every kill the ledger is read as the kill left it. Last line: `lost`, trajectories that were ready or leased and
-that the finished run neither trained, nor holds, nor dropped with a reason; `trained_twice`, groups in two batches of the
-surviving history; `left_behind`, processes that outlived the controller.
+that the finished run neither trained, nor holds, nor dropped with a reason; `trained_twice`, groups in two batches of
+the surviving history; `left_behind`, processes that outlived the controller.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from rollart.observe.events import BatchTaken, GroupDropped, RunEnded, RunStarted, read_events
+from rollart.observe.events import BatchTaken, GroupDropped, GroupReady, GroupStarted, RunEnded, RunStarted, read_events
 
 START_DEADLINE = 120.0
 END_DEADLINE = 600.0
@@ -50,23 +50,26 @@ def start(run: Path, folder: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
 
-def lives(folder: Path) -> int:
-    """How often the run was started so far, up to where its first trajectory of this life began."""
+def lives(folder: Path) -> list[list[Any]]:
+    """The events of the run, one list for each time that it was started."""
     log = folder / "events.jsonl"
-    return sum(isinstance(event, RunStarted) for event in read_events(log)) if log.exists() else 0
+    found: list[list[Any]] = []
+    for event in read_events(log) if log.exists() else ():
+        if isinstance(event, RunStarted):
+            found.append([])
+        found[-1].append(event)
+    return found
 
 
 def wait_for_rollout(process: subprocess.Popen[bytes], folder: Path, life: int) -> None:
-    """Until this life of the run has its services up, so that the kill hits training and not the imports."""
+    """Until this life of the run trains, so that the kill does not hit the imports."""
     deadline = time.monotonic() + START_DEADLINE
     while time.monotonic() < deadline:
         if process.poll() is not None:
             return
-        log = folder / "events.jsonl"
-        if log.exists() and log.read_bytes().count(b'"kind":"GroupStarted"') and lives(folder) > life:
-            names = [line for line in log.read_bytes().split(b'"kind":"RunStarted"')[-1].splitlines()]
-            if any(b'"kind":"TurnDone"' in line and b"before" not in line for line in names):
-                return
+        history = lives(folder)
+        if len(history) > life and any(isinstance(event, GroupStarted | GroupReady) for event in history[-1]):
+            return
         time.sleep(0.2)
     raise SystemExit("the run did not start in time; see controller.log")
 
@@ -93,19 +96,15 @@ def kept(folder: Path) -> set[str]:
     return {row[0] for row in rows}
 
 
-def history(folder: Path) -> tuple[dict[int, list[str]], set[str], set[str]]:
-    """The batches of the surviving history by step, the groups dropped with a reason, and the trajectories of groups
-    that ended in any way."""
+def surviving(folder: Path) -> tuple[dict[int, list[str]], set[str]]:
+    """The batches by step of the history that the checkpoints kept, and the groups dropped with a reason."""
     batches: dict[int, list[str]] = {}
     dropped: set[str] = set()
-    for event in read_events(folder / "events.jsonl"):
-        if isinstance(event, RunStarted):
-            batches = {step: ids for step, ids in batches.items() if step < event.version}
-        elif isinstance(event, BatchTaken):
-            batches[event.step] = event.ids
-        elif isinstance(event, GroupDropped):
-            dropped.add(event.group)
-    return batches, dropped, kept(folder)
+    for life in lives(folder):
+        batches = {step: ids for step, ids in batches.items() if step < life[0].version}
+        batches |= {event.step: event.ids for event in life if isinstance(event, BatchTaken)}
+        dropped |= {event.group for event in life if isinstance(event, GroupDropped)}
+    return batches, dropped
 
 
 def crash_and_resume(kills: int, steps: int, seed: int, scratch: Path) -> dict[str, Any]:
@@ -116,7 +115,7 @@ def crash_and_resume(kills: int, steps: int, seed: int, scratch: Path) -> dict[s
     at_kill: set[str] = set()
     left_behind = done = 0
     while done < kills:
-        life = lives(folder)
+        life = len(lives(folder))
         process = start(run, folder)
         wait_for_rollout(process, folder, life)
         time.sleep(rng.uniform(0.0, 4.0))
@@ -125,12 +124,13 @@ def crash_and_resume(kills: int, steps: int, seed: int, scratch: Path) -> dict[s
         left_behind += kill(process)
         done += 1
         at_kill |= kept(folder)
-        version = max((e.version for e in read_events(folder / "events.jsonl") if isinstance(e, RunStarted)), default=0)
-        print(f"kill {done}: resumed from version {version}, {len(at_kill)} trajectories seen ready", flush=True)
+        began = lives(folder)[-1][0].version
+        print(f"kill {done}: this life began at version {began}; {len(at_kill)} trajectories seen ready", flush=True)
     process = start(run, folder)
     process.wait(END_DEADLINE)
-    ended = [event for event in read_events(folder / "events.jsonl") if isinstance(event, RunEnded)]
-    batches, dropped, held = history(folder)
+    last = lives(folder)[-1][-1]
+    batches, dropped = surviving(folder)
+    held = kept(folder)
     trained = Counter(group for ids in batches.values() for group in ids)
     lost = [
         one
@@ -143,7 +143,7 @@ def crash_and_resume(kills: int, steps: int, seed: int, scratch: Path) -> dict[s
         "trained_twice": sum(count > 1 for count in trained.values()),
         "left_behind": left_behind,
         "steps": len(batches),
-        "finished": bool(ended) and ended[-1].reason == "finished" and sorted(batches) == list(range(steps)),
+        "finished": isinstance(last, RunEnded) and last.reason == "finished" and len(batches) == steps,
         "ready_at_kills": len(at_kill),
         "dropped_groups": len(dropped),
     }

@@ -2,8 +2,8 @@
 
 Model, tasks, seeds and number of steps are the same for every preset. Resets and steps are delayed by the paper's
 distributions, scaled so that the mean step takes about 50 ms. Presets run one after the other, in rounds; a preset's
-time is its time of RL alone, without warm-up and evaluation. Last line: `speedup_vs` of rollart against each other preset,
-the success that each reached on held-out episodes, and where the time of each went.
+time is its time of RL alone, without warm-up and evaluation. Last line: `speedup_vs` of rollart against each other
+preset, the success that each reached on held-out episodes, and where the time of each went.
 """
 
 import argparse

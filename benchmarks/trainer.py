@@ -70,7 +70,8 @@ class PlainStep:
         self.rows = rows
 
     def __call__(self, groups: tuple[SampleGroup, ...]) -> None:
-        samples, advantages = [], []
+        samples: list[Sample] = []
+        advantages: list[float] = []
         for group in groups:
             rewards = torch.tensor([sample.reward for sample in group.samples])
             samples += group.samples
@@ -88,7 +89,7 @@ class PlainStep:
             advantage = torch.tensor(advantages[start : start + self.rows])[:, None]
             ratio = (logprobs - old).exp()
             loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
-            ((loss * mask).sum() / total).backward()
+            torch.autograd.backward((loss * mask).sum() / total)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()

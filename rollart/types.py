@@ -1,11 +1,14 @@
 """The nouns. Everything in rollart speaks in these; none of them does anything.
 
-All are plain dataclasses of plain values, so msgspec can carry each of them over a wire or into a file unchanged.
+All are plain records of plain values, so msgspec can carry each of them over a wire or into a file unchanged. Messages
+and turns are kept by the million, so they are structs of tuples, which the garbage collector never has to visit.
 """
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
+
+from msgspec import Struct
 
 Finish = Literal["stop", "length", "abort"]
 
@@ -26,8 +29,7 @@ class Outcome(StrEnum):
         return self in (Outcome.FINISHED, Outcome.TRUNCATED)
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(Struct, frozen=True, gc=False):
     role: str
     content: str
 
@@ -95,16 +97,15 @@ class EngineStatus:
     busy_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(Struct, frozen=True, gc=False):
     """Observation in, action out. `prompt` holds only the tokens that this observation added to the context."""
 
     messages: tuple[Message, ...]
-    prompt: list[int]
+    prompt: tuple[int, ...]
     action: str
-    tokens: list[int]
-    logprobs: list[float]
-    versions: list[int]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
     finish: Finish
     reward: float | None = None
     generate_s: float = 0.0

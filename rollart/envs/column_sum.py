@@ -1,7 +1,7 @@
 """Sums from reasoning-gym's `chain_sum`, worked out in written columns: one turn, a long answer, nearly all decode.
 
-For `347+285=` the written answer is `7+5=12;4+8+1=13;3+2+1=6;632`: a step for each column from the right, with the carry
-of the step before, and then the sum.
+For `347+285=` the written answer is `7+5=12;4+8+1=13;3+2+1=6;632`: a step for each column from the right, with the
+carry of the step before, and then the sum.
 """
 
 from __future__ import annotations

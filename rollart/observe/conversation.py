@@ -1,6 +1,6 @@
 """One trajectory as a conversation to read: what was said, what it earned, which policy said it, how long it took."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -57,7 +57,7 @@ def _said(role: str, content: str) -> Iterator[RenderableType]:
     yield Padding(Text(content.rstrip() or "(nothing)"), (0, 0, 0, 2))
 
 
-def _versions(versions: list[int]) -> str:
+def _versions(versions: Sequence[int]) -> str:
     if not versions:
         return ""
     low, high = min(versions), max(versions)

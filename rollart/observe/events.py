@@ -130,8 +130,8 @@ class TrajectoryEnded(Event):
 
 
 class BatchTaken(Event):
-    """`ids` are its groups, `groups` their number by task, `staleness` its trajectories by the age, in versions, of their
-    oldest token."""
+    """`ids` are its groups, `groups` their number by task, `staleness` its trajectories by the age of their oldest token,
+    in versions."""
 
     step: int
     ids: list[str]

@@ -20,8 +20,10 @@ def sample(trajectory: Trajectory) -> Sample:
         seen, made = len(turn.prompt), len(turn.tokens)
         tokens += turn.prompt + turn.tokens
         mask += [0] * seen + [1] * made
-        logprobs += [0.0] * seen + turn.logprobs
-        versions += [-1] * seen + turn.versions
+        logprobs += [0.0] * seen
+        logprobs += turn.logprobs
+        versions += [-1] * seen
+        versions += turn.versions
     truncated = trajectory.outcome is Outcome.TRUNCATED
     return Sample(
         trajectory.id,

@@ -217,11 +217,11 @@ class Player:
         attempt.turns.append(
             Turn(
                 messages,
-                prompt,
+                tuple(prompt),
                 action,
-                completion.tokens,
-                completion.logprobs,
-                completion.versions,
+                tuple(completion.tokens),
+                tuple(completion.logprobs),
+                tuple(completion.versions),
                 completion.finish,
                 step.reward,
                 generate_s,

@@ -8,17 +8,17 @@ from rollart.types import Message, Outcome, Trajectory, Turn
 def test_a_conversation_shows_words_rewards_versions_and_timings() -> None:
     first = Turn(
         (Message("system", "Play [bold]well[/bold]."), Message("user", "P _\n_ G")),
-        [1] * 9,
+        (1,) * 9,
         "Right",
-        [1, 2],
-        [0, 0],
-        [3, 4],
+        (1, 2),
+        (0, 0),
+        (3, 4),
         "stop",
         0.0,
         0.25,
         0.03,
     )
-    second = Turn((Message("user", "_ P\n_ G"),), [1] * 4, "", [1], [0], [4], "length", 1.0, 1.5, 0.0)
+    second = Turn((Message("user", "_ P\n_ G"),), (1,) * 4, "", (1,), (0,), (4,), "length", 1.0, 1.5, 0.0)
     trajectory = Trajectory(
         "lake-000012.3",
         "lake",

@@ -8,7 +8,7 @@ from rollart.types import Message, Outcome, Trajectory, Turn
 
 
 def trajectory(group: str, member: int, outcome: Outcome = Outcome.FINISHED) -> Trajectory:
-    turn = Turn((Message("user", "hi"),), [1, 2], "yes", [3], [-0.5], [7], "stop", 1.0)
+    turn = Turn((Message("user", "hi"),), (1, 2), "yes", (3,), (-0.5,), (7,), "stop", 1.0)
     return Trajectory(f"{group}.{member}", "t", group, member, 5, outcome, (turn,), reward=1.0)
 
 
