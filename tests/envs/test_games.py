@@ -43,7 +43,7 @@ def test_a_player_is_as_good_as_its_skill(game, bad, middling):
 
 @pytest.mark.parametrize(("game", "instance"), [
     ("frozen_lake", lambda env: tuple(env.rows)),
-    ("guess_number", lambda env: (env.low, env.high, env.secret)),
+    ("guess_number", lambda env: (env.low, env.high)),
     ("column_sum", lambda env: env.expression),
 ])  # fmt: skip
 def test_training_and_held_out_instances_never_meet(game, instance):
@@ -56,7 +56,7 @@ def test_training_and_held_out_instances_never_meet(game, instance):
         return drawn
 
     training, held_out = instances(False), instances(True)
-    assert len(training) > 1_000 and len(held_out) > 500
+    assert len(training) > 300 and len(held_out) > 50
     assert not training & held_out
 
 

@@ -174,6 +174,7 @@ class SampleRun:
             taken,
             ev.BatchTaken(
                 step=step,
+                ids=[],
                 groups=dict.fromkeys(self.tasks, self.groups),
                 trajectories=trained,
                 tokens=900,

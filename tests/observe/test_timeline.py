@@ -85,7 +85,7 @@ def test_times_that_disagree_still_nest() -> None:
         ),
         ev.Scored(t=2.5, seconds=2.0, **name),
         ev.StepDone(t=3.0, version=1, seconds=2.0, tokens=1, values={}, tasks={}),
-        ev.BatchTaken(t=3.1, step=1, groups={}, trajectories=0, tokens=0, waited_s=2.0, staleness={}),
+        ev.BatchTaken(t=3.1, step=1, ids=[], groups={}, trajectories=0, tokens=0, waited_s=2.0, staleness={}),
     ]  # type: ignore[arg-type]
     for slices in tracks(list(trace(log))).values():
         assert_nested(slices)
