@@ -244,8 +244,8 @@ class EventLog:
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._encoder = msgspec.json.Encoder()
+        self._origin = clock() - _mend(path)
         self._file: BinaryIO = open(path, "ab", buffering=0)  # noqa: SIM115
-        self._origin = clock() - last_time(path)
         self._listeners: list[Callable[[AnyEvent], None]] = []
 
     def emit(self, event: AnyEvent) -> None:
@@ -270,10 +270,14 @@ def read_events(path: Path) -> Iterator[AnyEvent]:
                 yield decoder.decode(line)
 
 
-def last_time(path: Path) -> float:
-    """The time of the last whole event in the file, or 0."""
-    last = 0.0
-    if path.exists():
-        for event in read_events(path):
-            last = event.t
-    return last
+def _mend(path: Path) -> float:
+    """Cut off a last line that a kill left unfinished; the time of the last event, or 0."""
+    if not path.exists():
+        return 0.0
+    with open(path, "rb+") as file:
+        whole, last = 0, b""
+        for line in file:
+            if line.endswith(b"\n"):
+                whole, last = whole + len(line), line
+        file.truncate(whole)
+    return msgspec.json.decode(last, type=AnyEvent).t if last else 0.0
