@@ -130,8 +130,7 @@ class TrajectoryEnded(Event):
 
 
 class BatchTaken(Event):
-    """`ids` are its groups, `groups` their number by task, `staleness` its trajectories by the age of their oldest token,
-    in versions."""
+    """`ids` are its groups, `groups` their number by task, `staleness` trajectories by the age of their oldest token."""
 
     step: int
     ids: list[str]
