@@ -5,10 +5,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from rollart.rollout.schedule import Schedule, preset
+
 Preset = Literal["sync", "sync_plus", "one_off", "start_bound", "rollart"]
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
+SCHEDULE_KEYS = ("alpha", "window", "extra_members", "extra_groups")
 ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 
 
@@ -92,6 +95,18 @@ class Rollout(Section):
     extra_groups: Natural = Field(0, description="surplus groups per task in flight")
     retries: Natural = Field(3, description="replacements for failed members of a group, before it is dropped")
     trajectory_deadline: Seconds = 300.0
+
+    @model_validator(mode="after")
+    def _preset_has_the_keys(self) -> "Rollout":
+        """A key that the preset takes no notice of would only seem to be set."""
+        free = {"rollart": set(SCHEDULE_KEYS), "start_bound": {"alpha"}}.get(self.preset, set())
+        for key in SCHEDULE_KEYS:
+            if key not in free and getattr(self, key) != type(self).model_fields[key].default:
+                raise Conflict(f"preset {self.preset!r} has its own {key}; leave it out or choose another preset", key)
+        return self
+
+    def schedule(self) -> Schedule:
+        return preset(self.preset, self.alpha, self.window, self.extra_members, self.extra_groups)
 
 
 class Engine(Section):

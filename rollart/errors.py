@@ -17,6 +17,10 @@ class EngineFailed(RollartError):
     """Generation failed; the request may be tried on another engine."""
 
 
+class EngineLost(EngineFailed):
+    """The engine itself is gone, and with it every request that it had."""
+
+
 class EnvironmentFailed(RollartError):
     """An environment hung, crashed or broke its protocol. Never a reward of 0."""
 

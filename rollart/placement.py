@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from rollart.config import RunFile
 from rollart.rollout.mixture import Mixture
-from rollart.rollout.schedule import preset
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +41,29 @@ class Placement:
 
 
 def plan(run: RunFile) -> Placement:
-    rollout, training = run.rollout, run.training
-    schedule = preset(rollout.preset, rollout.alpha, rollout.window, rollout.extra_members, rollout.extra_groups)
+    training, schedule = run.training, run.rollout.schedule()
+    batches = 1 if schedule.one_batch else schedule.alpha + 1
+    groups = batches * training.batch_groups + schedule.extra_groups * len(run.tasks)
     return Placement(
         places=tuple(_places(run)),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         compute_threads=run.engine.count * run.engine.threads + training.threads,
         batch=Mixture({task.name: task.weight for task in run.tasks}, training.batch_groups).quota(0),
         group_size=training.group_size,
-        in_flight=(schedule.alpha + 1) * training.batch_groups * training.group_size,
+        in_flight=groups * (training.group_size + schedule.extra_members),
     )
 
 
 def _places(run: RunFile) -> Iterator[Place]:
-    yield Place("control", "controller", 1, 1, "cpu", False, f"preset {run.rollout.preset}, alpha {run.rollout.alpha}")
+    yield Place(
+        "control",
+        "controller",
+        1,
+        1,
+        "cpu",
+        False,
+        f"preset {run.rollout.preset}, alpha {run.rollout.schedule().alpha}",
+    )
     engine = run.engine
     about = f"{engine.max_batch} sequences at once, {engine.kv_megabytes} MB KV, {engine.dtype}"
     yield Place("generate", "engine", engine.count, engine.threads, engine.device, False, about)

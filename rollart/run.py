@@ -13,7 +13,7 @@ from typing import Any
 from rollart import runfile
 from rollart.config import RunFile
 from rollart.config import Task as TaskConfig
-from rollart.errors import RollartError
+from rollart.errors import RollartError, ServiceError
 from rollart.models.prepare import Progress, prepare_in_child
 from rollart.observe import summary
 from rollart.observe.events import Evaluated, EventLog, PipelineSample, RunEnded, RunStarted, StepDone, WarmedUp
@@ -22,7 +22,7 @@ from rollart.rollout.evaluation import Evaluator
 from rollart.rollout.ledger import Ledger, Recovery
 from rollart.rollout.lockstep import Lockstep
 from rollart.rollout.pipeline import Pipeline, Plan
-from rollart.rollout.schedule import Schedule, preset
+from rollart.rollout.schedule import Schedule
 from rollart.rollout.scheduler import Scheduler
 from rollart.rollout.trajectory import Player, TaskPlan
 from rollart.training.layout import TRAINER_FILES
@@ -30,15 +30,20 @@ from rollart.types import Sampling
 
 OnLog = Callable[[EventLog], None]
 _SAMPLE_SECONDS = 0.5
+_REASON_SECONDS = 2.0
 
 
 async def train(run: RunFile, directory: Path, *, resume: bool = False, on_log: OnLog | None = None) -> dict[str, Any]:
     """Train as the run file says and leave everything in `directory`. Answers with the summary."""
+    if resume:
+        _check_same_run(run, directory)
     directory.mkdir(parents=True, exist_ok=True)
     with _exclusive(directory), contextlib.closing(Ledger.open(directory / "ledger.sqlite")) as ledger:
         recovery = ledger.recover()
-        if resume and not (directory / "run.yaml").exists():
-            raise RollartError(f"{directory} holds no run that could be resumed")
+        if recovery.version > run.training.steps:
+            raise RollartError(
+                f"{directory} is at version {recovery.version} already, beyond training.steps {run.training.steps}"
+            )
         (directory / "run.yaml").write_text(runfile.dump(run))
         with _event_log(directory, on_log) as log:
             trained = [recovery.version]
@@ -50,6 +55,7 @@ async def train(run: RunFile, directory: Path, *, resume: bool = False, on_log: 
             except BaseException as error:
                 reason = "interrupted" if isinstance(error, asyncio.CancelledError) else str(_root(error))
                 log.emit(RunEnded(version=trained[-1], reason=reason))
+                summary.write(directory)
                 raise _root(error) from error
             log.emit(RunEnded(version=trained[-1], reason="finished"))
     return summary.write(directory)
@@ -74,16 +80,11 @@ def task_plans(run: RunFile) -> list[TaskPlan]:
     return [TaskPlan(task.name, task.weight, task.max_turns, task.max_context, _sampling(task)) for task in run.tasks]
 
 
-def schedule_of(run: RunFile) -> Schedule:
-    rollout = run.rollout
-    return preset(rollout.preset, rollout.alpha, rollout.window, rollout.extra_members, rollout.extra_groups)
-
-
 async def _train(run: RunFile, directory: Path, ledger: Ledger, recovery: Recovery, log: EventLog) -> None:
     checkpoints = directory / "checkpoints"
     model = checkpoints / f"{recovery.version:06d}" if recovery.version else await _prepare(run, directory, log)
     async with Fleet(run, directory, log, model=model, version=recovery.version) as fleet:
-        schedule = schedule_of(run)
+        schedule = run.rollout.schedule()
         evaluator = Evaluator(task_plans(run), _player(run, fleet, log, None), ledger, log)
         if recovery.version == 0:
             await _supervised(fleet, evaluator.run(0, run.evaluation.final_episodes, label="before", final=True))
@@ -101,7 +102,7 @@ async def _train(run: RunFile, directory: Path, ledger: Ledger, recovery: Recove
             sink=log,
             checkpoints=checkpoints,
             on_loaded=fleet.retire,
-            on_saved=lambda version: _prune(checkpoints, run.checkpoint.keep),
+            on_saved=lambda version: _prune(checkpoints, version, run.checkpoint.keep),
         )
         try:
             async with _beside(_sample(scheduler, fleet, log)):
@@ -143,7 +144,7 @@ def _started(run: RunFile, recovery: Recovery, resume: bool) -> RunStarted:
     return RunStarted(
         name=run.name,
         preset=run.rollout.preset,
-        alpha=schedule_of(run).alpha,
+        alpha=run.rollout.schedule().alpha,
         seed=run.seed,
         steps=run.training.steps,
         tasks=[task.name for task in run.tasks],
@@ -178,6 +179,15 @@ def _keep_model(checkpoint: Path, model: Path) -> None:
     shutil.copytree(checkpoint, model, ignore=shutil.ignore_patterns(*TRAINER_FILES))
 
 
+def _check_same_run(run: RunFile, directory: Path) -> None:
+    """A run goes on with the model that it began with; everything else may change."""
+    stored = directory / "run.yaml"
+    if not stored.exists():
+        raise RollartError(f"{directory} holds no run that could be resumed")
+    if runfile.load(stored).model != run.model:
+        raise RollartError(f"`model` differs from that of the run in {directory}; resume with the same, or start anew")
+
+
 async def _supervised(fleet: Fleet, work: Any) -> Any:
     """`work`, unless a service that it needs is lost first."""
     async with _beside(fleet.supervise()) as watching:
@@ -186,6 +196,11 @@ async def _supervised(fleet: Fleet, work: Any) -> Any:
             await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
                 await watching
+            if isinstance(working.exception(), ServiceError):
+                # The loss of a service shows first as a broken connection; its watcher knows why.
+                await asyncio.wait([watching], timeout=_REASON_SECONDS)
+                if watching.done():
+                    await watching
         finally:
             working.cancel()
             await asyncio.wait([working])
@@ -199,7 +214,9 @@ async def _beside(work: Any) -> AsyncIterator[asyncio.Future[Any]]:
         yield task
     finally:
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.wait([task])
+        if not task.cancelled() and (failure := task.exception()) is not None:
+            raise failure
 
 
 async def _sample(scheduler: Scheduler, fleet: Fleet, log: EventLog) -> None:
@@ -217,9 +234,12 @@ async def _sample(scheduler: Scheduler, fleet: Fleet, log: EventLog) -> None:
         await asyncio.sleep(_SAMPLE_SECONDS)
 
 
-def _prune(checkpoints: Path, keep: int) -> None:
-    for old in sorted(path for path in checkpoints.glob("[0-9]*") if path.name.isdigit())[:-keep]:
-        shutil.rmtree(old)
+def _prune(checkpoints: Path, version: int, keep: int) -> None:
+    """Keep the newest `keep` up to `version`, which the ledger has just committed; later ones are of a lost history."""
+    numbers = sorted(int(path.name) for path in checkpoints.iterdir() if path.name.isdigit())
+    kept = [number for number in numbers if number <= version][-keep:]
+    for number in set(numbers) - set(kept):
+        shutil.rmtree(checkpoints / f"{number:06d}")
 
 
 @contextlib.contextmanager

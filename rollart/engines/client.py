@@ -2,7 +2,7 @@
 
 from typing import TypeVar
 
-from rollart.errors import EngineFailed, ServiceError
+from rollart.errors import EngineFailed, EngineLost, ServiceError
 from rollart.services import rpc
 from rollart.types import Completion, EngineStatus, GenerationRequest
 
@@ -36,4 +36,5 @@ class EngineClient:
         try:
             return await self._client.call(method, argument, returns=returns, deadline=deadline)
         except ServiceError as error:
-            raise EngineFailed(str(error)) from error
+            failure = EngineFailed if self._client.alive else EngineLost
+            raise failure(str(error)) from error

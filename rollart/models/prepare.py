@@ -5,6 +5,7 @@ one holds the folder, or the error. It ends at once when its stdin does, so it n
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -114,7 +115,8 @@ async def prepare_in_child(run: RunFile, path: Path, on_progress: OnProgress, lo
         return await _follow(child, on_progress, log)
     finally:
         if child.returncode is None:
-            os.killpg(child.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
             await child.wait()
 
 

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Iterator
+from errno import ENOSPC
 from pathlib import Path
 from typing import BinaryIO, Protocol, Union
 
@@ -130,7 +131,7 @@ class TrajectoryEnded(Event):
 
 
 class BatchTaken(Event):
-    """`ids` are its groups, `groups` their number by task, `staleness` trajectories by the age of their oldest token."""
+    """`ids` are its groups, `groups` their number by task, `staleness` trajectories by age of the oldest token."""
 
     step: int
     ids: list[str]
@@ -187,7 +188,8 @@ class PipelineSample(Event):
 
 
 class Evaluated(Event):
-    """Held-out episodes at one version. `failed` could not be played and are not in `success`."""
+    """Held-out episodes, begun at `version`; beside training, later versions may play the rest. `failed` could not be
+    played and are not in `success`."""
 
     version: int
     task: str
@@ -248,10 +250,17 @@ class EventLog:
         self._listeners: list[Callable[[AnyEvent], None]] = []
 
     def emit(self, event: AnyEvent) -> None:
+        """Raises OSError when the disk is full. A listener that fails is let go: a view never stops a run."""
         event.t = round(self._clock() - self._origin, 6)
-        self._file.write(self._encoder.encode(event) + b"\n")
-        for listener in self._listeners:
-            listener(event)
+        line = self._encoder.encode(event) + b"\n"
+        if self._file.write(line) != len(line):
+            raise OSError(ENOSPC, "the event log could not be written: the disk is full")
+        for listener in list(self._listeners):
+            try:
+                listener(event)
+            except Exception as error:
+                self._listeners.remove(listener)
+                self.emit(Warned(message=f"a view of the run failed and was closed: {error!r}"))
 
     def subscribe(self, listener: Callable[[AnyEvent], None]) -> None:
         self._listeners.append(listener)

@@ -1,8 +1,8 @@
 """The services of one run on this machine: engines and trainer as child processes, environments and rewards as pools.
 
-Invariants: everything started here ends with the `async with`, however it is left; an engine that dies is started
-again, at most `_RESTARTS` times in all, from the newest weights, while the router sends its requests elsewhere; a
-trainer that dies ends the run, which `--resume` continues from its last checkpoint.
+Invariants: everything started here ends with the `async with`, however it is left; an engine that dies, or that the
+router gave up, is killed and started again, at most `_RESTARTS` times in all, and serves only once it has the newest
+weights; a trainer that dies ends the run, which `--resume` continues from its last checkpoint.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from rollart.chat import ChatRenderer
 from rollart.config import RunFile
 from rollart.engines.client import EngineClient
 from rollart.envs.pool import EnvironmentPool
-from rollart.errors import EngineFailed, ServiceError
+from rollart.errors import EngineFailed, EngineLost, ServiceError
 from rollart.observe.events import EngineSample, EventLog, ServiceEnded, ServiceStarted, Warned
 from rollart.resources import local
 from rollart.rewards.pool import RewardPool
@@ -64,15 +64,18 @@ class Fleet:
         await self._stack.aclose()
 
     async def _start(self) -> None:
+        self.store.clear()  # what a killed run may have left
         self._stack.callback(self.store.close)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._start_pool(self.environments))
             group.create_task(self._start_pool(self.rewards))
             for number in range(self._run.engine.count):
-                group.create_task(self._start_engine(f"engine-{number}", self._version))
+                group.create_task(self._start_engine(f"engine-{number}"))
             if self._train:
                 group.create_task(self._start_trainer())
-        self.router = Router(dict(self._engines), self._version, self._log)
+        self.router = Router(
+            dict(self._engines), self._version, self._log, on_lost=lambda name: self._engine_processes[name].kill()
+        )
 
     async def _start_pool(self, pool: EnvironmentPool | RewardPool) -> None:
         self._stack.push_async_callback(pool.close)
@@ -87,23 +90,22 @@ class Fleet:
             threads=self._run.training.threads,
         )
         self._trainer_process = process
-        client = await rpc.connect(process.url)
-        self._stack.push_async_callback(client.close)
+        client = await self._stack.enter_async_context(rpc.connected(process.url))
         self.trainer = TrainerClient(client, self._run.training.deadline)
 
     def _checkpoint(self) -> str | None:
         return str(self._model) if self._version else None
 
-    async def _start_engine(self, name: str, version: int) -> None:
+    async def _start_engine(self, name: str) -> None:
+        """At the version that the run began with: its weights are in the model folder, never retired."""
         process = await self._launch(
             "rollart.engines.service",
-            {"config": self._run.engine.model_dump(mode="json"), "version": version},
+            {"config": self._run.engine.model_dump(mode="json")},
             role="generate",
             name=name,
             threads=self._run.engine.threads,
         )
-        client = await rpc.connect(process.url)
-        self._stack.push_async_callback(client.close)
+        client = await self._stack.enter_async_context(rpc.connected(process.url))
         self._engine_processes[name] = process
         self._engines[name] = EngineClient(client, deadline=self._run.engine.deadline)
 
@@ -118,7 +120,7 @@ class Fleet:
             "seed": self._run.seed,
             "version": self._version,
         } | spec
-        process = await local.launch(module, whole, role=role, name=name, logs=self._logs, threads=threads)
+        process = await local.launch(module, whole, name=name, logs=self._logs, threads=threads)
         self._stack.push_async_callback(process.stop)
         self._log.emit(ServiceStarted(role=role, name=name, pid=process.process.pid, seconds=clock() - began))
         return process
@@ -151,14 +153,19 @@ class Fleet:
             self._restarts += 1
             if self._restarts > _RESTARTS:
                 raise ServiceError(f"engines ended {self._restarts} times, the last: {reason}")
-            version = self.router.target
-            await self._start_engine(name, version)
+            await self._start_engine(name)
+            version = self._version
+            while version != self.router.target:  # it may move while we load
+                version = self.router.target
+                await self._engines[name].load(version)
             self.router.replace(name, self._engines[name], version)
 
     async def _sample(self, name: str) -> None:
         while True:
             try:
                 status = await self._engines[name].status()
+            except EngineLost:
+                pass  # its watcher tells, and starts it again
             except EngineFailed as error:
                 self._log.emit(Warned(message=f"{name} did not tell its status: {error}"))
             else:

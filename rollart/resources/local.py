@@ -23,15 +23,10 @@ STOP_DEADLINE = 5.0
 
 @dataclass(slots=True)
 class ServiceProcess:
-    role: str
     name: str
     url: str
     process: asyncio.subprocess.Process
     log: Path
-
-    @property
-    def alive(self) -> bool:
-        return self.process.returncode is None
 
     async def wait(self) -> str:
         """Why it ended, once it has."""
@@ -55,9 +50,7 @@ class ServiceProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
-async def launch(
-    module: str, spec: Mapping[str, Any], *, role: str, name: str, logs: Path, threads: int = 1
-) -> ServiceProcess:
+async def launch(module: str, spec: Mapping[str, Any], *, name: str, logs: Path, threads: int = 1) -> ServiceProcess:
     """Start `python -m module`, hand it `spec`, and wait until it tells its address."""
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{name}.log"
@@ -71,7 +64,7 @@ async def launch(
             env=environment,
             start_new_session=True,
         )
-    service = ServiceProcess(role, name, "", process, log)
+    service = ServiceProcess(name, "", process, log)
     try:
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(json.dumps(spec).encode() + b"\n")

@@ -3,18 +3,19 @@
 import asyncio
 from collections.abc import Sequence
 
+from rollart.errors import RollartError
 from rollart.observe.events import Evaluated, EventSink
 from rollart.rollout.ledger import Ledger
 from rollart.rollout.seeds import seed_of
 from rollart.rollout.trajectory import Attempt, Player, TaskPlan
-from rollart.types import Trajectory
+from rollart.types import Outcome, Trajectory
 
 
 def succeeded(trajectory: Trajectory) -> bool:
-    """What the reward or the environment called a success, else any positive reward."""
+    """What the reward or the environment called a success, else a positive reward at an end that was not a limit."""
     if trajectory.success is not None:
         return trajectory.success
-    return (trajectory.reward or 0.0) > 0
+    return trajectory.outcome is Outcome.FINISHED and (trajectory.reward or 0.0) > 0
 
 
 class Evaluator:
@@ -22,7 +23,8 @@ class Evaluator:
         self._tasks, self._player, self._ledger, self._sink = tasks, player, ledger, sink
 
     async def run(self, version: int, episodes: int, *, label: str = "eval", final: bool = False) -> list[Evaluated]:
-        """Play `episodes` of every task. What the machinery failed to play is counted apart, never as a failure."""
+        """Play `episodes` of every task. What the machinery failed to play is counted apart, never as a failure; if it
+        could play nothing at all of a task, that is an error."""
         results = await asyncio.gather(*(self._task(task, version, episodes, label, final) for task in self._tasks))
         for result in results:
             self._sink.emit(result)
@@ -34,7 +36,13 @@ class Evaluator:
         for trajectory in trajectories:
             self._ledger.add(trajectory, held_out=True)
         played = [trajectory for trajectory in trajectories if trajectory.outcome.trainable]
-        count = max(1, len(played))
+        count = len(played)
+        if not played:
+            last = trajectories[-1]
+            raise RollartError(
+                f"none of {episodes} held-out episodes of task {task.name} could be played; the last ended as "
+                f"{last.outcome}: {last.reason}"
+            )
         return Evaluated(
             version=version,
             task=task.name,

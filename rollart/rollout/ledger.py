@@ -130,11 +130,14 @@ class Ledger:
         self._db.execute("update groups set state = 'dropped', reason = ? where id = ?", (reason, group))
 
     def commit(self, version: int) -> None:
-        """The checkpoint of `version` is complete: the steps before it consumed their leases for good."""
+        """The checkpoint of `version` is complete: the steps before it consumed their leases for good, power cuts
+        included, because older checkpoints are deleted next."""
+        self._db.execute("pragma synchronous = full")
         with self._db:
             self._db.execute("begin")
             self._db.execute("update groups set state = 'consumed' where state = 'leased' and step < ?", (version,))
             self._db.execute("insert or replace into progress values ('checkpoint', ?)", (version,))
+        self._db.execute("pragma synchronous = normal")
 
     def recover(self) -> Recovery:
         """Take back the leases that no checkpoint contains, and list what is open."""

@@ -51,17 +51,17 @@ class Pipeline:
         self._checkpoints, self._on_loaded, self._on_saved = checkpoints, on_loaded, on_saved
         self._published = asyncio.Event()
         self._evaluation: asyncio.Task[object] | None = None
+        self._evaluated = version
 
     async def run(self) -> None:
         """Until the last step is trained, loaded by the engines and saved."""
         async with asyncio.TaskGroup() as group:
-            swapping = group.create_task(self._swap())
+            swapping = group.create_task(self._swap(group))
             while self.version < self._plan.steps:
                 batch = await self._scheduler.take_batch()
                 await self._train(batch)
                 if self.version % self._plan.checkpoint_every == 0 or self.version == self._plan.steps:
                     await self._save()
-                self._evaluate_if_due(group)
             await swapping
 
     async def _train(self, batch: Batch) -> None:
@@ -83,8 +83,8 @@ class Pipeline:
         self._sink.emit(Published(version=self.version, seconds=clock() - began))
         self._published.set()
 
-    async def _swap(self) -> None:
-        """Bring the engines to the newest version, again and again, beside training."""
+    async def _swap(self, group: asyncio.TaskGroup) -> None:
+        """Bring the engines to the newest version, again and again, beside training; evaluate it when it is time."""
         while self._router.target < self._plan.steps:
             await self._published.wait()
             self._published.clear()
@@ -95,7 +95,7 @@ class Pipeline:
             version = self.version
             await self._router.load(version)
             self._on_loaded(version)
-            self._scheduler.admit()
+            self._evaluate_if_due(group, version)
 
     async def _save(self) -> None:
         clock = asyncio.get_running_loop().time
@@ -105,8 +105,10 @@ class Pipeline:
         self._on_saved(self.version)
         self._sink.emit(Checkpointed(version=self.version, seconds=clock() - began))
 
-    def _evaluate_if_due(self, group: asyncio.TaskGroup) -> None:
+    def _evaluate_if_due(self, group: asyncio.TaskGroup, version: int) -> None:
+        """One at a time: what falls due while an evaluation runs is made up for at the next swap."""
         every = self._plan.evaluate_every
-        due = every and self.version % every == 0 and self.version < self._plan.steps
+        due = every and version // every > self._evaluated // every and version < self._plan.steps
         if due and (self._evaluation is None or self._evaluation.done()):
-            self._evaluation = group.create_task(self._evaluator.run(self.version, self._plan.episodes))
+            self._evaluated = version
+            self._evaluation = group.create_task(self._evaluator.run(version, self._plan.episodes))

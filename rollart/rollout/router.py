@@ -1,14 +1,15 @@
 """Which engine serves a request, and what happens when it does not.
 
-Invariants: a conversation stays on the engine that holds its prefix while that engine lives; an engine that failed gets
-nothing until it is replaced; a request is tried at most `attempts` times; `serving` is the oldest version that a new
-request could meet. Cancelling `generate` aborts the request at the engine.
+Invariants: a conversation stays on the engine that holds its prefix while that engine lives; a lost engine gets nothing
+until it is replaced, and whoever owns it is told at once; a request is tried at most `attempts` times; `serving` is the
+oldest version that a new request could meet. Cancelling `generate` aborts the request at the engine.
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from rollart.errors import EngineFailed
+from rollart.errors import EngineFailed, EngineLost
 from rollart.observe.events import EngineSwapped, EventSink, Warned
 from rollart.protocols import Engine
 from rollart.types import Completion, GenerationRequest
@@ -26,12 +27,25 @@ class _Place:
 
 
 class Router:
-    def __init__(self, engines: dict[str, Engine], version: int, sink: EventSink, attempts: int = 3) -> None:
+    """`on_lost` hears of an engine that cannot go on; `on_change`, which the scheduler sets, that `serving` may have
+    moved. `target` is the newest version that engines were told to load."""
+
+    def __init__(
+        self,
+        engines: dict[str, Engine],
+        version: int,
+        sink: EventSink,
+        *,
+        on_lost: Callable[[str], None] = lambda name: None,
+        attempts: int = 3,
+    ) -> None:
         self._places = {name: _Place(name, engine, version) for name, engine in engines.items()}
         self._sessions: dict[str, str] = {}
         self._sink = sink
         self._attempts = attempts
         self._revived = asyncio.Event()
+        self._on_lost = on_lost
+        self.on_change: Callable[[], None] = lambda: None
         self.target = version
 
     @property
@@ -49,6 +63,8 @@ class Router:
             except EngineFailed as error:
                 reason = str(error)
                 self._sessions.pop(request.session, None)
+                if isinstance(error, EngineLost):
+                    self._lose(place, reason)
             finally:
                 place.open -= 1
         raise EngineFailed(f"{reason} (tried {self._attempts} times)")
@@ -78,18 +94,25 @@ class Router:
         self._sessions.pop(session, None)
 
     def lost(self, name: str, reason: str) -> None:
-        self._places[name].alive = False
-        self._sink.emit(Warned(message=f"engine {name} is out: {reason}"))
+        self._lose(self._places[name], reason)
+
+    def _lose(self, place: _Place, reason: str) -> None:
+        if place.alive and self._places[place.name] is place:
+            place.alive = False
+            self._sink.emit(Warned(message=f"engine {place.name} is out: {reason}"))
+            self._on_lost(place.name)
 
     def replace(self, name: str, engine: Engine, version: int) -> None:
         """An engine came (back) with `version` loaded."""
         self._places[name] = _Place(name, engine, version)
         self._revived.set()
+        self.on_change()
 
     async def load(self, version: int) -> None:
         """Bring every living engine to `version`. One that cannot is left out until it is replaced."""
         self.target = version
         await asyncio.gather(*(self._load(place, version) for place in self._places.values() if place.alive))
+        self.on_change()
 
     async def _load(self, place: _Place, version: int) -> None:
         clock = asyncio.get_running_loop().time
@@ -97,7 +120,7 @@ class Router:
         try:
             await place.engine.load(version)
         except EngineFailed as error:
-            self.lost(place.name, f"could not load version {version}: {error}")
+            self._lose(place, f"could not load version {version}: {error}")
             return
         place.version = version
         self._sink.emit(EngineSwapped(engine=place.name, version=version, seconds=clock() - began))

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
+from rollart.errors import RollartError
 from rollart.observe.events import BatchTaken, EventSink, GroupDropped, GroupReady, GroupStarted
 from rollart.rollout.batcher import choose
 from rollart.rollout.groups import Group
@@ -24,6 +25,8 @@ from rollart.rollout.schedule import Schedule
 from rollart.rollout.seeds import seed_of
 from rollart.rollout.trajectory import Attempt, Player, TaskPlan
 from rollart.types import Batch, Outcome, Trajectory
+
+_HOPELESS = 25
 
 
 class Scheduler:
@@ -48,6 +51,7 @@ class Scheduler:
         self._tasks = {task.name: task for task in tasks}
         self._size, self._steps, self._retries, self._seed = group_size, steps, retries, seed
         self._player, self._router, self._ledger, self._sink = player, router, ledger, sink
+        router.on_change = self.admit
         self._groups: dict[str, dict[str, Group]] = {task.name: {} for task in tasks}
         self._ready: Counter[str] = Counter()
         self._index: Counter[str] = Counter()
@@ -57,6 +61,7 @@ class Scheduler:
         self._all_played = asyncio.Event()
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
+        self._hopeless: Counter[str] = Counter()
         self._stopped = False
         self.training = 0
 
@@ -87,6 +92,7 @@ class Scheduler:
                 continue
             group = Group(record.id, record.task, record.index, record.seed, record.size, record.version)
             group.launched = past.launched
+            group.started_s = asyncio.get_running_loop().time()
             group.done = list(past.trajectories[: record.size])
             for trajectory in group.done:
                 group.saw(trajectory.oldest if trajectory.oldest is not None else record.version)
@@ -166,8 +172,7 @@ class Scheduler:
         """A bug in a member's own code must end the run, not vanish."""
         self._members.discard(coroutine)
         if not coroutine.cancelled() and (error := coroutine.exception()) is not None:
-            self._error = self._error or error
-            self._changed.set()
+            self._fail(error)
 
     async def _played(self) -> None:
         """An episode ended; its environment is free. Rewards of the `sync` preset wait for the whole batch."""
@@ -197,11 +202,28 @@ class Scheduler:
             group.failures += 1
             if group.failures > self._retries:
                 self._drop(group, f"too many failed members, the last: {trajectory.outcome}")
+                self._give_up_if_hopeless(trajectory)
                 self.admit()
             else:
                 self._fill(group)
 
+    def _give_up_if_hopeless(self, trajectory: Trajectory) -> None:
+        """Groups of a task that fail one after the other, with no good one between, will not do better by waiting."""
+        self._hopeless[trajectory.task] += 1
+        if self._hopeless[trajectory.task] >= _HOPELESS:
+            self._fail(
+                RollartError(
+                    f"{_HOPELESS} groups of task {trajectory.task} in a row could not be completed; the last failure "
+                    f"was {trajectory.outcome}: {trajectory.reason}"
+                )
+            )
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = self._error or error
+        self._changed.set()
+
     def _complete(self, group: Group) -> None:
+        self._hopeless[group.task] = 0
         self._cancel(group, Outcome.CANCELLED, "its group is complete")
         self._ready[group.task] += 1
         seconds = asyncio.get_running_loop().time() - group.started_s
@@ -249,7 +271,7 @@ class Scheduler:
             group.closed = True
             del self._groups[group.task][group.id]
             self._ready[group.task] -= 1
-            staleness.update(abs(step - (t.oldest if t.oldest is not None else step)) for t in group.done)
+            staleness.update(max(0, step - (t.oldest if t.oldest is not None else step)) for t in group.done)
         self.training = sum(len(group.done) for group in groups)
         self._sink.emit(
             BatchTaken(

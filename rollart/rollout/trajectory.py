@@ -7,6 +7,7 @@ is asked for; a failure of the machinery is an outcome of its own and never a re
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from rollart.errors import EngineFailed, EnvironmentFailed, RewardFailed
@@ -119,8 +120,7 @@ class Player:
 
     async def _outcome(self, attempt: Attempt, blank: Trajectory) -> Trajectory:
         try:
-            async with asyncio.timeout(self.deadline):
-                outcome = await self._play(attempt)
+            outcome = await self._play(attempt)
             attempt.played = True
             if attempt.on_played:
                 await attempt.on_played()
@@ -139,10 +139,12 @@ class Player:
         attempt.phase = "waiting for an environment"
         async with self.environments.lease(attempt.task.name, attempt.held_out) as environment:
             if self.lockstep is None:
-                return await self._converse(attempt, environment)
+                async with asyncio.timeout(self.deadline):
+                    return await self._converse(attempt, environment)
             self.lockstep.join()
             try:
-                return await self._converse(attempt, environment)
+                async with asyncio.timeout(self.deadline):
+                    return await self._converse(attempt, environment)
             finally:
                 self.lockstep.leave()
 
@@ -152,7 +154,7 @@ class Player:
         attempt.phase = "resetting its environment"
         messages = await environment.reset(attempt.seed)
         self.sink.emit(EnvReset(trajectory=attempt.id, task=attempt.task.name, seconds=clock() - began))
-        prompt = self.renderer.open(messages)
+        prompt = self._render(attempt, self.renderer.open, messages)
         context: list[int] = []
         while True:
             context += prompt
@@ -171,13 +173,28 @@ class Player:
             took = clock()
             self._record(attempt, messages, prompt, action, completion, step, generated - began, took - generated)
             self._tell_turn(attempt, engine, completion, generated - began, took - generated)
+            attempt.info.update(step.info)
             if step.done:
-                attempt.info.update(step.info)
                 return Outcome.TRUNCATED if step.truncated else Outcome.FINISHED
             if len(attempt.turns) >= attempt.task.max_turns:
                 return Outcome.TRUNCATED
             messages = step.messages
-            prompt = self.renderer.extend(completion.finish, messages)
+            prompt = self._render(attempt, partial(self.renderer.extend, completion.finish), messages)
+
+    def _render(
+        self,
+        attempt: Attempt,
+        render: Callable[[tuple[Message, ...]], list[int]],
+        messages: tuple[Message, ...],
+    ) -> list[int]:
+        try:
+            return render(messages)
+        except (
+            Exception
+        ) as error:  # a chat template may refuse what an environment says: that is the environment's fault
+            raise EnvironmentFailed(
+                f"the model's chat template refuses a message of task {attempt.task.name}: {error}"
+            ) from error
 
     def _too_long(self, attempt: Attempt, tokens: int) -> Outcome:
         raise EnvironmentFailed(
@@ -199,8 +216,7 @@ class Player:
         engine, completion = await self.router.generate(request)
         if completion.finish == "abort" or not completion.tokens:
             raise EngineFailed(f"engine {engine} gave up request {request.id}")
-        if turn == 0:
-            attempt.on_version(min(completion.versions))
+        attempt.on_version(min(completion.versions))
         return engine, completion
 
     def _record(

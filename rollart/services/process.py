@@ -35,7 +35,7 @@ async def _serve(build: Build, spec: dict[str, Any]) -> None:
         loop.add_signal_handler(number, over.set)
     async with build(spec) as handlers:
         listener = socket.socket()
-        listener.bind((spec.get("host", "127.0.0.1"), spec.get("port", 0)))
+        listener.bind(("127.0.0.1", 0))
         listener.listen(128)
         host, port = listener.getsockname()[:2]
         server = _Server(
@@ -51,6 +51,7 @@ async def _serve(build: Build, spec: dict[str, Any]) -> None:
         )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         print(json.dumps({"url": f"http://{host}:{port}", "pid": os.getpid()}), flush=True)
+        os.dup2(2, 1)  # nobody reads stdout from here on; what libraries print belongs in the log
         await over.wait()
         server.should_exit = True
         await serving

@@ -44,6 +44,8 @@ class TrainerService:
         self._trainer = await self._train(build)
 
     def close(self) -> None:
+        """Takes the store along: a killed controller cannot, and shared memory outlives processes."""
+        self._store.close()
         for executor in (self._training, self._writing):
             executor.shutdown(wait=False, cancel_futures=True)
 

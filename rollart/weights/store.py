@@ -87,6 +87,10 @@ class WeightStore:
             self._path(version).unlink(missing_ok=True)
         return old
 
+    def clear(self) -> None:
+        for path in self.root.iterdir():
+            path.unlink()
+
     def close(self) -> None:
         """Remove the store and all its versions. Readers keep what they have mapped."""
         shutil.rmtree(self.root, ignore_errors=True)

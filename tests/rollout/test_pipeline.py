@@ -4,6 +4,7 @@ import asyncio
 import random
 import tempfile
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from world import World, build
 
+from rollart.errors import RollartError
 from rollart.observe.events import (
     BatchTaken,
     EngineSwapped,
@@ -64,16 +66,19 @@ def worlds(draw: Any) -> dict[str, Any]:
         "engine": {"seconds": slow_tail(0.01, 10.0), "load_seconds": slow_tail(0.1, 3.0), "failures": draw(failures)},
         "rewards": {"seconds": slow_tail(0.05, 5.0), "failures": draw(failures)},
         "trainer": {"seconds": lambda rng: 3 * rng.random()},
+        "outages": draw(st.lists(st.tuples(st.floats(0, 30), st.floats(0.1, 60)), max_size=2)),
     }
 
 
-def play(schedule: Schedule, **world: Any) -> World:
+def play(schedule: Schedule, outages: Sequence[tuple[float, float]] = (), **world: Any) -> World:
     with tempfile.TemporaryDirectory() as folder:
         ledger = Ledger.open(Path(folder) / "ledger.sqlite")
 
         async def main() -> World:
             made = build(schedule, ledger, **world)
-            async with asyncio.timeout(1e7):
+            async with asyncio.timeout(1e5), asyncio.TaskGroup() as group:
+                for number, (at, delay) in enumerate(outages[: len(made.engines)]):
+                    group.create_task(made.outage(f"engine-{number}", at, delay))
                 await made.pipeline.run()
             await made.scheduler.stop()
             return made
@@ -86,6 +91,7 @@ def play(schedule: Schedule, **world: Any) -> World:
 def test_every_random_world_keeps_the_invariants(world: dict[str, Any]) -> None:
     schedule = world.pop("schedule")
     made = play(schedule, **world)
+    world.pop("outages")
     check_outcomes(made)
     check_batches(made, schedule, world)
     check_nothing_leaks(made, world)
@@ -231,6 +237,21 @@ def test_presets_are_ordered_by_how_much_they_overlap() -> None:
     assert times["sync"] > times["sync_plus"] > times["one_off"] > times["start_bound"] > times["rollart"]
 
 
+def test_a_run_goes_on_when_its_only_engine_is_away_while_versions_pass() -> None:
+    for name in PRESETS:
+        for at in range(1, 12, 2):
+            made = play(preset(name, 1, 2.0, 0, 0), steps=8, engines=1, outages=[(float(at), 30.0)])
+            assert len(made.trainer.batches) == 8
+            assert made.router.serving == 8
+
+
+def test_a_task_that_always_fails_ends_the_run_with_its_reason() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        play(preset("rollart", 1, 2.0, 0, 0), steps=4, retries=2, rewards={"failures": 1.0})
+    reason = caught.value.subgroup(RollartError)
+    assert reason is not None and "the modelled reward failed" in repr(reason.exceptions)
+
+
 def test_evaluation_runs_beside_training_and_is_never_trained() -> None:
     made = play(preset("rollart", 1, 2.0, 0, 0), steps=6, evaluate_every=2)
     assert {event.version for event in made.recorder.of(Evaluated)} >= {2}
@@ -244,6 +265,7 @@ def test_evaluation_runs_beside_training_and_is_never_trained() -> None:
 def test_stops_at_any_moment_lose_nothing_and_train_nothing_twice(world: dict[str, Any], stops: list[float]) -> None:
     """Abandon the control plane mid-way, as a kill would, and go on from the ledger; several times."""
     schedule = world.pop("schedule")
+    world.pop("outages")
     trained: dict[int, set[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ledger.sqlite"

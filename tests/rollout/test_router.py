@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from world import Recorder
 
-from rollart.errors import EngineFailed
+from rollart.errors import EngineFailed, EngineLost
 from rollart.rollout.router import Router
 from rollart.simulate.clock import run
 from rollart.simulate.modelled import ModelledEngine
@@ -62,6 +62,21 @@ def test_a_lost_engine_gets_nothing_until_it_is_replaced() -> None:
         assert {name for name, _ in answers} == {"y"}
         router.replace("x", engine(), 3)
         assert (await router.generate(request("e")))[0] == "x"
+
+    run(main())
+
+
+def test_a_request_on_a_lost_engine_goes_on_elsewhere_and_its_owner_is_told() -> None:
+    class Lost(ModelledEngine):
+        async def generate(self, request: GenerationRequest) -> Completion:
+            raise EngineLost("the connection was lost")
+
+    async def main() -> None:
+        told: list[str] = []
+        router = Router({"x": Lost(random.Random(0)), "y": engine()}, 0, Recorder(), on_lost=told.append)
+        answers = await asyncio.gather(*(router.generate(request(session)) for session in "abcd"))
+        assert {name for name, _ in answers} == {"y"}
+        assert told == ["x"]
 
     run(main())
 

@@ -1,5 +1,6 @@
 """A whole control plane on modelled services, for tests on virtual time."""
 
+import asyncio
 import random
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -46,6 +47,20 @@ class World:
     router: Router
     scheduler: Scheduler
     pipeline: Pipeline
+    rng: random.Random
+    base: int
+
+    async def outage(self, name: str, at: float, delay: float) -> None:
+        """An engine dies, and comes back later as the fleet brings it back: at the first version, then up to date."""
+        await asyncio.sleep(at)
+        self.router.lost(name, "an outage")
+        await asyncio.sleep(delay)
+        engine, version = ModelledEngine(self.rng, version=self.base), self.base
+        while version != self.router.target:
+            version = self.router.target
+            await engine.load(version)
+        self.engines[f"{name} again"] = engine
+        self.router.replace(name, engine, version)
 
 
 def build(
@@ -109,4 +124,4 @@ def build(
         on_loaded=lambda version: None,
         on_saved=lambda version: None,
     )
-    return World(fleet, pool, invoker, model, recorder, ledger, router, scheduler, pipeline)
+    return World(fleet, pool, invoker, model, recorder, ledger, router, scheduler, pipeline, rng, recovery.version)

@@ -23,7 +23,7 @@ def with_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[T
 
     @contextlib.asynccontextmanager
     async def started() -> AsyncIterator[tuple[ServiceProcess, rpc.Client]]:
-        service = await launch("echo_service", {"word": "hello"}, role="test", name="echo", logs=tmp_path)
+        service = await launch("echo_service", {"word": "hello"}, name="echo", logs=tmp_path)
         try:
             async with rpc.connected(service.url) as client:
                 yield service, client
@@ -98,7 +98,7 @@ def test_a_service_ends_when_its_parent_lets_go_of_stdin(with_service: Callable[
 def test_a_service_that_cannot_start_says_why(tmp_path: Path) -> None:
     async def main() -> None:
         with pytest.raises(ServiceError, match=r"No module named .?no_such_service"):
-            await launch("no_such_service", {}, role="test", name="ghost", logs=tmp_path)
+            await launch("no_such_service", {}, name="ghost", logs=tmp_path)
 
     asyncio.run(main())
 
