@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from rollart.errors import RollartError
-from rollart.observe.events import Evaluated, EventSink
+from rollart.observe.events import Evaluated, EventSink, Warned
 from rollart.rollout.ledger import Ledger
 from rollart.rollout.seeds import seed_of
 from rollart.rollout.trajectory import Attempt, Player, TaskPlan
@@ -23,35 +23,40 @@ class Evaluator:
         self._tasks, self._player, self._ledger, self._sink = tasks, player, ledger, sink
 
     async def run(self, version: int, episodes: int, *, label: str = "eval", final: bool = False) -> list[Evaluated]:
-        """Play `episodes` of every task. What the machinery failed to play is counted apart, never as a failure; if it
-        could play nothing at all of a task, that is an error."""
-        results = await asyncio.gather(*(self._task(task, version, episodes, label, final) for task in self._tasks))
-        for result in results:
-            self._sink.emit(result)
-        return list(results)
+        """Play `episodes` of every task. What the machinery failed to play is counted apart, never as a failure.
 
-    async def _task(self, task: TaskPlan, version: int, episodes: int, label: str, final: bool) -> Evaluated:
+        A task of which nothing could be played has no result: an error before and after RL, a warning in between."""
+        results = await asyncio.gather(*(self._task(task, version, episodes, label, final) for task in self._tasks))
+        return [result for result in results if result is not None]
+
+    async def _task(self, task: TaskPlan, version: int, episodes: int, label: str, final: bool) -> Evaluated | None:
         attempts = [self._attempt(task, version, number, label) for number in range(episodes)]
         trajectories = await asyncio.gather(*(self._player.run(attempt) for attempt in attempts))
         for trajectory in trajectories:
             self._ledger.add(trajectory, held_out=True)
         played = [trajectory for trajectory in trajectories if trajectory.outcome.trainable]
-        count = len(played)
         if not played:
-            last = trajectories[-1]
-            raise RollartError(
-                f"none of {episodes} held-out episodes of task {task.name} could be played; the last ended as "
-                f"{last.outcome}: {last.reason}"
-            )
-        return Evaluated(
+            self._complain(task, trajectories[-1], final)
+            return None
+        result = Evaluated(
             version=version,
             task=task.name,
             episodes=len(played),
-            success=sum(map(succeeded, played)) / count,
-            reward=sum(trajectory.reward or 0.0 for trajectory in played) / count,
+            success=sum(map(succeeded, played)) / len(played),
+            reward=sum(trajectory.reward or 0.0 for trajectory in played) / len(played),
             failed=episodes - len(played),
             final=final,
         )
+        self._sink.emit(result)
+        return result
+
+    def _complain(self, task: TaskPlan, last: Trajectory, final: bool) -> None:
+        message = (
+            f"no held-out episode of task {task.name} could be played; the last ended as {last.outcome}: {last.reason}"
+        )
+        if final:
+            raise RollartError(message)
+        self._sink.emit(Warned(message=message))
 
     def _attempt(self, task: TaskPlan, version: int, number: int, label: str) -> Attempt:
         group = f"{label}-v{version:06d}-{task.name}"

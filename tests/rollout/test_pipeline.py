@@ -21,6 +21,7 @@ from rollart.observe.events import (
     GroupStarted,
     TrajectoryEnded,
     TrajectoryStarted,
+    Warned,
 )
 from rollart.rollout.ledger import Ledger
 from rollart.rollout.mixture import Mixture
@@ -257,6 +258,18 @@ def test_evaluation_runs_beside_training_and_is_never_trained() -> None:
     trained = {s.id for batch in made.trainer.batches for group in batch.groups for s in group.samples}
     held_out = {event.trajectory for event in made.recorder.of(TrajectoryStarted) if event.held_out}
     assert held_out and not held_out & trained
+
+
+def test_an_evaluation_that_cannot_be_played_is_an_error_before_rl_and_a_warning_beside_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        ledger = Ledger.open(tmp_path / "ledger.sqlite")
+        made = build(preset("rollart", 1, 2.0, 0, 0), ledger, environments={"failures": 1.0})
+        assert await made.evaluator.run(2, 3) == []
+        assert "no held-out episode of task" in made.recorder.of(Warned)[-1].message
+        with pytest.raises(RollartError, match="failed to reset"):
+            await made.evaluator.run(2, 3, final=True)
+
+    run(main())
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -46,6 +46,7 @@ class World:
     ledger: Ledger
     router: Router
     scheduler: Scheduler
+    evaluator: Evaluator
     pipeline: Pipeline
     rng: random.Random
     base: int
@@ -111,17 +112,20 @@ def build(
         sink=recorder,
     )
     scheduler.recover(recovery)
+    evaluator = Evaluator(tasks, replace(player, lockstep=None), ledger, recorder)
     pipeline = Pipeline(
         plan=Plan(steps, checkpoint_every, evaluate_every, episodes=4),
         version=recovery.version,
         scheduler=scheduler,
         trainer=model,
         router=router,
-        evaluator=Evaluator(tasks, replace(player, lockstep=None), ledger, recorder),
+        evaluator=evaluator,
         ledger=ledger,
         sink=recorder,
         checkpoints=Path("checkpoints"),
         on_loaded=lambda version: None,
         on_saved=lambda version: None,
     )
-    return World(fleet, pool, invoker, model, recorder, ledger, router, scheduler, pipeline, rng, recovery.version)
+    return World(
+        fleet, pool, invoker, model, recorder, ledger, router, scheduler, evaluator, pipeline, rng, recovery.version
+    )

@@ -41,7 +41,7 @@ def test_a_trainer_process_steps_publishes_saves_and_resumes(tmp_path: Path, spe
     store = WeightStore(Path(spec["weights"]))
 
     async def body() -> None:
-        process = await local.launch("rollart.training.service", spec, role="train", name="t", logs=tmp_path)
+        process = await local.launch("rollart.training.service", spec, name="t", logs=tmp_path)
         async with rpc.connected(process.url) as connection:
             trainer = TrainerClient(connection, DEADLINE_S)
             assert await trainer.publish() == 0
@@ -56,7 +56,7 @@ def test_a_trainer_process_steps_publishes_saves_and_resumes(tmp_path: Path, spe
         await process.stop()
 
         resumed = spec | {"model": str(tmp_path / "checkpoint"), "checkpoint": str(tmp_path / "checkpoint")}
-        process = await local.launch("rollart.training.service", resumed, role="train", name="t", logs=tmp_path)
+        process = await local.launch("rollart.training.service", resumed, name="t", logs=tmp_path)
         async with rpc.connected(process.url) as connection:
             trainer = TrainerClient(connection, DEADLINE_S)
             metrics = await trainer.step(make_batch(1, REWARDS))
