@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rollart import runfile
+from rollart import collector, runfile
 from rollart.config import RunFile
 from rollart.config import Task as TaskConfig
 from rollart.errors import RollartError, ServiceError
@@ -35,6 +35,7 @@ _REASON_SECONDS = 2.0
 
 async def train(run: RunFile, directory: Path, *, resume: bool = False, on_log: OnLog | None = None) -> dict[str, Any]:
     """Train as the run file says and leave everything in `directory`. Answers with the summary."""
+    collector.calm()
     if resume:
         _check_same_run(run, directory)
     directory.mkdir(parents=True, exist_ok=True)
