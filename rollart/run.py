@@ -197,7 +197,8 @@ async def _supervised(fleet: Fleet, work: Any) -> Any:
             await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
                 await watching
-            if isinstance(working.exception(), ServiceError):
+            failure = working.exception()
+            if failure is not None and isinstance(_root(failure), ServiceError):
                 # The loss of a service shows first as a broken connection; its watcher knows why.
                 await asyncio.wait([watching], timeout=_REASON_SECONDS)
                 if watching.done():

@@ -149,7 +149,7 @@ def test_a_killed_trainer_ends_the_run_with_a_sentence_and_nothing_is_lost(run_p
 
         log.subscribe(watch)
 
-    with pytest.raises(RollartError, match=r"trainer ended with signal SIGKILL|connection to .* was lost"):
+    with pytest.raises(RollartError, match="trainer ended with signal SIGKILL"):
         asyncio.run(controller.train(run, tmp_path / "run", on_log=kill_trainer))
     summary = asyncio.run(controller.train(run, tmp_path / "run", resume=True))
     assert summary["version"] == 6

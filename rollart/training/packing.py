@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from rollart.errors import RollartError
+
 ATTENTION = "rollart_packed"
 
 
@@ -120,7 +122,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """[1, heads, T, dim] in, [1, T, heads, dim] out, as transformers asks of an attention function."""
     if softcap is not None:
-        raise NotImplementedError("packed training does not support models with attention soft-capping")
+        raise RollartError("this model caps its attention scores, which training does not support; choose another")
     rows, width = packed.rows, packed.width
 
     def to_grid(states: Tensor) -> Tensor:
