@@ -11,7 +11,9 @@ Preset = Literal["sync", "sync_plus", "one_off", "start_bound", "rollart"]
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
+POOL_NAME = r"^[A-Za-z][\w-]*$"
 SCHEDULE_KEYS = ("alpha", "window", "extra_members", "extra_groups")
+AFFINITIES = ("auto", "prefill", "decode")
 ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 
 
@@ -85,6 +87,9 @@ class Task(Section):
     max_turns: Positive = 1
     max_context: Positive = Field(1024, description="tokens; longer trajectories end as truncated")
     sampling: SamplingConfig = SamplingConfig()
+    affinity: str | list[str] = Field(
+        "auto", description="auto, prefill or decode; or a pool's name, or pools in order of preference: a pin"
+    )
 
 
 class Rollout(Section):
@@ -119,6 +124,57 @@ class Engine(Section):
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
     threads: Positive = 1
     deadline: Seconds = Field(120.0, description="seconds for one request")
+
+
+class Device(Section):
+    """A device class of the user's own, or other numbers for one of the catalogue."""
+
+    tflops: float = Field(gt=0, description="dense bfloat16")
+    bandwidth: float = Field(gt=0, description="memory, GB/s")
+    memory: float = Field(gt=0, description="GB")
+    link: float = Field(10.0, gt=0, description="to other devices of its node, GB/s")
+    network: float = Field(1.0, gt=0, description="out of its node, GB/s")
+    price: float = Field(1.0, gt=0, description="relative to one H20")
+
+
+class Pool(Section):
+    """Workers of one role on one device class."""
+
+    role: Literal["train", "generate", "environment"]
+    device: str | list[str] = Field("auto", description="a device class, several in order of preference, or auto")
+    count: Positive = Field(1, description="train: ranks; generate: engines; environment: hosts of environments")
+    urls: list[str] = Field(default_factory=list, description="generate: engines that someone else runs")
+    emulate: float | None = Field(
+        None, gt=0, description="generate, without such a device: pace a CPU engine to it, so many times slower"
+    )
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return (self.device,) if isinstance(self.device, str) else tuple(self.device)
+
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> "Pool":
+        for key in ("urls", "emulate"):
+            if getattr(self, key) and self.role != "generate":
+                raise Conflict(f"`{key}` is for pools of role generate, not {self.role}", key)
+        if self.urls and self.emulate:
+            raise Conflict("engines that someone else runs cannot be emulated here", "emulate")
+        if self.emulate and self.devices == ("auto",):
+            raise Conflict("name the device class to emulate", "device")
+        if not self.devices:
+            raise Conflict("name a device class, or leave `device` out", "device")
+        return self
+
+
+class Routing(Section):
+    """Which engine serves a request."""
+
+    policy: Literal["measured", "declared", "round_robin"] = Field(
+        "measured", description="by the measured shape of the tasks, by `affinity` alone, or in turn"
+    )
+    hand_over: Literal["never", "auto", "always"] | list[str] = Field(
+        "never", description="prefill on one engine, decode on another; or the names of a prefill and a decode pool"
+    )
 
 
 class Environments(Section):
@@ -189,12 +245,54 @@ class RunFile(Section):
     model: Model
     tasks: Annotated[list[Task], Field(min_length=1)]
     rollout: Rollout = Rollout()
+    cluster: str | None = Field(None, description="address of a Ray cluster; absent: this machine")
+    devices: dict[str, Device] = Field(default_factory=dict, description="device classes of your own")
+    pools: dict[Annotated[str, Field(pattern=POOL_NAME)], Pool] = Field(
+        default_factory=dict, description="what runs on which device class"
+    )
+    routing: Routing = Routing()
     engine: Engine = Engine()
     environments: Environments = Environments()
     rewards: Rewards = Rewards()
     training: Training = Training()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
+
+    def pools_of(self, role: str) -> dict[str, Pool]:
+        """The pools of a role; what the run file leaves out runs on CPUs."""
+        named = {name: pool for name, pool in self.pools.items() if pool.role == role}
+        if named:
+            return named
+        default = {"train": "trainer", "generate": "engine", "environment": "environments"}[role]
+        count = self.engine.count if role == "generate" else 1
+        return {default: Pool(role=role, device="cpu", count=count)}  # type: ignore[arg-type]
+
+    @model_validator(mode="after")
+    def _pools_fit(self) -> "RunFile":
+        generate = {name for name, pool in self.pools.items() if pool.role == "generate"}
+        if generate and self.engine.count != 1:
+            raise Conflict("engine.count is for runs without pools of role generate", "engine", "count")
+        if len([pool for pool in self.pools.values() if pool.role == "train"]) > 1:
+            last = [name for name, pool in self.pools.items() if pool.role == "train"][-1]
+            raise Conflict("there can be only one pool of role train", "pools", last)
+        known = set(self.pools_of("generate"))
+        for index, task in enumerate(self.tasks):
+            wanted = [task.affinity] if isinstance(task.affinity, str) else task.affinity
+            for name in wanted:
+                if name not in known and not (isinstance(task.affinity, str) and name in AFFINITIES):
+                    raise Conflict(
+                        f"affinity {name!r} of task {task.name!r} is neither one of {', '.join(AFFINITIES)} nor a pool of "
+                        f"role generate ({', '.join(sorted(known))})",
+                        *("tasks", index, "affinity"),
+                    )
+        if isinstance(self.routing.hand_over, list):
+            unknown = [name for name in self.routing.hand_over if name not in known]
+            if unknown or len(self.routing.hand_over) != 2:
+                raise Conflict(
+                    "hand_over names two pools of role generate: one that prefills and one that decodes",
+                    *("routing", "hand_over"),
+                )
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> "RunFile":

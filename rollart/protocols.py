@@ -26,6 +26,11 @@ class Engine(Protocol):
         """Raises EngineFailed."""
         ...
 
+    async def prefill(self, request: GenerationRequest) -> int:
+        """Compute the KV of the request's context and keep it for another engine to fetch; how many tokens were
+        computed. Raises EngineFailed."""
+        ...
+
     async def abort(self, request_id: str) -> None: ...
 
     async def load(self, version: int) -> None:

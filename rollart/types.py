@@ -57,7 +57,8 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """`tokens` is the whole context; `session` names the conversation whose cached prefix may be reused."""
+    """`tokens` is the whole context; `session` names the conversation whose cached prefix may be reused. `kv_from` is
+    the address of an engine that keeps more of its KV: what is missing is fetched from there, not computed again."""
 
     id: str
     session: str
@@ -65,11 +66,13 @@ class GenerationRequest:
     turn: int
     tokens: list[int]
     sampling: Sampling
+    kv_from: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One `logprob` and one `version` per token; `cached` of the `prompt` tokens needed no prefill."""
+    """One `logprob` and one `version` per token; `cached` of the `prompt` tokens needed no prefill, and `fetched` of
+    these came from another engine."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -77,6 +80,7 @@ class Completion:
     finish: Finish
     prompt: int = 0
     cached: int = 0
+    fetched: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -84,7 +88,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """Counters grow from the engine's start; `busy_s` is the time spent inside forward passes."""
+    """Counters grow from the engine's start; `busy_s` is the time spent inside forward passes, and `late_s`, for an
+    emulated device, how much longer they took here than they would have there."""
 
     version: int
     running: int
@@ -95,6 +100,7 @@ class EngineStatus:
     generated: int
     swaps: int
     busy_s: float
+    late_s: float = 0.0
 
 
 class Turn(Struct, frozen=True, gc=False):
