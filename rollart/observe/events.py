@@ -95,7 +95,9 @@ class EnvReset(Event):
 
 
 class TurnDone(Event):
-    """Generation of `generate_s`, ended `env_s` before `t`, then an environment step of `env_s`."""
+    """Generation of `generate_s`, ended `env_s` before `t`, then an environment step of `env_s`. `why` the request went
+    to this engine, and the `predicted_s` of it; `fetched` of the cached tokens came from the engine `prefilled_by`, or
+    from wherever the conversation was before."""
 
     trajectory: str
     task: str
@@ -108,6 +110,13 @@ class TurnDone(Event):
     queue_s: float
     generate_s: float
     env_s: float
+    pool: str = ""
+    why: str = ""
+    predicted_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    fetched: int = 0
+    prefilled_by: str = ""
 
 
 class Scored(Event):
@@ -164,7 +173,7 @@ class EngineSwapped(Event):
 
 
 class EngineSample(Event):
-    """Counters since the engine's start, sampled."""
+    """Counters since the engine's start, sampled. `device` is what the engine runs on, or emulates."""
 
     engine: str
     version: int

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from rollart.observe import events as ev
+from rollart.observe.routes import RouteMetrics
 from rollart.observe.snapshot import STAGES, Ended, Pipeline, Point, Snapshot, StepPoint, Use
 from rollart.observe.task_metrics import TaskMetrics
 from rollart.observe.windows import Rate, mean
@@ -68,6 +69,7 @@ class Metrics:
         self._step_times: deque[float] = deque(maxlen=20)
         self._slowest: list[tuple[float, int, Ended]] = []
         self._count = 0
+        self._routes = RouteMetrics()
         self._folds: dict[type, Callable[[Any], None]] = {
             ev.RunStarted: self._run_started,
             ev.RunEnded: self._run_ended,
@@ -164,6 +166,7 @@ class Metrics:
 
     def _turn_done(self, event: ev.TurnDone) -> None:
         self._tokens.add(event.t - event.env_s, event.tokens, event.generate_s)
+        self._routes.add(event)
         if event.trajectory in self._open:
             stages = self._open[event.trajectory].stages
             queued = min(event.queue_s, event.generate_s)
@@ -300,6 +303,7 @@ class Metrics:
             slowest=tuple(ended for _, _, ended in sorted(self._slowest, reverse=True)),
             examples=tuple(each for task in self.tasks.values() for each in (*task.good, *task.bad)),
             warnings=tuple(self.warnings),
+            routes=self._routes.snapshot(),
         )
 
 

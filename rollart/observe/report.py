@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollart.observe.draw import bar, clock, colour, count, label, number, percent, span, sparkline, stacked
-from rollart.observe.snapshot import STAGES, Ended, Snapshot, failure_ratio
+from rollart.observe.snapshot import STAGES, Ended, Route, Snapshot, failure_ratio
 from rollart.observe.tables import table
 
 _STAGE_STYLES = dict(zip(STAGES, ("red", "blue", "bright_black", "cyan", "magenta", "yellow", "white"), strict=True))
@@ -24,6 +24,8 @@ def report(shot: Snapshot, width: int = 100) -> RenderableType:
         parts += [Text(), _title("Machinery during RL"), *_machinery(shot, width)]
     if any(sum(task.stages.values()) for task in shot.tasks):
         parts += [Text(), _title("Where the time of a trajectory went"), *_stages(shot, width)]
+    if len({route.pool for route in shot.routes}) > 1:
+        parts += [Text(), _title("Routing of requests"), routing(shot.routes)]
     parts += [Text(), _title("Dropped, never trained"), _drops(shot)]
     if shot.slowest:
         parts += [Text(), _title("Slowest trajectories"), trajectories(shot.slowest)]
@@ -148,6 +150,17 @@ def _drops(shot: Snapshot) -> RenderableType:
     rows = table("reason", "trajectories", "share")
     for reason, dropped in shot.drops.items():
         rows.add_row(reason, str(dropped), f"{dropped / max(1, ended) * 100:.1f}%")
+    return rows
+
+
+def routing(routes: Sequence[Route]) -> Table:
+    """Task by pool: how much went there, how long it was expected to take and took, and why it went there."""
+    rows = table("task", "pool", "requests", "prefilled", "cached", "fetched", "decoded", "predicted", "actual", "why")
+    for route in routes:
+        whys = ", ".join(f"{why} {percent(n / route.requests)}" for why, n in list(route.why.items())[:3])
+        tokens = (route.prefilled, route.cached, route.fetched, route.decoded)
+        times = (span(route.predicted_s), span(route.actual_s))
+        rows.add_row(route.task, route.pool, str(route.requests), *(count(float(n)) for n in tokens), *times, whys)
     return rows
 
 

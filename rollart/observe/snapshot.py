@@ -95,6 +95,22 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True)
+class Route:
+    """Requests of one task that one pool answered: tokens in all, seconds per request, and why they went there."""
+
+    task: str
+    pool: str
+    requests: int
+    prefilled: int
+    cached: int
+    fetched: int
+    decoded: int
+    predicted_s: float
+    actual_s: float
+    why: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """`played`: held-out episodes since the last step; `recent_use` and the rates are over about half a minute."""
 
@@ -128,6 +144,7 @@ class Snapshot:
     slowest: tuple[Ended, ...]
     examples: tuple[Ended, ...]
     warnings: tuple[str, ...]
+    routes: tuple[Route, ...] = ()
 
     def task(self, name: str) -> TaskSnapshot:
         return next(task for task in self.tasks if task.name == name)

@@ -4,6 +4,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 _TEXT = {"task", "trajectory", "role", "name", "reason", "outcome", "about", "device", "mostly"}
+_TEXT |= {"pool", "node", "affinity", "tokens per turn"}
 
 
 def table(*columns: str) -> Table:

@@ -1,6 +1,8 @@
 """Turn-synchronous rollout, for the `sync` preset: nobody goes on before everybody has arrived."""
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class Lockstep:
@@ -11,12 +13,14 @@ class Lockstep:
         self._members = 0
         self._waiting: list[asyncio.Future[None]] = []
 
-    def join(self) -> None:
+    @contextmanager
+    def member(self) -> Iterator[None]:
         self._members += 1
-
-    def leave(self) -> None:
-        self._members -= 1
-        self._release_if_complete()
+        try:
+            yield
+        finally:
+            self._members -= 1
+            self._release_if_complete()
 
     async def arrive(self) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -1,120 +1,248 @@
 """Which engine serves a request, and what happens when it does not.
 
-Invariants: a conversation stays on the engine that holds its prefix while that engine lives; a lost engine gets nothing
-until it is replaced, and whoever owns it is told at once; a request is tried at most `attempts` times; `serving` is the
-oldest version that a new request could meet. Cancelling `generate` aborts the request at the engine.
+Invariants: a request goes only to an engine that lives, is not draining and has at least version `floor`; if there is
+none it waits, with a deadline. A lost engine gets nothing until it is replaced, and whoever owns it is told at once. A
+request is tried at most `attempts` times. `serving` is the oldest version that a new request could meet. Cancelling
+`generate` aborts the request at the engine. What a request adds to an engine's load is taken off again, once, however
+it ends.
 """
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from rollart.errors import EngineFailed, EngineLost
 from rollart.observe.events import EngineSwapped, EventSink, Warned
 from rollart.protocols import Engine
+from rollart.rollout.places import EnginePool, Place
+from rollart.rollout.routing import Ask, Choice, Measured, Policy, Why
+from rollart.rollout.shapes import TaskShapes
 from rollart.types import Completion, GenerationRequest
 
 _REVIVAL_DEADLINE = 120.0
+_OPENINGS = 4096
 
 
 @dataclass(slots=True)
-class _Place:
-    name: str
-    engine: Engine
+class Routed:
+    """An answer, the engine and pool that gave it, why it was asked, and the seconds that were predicted for it."""
+
+    completion: Completion
+    engine: str
+    pool: str
+    why: Why
+    predicted_s: float
+    prefilled_by: str = ""
+
+
+@dataclass(slots=True)
+class _Held:
+    """Where a conversation's KV is: `cached` tokens, made by `version`."""
+
+    place: Place
+    cached: int
     version: int
-    open: int = 0
-    alive: bool = True
 
 
 class Router:
-    """`on_lost` hears of an engine that cannot go on; `on_change`, which the scheduler sets, that `serving` may have
-    moved. `target` is the newest version that engines were told to load."""
+    """`pools` says which engine is in which pool; an engine that is not there is in a pool of its own kind, `engine`.
+
+    `on_lost` hears of an engine that cannot go on; `on_change`, which the scheduler sets, that `serving` may have
+    moved. `target` is the newest version that engines were told to load. `keeps_kv`: KV survives a weight swap.
+    """
 
     def __init__(
         self,
-        engines: dict[str, Engine],
+        engines: Mapping[str, Engine],
         version: int,
         sink: EventSink,
         *,
+        pools: Mapping[str, EnginePool] | None = None,
+        policy: Policy | None = None,
+        affinity: Mapping[str, str | tuple[str, ...]] | None = None,
+        shapes: TaskShapes | None = None,
         on_lost: Callable[[str], None] = lambda name: None,
         attempts: int = 3,
+        keeps_kv: bool = False,
     ) -> None:
-        self._places = {name: _Place(name, engine, version) for name, engine in engines.items()}
-        self._sessions: dict[str, str] = {}
-        self._sink = sink
-        self._attempts = attempts
-        self._revived = asyncio.Event()
-        self._on_lost = on_lost
-        self.on_change: Callable[[], None] = lambda: None
+        self.shapes = shapes or TaskShapes()
         self.target = version
+        self.floor = 0
+        self.on_change: Callable[[], None] = lambda: None
+        self._pools: dict[str, EnginePool] = {}
+        self._kinds: tuple[EnginePool, ...] = ()
+        self._places: dict[str, Place] = {}
+        self._policy = policy or Measured()
+        self._affinity = dict(affinity or {})
+        self._sessions: dict[str, _Held] = {}
+        self._openings: dict[int, Place] = {}
+        self._sink, self._on_lost, self._attempts, self._keeps_kv = sink, on_lost, attempts, keeps_kv
+        self._revived = asyncio.Event()
+        for name, engine in engines.items():
+            self._put(name, engine, version, (pools or {}).get(name))
 
     @property
     def serving(self) -> int:
         return min((place.version for place in self._places.values() if place.alive), default=self.target)
 
-    async def generate(self, request: GenerationRequest) -> tuple[str, Completion]:
-        """The name of the engine and its answer. Raises EngineFailed after the last attempt."""
+    async def generate(self, request: GenerationRequest) -> Routed:
+        """Raises EngineFailed after the last attempt."""
         reason = "no engine was tried"
+        clock = asyncio.get_running_loop().time
         for _ in range(self._attempts):
-            place = await self._place(request.session)
-            place.open += 1
+            choice = self._choose(request, clock()) or await self._revival(request)
+            place, began = choice.place, clock()
+            load = self._begin(choice, request, began)
             try:
-                return place.name, await place.engine.generate(request)
+                asked = request
+                if choice.prefill_at is not None:
+                    asked = await self._prefill(choice.prefill_at, request)
+                completion = await place.engine.generate(asked)
             except EngineFailed as error:
                 reason = str(error)
                 self._sessions.pop(request.session, None)
                 if isinstance(error, EngineLost):
                     self._lose(place, reason)
+            else:
+                self._learn(request, choice, completion, clock() - began)
+                prefilled_by = choice.prefill_at.name if choice.prefill_at is not None else ""
+                return Routed(
+                    completion, place.name, place.pool.name, choice.why, choice.prediction.seconds, prefilled_by
+                )
             finally:
                 place.open -= 1
+                place.context -= load
+                place.reserved -= load + request.sampling.max_tokens
         raise EngineFailed(f"{reason} (tried {self._attempts} times)")
 
-    async def _place(self, session: str) -> _Place:
-        held = self._sessions.get(session)
-        if held is not None and self._places[held].alive:
-            return self._places[held]
-        alive = [place for place in self._places.values() if place.alive] or await self._revival()
-        place = min(alive, key=lambda place: place.open)
-        self._sessions[session] = place.name
-        return place
+    def _choose(self, request: GenerationRequest, now: float) -> Choice | None:
+        held = self._sessions.get(request.session)
+        cached, shared = 0, None
+        if held is not None:
+            cached = held.cached if self._keeps_kv or held.version == held.place.version else 0
+        elif request.turn == 0:
+            shared = self._openings.get(hash(tuple(request.tokens)))
+        most = request.sampling.max_tokens
+        ask = Ask(
+            len(request.tokens),
+            self.shapes.decoded(request.task, request.turn, most),
+            most,
+            now,
+            self.floor,
+            self._affinity.get(request.task, "auto"),
+            held.place if held is not None else None,
+            cached,
+            shared,
+        )
+        return self._policy.choose(ask, self._kinds)
 
-    async def _revival(self) -> list[_Place]:
-        """Wait until some engine lives again."""
+    def _begin(self, choice: Choice, request: GenerationRequest, now: float) -> int:
+        """Counts the request where it goes; returns what it adds to the context there."""
+        place, tokens = choice.place, len(request.tokens)
+        place.open += 1
+        place.served += 1
+        place.context += tokens
+        place.reserved += tokens + request.sampling.max_tokens
+        busy = choice.prefill_at or place
+        busy.prefill_until = max(busy.prefill_until, now) + choice.prediction.prefill
+        if request.turn == 0:
+            if len(self._openings) >= _OPENINGS:
+                self._openings.pop(next(iter(self._openings)))
+            self._openings[hash(tuple(request.tokens))] = place
+        return tokens
+
+    async def _prefill(self, place: Place, request: GenerationRequest) -> GenerationRequest:
+        """A hand-over is an optimisation: if the prefill fails there, the decoding engine does it itself."""
+        address = getattr(place.engine, "url", None)
+        try:
+            await place.engine.prefill(request)
+        except EngineFailed as error:
+            if isinstance(error, EngineLost):
+                self._lose(place, str(error))
+            return request
+        return replace(request, kv_from=address)
+
+    def _learn(self, request: GenerationRequest, choice: Choice, completion: Completion, seconds: float) -> None:
+        place, made = choice.place, len(completion.tokens)
+        self.shapes.saw(request.task, request.turn, made)
+        version = completion.versions[-1] if completion.versions else place.version
+        self._sessions[request.session] = _Held(place, len(request.tokens) + made - 1, version)
+        if choice.prefill_at is None and made:
+            pool, prediction = place.pool, choice.prediction
+            alone = (prediction.wait + prediction.prefill) / pool.prefill_factor
+            pool.learn(
+                (alone, prediction.token * made / pool.decode_factor),
+                (completion.queue_s + completion.prefill_s, completion.decode_s),
+                seconds,
+            )
+
+    async def _revival(self, request: GenerationRequest) -> Choice:
+        """Wait until some engine may have the request."""
+        clock = asyncio.get_running_loop().time
         try:
             async with asyncio.timeout(_REVIVAL_DEADLINE):
-                while not (alive := [place for place in self._places.values() if place.alive]):
+                while (choice := self._choose(request, clock())) is None:
                     self._revived.clear()
                     await self._revived.wait()
         except TimeoutError:
             raise EngineFailed(f"no engine came back within {_REVIVAL_DEADLINE:g} s") from None
-        return alive
+        return choice
 
     def forget(self, session: str) -> None:
         """The conversation is over."""
         self._sessions.pop(session, None)
 
+    # Engines come and go
+
     def lost(self, name: str, reason: str) -> None:
         self._lose(self._places[name], reason)
 
-    def _lose(self, place: _Place, reason: str) -> None:
-        if place.alive and self._places[place.name] is place:
+    def _lose(self, place: Place, reason: str) -> None:
+        if place.alive and self._places.get(place.name) is place:
             place.alive = False
             self._sink.emit(Warned(message=f"engine {place.name} is out: {reason}"))
             self._on_lost(place.name)
+            self.on_change()
 
-    def replace(self, name: str, engine: Engine, version: int) -> None:
+    def drain(self, name: str) -> None:
+        """Nothing new goes there; what is under way ends."""
+        self._places[name].draining = True
+
+    def remove(self, name: str) -> None:
+        """The engine will not come back."""
+        place = self._places.pop(name)
+        place.alive = False
+        place.pool.places.remove(place)
+        self.on_change()
+
+    def replace(self, name: str, engine: Engine, version: int, pool: EnginePool | None = None) -> None:
         """An engine came (back) with `version` loaded."""
-        self._places[name] = _Place(name, engine, version)
+        old = self._places.get(name)
+        if old is not None:
+            old.alive = False
+            old.pool.places.remove(old)
+        self._put(name, engine, version, pool or (old.pool if old is not None else None))
         self._revived.set()
         self.on_change()
+
+    def _put(self, name: str, engine: Engine, version: int, pool: EnginePool | None) -> None:
+        if pool is None:
+            pool = self._pools.get("engine") or EnginePool("engine")
+        self._pools.setdefault(pool.name, pool)
+        self._kinds = tuple(self._pools.values())
+        self._places[name] = place = Place(name, pool, engine, version)
+        pool.places.append(place)
+
+    # Weights
 
     async def load(self, version: int) -> None:
         """Bring every living engine to `version`. One that cannot is left out until it is replaced."""
         self.target = version
-        await asyncio.gather(*(self._load(place, version) for place in self._places.values() if place.alive))
+        await asyncio.gather(*(self._load(place, version) for place in list(self._places.values()) if place.alive))
+        self._revived.set()
         self.on_change()
 
-    async def _load(self, place: _Place, version: int) -> None:
+    async def _load(self, place: Place, version: int) -> None:
         clock = asyncio.get_running_loop().time
         began = clock()
         try:

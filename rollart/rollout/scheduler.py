@@ -107,6 +107,8 @@ class Scheduler:
         """Start what may start now. Call it whenever `next` or `serving` moved, or a group closed."""
         if self._stopped:
             return
+        if not self.schedule.swap_late:
+            self._router.floor = self.next - self.schedule.alpha  # older tokens would be stale at birth
         last = min(self._router.serving + self.schedule.alpha, self._steps - 1)
         if self.schedule.one_batch:
             last = min(last, self.next)

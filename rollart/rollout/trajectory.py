@@ -6,6 +6,7 @@ is asked for; a failure of the machinery is an outcome of its own and never a re
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from rollart.errors import EngineFailed, EnvironmentFailed, RewardFailed
 from rollart.observe.events import EnvReset, EventSink, Scored, TrajectoryEnded, TrajectoryStarted, TurnDone
 from rollart.protocols import EnvironmentPool, LeasedEnvironment, Renderer, RewardInvoker
 from rollart.rollout.lockstep import Lockstep
-from rollart.rollout.router import Router
+from rollart.rollout.router import Routed, Router
 from rollart.rollout.seeds import seed_of
 from rollart.types import (
     Completion,
@@ -120,7 +121,11 @@ class Player:
 
     async def _outcome(self, attempt: Attempt, blank: Trajectory) -> Trajectory:
         try:
-            outcome = await self._play(attempt)
+            attempt.phase = "waiting for an environment"
+            async with self.environments.lease(attempt.task.name, attempt.held_out) as environment:
+                with self.lockstep.member() if self.lockstep is not None else nullcontext():
+                    async with asyncio.timeout(self.deadline):
+                        outcome = await self._converse(attempt, environment)
             attempt.played = True
             if attempt.on_played:
                 await attempt.on_played()
@@ -135,19 +140,6 @@ class Player:
             failed = Outcome.ENGINE_FAILED if attempt.phase == "generating" else Outcome.ENV_FAILED
             return replace(blank, outcome=failed, reason=f"still {attempt.phase} after {self.deadline:g} s")
 
-    async def _play(self, attempt: Attempt) -> Outcome:
-        attempt.phase = "waiting for an environment"
-        async with self.environments.lease(attempt.task.name, attempt.held_out) as environment:
-            if self.lockstep is None:
-                async with asyncio.timeout(self.deadline):
-                    return await self._converse(attempt, environment)
-            self.lockstep.join()
-            try:
-                async with asyncio.timeout(self.deadline):
-                    return await self._converse(attempt, environment)
-            finally:
-                self.lockstep.leave()
-
     async def _converse(self, attempt: Attempt, environment: LeasedEnvironment) -> Outcome:
         clock = asyncio.get_running_loop().time
         began = clock()
@@ -161,18 +153,22 @@ class Player:
             if len(context) + attempt.task.sampling.max_tokens > attempt.task.max_context:
                 # An observation that leaves no room for an action; nothing was sampled that could be trained.
                 return Outcome.TRUNCATED if attempt.turns else self._too_long(attempt, len(context))
-            await self._together()
+            if self.lockstep is not None:
+                await self.lockstep.arrive()
+            attempt.phase = "generating"
             began = clock()
-            engine, completion = await self._generate(attempt, context)
+            routed = await self.router.generate(self._request(attempt, context))
             generated = clock()
+            completion = self._checked(attempt, routed)
             context += completion.tokens
-            await self._together()
+            if self.lockstep is not None:
+                await self.lockstep.arrive()
             attempt.phase = "stepping its environment"
             action = self.renderer.text(completion.tokens)
             step = await environment.step(action)
             took = clock()
             self._record(attempt, messages, prompt, action, completion, step, generated - began, took - generated)
-            self._tell_turn(attempt, engine, completion, generated - began, took - generated)
+            self._tell_turn(attempt, routed, generated - began, took - generated)
             attempt.info.update(step.info)
             if step.done:
                 return Outcome.TRUNCATED if step.truncated else Outcome.FINISHED
@@ -202,22 +198,18 @@ class Player:
             f"an action in max_context {attempt.task.max_context}"
         )
 
-    async def _together(self) -> None:
-        if self.lockstep is not None:
-            await self.lockstep.arrive()
-
-    async def _generate(self, attempt: Attempt, context: list[int]) -> tuple[str, Completion]:
-        attempt.phase = "generating"
-        turn = len(attempt.turns)
-        asked = attempt.task.sampling
+    def _request(self, attempt: Attempt, context: list[int]) -> GenerationRequest:
+        turn, asked = len(attempt.turns), attempt.task.sampling
         seed = seed_of(attempt.id, attempt.seed, turn)
         sampling = Sampling(asked.temperature, asked.top_p, asked.top_k, asked.max_tokens, self.renderer.stop, seed)
-        request = GenerationRequest(f"{attempt.id}/{turn}", attempt.id, attempt.task.name, turn, context, sampling)
-        engine, completion = await self.router.generate(request)
+        return GenerationRequest(f"{attempt.id}/{turn}", attempt.id, attempt.task.name, turn, context, sampling)
+
+    def _checked(self, attempt: Attempt, routed: Routed) -> Completion:
+        completion = routed.completion
         if completion.finish == "abort" or not completion.tokens:
-            raise EngineFailed(f"engine {engine} gave up request {request.id}")
+            raise EngineFailed(f"engine {routed.engine} gave up turn {len(attempt.turns)} of {attempt.id}")
         attempt.on_version(min(completion.versions))
-        return engine, completion
+        return completion
 
     def _record(
         self,
@@ -245,15 +237,14 @@ class Player:
             )
         )
 
-    def _tell_turn(
-        self, attempt: Attempt, engine: str, completion: Completion, generate_s: float, env_s: float
-    ) -> None:
+    def _tell_turn(self, attempt: Attempt, routed: Routed, generate_s: float, env_s: float) -> None:
+        completion = routed.completion
         self.sink.emit(
             TurnDone(
                 trajectory=attempt.id,
                 task=attempt.task.name,
                 turn=len(attempt.turns) - 1,
-                engine=engine,
+                engine=routed.engine,
                 prompt=completion.prompt,
                 cached=completion.cached,
                 tokens=len(completion.tokens),
@@ -261,6 +252,13 @@ class Player:
                 queue_s=completion.queue_s,
                 generate_s=generate_s,
                 env_s=env_s,
+                pool=routed.pool,
+                why=routed.why,
+                predicted_s=routed.predicted_s,
+                prefill_s=completion.prefill_s,
+                decode_s=completion.decode_s,
+                fetched=completion.fetched,
+                prefilled_by=routed.prefilled_by,
             )
         )
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import heapq
-import itertools
 from collections import deque
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -17,15 +16,17 @@ class NothingLeft(RuntimeError):
 class VirtualLoop(asyncio.SelectorEventLoop):
     """Runs what is ready; when nothing is, moves the clock to the next timer.
 
-    Timers of the same time fire in the order in which they were set. Cancelled timers are thrown out once they are the
-    larger part. There is no selector in it: a program on virtual time speaks to nobody outside.
+    Timers of the same time fire in the order in which they were set: the heap has every time once, as a bare number,
+    and a table has what is due then. Cancelled timers are thrown out once they are the larger part. There is no
+    selector in it: a program on virtual time speaks to nobody outside.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._now = 0.0
-        self._numbers = itertools.count()
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._times: list[float] = []
+        self._due: dict[float, asyncio.TimerHandle | list[asyncio.TimerHandle]] = {}
+        self._timers = 0
         self._cancelled = 0
 
     def time(self) -> float:
@@ -35,15 +36,26 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self, when: float, callback: Any, *args: Any, context: Any = None
     ) -> asyncio.TimerHandle:
         timer = asyncio.TimerHandle(when, callback, args, self, context)
-        heapq.heappush(self._timers, (when, next(self._numbers), timer))
+        due = self._due.get(when)
+        if due is None:
+            self._due[when] = timer
+            heapq.heappush(self._times, when)
+        elif isinstance(due, list):
+            due.append(timer)
+        else:
+            self._due[when] = [due, timer]
+        self._timers += 1
         timer._scheduled = True  # type: ignore[attr-defined]
         return timer
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        self._cancelled += 1
-        if self._cancelled > 1000 and self._cancelled * 2 > len(self._timers):
-            self._timers = [entry for entry in self._timers if not entry[2].cancelled()]
-            heapq.heapify(self._timers)
+        self._cancelled += handle._scheduled  # type: ignore[attr-defined] # one that has fired is gone already
+        if self._cancelled > 1000 and self._cancelled * 2 > self._timers:
+            left = {when: [timer for timer in _listed(due) if not timer.cancelled()] for when, due in self._due.items()}
+            self._due = {when: timers[0] if len(timers) == 1 else timers for when, timers in left.items() if timers}
+            self._times = list(self._due)
+            heapq.heapify(self._times)
+            self._timers -= self._cancelled
             self._cancelled = 0
 
     def _run_once(self) -> None:
@@ -56,18 +68,22 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 handle._run()
 
     def _move_to_next_timer(self, ready: deque[asyncio.Handle]) -> None:
-        timers = self._timers
         while not ready:
-            if not timers:
+            if not self._times:
                 raise NothingLeft("every coroutine waits and no timer is set")
-            self._now = max(self._now, timers[0][0])
-            while timers and timers[0][0] <= self._now:
-                timer = heapq.heappop(timers)[2]
-                timer._scheduled = False  # type: ignore[attr-defined]
-                if timer.cancelled():
-                    self._cancelled -= 1
-                else:
-                    ready.append(timer)
+            self._now = max(self._now, self._times[0])
+            while self._times and self._times[0] <= self._now:
+                for timer in _listed(self._due.pop(heapq.heappop(self._times))):
+                    self._timers -= 1
+                    timer._scheduled = False  # type: ignore[attr-defined]
+                    if timer.cancelled():
+                        self._cancelled -= 1
+                    else:
+                        ready.append(timer)
+
+
+def _listed(due: asyncio.TimerHandle | list[asyncio.TimerHandle]) -> list[asyncio.TimerHandle]:
+    return due if isinstance(due, list) else [due]
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:

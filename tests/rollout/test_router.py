@@ -6,14 +6,14 @@ import pytest
 from world import Recorder
 
 from rollart.errors import EngineFailed, EngineLost
-from rollart.rollout.router import Router
+from rollart.rollout.router import Routed, Router
 from rollart.simulate.clock import run
 from rollart.simulate.modelled import ModelledEngine
 from rollart.types import Completion, GenerationRequest, Sampling
 
 
 def request(session: str, turn: int = 0) -> GenerationRequest:
-    return GenerationRequest(f"{session}/{turn}", session, "t", turn, [1], Sampling())
+    return GenerationRequest(f"{session}/{turn}", session, "t", turn, [ord(session)] * 500, Sampling())
 
 
 def engine(**settings: Any) -> ModelledEngine:
@@ -28,10 +28,10 @@ class Broken(ModelledEngine):
 def test_a_conversation_stays_where_its_prefix_is() -> None:
     async def main() -> None:
         router = Router({"x": engine(), "y": engine()}, 0, Recorder())
-        homes = {session: (await router.generate(request(session)))[0] for session in "abcd"}
+        homes = {session: (await router.generate(request(session))).engine for session in "abcd"}
         for turn in range(1, 4):
             answers = await asyncio.gather(*(router.generate(request(session, turn)) for session in "abcd"))
-            assert [name for name, _ in answers] == list(homes.values())
+            assert [answer.engine for answer in answers] == list(homes.values())
 
     run(main())
 
@@ -40,7 +40,7 @@ def test_new_conversations_spread_over_the_engines() -> None:
     async def main() -> set[str]:
         router = Router({"x": engine(), "y": engine()}, 0, Recorder())
         answers = await asyncio.gather(*(router.generate(request(session)) for session in "abcdef"))
-        return {name for name, _ in answers}
+        return {answer.engine for answer in answers}
 
     assert run(main()) == {"x", "y"}
 
@@ -59,9 +59,9 @@ def test_a_lost_engine_gets_nothing_until_it_is_replaced() -> None:
         router = Router({"x": engine(), "y": engine()}, 0, Recorder())
         router.lost("x", "it died")
         answers = await asyncio.gather(*(router.generate(request(session)) for session in "abcd"))
-        assert {name for name, _ in answers} == {"y"}
+        assert {answer.engine for answer in answers} == {"y"}
         router.replace("x", engine(), 3)
-        assert (await router.generate(request("e")))[0] == "x"
+        assert (await router.generate(request("e"))).engine == "x"
 
     run(main())
 
@@ -75,14 +75,14 @@ def test_a_request_on_a_lost_engine_goes_on_elsewhere_and_its_owner_is_told() ->
         told: list[str] = []
         router = Router({"x": Lost(random.Random(0)), "y": engine()}, 0, Recorder(), on_lost=told.append)
         answers = await asyncio.gather(*(router.generate(request(session)) for session in "abcd"))
-        assert {name for name, _ in answers} == {"y"}
+        assert {answer.engine for answer in answers} == {"y"}
         assert told == ["x"]
 
     run(main())
 
 
 def test_requests_wait_while_no_engine_lives() -> None:
-    async def main() -> tuple[str, Completion]:
+    async def main() -> Routed:
         router = Router({"x": engine()}, 0, Recorder())
         router.lost("x", "it died")
         waiting = asyncio.create_task(router.generate(request("a")))
@@ -91,7 +91,7 @@ def test_requests_wait_while_no_engine_lives() -> None:
         router.replace("x", engine(), 0)
         return await waiting
 
-    assert run(main())[0] == "x"
+    assert run(main()).engine == "x"
 
 
 def test_serving_is_the_oldest_version_that_a_request_could_meet() -> None:
@@ -113,7 +113,7 @@ def test_an_engine_that_cannot_load_a_version_is_left_out() -> None:
         router = Router({"x": Broken(random.Random(0)), "y": engine()}, 0, recorder)
         await router.load(1)
         assert router.serving == 1
-        assert {(await router.generate(request(session)))[0] for session in "abc"} == {"y"}
+        assert {(await router.generate(request(session))).engine for session in "abc"} == {"y"}
         assert "could not load version 1" in recorder.events[0].message
 
     run(main())

@@ -1,0 +1,94 @@
+"""Engines as the router sees them: pools of the same device class, and in them one place for each engine."""
+
+from dataclasses import dataclass, field
+
+from rollart.protocols import Engine
+from rollart.resources.devices import CATALOGUE
+from rollart.resources.roofline import ModelShape, Roofline
+from rollart.rollout.prediction import Predictor
+
+RATE = 0.05
+LEAST, MOST = 0.01, 100.0
+ALL = 8  # engines of a pool that are all looked at; of more, a few in turn
+SOME = 4
+
+TINY = ModelShape(dense=1_000_000, layers=4, heads=4, kv_heads=2, head_dim=32)
+CPU = Roofline(CATALOGUE["cpu"], TINY)
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """One engine and what the router has sent it. `prefill_until` is when its prefill backlog should be done."""
+
+    name: str
+    pool: "EnginePool"
+    engine: Engine
+    version: int
+    alive: bool = True
+    draining: bool = False
+    open: int = 0
+    served: int = 0
+    context: int = 0
+    reserved: int = 0
+    prefill_until: float = 0.0
+
+    def usable(self, floor: int) -> bool:
+        return self.alive and not self.draining and self.version >= floor
+
+
+@dataclass(slots=True, eq=False)
+class EnginePool:
+    """Engines of one device class. Each runs `max_batch` sequences at once and keeps the KV of `kv_tokens` tokens.
+
+    Real times over predicted ones are averaged here: a roofline knows neither the engine's overheads nor the host's.
+    """
+
+    name: str
+    roofline: Roofline = CPU
+    max_batch: int = 64
+    kv_tokens: int = 1 << 40
+    places: list[Place] = field(default_factory=list)
+    predictor: Predictor = field(init=False)
+    prefill_factor: float = 1.0
+    decode_factor: float = 1.0
+    mean_s: float = 0.0
+    _turn: int = 0
+
+    def __post_init__(self) -> None:
+        self.predictor = Predictor(self.roofline)
+
+    @property
+    def ratio(self) -> float:
+        """FLOP/s per byte/s: high for devices that suit prefill, low for those that suit decode."""
+        return self.roofline.device.tflops / self.roofline.device.bandwidth
+
+    def least_loaded(self, floor: int) -> Place | None:
+        """The usable engine with the least to do; of a large pool, the best of a few looked at in turn."""
+        places = self.places
+        if len(places) > ALL:
+            self._turn = (self._turn + SOME) % len(places)
+            some = [places[(self._turn + n) % len(places)] for n in range(SOME)]
+            best = _best(some, floor)
+            if best is not None:
+                return best
+        return _best(places, floor)
+
+    def learn(self, predicted: tuple[float, float], actual: tuple[float, float], seconds: float) -> None:
+        """Prefill (queue included) and decode, as predicted without factors and as they were."""
+        self.prefill_factor = _towards(self.prefill_factor, actual[0], predicted[0])
+        self.decode_factor = _towards(self.decode_factor, actual[1], predicted[1])
+        self.mean_s += (RATE if self.mean_s else 1.0) * (seconds - self.mean_s)
+
+
+def _best(places: list[Place], floor: int) -> Place | None:
+    best: Place | None = None
+    for place in places:
+        if place.usable(floor) and (best is None or (place.reserved, place.served) < (best.reserved, best.served)):
+            best = place
+    return best
+
+
+def _towards(factor: float, actual: float, predicted: float) -> float:
+    if predicted <= 0.0 or actual <= 0.0:
+        return factor
+    return factor + RATE * (min(MOST, max(LEAST, actual / predicted)) - factor)

@@ -1,0 +1,65 @@
+"""How long a request would take on an engine, and what it would cost the others there.
+
+The roofline's formula with its constants worked out beforehand: a prediction is made for every pool on every turn.
+"""
+
+from dataclasses import dataclass
+
+from rollart.resources.roofline import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY, Roofline
+
+
+class Predictor:
+    """Seconds of forward passes, without an object for each question."""
+
+    __slots__ = ("_attend", "_fixed", "_kv", "_link", "_memory", "_shape", "_token")
+
+    def __init__(self, roofline: Roofline) -> None:
+        shape, device = roofline.shape, roofline.device
+        compute = roofline.slowdown / (device.tflops * 1e12 * COMPUTE_EFFICIENCY * roofline.devices)
+        self._memory = roofline.slowdown / (device.bandwidth * 1e9 * MEMORY_EFFICIENCY * roofline.devices)
+        self._token = shape.token_flops * compute
+        self._attend = shape.attention_flops * compute
+        self._kv = shape.kv_bytes * self._memory
+        self._link = roofline.transfer_seconds(1)
+        self._shape = shape
+        self._fixed = None if shape.experts else shape.weight_bytes(1) * self._memory
+
+    def prefill(self, new: int, cached: int) -> float:
+        """`new` tokens after `cached` ones."""
+        if new <= 0:
+            return 0.0
+        compute = new * (self._token + self._attend * (cached + new / 2))
+        return max(compute, self._weights(new) + (cached + new) * self._kv)
+
+    def decode(self, sequences: int, contexts: float) -> float:
+        """One step: a token for each of `sequences`, whose contexts have `contexts` tokens in all."""
+        if sequences <= 0:
+            return 0.0
+        compute = sequences * self._token + contexts * self._attend
+        return max(compute, self._weights(sequences) + contexts * self._kv)
+
+    def transfer(self, tokens: int) -> float:
+        return tokens * self._link
+
+    def _weights(self, tokens: int) -> float:
+        return self._shape.weight_bytes(tokens) * self._memory if self._fixed is None else self._fixed
+
+
+@dataclass(slots=True)
+class Prediction:
+    """Seconds until its prefill begins, of its prefill, of each decoded token and of all of them; `others` is the delay
+    of everybody else."""
+
+    wait: float
+    prefill: float
+    token: float
+    decode: float
+    others: float
+
+    @property
+    def seconds(self) -> float:
+        return self.wait + self.prefill + self.decode
+
+    @property
+    def cost(self) -> float:
+        return self.seconds + self.others

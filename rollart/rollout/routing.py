@@ -1,0 +1,203 @@
+"""Where a request should go: decisions over the state of the places, with no side effects.
+
+A measured decision adds up what the request would take on an engine and how much it would delay the requests that are
+there: the choice with the least sum keeps the total short, so a device that is poor at a kind of work gets it only
+when the better one is full. Every decision has a reason.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Literal, Protocol
+
+from rollart.rollout.places import EnginePool, Place
+from rollart.rollout.prediction import Prediction
+
+Why = Literal["prefix", "group", "fastest", "moved", "handed over", "pinned", "fallback", "declared", "turn"]
+CLEARLY = 0.8  # leave a cached prefix only for less than this share of the cost of staying
+
+
+@dataclass(slots=True)
+class Ask:
+    """One request: `tokens` of context, an answer of about `decoded` and at most `most`. `held` keeps `cached` tokens
+    of its KV; `shared` is where the same prompt was sent before. `floor` is the oldest version that may answer."""
+
+    tokens: int
+    decoded: float
+    most: int
+    now: float
+    floor: int
+    affinity: str | tuple[str, ...] = "auto"
+    held: Place | None = None
+    cached: int = 0
+    shared: Place | None = None
+
+
+@dataclass(slots=True)
+class Choice:
+    """`prefill_at`: prefill there first, then decode at `place`."""
+
+    place: Place
+    why: Why
+    cached: int
+    prediction: Prediction
+    prefill_at: Place | None = None
+
+
+class Policy(Protocol):
+    def choose(self, ask: Ask, pools: Sequence[EnginePool]) -> Choice | None:
+        """None: no engine may have it now."""
+        ...
+
+
+def predict(place: Place, ask: Ask, cached: int) -> Prediction:
+    """The request on that engine as things stand."""
+    pool, model = place.pool, place.pool.predictor
+    wait = max(0.0, place.prefill_until - ask.now)
+    full = place.open - pool.max_batch + 1
+    if full > 0 or place.reserved + ask.tokens + ask.most > pool.kv_tokens:
+        wait += pool.mean_s * (1 + max(0, full) / pool.max_batch)
+    prefill = model.prefill(ask.tokens - cached, cached) * pool.prefill_factor
+    beside = min(place.open, pool.max_batch - 1)
+    share = beside / place.open if place.open else 0.0
+    contexts = place.context * share
+    token = model.decode(beside + 1, contexts + ask.tokens + ask.decoded / 2) * pool.decode_factor
+    slower = token - model.decode(beside, contexts) * pool.decode_factor if beside else 0.0
+    others = beside * (prefill + ask.decoded * slower)
+    return Prediction(wait, prefill, token, ask.decoded * token, others)
+
+
+def pinned(ask: Ask, pools: Sequence[EnginePool]) -> tuple[Sequence[EnginePool], Why | None]:
+    """The pools that the user's pin allows: the first named one with a usable engine, or all if none has any."""
+    if ask.affinity in ("auto", "prefill", "decode"):
+        return pools, None
+    wanted = (ask.affinity,) if isinstance(ask.affinity, str) else ask.affinity
+    for index, name in enumerate(wanted):
+        for pool in pools:
+            if pool.name == name and any(place.usable(ask.floor) for place in pool.places):
+                return (pool,), "pinned" if index == 0 else "fallback"
+    return pools, "fallback"
+
+
+def home(ask: Ask, allowed: Sequence[EnginePool]) -> tuple[Place, int, Why] | None:
+    """Where its KV, or else its group's, already is, how much of it, if it may go there."""
+    place = ask.held
+    if place is not None and place.usable(ask.floor) and place.pool in allowed:
+        return place, min(ask.cached, ask.tokens - 1), "prefix"
+    place = ask.shared
+    if place is not None and place.usable(ask.floor) and place.pool in allowed:
+        return place, ask.tokens - 1, "group"
+    return None
+
+
+def kept(ask: Ask, allowed: Sequence[EnginePool]) -> Choice | None:
+    """Stay with the conversation's own KV."""
+    known = home(ask, allowed)
+    if known is None or known[2] != "prefix":
+        return None
+    return Choice(known[0], "prefix", known[1], predict(known[0], ask, known[1]))
+
+
+class Measured:
+    """By prediction from the measured shape of the task. `hand_over`: when to prefill on one engine and decode on
+    another: never, when it should pay, always, or always between two pools."""
+
+    def __init__(self, hand_over: str | tuple[str, str] = "never") -> None:
+        self._hand_over = hand_over
+
+    def choose(self, ask: Ask, pools: Sequence[EnginePool]) -> Choice | None:
+        allowed, pin = pinned(ask, pools)
+        best, here, bar = None, None, float("inf")
+        if (known := home(ask, allowed)) is not None:
+            here, cached, why = known
+            best = Choice(here, why, cached, predict(here, ask, cached))
+            bar = best.prediction.cost * CLEARLY
+        for pool in allowed:
+            found = pool.least_loaded(ask.floor)
+            if found is None or found is here:
+                continue
+            prediction = predict(found, ask, 0)
+            if prediction.cost < bar:
+                moved: Why = "moved" if ask.held is not None else "fastest"
+                best, bar = Choice(found, pin or moved, 0, prediction), prediction.cost
+        if best is not None and self._hand_over != "never":
+            best = self._handed_over(ask, pools, best)
+        return best
+
+    def _handed_over(self, ask: Ask, pools: Sequence[EnginePool], best: Choice) -> Choice:
+        """The same request with its prefill elsewhere, if that is wanted, or cheaper."""
+        first = [pool for pool in pools if not isinstance(self._hand_over, tuple) or pool.name == self._hand_over[0]]
+        last = [pool for pool in pools if not isinstance(self._hand_over, tuple) or pool.name == self._hand_over[1]]
+        choice, bar = best, best.prediction.cost * CLEARLY if self._hand_over == "auto" else float("inf")
+        for decoding in _open(ask, last):
+            cached = min(ask.cached, ask.tokens - 1) if decoding is ask.held else 0
+            decode = predict(decoding, ask, ask.tokens - 1)
+            for prefilling in _open(ask, first):
+                if prefilling.pool is decoding.pool:
+                    continue
+                fetched = decoding.pool.predictor.transfer(ask.tokens - cached)
+                prefill = predict(prefilling, ask, cached)
+                both = Prediction(
+                    prefill.wait + decode.wait,
+                    prefill.prefill + fetched + decode.prefill,
+                    decode.token,
+                    decode.decode,
+                    prefilling.open * prefill.prefill + decode.others,
+                )
+                if both.cost < bar:
+                    choice, bar = Choice(decoding, "handed over", cached, both, prefilling), both.cost
+        return choice
+
+
+class Declared:
+    """By the user's tag alone: the pools that suit it, and there the engine with the fewest open requests."""
+
+    def choose(self, ask: Ask, pools: Sequence[EnginePool]) -> Choice | None:
+        allowed, pin = pinned(ask, pools)
+        if ask.affinity in ("prefill", "decode"):
+            ratio = (max if ask.affinity == "prefill" else min)(pool.ratio for pool in pools)
+            allowed, pin = [pool for pool in pools if pool.ratio == ratio], "declared"
+            if not any(place.usable(ask.floor) for pool in allowed for place in pool.places):
+                allowed, pin = pools, "fallback"
+        if (stay := kept(ask, allowed)) is not None:
+            return stay
+        found = [least for pool in allowed if (least := pool.least_loaded(ask.floor)) is not None]
+        if not found:
+            return None
+        place = min(found, key=lambda place: place.open)
+        return Choice(place, pin or "declared", 0, predict(place, ask, 0))
+
+
+class RoundRobin:
+    """Conversations go to the engines in turn, and stay there."""
+
+    def __init__(self) -> None:
+        self._numbers = count()
+
+    def choose(self, ask: Ask, pools: Sequence[EnginePool]) -> Choice | None:
+        if (stay := kept(ask, pools)) is not None:
+            return stay
+        places = [place for pool in pools for place in pool.places if place.usable(ask.floor)]
+        if not places:
+            return None
+        place = places[next(self._numbers) % len(places)]
+        return Choice(place, "turn", 0, predict(place, ask, 0))
+
+
+def policy(name: str, hand_over: str | Sequence[str] = "never") -> Policy:
+    match name:
+        case "measured":
+            return Measured(hand_over if isinstance(hand_over, str) else (hand_over[0], hand_over[1]))
+        case "declared":
+            return Declared()
+        case "round_robin":
+            return RoundRobin()
+    raise ValueError(f"there is no routing policy {name!r}")
+
+
+def _open(ask: Ask, pools: Sequence[EnginePool]) -> Iterable[Place]:
+    for pool in pools:
+        if ask.held is not None and ask.held.pool is pool and ask.held.usable(ask.floor):
+            yield ask.held
+        elif (place := pool.least_loaded(ask.floor)) is not None:
+            yield place
