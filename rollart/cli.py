@@ -168,23 +168,36 @@ def evaluate(
 
 @app.command(rich_help_panel=PREPARE)
 @_guarded
-def check(run_file: RunPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Check a run file and show all of it, defaults included, and the processes it would start.
+def check(
+    run_file: RunPath,
+    overrides: Overrides = None,
+    nodes: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Plan for the nodes in this YAML file, not for those there are.")
+    ] = None,
+    patience: Annotated[float, typer.Option(help="Seconds that the cluster may take to tell its nodes.")] = 4.0,
+    as_json: AsJson = False,
+) -> None:
+    """Check a run file and show all of it, defaults included, and where everything would go and why.
 
-    [dim]rollart check examples/quickstart.yaml --set engine.threads=2[/dim]
+    Starts nothing. Ends with an error if a pool finds no place.
+    A nodes file is a list such as: - {name: node, count: 4, devices: {H800: 8, cpu: 64}}
+
+    [dim]rollart check examples/quickstart.yaml --set engine.threads=2
+    rollart check examples/mixed.yaml --nodes cluster.yaml[/dim]
     """
-    from rollart import placement, runfile
+    from rollart import runfile
+    from rollart.resources import inventory, plan
 
     run = runfile.load(run_file, overrides or [])
-    plan = placement.plan(run)
-    if as_json:
-        _print_json({"run": run.model_dump(mode="json"), "placement": asdict(plan), "warning": plan.warning})
-        return
-    from rollart.observe.placed import placed
+    with _output(as_json) as console:
+        planned = plan.plan(run, inventory.inventory_of(run, nodes, patience))
+        if not as_json:
+            from rollart.observe.placed import placed
 
-    console = Console(highlight=False)
-    console.print(runfile.dump(run), markup=False, soft_wrap=True)
-    console.print(placed(plan))
+            console.print(runfile.dump(run), markup=False, soft_wrap=True)
+            console.print(placed(run, planned))
+    if as_json:
+        _print_json({"run": run.model_dump(mode="json"), "plan": asdict(planned)})
 
 
 @app.command(rich_help_panel=PREPARE)

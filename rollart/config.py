@@ -5,7 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from rollart.resources.devices import CATALOGUE
 from rollart.rollout.schedule import Schedule, preset
+from rollart.yamltree import did_you_mean
 
 Preset = Literal["sync", "sync_plus", "one_off", "start_bound", "rollart"]
 Positive = Annotated[int, Field(ge=1)]
@@ -14,6 +16,7 @@ Seconds = Annotated[float, Field(gt=0)]
 POOL_NAME = r"^[A-Za-z][\w-]*$"
 SCHEDULE_KEYS = ("alpha", "window", "extra_members", "extra_groups")
 AFFINITIES = ("auto", "prefill", "decode")
+DEFAULT_POOLS = {"train": "trainer", "generate": "engine", "environment": "environments"}
 ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 
 
@@ -129,12 +132,12 @@ class Engine(Section):
 class Device(Section):
     """A device class of the user's own, or other numbers for one of the catalogue."""
 
-    tflops: float = Field(gt=0, description="dense bfloat16")
-    bandwidth: float = Field(gt=0, description="memory, GB/s")
-    memory: float = Field(gt=0, description="GB")
-    link: float = Field(10.0, gt=0, description="to other devices of its node, GB/s")
-    network: float = Field(1.0, gt=0, description="out of its node, GB/s")
-    price: float = Field(1.0, gt=0, description="relative to one H20")
+    tflops: float | None = Field(None, gt=0, description="dense bfloat16")
+    bandwidth: float | None = Field(None, gt=0, description="memory, GB/s")
+    memory: float | None = Field(None, gt=0, description="GB")
+    link: float | None = Field(None, gt=0, description="to other devices of its node, GB/s; 10 if not in the catalogue")
+    network: float | None = Field(None, gt=0, description="out of its node, GB/s; 1 if not in the catalogue")
+    price: float | None = Field(None, gt=0, description="relative to one H20; 1 if not in the catalogue")
 
 
 class Pool(Section):
@@ -152,6 +155,14 @@ class Pool(Section):
     def devices(self) -> tuple[str, ...]:
         return (self.device,) if isinstance(self.device, str) else tuple(self.device)
 
+    @property
+    def auto(self) -> bool:
+        return self.devices == ("auto",)
+
+    @property
+    def workers(self) -> int:
+        return len(self.urls) or self.count
+
     @model_validator(mode="after")
     def _fits_its_role(self) -> "Pool":
         for key in ("urls", "emulate"):
@@ -159,10 +170,15 @@ class Pool(Section):
                 raise Conflict(f"`{key}` is for pools of role generate, not {self.role}", key)
         if self.urls and self.emulate:
             raise Conflict("engines that someone else runs cannot be emulated here", "emulate")
-        if self.emulate and self.devices == ("auto",):
-            raise Conflict("name the device class to emulate", "device")
-        if not self.devices:
-            raise Conflict("name a device class, or leave `device` out", "device")
+        if self.urls and self.count not in (1, len(self.urls)):
+            raise Conflict(f"count is {self.count}, but there are {len(self.urls)} urls; leave count out", "count")
+        if self.emulate and len(self.devices) != 1:
+            raise Conflict("an emulated device is always there; name one class, without fallbacks", "device")
+        if self.auto and (self.emulate or self.urls):
+            what = "to emulate" if self.emulate else "of the engines that someone else runs"
+            raise Conflict(f"name the device class {what}", "device")
+        if not self.devices or len(set(self.devices)) < len(self.devices) or (not self.auto and "auto" in self.devices):
+            raise Conflict("name a device class, different ones in order of preference, or auto alone", "device")
         return self
 
 
@@ -246,6 +262,9 @@ class RunFile(Section):
     tasks: Annotated[list[Task], Field(min_length=1)]
     rollout: Rollout = Rollout()
     cluster: str | None = Field(None, description="address of a Ray cluster; absent: this machine")
+    weights: Path | None = Field(
+        None, description="folder of the weight store, which all nodes of a cluster must see; absent: shared memory"
+    )
     devices: dict[str, Device] = Field(default_factory=dict, description="device classes of your own")
     pools: dict[Annotated[str, Field(pattern=POOL_NAME)], Pool] = Field(
         default_factory=dict, description="what runs on which device class"
@@ -263,15 +282,19 @@ class RunFile(Section):
         named = {name: pool for name, pool in self.pools.items() if pool.role == role}
         if named:
             return named
-        default = {"train": "trainer", "generate": "engine", "environment": "environments"}[role]
         count = self.engine.count if role == "generate" else 1
-        return {default: Pool(role=role, device="cpu", count=count)}  # type: ignore[arg-type]
+        return {DEFAULT_POOLS[role]: Pool(role=role, device="cpu", count=count)}
+
+    def all_pools(self) -> dict[str, Pool]:
+        """Those of the run file, in its order, and the ones that it leaves out."""
+        return self.pools | {name: pool for role in DEFAULT_POOLS for name, pool in self.pools_of(role).items()}
 
     @model_validator(mode="after")
     def _pools_fit(self) -> "RunFile":
         generate = {name for name, pool in self.pools.items() if pool.role == "generate"}
         if generate and self.engine.count != 1:
             raise Conflict("engine.count is for runs without pools of role generate", "engine", "count")
+        self._check_pools()
         if len([pool for pool in self.pools.values() if pool.role == "train"]) > 1:
             last = [name for name, pool in self.pools.items() if pool.role == "train"][-1]
             raise Conflict("there can be only one pool of role train", "pools", last)
@@ -281,8 +304,8 @@ class RunFile(Section):
             for name in wanted:
                 if name not in known and not (isinstance(task.affinity, str) and name in AFFINITIES):
                     raise Conflict(
-                        f"affinity {name!r} of task {task.name!r} is neither one of {', '.join(AFFINITIES)} nor a pool of "
-                        f"role generate ({', '.join(sorted(known))})",
+                        f"affinity {name!r} of task {task.name!r} is neither one of {', '.join(AFFINITIES)} nor a pool "
+                        f"of role generate ({', '.join(sorted(known))})",
                         *("tasks", index, "affinity"),
                     )
         if isinstance(self.routing.hand_over, list):
@@ -293,6 +316,26 @@ class RunFile(Section):
                     *("routing", "hand_over"),
                 )
         return self
+
+    def _check_pools(self) -> None:
+        for name, device in self.devices.items():
+            lacks = [key for key in ("tflops", "bandwidth", "memory") if getattr(device, key) is None]
+            if lacks and name not in CATALOGUE:
+                raise Conflict(f"{name!r} is not in the catalogue, so it needs {' and '.join(lacks)}", "devices", name)
+        for role, default in DEFAULT_POOLS.items():
+            if default in self.pools and self.pools[default].role != role:
+                raise Conflict(
+                    f"the name {default!r} is kept for pools of role {role}; choose another", "pools", default
+                )
+        known = [*self.devices, *(name for name in CATALOGUE if name not in self.devices)]
+        for name, pool in self.pools.items():
+            for wanted in pool.devices:
+                if wanted not in known and not pool.auto:
+                    raise Conflict(
+                        f"there is no device class {wanted!r}"
+                        + (did_you_mean(wanted, known) or f"; define it in `devices`, or use {', '.join(known)}"),
+                        *("pools", name, "device"),
+                    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "RunFile":

@@ -18,6 +18,7 @@ from rollart.models.prepare import Progress, prepare_in_child
 from rollart.observe import summary
 from rollart.observe.events import Evaluated, EventLog, PipelineSample, RunEnded, RunStarted, StepDone, WarmedUp
 from rollart.resources.fleet import Fleet
+from rollart.resources.ranks import TrainerLost
 from rollart.rollout.evaluation import Evaluator
 from rollart.rollout.ledger import Ledger, Recovery
 from rollart.rollout.lockstep import Lockstep
@@ -30,7 +31,8 @@ from rollart.types import Sampling
 
 OnLog = Callable[[EventLog], None]
 _SAMPLE_SECONDS = 0.5
-_REASON_SECONDS = 2.0
+_REASON_SECONDS = 15.0
+_LOSSES = 3
 
 
 async def train(run: RunFile, directory: Path, *, resume: bool = False, on_log: OnLog | None = None) -> dict[str, Any]:
@@ -85,34 +87,70 @@ async def _train(run: RunFile, directory: Path, ledger: Ledger, recovery: Recove
     checkpoints = directory / "checkpoints"
     model = checkpoints / f"{recovery.version:06d}" if recovery.version else await _prepare(run, directory, log)
     async with Fleet(run, directory, log, model=model, version=recovery.version) as fleet:
-        schedule = run.rollout.schedule()
         evaluator = Evaluator(task_plans(run), _player(run, fleet, log, None), ledger, log)
         if recovery.version == 0:
             await _supervised(fleet, evaluator.run(0, run.evaluation.final_episodes, label="before", final=True))
-        scheduler = _scheduler(run, schedule, fleet, ledger, log)
-        scheduler.recover(recovery)
-
-        pipeline = Pipeline(
-            plan=Plan(run.training.steps, run.checkpoint.every, run.evaluation.every, run.evaluation.episodes),
-            version=recovery.version,
-            scheduler=scheduler,
-            trainer=fleet.trainer,
-            router=fleet.router,
-            evaluator=evaluator,
-            ledger=ledger,
-            sink=log,
-            checkpoints=checkpoints,
-            on_loaded=fleet.retire,
-            on_saved=lambda version: _prune(checkpoints, version, run.checkpoint.keep),
-        )
-        try:
-            async with _beside(_sample(scheduler, fleet, log)):
-                await _supervised(fleet, pipeline.run())
-        finally:
-            await scheduler.stop()
+        await _until_trained(run, fleet, evaluator, checkpoints, ledger, recovery, log)
         steps, episodes = run.training.steps, run.evaluation.final_episodes
         await _supervised(fleet, evaluator.run(steps, episodes, label="after", final=True))
     _keep_model(checkpoints / f"{steps:06d}", directory / "model")
+
+
+async def _until_trained(
+    run: RunFile,
+    fleet: Fleet,
+    evaluator: Evaluator,
+    checkpoints: Path,
+    ledger: Ledger,
+    recovery: Recovery,
+    log: EventLog,
+) -> None:
+    """All steps, through losses of the trainer: each goes on from the last checkpoint with all that is ready."""
+    losses = 0
+    while True:
+        try:
+            return await _learn(run, fleet, evaluator, checkpoints, ledger, recovery, log)
+        except (ServiceError, BaseExceptionGroup) as error:
+            lost = _root(error)
+            if not isinstance(lost, TrainerLost):
+                raise
+        before, recovery = recovery, ledger.recover()
+        losses = losses + 1 if recovery.version == before.version else 1
+        if losses > _LOSSES:
+            again = "`rollart train ... --resume` goes on from the last checkpoint"
+            raise ServiceError(f"the trainer was lost {losses} times at version {recovery.version}; {again}: {lost}")
+        await fleet.revive_trainer(checkpoints / f"{recovery.version:06d}", recovery.version, str(lost))
+
+
+async def _learn(
+    run: RunFile,
+    fleet: Fleet,
+    evaluator: Evaluator,
+    checkpoints: Path,
+    ledger: Ledger,
+    recovery: Recovery,
+    log: EventLog,
+) -> None:
+    scheduler = _scheduler(run, run.rollout.schedule(), fleet, ledger, log)
+    scheduler.recover(recovery)
+    pipeline = Pipeline(
+        plan=Plan(run.training.steps, run.checkpoint.every, run.evaluation.every, run.evaluation.episodes),
+        version=recovery.version,
+        scheduler=scheduler,
+        trainer=fleet.trainer,
+        router=fleet.router,
+        evaluator=evaluator,
+        ledger=ledger,
+        sink=log,
+        checkpoints=checkpoints,
+        on_loaded=fleet.retire,
+        on_saved=lambda version: _prune(checkpoints, version, run.checkpoint.keep),
+    )
+    try:
+        async with _beside(_sample(scheduler, fleet, log)):
+            await _supervised(fleet, pipeline.run())
+    finally:
+        await scheduler.stop()
 
 
 def _player(run: RunFile, fleet: Fleet, log: EventLog, lockstep: Lockstep | None) -> Player:
@@ -152,6 +190,9 @@ def _started(run: RunFile, recovery: Recovery, resume: bool) -> RunStarted:
         version=recovery.version,
         resumed=resume,
         wall=time.time(),
+        emulated=[
+            f"{name}: {pool.devices[0]} (1/{pool.emulate:g})" for name, pool in run.pools.items() if pool.emulate
+        ],
     )
 
 

@@ -89,7 +89,8 @@ class Completion:
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
     """Counters grow from the engine's start; `busy_s` is the time spent inside forward passes, and `late_s`, for an
-    emulated device, how much longer they took here than they would have there."""
+    emulated device, how much longer they took here than they would have there. `kv_reserved` is what running and
+    waiting requests need at their full possible length; `emulated` says which device is emulated, if one is."""
 
     version: int
     running: int
@@ -101,6 +102,8 @@ class EngineStatus:
     swaps: int
     busy_s: float
     late_s: float = 0.0
+    kv_reserved: int = 0
+    emulated: str = ""
 
 
 class Turn(Struct, frozen=True, gc=False):

@@ -107,7 +107,7 @@ def test_an_error_is_one_sentence_on_stderr_and_exit_2(run_file: Path) -> None:
     assert ended.stderr == "quick.yaml:9: unknown key 'group_sise' in training; did you mean 'group_size'?\n"
 
 
-def test_check_shows_the_whole_file_and_the_placement(run_file: Path) -> None:
+def test_check_shows_the_whole_file_and_where_everything_goes(run_file: Path) -> None:
     text = rollart_command("check", run_file, "--set", "training.steps=7").stdout
     for words in ("steps: 7", "group_size: 8", "controller", "up to 64", "16 groups of lake", "at most 256"):
         assert words.lower() in text.lower()
@@ -116,8 +116,41 @@ def test_check_shows_the_whole_file_and_the_placement(run_file: Path) -> None:
 def test_check_as_json_is_one_object(run_file: Path) -> None:
     told = json.loads(rollart_command("check", run_file, "--json").stdout.splitlines()[-1])
     assert told["run"]["training"]["group_size"] == 8
-    assert {place["role"] for place in told["placement"]["places"]} >= {"control", "generate", "train", "environment"}
+    assert {binding["role"] for binding in told["plan"]["bindings"]} == {"train", "generate", "environment"}
     assert not Path("runs").exists()
+
+
+def test_check_plans_for_nodes_that_are_described_in_a_file(run_file: Path) -> None:
+    Path("nodes.yaml").write_text("- {name: big, devices: {H800: 2, cpu: 8}}\n- {name: small, devices: {H20: 2}}\n")
+    pools = ["--set", "pools={compute: {role: generate, device: [H800, H20], count: 3}, a: {role: generate}}"]
+    text = " ".join(rollart_command("check", run_file, *pools, "--nodes", "nodes.yaml").stdout.split())
+    for words in ("goes: nodes.yaml", "compute 2 H800 big as named", "compute 1 H20 small fallback", "a 1 H20 small"):
+        assert words in text
+
+
+def test_check_refuses_pools_that_find_no_place(run_file: Path) -> None:
+    run_file.write_text(RUN + "pools: {compute: {role: generate, device: H800, count: 2}}\n")
+    command = [str(Path(sys.executable).with_name("rollart")), "check", str(run_file)]
+    ended = subprocess.run(command, timeout=60, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "pool 'compute' wants 2 engines on H800, but there is room for none of them" in ended.stderr
+    assert "What to do: try it without such devices" in ended.stderr
+
+
+def test_check_labels_what_is_emulated_and_what_is_external(run_file: Path) -> None:
+    pools = (
+        "pools={a: {role: generate, device: H800, emulate: 500}, b: {role: generate, device: H20, urls: ['http://x']}}"
+    )
+    text = rollart_command("check", run_file, "--set", pools).stdout
+    assert "emulated H800 (1/500)" in text
+    assert "external H20" in text
+    assert "http://x" in text
+
+
+def test_the_examples_that_need_nothing_pass_the_check() -> None:
+    for example in ("quickstart", "mixed"):
+        ended = rollart_command("check", Path(__file__).parents[1] / "examples" / f"{example}.yaml")
+        assert ended.exit_code == 0, ended.output
 
 
 def test_the_schema_is_json() -> None:

@@ -23,6 +23,7 @@ from rollart.observe.events import (
     BatchTaken,
     EventLog,
     Published,
+    RolledBack,
     RunEnded,
     ServiceStarted,
     StepDone,
@@ -135,25 +136,45 @@ def test_a_killed_engine_is_replaced_and_the_run_goes_on(run_path: Path, tmp_pat
     assert started.count("engine-0") == 2
 
 
-def test_a_killed_trainer_ends_the_run_with_a_sentence_and_nothing_is_lost(run_path: Path, tmp_path: Path) -> None:
-    run = runfile.load(run_path, [])
+def _kills_the_trainer(versions: set[int]) -> Callable[[EventLog], None]:
+    """At each version that it publishes, of those given."""
 
-    def kill_trainer(log: EventLog) -> None:
+    def subscribe(log: EventLog) -> None:
         pids: dict[str, int] = {}
 
         def watch(event: AnyEvent) -> None:
             if isinstance(event, ServiceStarted):
                 pids[event.name] = event.pid
-            if isinstance(event, Published) and event.version == 3:
+            if isinstance(event, Published) and event.version in versions:
                 os.kill(pids["trainer"], signal.SIGKILL)
 
         log.subscribe(watch)
 
-    with pytest.raises(RollartError, match="trainer ended with signal SIGKILL"):
-        asyncio.run(controller.train(run, tmp_path / "run", on_log=kill_trainer))
+    return subscribe
+
+
+def test_a_killed_trainer_goes_on_from_its_checkpoint_and_nothing_is_lost(run_path: Path, tmp_path: Path) -> None:
+    run, versions = runfile.load(run_path, []), {3}
+
+    def once(log: EventLog) -> None:
+        _kills_the_trainer(versions)(log)
+        log.subscribe(lambda event: versions.clear() if isinstance(event, RolledBack) else None)
+
+    summary = asyncio.run(controller.train(run, tmp_path / "run", on_log=once))
+    assert (summary["version"], summary["resumes"]) == (6, 0)
+    rolled = [event for event in events(tmp_path / "run") if isinstance(event, RolledBack)]
+    assert len(rolled) == 1
+    assert rolled[0].version < 3
+    assert "SIGKILL" in rolled[0].reason
+    assert Ledger.open_readonly(tmp_path / "run" / "ledger.sqlite").group_states()["consumed"] == 36
+
+
+def test_a_trainer_that_dies_again_and_again_ends_the_run_with_a_sentence(run_path: Path, tmp_path: Path) -> None:
+    run = runfile.load(run_path, ["checkpoint.every=100"])
+    with pytest.raises(RollartError, match=r"trainer was lost 4 times at version 0; .*--resume"):
+        asyncio.run(controller.train(run, tmp_path / "run", on_log=_kills_the_trainer({1})))
     summary = asyncio.run(controller.train(run, tmp_path / "run", resume=True))
-    assert summary["version"] == 6
-    assert summary["resumes"] == 1
+    assert (summary["version"], summary["resumes"]) == (6, 1)
 
 
 def test_two_controllers_never_share_a_folder(run_path: Path, tmp_path: Path) -> None:

@@ -17,8 +17,16 @@ class EngineClient:
         self._client = client
         self._deadline = deadline
 
+    @property
+    def url(self) -> str:
+        """Where other engines reach it, too."""
+        return self._client.url
+
     async def generate(self, request: GenerationRequest) -> Completion:
         return await self._call("generate", request, Completion, self._deadline)
+
+    async def prefill(self, request: GenerationRequest) -> int:
+        return await self._call("prefill", request, int, self._deadline)
 
     async def abort(self, request_id: str) -> None:
         await self._call("abort", request_id, type(None), SHORT_S)

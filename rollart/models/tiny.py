@@ -55,9 +55,8 @@ def tokenizer(context: int) -> Any:
     )
 
 
-def architecture(config: TinyModel) -> Any:
-    import transformers
-
+def sizes(config: TinyModel) -> dict[str, Any]:
+    """What its `config.json` will say."""
     common = {
         "vocab_size": len(SPECIAL) + len(CHARACTERS),
         "hidden_size": config.hidden,
@@ -73,14 +72,20 @@ def architecture(config: TinyModel) -> Any:
         "bos_token_id": None,
         "dtype": "float32",
     }
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 3 * config.hidden // 2}
+    return common | experts if config.architecture == "qwen3_moe" else common
+
+
+def architecture(config: TinyModel) -> Any:
+    import transformers
+
     match config.architecture:
         case "qwen3":
-            return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common))
+            return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes(config)))
         case "llama":
-            return transformers.LlamaForCausalLM(transformers.LlamaConfig(**common))
+            return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes(config)))
         case "qwen3_moe":
-            experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 3 * config.hidden // 2}
-            return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**common, **experts))
+            return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes(config)))
 
 
 def _initialise(model: Any) -> None:

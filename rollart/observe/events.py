@@ -18,7 +18,7 @@ class Event(msgspec.Struct, tag_field="kind", tag=True, kw_only=True):
 
 
 class RunStarted(Event):
-    """`wall` is the wall-clock time, in seconds since 1970."""
+    """`wall` is the wall-clock time, in seconds since 1970. `emulated` tells the pools whose devices are not real."""
 
     name: str
     preset: str
@@ -29,6 +29,7 @@ class RunStarted(Event):
     version: int = 0
     resumed: bool = False
     wall: float = 0.0
+    emulated: list[str] = []
 
 
 class RunEnded(Event):
@@ -41,6 +42,25 @@ class ServiceStarted(Event):
     name: str
     pid: int
     seconds: float
+
+
+class Placed(Event):
+    """Where a worker of a pool runs: the device class that was wanted and the one it got, its node, and why there."""
+
+    role: str
+    pool: str
+    name: str
+    wanted: str
+    device: str
+    node: str
+    why: str
+
+
+class RolledBack(Event):
+    """The trainer was lost and goes on from its checkpoint of `version`."""
+
+    version: int
+    reason: str
 
 
 class ServiceEnded(Event):
@@ -183,6 +203,7 @@ class EngineSample(Event):
     prefilled: int
     generated: int
     busy_s: float
+    late_s: float = 0.0
 
 
 class PipelineSample(Event):
@@ -222,6 +243,8 @@ AnyEvent = Union[  # noqa: UP007 (msgspec reads the union at run time)
     RunStarted,
     RunEnded,
     ServiceStarted,
+    Placed,
+    RolledBack,
     ServiceEnded,
     WarmedUp,
     GroupStarted,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from rollart.observe import events as ev
 from rollart.observe.routes import RouteMetrics
-from rollart.observe.snapshot import STAGES, Ended, Pipeline, Point, Snapshot, StepPoint, Use
+from rollart.observe.snapshot import STAGES, Ended, Pipeline, Point, Snapshot, StepPoint, Use, Where
 from rollart.observe.task_metrics import TaskMetrics
 from rollart.observe.windows import Rate, mean
 
@@ -70,9 +70,12 @@ class Metrics:
         self._slowest: list[tuple[float, int, Ended]] = []
         self._count = 0
         self._routes = RouteMetrics()
+        self._places: dict[str, Where] = {}
         self._folds: dict[type, Callable[[Any], None]] = {
             ev.RunStarted: self._run_started,
             ev.RunEnded: self._run_ended,
+            ev.RolledBack: self._rolled_back,
+            ev.Placed: self._placed,
             ev.ServiceStarted: self._service_started,
             ev.WarmedUp: self._warmed_up,
             ev.GroupStarted: self._group_started,
@@ -117,14 +120,31 @@ class Metrics:
         self.ended = False
         self.resumes += event.resumed
         for name in event.tasks:
-            task = self._task(name)
-            task.held_out = [point for point in task.held_out if point.version <= event.version]
-        while self.history and self.history[-1].version > event.version:
-            self.staleness.subtract(self.history.pop().staleness)
+            self._task(name)
+        self._forget_after(event.version)
         self._rl_before, self._rl_start, self._rl_end = self._rl(), None, None
         self.pipeline, self._sampled = Pipeline(), None
         for gone in (self._engines, self._batches, self._open, self._step_times):
             gone.clear()
+
+    def _forget_after(self, version: int) -> None:
+        """What was trained after `version` is of a history that was given up."""
+        self.version = version
+        for task in self.tasks.values():
+            task.held_out = [point for point in task.held_out if point.version <= version]
+        while self.history and self.history[-1].version > version:
+            self.staleness.subtract(self.history.pop().staleness)
+        self._batches.clear()
+        self._step_times.clear()
+
+    def _placed(self, event: ev.Placed) -> None:
+        self._places[event.name] = Where(
+            event.role, event.pool, event.name, event.wanted, event.device, event.node, event.why
+        )
+
+    def _rolled_back(self, event: ev.RolledBack) -> None:
+        self._forget_after(event.version)
+        self.warnings.append(f"the trainer was lost and went on from version {event.version}: {event.reason}")
 
     def _run_ended(self, event: ev.RunEnded) -> None:
         self.phase, self.ended = event.reason, True
@@ -304,6 +324,8 @@ class Metrics:
             examples=tuple(each for task in self.tasks.values() for each in (*task.good, *task.bad)),
             warnings=tuple(self.warnings),
             routes=self._routes.snapshot(),
+            places=tuple(self._places.values()),
+            emulated=tuple(run.emulated),
         )
 
 

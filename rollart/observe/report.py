@@ -1,6 +1,7 @@
 """What `rollart show` prints: results, learning curves, where the time went, what was dropped, what was slow."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
@@ -8,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollart.observe.draw import bar, clock, colour, count, label, number, percent, span, sparkline, stacked
-from rollart.observe.snapshot import STAGES, Ended, Route, Snapshot, failure_ratio
+from rollart.observe.snapshot import STAGES, Ended, Route, Snapshot, Where, failure_ratio
 from rollart.observe.tables import table
 
 _STAGE_STYLES = dict(zip(STAGES, ("red", "blue", "bright_black", "cyan", "magenta", "yellow", "white"), strict=True))
@@ -24,6 +25,8 @@ def report(shot: Snapshot, width: int = 100) -> RenderableType:
         parts += [Text(), _title("Machinery during RL"), *_machinery(shot, width)]
     if any(sum(task.stages.values()) for task in shot.tasks):
         parts += [Text(), _title("Where the time of a trajectory went"), *_stages(shot, width)]
+    if len({place.pool for place in shot.places if place.role == "generate"}) > 1 or _nodes(shot) > 1:
+        parts += [Text(), _title("Where it ran"), places(shot.places)]
     if len({route.pool for route in shot.routes}) > 1:
         parts += [Text(), _title("Routing of requests"), routing(shot.routes)]
     parts += [Text(), _title("Dropped, never trained"), _drops(shot)]
@@ -41,7 +44,12 @@ def _head(shot: Snapshot) -> Text:
     resumes = f", resumed {shot.resumes} times" if shot.resumes > 1 else ", resumed once" if shot.resumes else ""
     about = f"{shot.preset}, alpha {shot.alpha}, seed {shot.seed}"
     state = f"{shot.phase} at step {shot.step} of {shot.steps} after {clock(shot.t)}{resumes}"
-    return Text.assemble((shot.name, "bold"), f" ({about}): {state}")
+    return Text.assemble((shot.name, "bold"), f" ({about}): {state}", emulation(shot))
+
+
+def emulation(shot: Snapshot) -> Text:
+    """Said wherever a run is shown: its times are not those of the hardware that it names."""
+    return Text(f"\nEMULATED devices: {', '.join(shot.emulated)}" if shot.emulated else "", style="bold yellow")
 
 
 def results(shot: Snapshot) -> Table:
@@ -150,6 +158,19 @@ def _drops(shot: Snapshot) -> RenderableType:
     rows = table("reason", "trajectories", "share")
     for reason, dropped in shot.drops.items():
         rows.add_row(reason, str(dropped), f"{dropped / max(1, ended) * 100:.1f}%")
+    return rows
+
+
+def _nodes(shot: Snapshot) -> int:
+    return len({place.node for place in shot.places})
+
+
+def places(where: Sequence[Where]) -> Table:
+    """Workers by pool, device class and node."""
+    rows = table("role", "pool", "device", "node", "workers", "why")
+    alike = Counter((each.role, each.pool, each.device, each.node, each.why) for each in where)
+    for (role, pool, device, node, why), workers in sorted(alike.items()):
+        rows.add_row(role, pool, device, node, str(workers), why)
     return rows
 
 

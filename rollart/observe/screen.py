@@ -22,6 +22,8 @@ def screen(shot: Snapshot, weights: Mapping[str, float], width: int) -> Renderab
     lines = [_progress(shot, inner), Text(), *_tasks(shot, weights, inner)]
     if shot.history or shot.phase == "training":
         lines += [Text(), *_machinery(shot, inner)]
+    if shot.emulated:
+        lines.append(_line(Text(f"EMULATED devices: {', '.join(shot.emulated)}", style="bold yellow"), inner))
     lines += [_line(Text(f"! {message}", style="yellow"), inner) for message in shot.warnings[-2:]]
     about = f" · {shot.preset} · alpha {shot.alpha} · seed {shot.seed}"
     title = Text.assemble((shot.name or "rollart", "bold default"), (about, "default"))

@@ -95,6 +95,19 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True)
+class Where:
+    """Where a worker runs now: the class it wanted, the one it got, and its node."""
+
+    role: str
+    pool: str
+    name: str
+    wanted: str
+    device: str
+    node: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Route:
     """Requests of one task that one pool answered: tokens in all, seconds per request, and why they went there."""
 
@@ -145,6 +158,8 @@ class Snapshot:
     examples: tuple[Ended, ...]
     warnings: tuple[str, ...]
     routes: tuple[Route, ...] = ()
+    places: tuple[Where, ...] = ()
+    emulated: tuple[str, ...] = ()
 
     def task(self, name: str) -> TaskSnapshot:
         return next(task for task in self.tasks if task.name == name)

@@ -57,6 +57,9 @@ def summarise(shot: Snapshot) -> dict[str, Any]:
                 "trainer_waited_s": shot.waited_s,
                 "staleness": {str(age): count for age, count in shot.staleness.items()},
                 "drops": shot.drops,
+                "routes": shot.routes,
+                "places": shot.places,
+                "emulated": shot.emulated,
             }
         )
     )

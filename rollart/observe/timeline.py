@@ -77,9 +77,12 @@ class Timeline:
         self._tracks: dict[tuple[int, str], Track] = {}
         self._open: dict[str, Open] = {}
         self._warming: float | None = None
+        self._engines = "engines"
 
     def records(self, event: ev.AnyEvent) -> Iterator[Record]:
         match event:
+            case ev.RunStarted(emulated=emulated) if emulated:
+                self._engines = f"engines (EMULATED: {', '.join(emulated)})"
             case ev.TrajectoryStarted():
                 yield from self._begin(event)
             case ev.EnvReset() | ev.TurnDone() | ev.Scored():
@@ -107,7 +110,7 @@ class Timeline:
             return self._tracks[pid, name], []
         known = sum(other == pid for other, _ in self._tracks)
         track = self._tracks[pid, name] = Track(pid, known + 1)
-        process = {_CONTROL: "trainer", _ENGINES: "engines"}[pid]
+        process = {_CONTROL: "trainer", _ENGINES: self._engines}[pid]
         return track, [_name("process_name", pid, 0, process), _name("thread_name", pid, track.tid, name)]
 
     def _begin(self, event: ev.TrajectoryStarted) -> Iterator[Record]:

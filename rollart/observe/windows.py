@@ -23,7 +23,7 @@ class Rate:
         first = max(int(start / self._width), last - len(self._stamps) + 1)
         for bucket in range(first, last + 1):
             low, high = max(start, bucket * self._width), min(t, (bucket + 1) * self._width)
-            self._put(bucket, amount * (high - low) / (t - start) if t > start else amount)
+            self._put(bucket, amount * ((high - low) / (t - start)) if t > start else amount)
 
     def _put(self, bucket: int, amount: float) -> None:
         slot = bucket % len(self._stamps)

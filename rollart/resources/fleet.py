@@ -1,31 +1,39 @@
-"""The services of one run on this machine: engines and trainer as child processes, environments and rewards as pools.
+"""The services of one run, each where placement says: engines, trainer, environments and rewards.
 
-Invariants: everything started here ends with the `async with`, however it is left; an engine that dies, or that the
-router gave up, is killed and started again, at most `_RESTARTS` times in all, and serves only once it has the newest
-weights; a trainer that dies ends the run, which `--resume` continues from its last checkpoint.
+Invariants: everything started here ends with the `async with`, however it is left. Lost engines and hosts are brought
+back beside the run; a lost trainer ends `supervise` with TrainerLost, and `revive_trainer` brings it back at the last
+checkpoint, with the engines at the same version.
 """
 
 import asyncio
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from rollart.chat import ChatRenderer
 from rollart.config import RunFile
-from rollart.engines.client import EngineClient
 from rollart.envs.pool import EnvironmentPool
-from rollart.errors import EngineFailed, EngineLost, ServiceError
-from rollart.observe.events import EngineSample, EventLog, ServiceEnded, ServiceStarted, Warned
-from rollart.resources import local
+from rollart.observe.events import EventLog, Placed, RolledBack, ServiceEnded
+from rollart.resources.devices import catalogue
+from rollart.resources.engines import Engines
+from rollart.resources.inventory import Inventory
+from rollart.resources.launcher import Launcher, Started
+from rollart.resources.local import LocalLauncher
+from rollart.resources.placement import Binding
+from rollart.resources.plan import Plan, plan
+from rollart.resources.ranks import TrainerRanks
+from rollart.resources.roofline import ModelShape
 from rollart.rewards.pool import RewardPool
 from rollart.rollout.router import Router
-from rollart.services import rpc
+from rollart.rollout.routing import policy
+from rollart.rollout.shapes import TaskShapes
 from rollart.training.client import TrainerClient
 from rollart.weights.store import WeightStore
 
-_RESTARTS = 3
-_SAMPLE_SECONDS = 1.0
+# What a declared affinity makes us expect of a task's answers, as a share of their longest, until they are measured.
+_PRIORS = {"prefill": 0.1, "decode": 0.8}
 
 
 class Fleet:
@@ -35,20 +43,23 @@ class Fleet:
         self, run: RunFile, directory: Path, log: EventLog, *, model: Path, version: int, trainer: bool = True
     ) -> None:
         self._run, self._log, self._train = run, log, trainer
-        self._model, self._version = model, version
-        self._logs = directory / "logs"
+        self._model, self._version = model.absolute(), version
+        self._checkpoint: tuple[Path, int] = (self._model, version)
+        self._logs = (directory / "logs").absolute()
         self._logs.mkdir(exist_ok=True)
         self._stack = AsyncExitStack()
-        self._engines: dict[str, EngineClient] = {}
-        self._restarts = 0
-        self.store = WeightStore.shared(f"{run.name}-{directory.stat().st_ino}")
+        name = f"{run.name}-{directory.stat().st_ino}"
+        self.store = WeightStore(run.weights / name) if run.weights else WeightStore.shared(name)
         self.renderer = ChatRenderer(model)
-        self.environments = EnvironmentPool(run.tasks, run.environments, log=self._logs / "environments.log")
         self.rewards = RewardPool(run.tasks, run.rewards, log=self._logs / "rewards.log")
+        self.environments: EnvironmentPool
         self.router: Router
-        self.trainer: TrainerClient
-        self._trainer_process: local.ServiceProcess
-        self._engine_processes: dict[str, local.ServiceProcess] = {}
+        self._engines: Engines
+        self._trainer: TrainerRanks
+
+    @property
+    def trainer(self) -> TrainerClient:
+        return self._trainer.client
 
     async def __aenter__(self) -> Self:
         try:
@@ -66,64 +77,107 @@ class Fleet:
     async def _start(self) -> None:
         self.store.clear()  # what a killed run may have left
         self._stack.callback(self.store.close)
+        launcher = _launcher(self._run)
+        self._stack.push_async_callback(launcher.close)
+        placed = await _planned(self._run, launcher)
+        self._build(placed, launcher)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._start_pool(self.environments))
             group.create_task(self._start_pool(self.rewards))
-            for number in range(self._run.engine.count):
-                group.create_task(self._start_engine(f"engine-{number}"))
+            group.create_task(self._start_engines())
             if self._train:
                 group.create_task(self._start_trainer())
-        self.router = Router(
-            dict(self._engines), self._version, self._log, on_lost=lambda name: self._engine_processes[name].kill()
+        self._make_router()
+
+    def _build(self, placed: Plan, launcher: Launcher) -> None:
+        run, roles = self._run, {name: pool.role for name, pool in self._run.all_pools().items()}
+        bindings = {role: [b for b in placed.bindings if roles[b.pool] == role] for role in set(roles.values())}
+        self.environments = EnvironmentPool(
+            run.tasks,
+            run.environments,
+            log=self._logs / "environments.log",
+            launcher=launcher,
+            wishes=[binding.wish() for binding in bindings["environment"]],
+            tell=partial(self._tell_host, bindings["environment"][0]),
         )
+        self._engines = Engines(
+            run,
+            bindings["generate"],
+            launcher=launcher,
+            devices=catalogue(run),
+            shape=ModelShape.of_folder(self._model),
+            spec=lambda: self._spec(self._model, self._version),
+            sink=self._log,
+            logs=self._logs,
+        )
+        self._trainer = TrainerRanks(
+            run,
+            bindings["train"],
+            launcher=launcher,
+            spec=self._trainer_spec,
+            sink=self._log,
+            logs=self._logs,
+        )
+
+    def _tell_host(self, binding: Binding, host: Started, ended: str | None) -> None:
+        if ended is not None:
+            self._log.emit(ServiceEnded(role="environment", name=host.name, reason=ended))
+            return
+        self._log.emit(
+            Placed(
+                role="environment",
+                pool=binding.pool,
+                name=host.name,
+                wanted=binding.wanted,
+                device=host.device,
+                node=host.node,
+                why=binding.why,
+            )
+        )
+
+    def _spec(self, model: Path, version: int) -> dict[str, Any]:
+        return {"model": str(model), "weights": str(self.store.root), "seed": self._run.seed, "version": version}
+
+    def _trainer_spec(self) -> dict[str, Any]:
+        model, version = self._checkpoint
+        return {**self._spec(model, version), "checkpoint": str(model) if version else None}
 
     async def _start_pool(self, pool: EnvironmentPool | RewardPool) -> None:
         self._stack.push_async_callback(pool.close)
         await pool.start()
 
+    async def _start_engines(self) -> None:
+        self._stack.push_async_callback(self._engines.stop)
+        await self._engines.start()
+
     async def _start_trainer(self) -> None:
-        process = await self._launch(
-            "rollart.training.service",
-            {"config": self._run.training.model_dump(mode="json"), "checkpoint": self._checkpoint()},
-            role="train",
-            name="trainer",
-            threads=self._run.training.threads,
+        self._stack.push_async_callback(self._trainer.stop)
+        await self._trainer.start()
+
+    def _make_router(self) -> None:
+        run, engines = self._run, self._engines
+        hand_over = run.routing.hand_over
+        self.router = Router(
+            dict(engines.clients),
+            self._version,
+            self._log,
+            pools={name: engines.pool_of(name) for name in engines.clients},
+            policy=policy(run.routing.policy, hand_over),
+            affinity={
+                task.name: task.affinity if isinstance(task.affinity, str) else tuple(task.affinity)
+                for task in run.tasks
+            },
+            shapes=TaskShapes(
+                {
+                    task.name: task.sampling.max_tokens * _PRIORS[task.affinity]
+                    for task in run.tasks
+                    if isinstance(task.affinity, str) and task.affinity in _PRIORS
+                }
+            ),
+            on_lost=engines.kill,
+            keeps_kv=run.engine.on_swap == "keep",
         )
-        self._trainer_process = process
-        client = await self._stack.enter_async_context(rpc.connected(process.url))
-        self.trainer = TrainerClient(client, self._run.training.deadline)
-
-    def _checkpoint(self) -> str | None:
-        return str(self._model) if self._version else None
-
-    async def _start_engine(self, name: str) -> None:
-        """At the version that the run began with: its weights are in the model folder, never retired."""
-        process = await self._launch(
-            "rollart.engines.service",
-            {"config": self._run.engine.model_dump(mode="json")},
-            role="generate",
-            name=name,
-            threads=self._run.engine.threads,
-        )
-        client = await self._stack.enter_async_context(rpc.connected(process.url))
-        self._engine_processes[name] = process
-        self._engines[name] = EngineClient(client, deadline=self._run.engine.deadline)
-
-    async def _launch(
-        self, module: str, spec: dict[str, Any], *, role: str, name: str, threads: int
-    ) -> local.ServiceProcess:
-        clock = asyncio.get_running_loop().time
-        began = clock()
-        whole = {
-            "model": str(self._model),
-            "weights": str(self.store.root),
-            "seed": self._run.seed,
-            "version": self._version,
-        } | spec
-        process = await local.launch(module, whole, name=name, logs=self._logs, threads=threads)
-        self._stack.push_async_callback(process.stop)
-        self._log.emit(ServiceStarted(role=role, name=name, pid=process.process.pid, seconds=clock() - began))
-        return process
+        engines.router = self.router
 
     # While the run goes on
 
@@ -132,53 +186,32 @@ class Fleet:
         self.store.retire(keep={loaded})
 
     async def supervise(self) -> None:
-        """Watch every service; returns never, raises when the run cannot go on."""
+        """Watch every service; returns never, raises when the run cannot go on as it is."""
         async with asyncio.TaskGroup() as group:
             if self._train:
-                group.create_task(self._watch_trainer())
-            for name in self._engines:
-                group.create_task(self._watch_engine(name))
-                group.create_task(self._sample(name))
+                group.create_task(self._trainer.watch())
+            group.create_task(self._engines.supervise())
+            group.create_task(self.environments.watch())
 
-    async def _watch_trainer(self) -> None:
-        reason = await self._trainer_process.wait()
-        self._log.emit(ServiceEnded(role="train", name="trainer", reason=reason))
-        raise ServiceError(f"{reason}\nThe run stopped; `rollart train ... --resume` goes on from the last checkpoint")
+    async def revive_trainer(self, checkpoint: Path, version: int, reason: str) -> None:
+        """The trainer again, at `version`; the engines follow it there. Raises ServiceError."""
+        self._checkpoint = (checkpoint.absolute() if version else self._model, version)
+        await self._trainer.again()
+        if version != self.router.target or self.router.serving != version:
+            await self.trainer.publish()
+            await self.router.load(version)
+        self._log.emit(RolledBack(version=version, reason=reason))
 
-    async def _watch_engine(self, name: str) -> None:
-        while True:
-            reason = await self._engine_processes[name].wait()
-            self._log.emit(ServiceEnded(role="generate", name=name, reason=reason))
-            self.router.lost(name, reason)
-            self._restarts += 1
-            if self._restarts > _RESTARTS:
-                raise ServiceError(f"engines ended {self._restarts} times, the last: {reason}")
-            await self._start_engine(name)
-            version = self._version
-            while version != self.router.target:  # it may move while we load
-                version = self.router.target
-                await self._engines[name].load(version)
-            self.router.replace(name, self._engines[name], version)
 
-    async def _sample(self, name: str) -> None:
-        while True:
-            try:
-                status = await self._engines[name].status()
-            except EngineLost:
-                pass  # its watcher tells, and starts it again
-            except EngineFailed as error:
-                self._log.emit(Warned(message=f"{name} did not tell its status: {error}"))
-            else:
-                self._log.emit(
-                    EngineSample(
-                        engine=name,
-                        version=status.version,
-                        running=status.running,
-                        waiting=status.waiting,
-                        kv_bytes=status.kv_bytes,
-                        prefilled=status.prefilled,
-                        generated=status.generated,
-                        busy_s=status.busy_s,
-                    )
-                )
-            await asyncio.sleep(_SAMPLE_SECONDS)
+def _launcher(run: RunFile) -> Launcher:
+    if run.cluster is None:
+        return LocalLauncher()
+    from rollart.resources.ray import RayLauncher
+
+    return RayLauncher(run.cluster)
+
+
+async def _planned(run: RunFile, launcher: Launcher) -> Plan:
+    nodes = tuple(await launcher.nodes())
+    where = f"the cluster {run.cluster}" if run.cluster else "this machine"
+    return plan(run, Inventory(nodes, where, overcommit=run.cluster is None))

@@ -1,90 +1,122 @@
-"""The local launcher: services as child processes of the controller.
+"""The local launcher: commands as child processes of the controller, on the devices of this machine.
 
-Each child gets its own session, so Ctrl-C reaches only the controller, which then ends them in order. A child's
-standard error goes to a file in the run folder; its last lines are part of the error when it fails to start.
+CPUs may be promised more often than there are: processes share them well. A GPU belongs to one command, or to a few
+that wished for a part of it, until they end.
 """
 
 import asyncio
-import contextlib
-import json
 import os
-import signal
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+import secrets
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rollart.errors import ServiceError
+from rollart.resources.child import Child
+from rollart.resources.gpus import gpus
+from rollart.resources.launcher import Command, Node, Started, Unsatisfiable, Wish, service
 
-START_DEADLINE = 120.0
-STOP_DEADLINE = 5.0
+LOOPBACK = "127.0.0.1"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-@dataclass(slots=True)
-class ServiceProcess:
-    name: str
-    url: str
-    process: asyncio.subprocess.Process
-    log: Path
+class LocalLauncher:
+    """Implements `rollart.resources.launcher.Launcher`. `devices` are the classes of the GPUs, if already known."""
 
-    async def wait(self) -> str:
-        """Why it ended, once it has."""
-        code = await self.process.wait()
-        return f"{self.name} ended with {_describe(code)}{_tail(self.log)}"
+    here = True
 
-    async def stop(self) -> None:
-        """Close its stdin, which asks it to end; kill its whole process group if it does not."""
-        if self.process.stdin is not None:
-            with contextlib.suppress(ConnectionError):  # it may have ended by itself
-                self.process.stdin.close()
+    def __init__(self, devices: Sequence[str] | None = None) -> None:
+        self.key = secrets.token_urlsafe(32)
+        self._name = socket.gethostname()
+        self._devices = gpus() if devices is None else tuple(devices)
+        self._free = [1.0] * len(self._devices)  # of each GPU
+        self._started: set[Child] = set()
+
+    async def nodes(self) -> Sequence[Node]:
+        return [self._node()]
+
+    def _node(self) -> Node:
+        cores = float(os.cpu_count() or 1)
+        free = dict.fromkeys(self._devices, 0.0)
+        for device, part in zip(self._devices, self._free, strict=True):
+            free[device] += part
+        total = {device: float(count) for device, count in Counter(self._devices).items()}
+        return Node(self._name, LOOPBACK, {"cpu": cores} | total, {"cpu": cores} | free)
+
+    async def launch(self, command: Command, wish: Wish) -> Started:
+        return await self._launch(command, wish, {})
+
+    async def launch_together(self, commands: Sequence[Command], wish: Wish) -> Sequence[Started]:
+        rendezvous = f"{LOOPBACK}:{free_port(LOOPBACK)}"
+        starts = [
+            self._launch(command, wish, {"rank": rank, "world": len(commands), "rendezvous": rendezvous})
+            for rank, command in enumerate(commands)
+        ]
+        results = await asyncio.gather(*starts, return_exceptions=True)
+        failed = [result for result in results if isinstance(result, BaseException)]
+        if failed:
+            await asyncio.gather(*(result.stop() for result in results if isinstance(result, Child)))
+            raise failed[0]
+        return [result for result in results if isinstance(result, Child)]
+
+    async def _launch(self, command: Command, wish: Wish, more: Mapping[str, Any]) -> Child:
+        device, taken = self._reserve(command.name, wish)
+        visible = {VISIBLE: ",".join(map(str, taken))} if taken else {}
+        placed = replace(command, environment={**visible, **command.environment})
         try:
-            async with asyncio.timeout(STOP_DEADLINE):
-                await self.process.wait()
-        except TimeoutError:
-            self.kill()
-            await self.process.wait()
+            child = await Child.start(placed, {**more, "bind": LOOPBACK, "key": self.key})
+        except BaseException:
+            self._release(taken)
+            raise
+        child.node, child.address, child.device = self._name, LOOPBACK, device
+        self._started.add(child)
+        child.ended.add_done_callback(lambda _: self._started.discard(child))
+        child.ended.add_done_callback(lambda _: self._release(taken))
+        return child
 
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+    def _reserve(self, name: str, wish: Wish) -> tuple[str, dict[int, float]]:
+        """The class and the GPUs, each with the part of it that is taken. Raises ServiceError."""
+        node = self._node()
+        for device in wish.devices if self._name not in wish.apart else ():
+            if device == "cpu":
+                return device, {}
+            parts = [1.0] * int(wish.count) or [wish.count]
+            room = [i for i, other in enumerate(self._devices) if other == device and self._free[i] >= max(parts)]
+            if len(room) >= len(parts):
+                taken = dict(zip(room, parts, strict=False))
+                for gpu, part in taken.items():
+                    self._free[gpu] -= part
+                return device, taken
+        if self._name in wish.apart or not any(node.total.get(device, 0) >= wish.count for device in wish.devices):
+            raise Unsatisfiable(name, wish, [node])
+        raise ServiceError(f"{name} needs {wish}, but they are in use: {node}")
+
+    def _release(self, taken: Mapping[int, float]) -> None:
+        for gpu, part in taken.items():
+            self._free[gpu] += part
+
+    async def close(self) -> None:
+        """End what is still running."""
+        await asyncio.gather(*(child.stop() for child in list(self._started)))
+
+
+def free_port(address: str) -> int:
+    """A port that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class ServiceProcess(Child):
+    @property
+    def url(self) -> str:
+        return str(self.answer["url"])
 
 
 async def launch(module: str, spec: Mapping[str, Any], *, name: str, logs: Path, threads: int = 1) -> ServiceProcess:
-    """Start `python -m module`, hand it `spec`, and wait until it tells its address."""
-    logs.mkdir(parents=True, exist_ok=True)
-    log = logs / f"{name}.log"
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    with open(log, "ab") as errors:  # noqa: ASYNC230 (opens at once)
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", module),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=errors,
-            env=environment,
-            start_new_session=True,
-        )
-    service = ServiceProcess(name, "", process, log)
-    try:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps(spec).encode() + b"\n")
-        async with asyncio.timeout(START_DEADLINE):
-            line = await process.stdout.readline()
-        if not line:
-            raise ServiceError(f"could not start {name}: {await service.wait()}")
-        service.url = json.loads(line)["url"]
-    except TimeoutError:
-        raise ServiceError(f"{name} did not start within {START_DEADLINE:g} s{_tail(log)}") from None
-    finally:
-        if not service.url:
-            service.kill()
-    return service
-
-
-def _describe(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def _tail(log: Path, lines: int = 6) -> str:
-    text = log.read_text(errors="replace").strip().splitlines()[-lines:] if log.exists() else []
-    return f"; {log} ends with:\n  " + "\n  ".join(text) if text else ""
+    """Start a service of ours on this machine and wait until it tells its address."""
+    return await ServiceProcess.start(service(module, spec, name=name, logs=logs, threads=threads), {})

@@ -20,7 +20,8 @@ MEMORY_EFFICIENCY = 0.75
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """The numbers of a decoder that decide what it costs. Parameters of experts are counted apart: a pass reads only
-    the experts that its tokens are sent to."""
+    the experts that its tokens are sent to. So are those of an input embedding of its own (`lookup`), which take memory
+    but no time: a pass reads only the rows of its tokens."""
 
     dense: int
     layers: int
@@ -31,10 +32,11 @@ class ModelShape:
     experts: int = 0
     experts_per_token: int = 0
     number_bytes: int = 2
+    lookup: int = 0
 
     @property
     def parameters(self) -> int:
-        return self.dense + self.expert * self.experts
+        return self.dense + self.expert * self.experts + self.lookup
 
     @property
     def token_flops(self) -> float:
@@ -83,6 +85,7 @@ class ModelShape:
             experts=experts,
             experts_per_token=config.get("num_experts_per_tok") or 0,
             number_bytes=number_bytes,
+            lookup=0 if config.get("tie_word_embeddings") else vocabulary * hidden,
         )
 
     @classmethod

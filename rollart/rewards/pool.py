@@ -9,10 +9,11 @@ import msgspec
 from rollart.config import Rewards, Task
 from rollart.errors import RewardFailed, ServiceError
 from rollart.types import Episode, RewardResult
-from rollart.workers.process import CallRaised, HostSpec, SlotLost
+from rollart.workers.process import HostSpec
+from rollart.workers.slot import CallRaised, SlotLost
 from rollart.workers.slots import SlotPool
 
-SHIM = f"{Path(__file__).with_name('shim.py')}:RewardShim"
+SHIM = "{rollart}/rewards/shim.py:RewardShim"
 BACK_OFF_S = 0.1
 IDLE_S = 30.0
 
@@ -24,7 +25,7 @@ class RewardPool:
         self._config = config
         self._rewards = {task.name: task.reward for task in tasks}
         functions = tuple(dict.fromkeys(self._rewards.values()))
-        self._pool = SlotPool(HostSpec(SHIM, functions, log=log), config.workers, idle_s)
+        self._pool = SlotPool(HostSpec(SHIM, functions, log=log, name="host of rewards"), config.workers, idle_s)
 
     @property
     def in_use(self) -> int:

@@ -40,7 +40,8 @@ class Place:
 class EnginePool:
     """Engines of one device class. Each runs `max_batch` sequences at once and keeps the KV of `kv_tokens` tokens.
 
-    Real times over predicted ones are averaged here: a roofline knows neither the engine's overheads nor the host's.
+    `of` is the name of the user's pool, which can have engines of several classes, and so several of these. Real times
+    over predicted ones are averaged here: a roofline knows neither the engine's overheads nor the host's.
     """
 
     name: str
@@ -48,6 +49,7 @@ class EnginePool:
     max_batch: int = 64
     kv_tokens: int = 1 << 40
     places: list[Place] = field(default_factory=list)
+    of: str = ""
     predictor: Predictor = field(init=False)
     prefill_factor: float = 1.0
     decode_factor: float = 1.0
@@ -56,6 +58,7 @@ class EnginePool:
 
     def __post_init__(self) -> None:
         self.predictor = Predictor(self.roofline)
+        self.of = self.of or self.name
 
     @property
     def ratio(self) -> float:

@@ -74,8 +74,9 @@ def pinned(ask: Ask, pools: Sequence[EnginePool]) -> tuple[Sequence[EnginePool],
     wanted = (ask.affinity,) if isinstance(ask.affinity, str) else ask.affinity
     for index, name in enumerate(wanted):
         for pool in pools:
-            if pool.name == name and any(place.usable(ask.floor) for place in pool.places):
-                return (pool,), "pinned" if index == 0 else "fallback"
+            if pool.of == name and any(place.usable(ask.floor) for place in pool.places):
+                same = tuple(each for each in pools if each.of == name)
+                return same, "pinned" if index == 0 else "fallback"
     return pools, "fallback"
 
 
@@ -126,8 +127,8 @@ class Measured:
 
     def _handed_over(self, ask: Ask, pools: Sequence[EnginePool], best: Choice) -> Choice:
         """The same request with its prefill elsewhere, if that is wanted, or cheaper."""
-        first = [pool for pool in pools if not isinstance(self._hand_over, tuple) or pool.name == self._hand_over[0]]
-        last = [pool for pool in pools if not isinstance(self._hand_over, tuple) or pool.name == self._hand_over[1]]
+        first = [pool for pool in pools if not isinstance(self._hand_over, tuple) or pool.of == self._hand_over[0]]
+        last = [pool for pool in pools if not isinstance(self._hand_over, tuple) or pool.of == self._hand_over[1]]
         choice, bar = best, best.prediction.cost * CLEARLY if self._hand_over == "auto" else float("inf")
         for decoding in _open(ask, last):
             cached = min(ask.cached, ask.tokens - 1) if decoding is ask.held else 0

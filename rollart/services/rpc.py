@@ -2,11 +2,13 @@
 
 Invariants: a connection's calls run at the same time and answer in any order; everything put on a connection within
 one turn of the event loop leaves in one frame; a lost connection fails every open call at once; a cancelled or
-timed-out call is forgotten by the caller and cancelled at the service.
+timed-out call is forgotten by the caller and cancelled at the service; a service that has a key lets nobody in who
+does not show it.
 """
 
 import asyncio
 import contextlib
+import hmac
 import inspect
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -16,15 +18,20 @@ import aiohttp
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from rollart.errors import ServiceError
+from rollart.services.silence import notice_silence
 
 T = TypeVar("T")
 Handler = Callable[..., Awaitable[Any]]
 MAX_FRAME = 1 << 30
+# A machine that is gone is noticed by the kernel (see `notice_silence`). This ping is for a process that hangs: rather
+# slow, since one that holds the GIL for seconds, in a forward pass or while it loads weights, is not dead. aiohttp
+# pings after so many seconds without a message and waits half as long for the answer.
+PING_S = 20.0
 _CANCEL = "$cancel"
 
 _encoder = msgspec.msgpack.Encoder()
@@ -52,14 +59,19 @@ class _Outbox:
             await self._send(_encoder.encode(frame))
 
 
-def application(handlers: Mapping[str, Handler]) -> Starlette:
-    """A service whose methods are `handlers`: async functions of at most one argument, decoded to its annotation."""
+def application(handlers: Mapping[str, Handler], key: str | None = None) -> Starlette:
+    """A service whose methods are `handlers`: async functions of at most one argument, decoded to its annotation.
+    Callers must show the `key`, if there is one."""
     methods = {name: (handler, _argument_type(handler)) for name, handler in handlers.items()}
 
     async def health(request: Request) -> JSONResponse:
         return JSONResponse({"ok": True})
 
     async def connection(socket: WebSocket) -> None:
+        shown = socket.headers.get("authorization", "").encode()
+        if key is not None and not hmac.compare_digest(shown, _credential(key).encode()):
+            await socket.send_denial_response(PlainTextResponse("show the key of this run", 401))
+            return
         await socket.accept()
         outbox = _Outbox(socket.send_bytes)
         sender = asyncio.create_task(outbox.run())
@@ -82,6 +94,10 @@ def application(handlers: Mapping[str, Handler]) -> Starlette:
                 task.cancel()
 
     return Starlette(routes=[Route("/health", health), WebSocketRoute("/rpc", connection)])
+
+
+def _credential(key: str) -> str:
+    return f"Bearer {key}"
 
 
 def _argument_type(handler: Handler) -> Any:
@@ -175,11 +191,19 @@ class Client:
         await self._session.close()
 
 
-async def connect(url: str, *, deadline: float = 10.0) -> Client:
+async def connect(url: str, *, key: str | None = None, deadline: float = 10.0) -> Client:
     session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=deadline))
+    headers = {} if key is None else {"Authorization": _credential(key)}
     try:
         async with asyncio.timeout(deadline):
-            socket = await session.ws_connect(f"{url}/rpc", max_msg_size=MAX_FRAME, compress=0, autoping=True)
+            socket = await session.ws_connect(
+                f"{url}/rpc", headers=headers, max_msg_size=MAX_FRAME, compress=0, heartbeat=PING_S
+            )
+        notice_silence(socket.get_extra_info("socket"))
+    except aiohttp.WSServerHandshakeError as error:
+        await session.close()
+        refused = "it wants the key of the run that started it" if error.status == 401 else str(error)
+        raise ServiceError(f"the service at {url} refused the connection: {refused}") from error
     except (TimeoutError, aiohttp.ClientError) as error:
         await session.close()
         raise ServiceError(f"no service answers at {url}: {error or 'timed out'}") from error
@@ -190,8 +214,8 @@ async def connect(url: str, *, deadline: float = 10.0) -> Client:
 
 
 @contextlib.asynccontextmanager
-async def connected(url: str) -> AsyncIterator[Client]:
-    client = await connect(url)
+async def connected(url: str, *, key: str | None = None) -> AsyncIterator[Client]:
+    client = await connect(url, key=key)
     try:
         yield client
     finally:

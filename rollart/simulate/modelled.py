@@ -53,6 +53,12 @@ class ModelledEngine:
         versions = [before] * half + [self.version] * (self.tokens - half)
         return Completion([1] * self.tokens, [-1.0] * self.tokens, versions, "stop", prompt=len(request.tokens))
 
+    async def prefill(self, request: GenerationRequest) -> int:
+        await asyncio.sleep(self.seconds(self.rng))
+        if self.rng.random() < self.failures:
+            raise EngineFailed("the modelled engine failed")
+        return len(request.tokens) - 1
+
     async def abort(self, request_id: str) -> None:
         self.aborted += 1
 

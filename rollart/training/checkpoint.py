@@ -9,10 +9,11 @@ It is a Hugging Face folder, tokenizer included, that can be used as it is, and 
 It is written beside its place, flushed to disk, and renamed. Nothing in it is pickled.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -20,10 +21,9 @@ from rollart.errors import RollartError
 from rollart.models.folder import whole_folder
 from rollart.training.advantages import UNSEEN, RewardRange
 from rollart.training.layout import MANIFEST, OPTIMIZER, REFERENCE
+from rollart.training.learner import MOMENTS, Held, Restore
 from rollart.training.policy import Policy
 from rollart.training.trainer import Trainer
-
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class Manifest(msgspec.Struct):
@@ -35,34 +35,33 @@ class Manifest(msgspec.Struct):
 
 def save_checkpoint(trainer: Trainer, path: Path) -> None:
     """A checkpoint that is already at `path` is replaced."""
+    learner = trainer.learner
     with whole_folder(path) as folder:
-        trainer.policy.save(folder)
+        learner.policy.save(folder, trainer.gather("policy"))
         save_file(_moments(trainer), folder / OPTIMIZER)
-        if trainer.reference is not None:
-            save_file(dict(trainer.reference.parameters()), folder / REFERENCE)
+        if learner.reference is not None:
+            save_file(trainer.gather("reference"), folder / REFERENCE)
         ranges = {task: seen for task, seen in trainer.ranges.items() if seen != UNSEEN}
         sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.name != MANIFEST}
-        manifest = msgspec.json.encode(Manifest(trainer.version, trainer.updates, ranges, sizes))
+        manifest = msgspec.json.encode(Manifest(trainer.version, learner.updates, ranges, sizes))
         (folder / MANIFEST).write_bytes(msgspec.json.format(manifest))
 
 
 def load_checkpoint(trainer: Trainer, path: Path) -> None:
     """Put `trainer` where it was. Raises RollartError, and leaves the trainer as it is, if anything is amiss."""
     manifest = read_manifest(path)
-    weights = Policy(path).parameters()
     moments = load_file(path / OPTIMIZER)
-    _check_shapes(trainer, weights, moments, path)
-    if trainer.reference is not None:
+    stored: dict[Held, Mapping[str, Tensor]] = {"policy": Policy(path).parameters()}
+    if trainer.learner.reference is not None:
         if REFERENCE not in manifest.files:
             raise RollartError(f"{path} was saved without a reference policy; set training.algorithm.kl to 0 to go on")
-        _copy(load_file(path / REFERENCE), trainer.reference)
-    _copy(weights, trainer.policy)
-    trainer.optimizer.state.clear()
-    for name, parameter in trainer.policy.parameters().items():
-        state = {kind: moments[f"{name}/{kind}"] for kind in MOMENTS if f"{name}/{kind}" in moments}
-        if state:
-            trainer.optimizer.state[parameter] = state
-    trainer.version, trainer.updates, trainer.ranges = manifest.version, manifest.updates, manifest.ranges
+        stored["reference"] = load_file(path / REFERENCE)
+    moved = [name for name in stored["policy"] if f"{name}/step" in moments]
+    for kind in MOMENTS:
+        stored[kind] = {name: moments[f"{name}/{kind}"] for name in moved if f"{name}/{kind}" in moments}
+    _check_shapes(trainer, stored, moved, path)
+    steps = {name: moments[f"{name}/step"].item() for name in moved}
+    trainer.restore(manifest.version, manifest.ranges, Restore(manifest.updates, steps), stored)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -83,23 +82,24 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _moments(trainer: Trainer) -> dict[str, Tensor]:
-    return {
-        f"{name}/{kind}": value
-        for name, parameter in trainer.policy.parameters().items()
-        for kind, value in trainer.optimizer.state.get(parameter, {}).items()
-    }
+    tensors = {f"{name}/step": torch.tensor(step) for name, step in trainer.learner.steps().items()}
+    for kind in MOMENTS:
+        tensors |= {f"{name}/{kind}": tensor for name, tensor in trainer.gather(kind).items()}
+    return tensors
 
 
-def _copy(tensors: Mapping[str, Tensor], policy: Policy) -> None:
-    for name, parameter in policy.parameters().items():
-        parameter.data.copy_(tensors[name])
-
-
-def _check_shapes(trainer: Trainer, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor], path: Path) -> None:
-    for name, parameter in trainer.policy.parameters().items():
-        if name not in weights or weights[name].shape != parameter.shape:
+def _check_shapes(
+    trainer: Trainer, stored: Mapping[Held, Mapping[str, Tensor]], moved: Sequence[str], path: Path
+) -> None:
+    for name, parameter in trainer.learner.policy.parameters().items():
+        if _shape(stored["policy"], name) != parameter.shape:
             raise RollartError(f"the checkpoint {path} is of another model: {name} is missing or of another shape")
-        for kind in MOMENTS[1:]:
-            moment = moments.get(f"{name}/{kind}")
-            if moment is not None and moment.shape != parameter.shape:
+        if "reference" in stored and _shape(stored["reference"], name) != parameter.shape:
+            raise RollartError(f"the checkpoint {path} is damaged: {name} in {REFERENCE} does not fit")
+        for kind in MOMENTS:
+            if name in moved and _shape(stored[kind], name) != parameter.shape:
                 raise RollartError(f"the checkpoint {path} is damaged: {kind} of {name} in {OPTIMIZER} does not fit")
+
+
+def _shape(tensors: Mapping[str, Tensor], name: str) -> torch.Size | None:
+    return tensors[name].shape if name in tensors else None

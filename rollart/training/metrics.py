@@ -1,5 +1,6 @@
 """What a step says about itself: sums over action tokens, and a row per task."""
 
+from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from torch import Tensor
@@ -7,6 +8,8 @@ from torch import Tensor
 from rollart.types import Batch, SampleGroup
 
 SPREAD = 1e-6
+PER_PASS = ("clip_fraction", "kl")
+PER_TOKEN = ("entropy", "logprob_gap", "importance")
 
 
 class Totals:
@@ -14,48 +17,48 @@ class Totals:
 
     def __init__(self) -> None:
         self.skipped = False
-        self._sums: dict[str, float] = {}
-        self._passes = 0
-        self._first = 0
+        self._sums = dict.fromkeys(("passes", *PER_PASS, "action_tokens", *PER_TOKEN), 0.0)
         self._updates: list[tuple[float, float, float]] = []
 
     def tokens(self, clipped: Tensor, kl: Tensor | None) -> None:
         """Every pass."""
-        self._passes += len(clipped)
+        self._sums["passes"] += len(clipped)
         self._add("clip_fraction", clipped)
         if kl is not None:
             self._add("kl", kl)
 
     def first_pass(self, entropy: Tensor, log_ratio: Tensor, importance: Tensor) -> None:
         """Before the policy has moved: what it was, and how far the engine's was from it."""
-        self._first += len(entropy)
+        self._sums["action_tokens"] += len(entropy)
         self._add("entropy", entropy)
         self._add("logprob_gap", log_ratio.abs())
         self._add("importance", importance)
 
     def update(self, loss: float, norm: float, rate: float) -> None:
+        """The whole loss and norm, of all ranks."""
         self._updates.append((loss, norm, rate))
+
+    def merge(self, sums: Callable[[Sequence[float]], list[float]]) -> None:
+        """Add up the tokens of all ranks."""
+        self._sums = dict(zip(self._sums, sums(list(self._sums.values())), strict=True))
 
     def values(self) -> dict[str, float]:
         """`skipped` is 1 when the weights were left alone because something was not finite."""
-        per_pass = {name: self._sums.get(name, 0.0) / max(1, self._passes) for name in ("clip_fraction", "kl")}
-        per_token = {
-            name: self._sums.get(name, 0.0) / max(1, self._first) for name in ("entropy", "logprob_gap", "importance")
-        }
+        sums = self._sums
         loss, norm, rate = (fmean(column) for column in zip(*self._updates or [(0.0, 0.0, 0.0)], strict=True))
         return {
             "loss": loss,
             "grad_norm": norm,
             "lr": rate,
-            **per_pass,
-            **per_token,
-            "action_tokens": float(self._first),
+            **{name: sums[name] / max(1, sums["passes"]) for name in PER_PASS},
+            **{name: sums[name] / max(1, sums["action_tokens"]) for name in PER_TOKEN},
+            "action_tokens": sums["action_tokens"],
             "updates": float(len(self._updates) - self.skipped),
             "skipped": float(self.skipped),
         }
 
     def _add(self, name: str, values: Tensor) -> None:
-        self._sums[name] = self._sums.get(name, 0.0) + values.detach().sum().item()
+        self._sums[name] += values.detach().sum().item()
 
 
 def task_metrics(batch: Batch, solved: list[bool]) -> dict[str, dict[str, float]]:

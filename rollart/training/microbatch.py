@@ -1,14 +1,29 @@
-"""A batch made ready to train: packed micro-batches of the samples that can move the policy."""
+"""A batch made ready to train: the samples that can move the policy, dealt to the ranks and packed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from rollart.training.losses import token_weights
-from rollart.training.packing import Packed, pack, plan
+from rollart.training.packing import Packed, deal, pack
 from rollart.types import Batch, Sample
+
+
+class Item(Struct, frozen=True, array_like=True, gc=False):
+    """A sample as a rank trains it. `behaviour` has the engine's logprob of every action token."""
+
+    tokens: list[int]
+    mask: list[int]
+    behaviour: list[float]
+    temperature: float
+    advantage: float
+    weight: float
+
+
+NOTHING = Item([0], [0], [], 1.0, 0.0, 0.0)
 
 
 @dataclass(slots=True)
@@ -42,10 +57,19 @@ def check(batch: Batch) -> None:
                 )
 
 
-def micro_batches(
-    batch: Batch, advantages: Sequence[Sequence[float]], aggregate: str, pack_tokens: int, keep_all: bool
-) -> list[MicroBatch]:
-    """Pack the batch. A sample of advantage 0 has no gradient and is left out, unless `keep_all` (KL, entropy)."""
+def deal_samples(
+    batch: Batch,
+    advantages: Sequence[Sequence[float]],
+    aggregate: str,
+    pack_tokens: int,
+    *,
+    keep_all: bool,
+    ranks: int = 1,
+) -> list[list[list[Item]]]:
+    """What each rank trains in each of its passes; they all have as many, and one of them may be empty.
+
+    A sample of advantage 0 has no gradient and is left out, unless `keep_all` (KL, entropy).
+    """
     samples: list[Sample] = []
     owners: list[int] = []
     values: list[float] = []
@@ -56,31 +80,25 @@ def micro_batches(
     lengths = [sum(sample.mask) for sample in samples]
     weights = token_weights(lengths, owners, aggregate)
     chosen = [i for i, length in enumerate(lengths) if length and (keep_all or values[i] != 0.0)]
-    return [
-        _micro_batch(
-            [samples[chosen[i]] for i in part],
-            [values[chosen[i]] for i in part],
-            [weights[chosen[i]] for i in part],
-        )
-        for part in plan([len(samples[i].tokens) for i in chosen], pack_tokens)
-    ]
+    items = [_item(samples[i], values[i], weights[i]) for i in chosen]
+    hands = deal([len(item.tokens) for item in items], pack_tokens, ranks)
+    return [[[items[i] for i in part] for part in passes] for passes in hands]
 
 
-def _micro_batch(samples: Sequence[Sample], advantages: Sequence[float], weights: Sequence[float]) -> MicroBatch:
-    packed = pack(
-        [sample.tokens for sample in samples],
-        [sample.mask for sample in samples],
-        [sample.temperature for sample in samples],
-    )
-    counts = torch.tensor([sum(sample.mask) for sample in samples])
-    sequence = torch.arange(len(samples)).repeat_interleave(counts)
-    behaviour = [
-        logprob for sample in samples for logprob, bit in zip(sample.logprobs, sample.mask, strict=True) if bit
-    ]
+def _item(sample: Sample, advantage: float, weight: float) -> Item:
+    behaviour = [logprob for logprob, bit in zip(sample.logprobs, sample.mask, strict=True) if bit]
+    return Item(sample.tokens, sample.mask, behaviour, sample.temperature, advantage, weight)
+
+
+def micro_batch(items: Sequence[Item]) -> MicroBatch:
+    """Of no items, a pass that trains nothing: its loss and its gradients are zero."""
+    items = items or [NOTHING]
+    counts = torch.tensor([len(item.behaviour) for item in items])
+    sequence = torch.arange(len(items)).repeat_interleave(counts)
     return MicroBatch(
-        packed,
-        advantage=torch.tensor(advantages)[sequence],
-        weight=torch.tensor(weights)[sequence],
-        behaviour=torch.tensor(behaviour),
+        pack([item.tokens for item in items], [item.mask for item in items], [item.temperature for item in items]),
+        advantage=torch.tensor([item.advantage for item in items])[sequence],
+        weight=torch.tensor([item.weight for item in items])[sequence],
+        behaviour=torch.tensor([logprob for item in items for logprob in item.behaviour]),
         sequence=sequence,
     )

@@ -59,6 +59,25 @@ def plan(lengths: Sequence[int], pack_tokens: int) -> list[list[int]]:
     return batches
 
 
+def deal(lengths: Sequence[int], pack_tokens: int, ranks: int) -> list[list[list[int]]]:
+    """Indices by rank and forward pass. Every rank gets as many passes, and in each about as many tokens as the others.
+
+    Sequences are dealt from the longest to the shortest, back and forth; the last hand may leave a rank a pass without
+    any.
+
+    >>> deal([5, 90, 6, 100, 7], 200, 2)
+    [[[3], [2, 0]], [[1], [4]]]
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    hands = [order[at : at + ranks] for at in range(0, len(order), ranks)]
+    passes = plan([lengths[hand[0]] for hand in hands], pack_tokens)
+    seats = [range(ranks), range(ranks - 1, -1, -1)]
+    return [
+        [[hands[i][seat] for i in part if (seat := seats[i % 2][rank]) < len(hands[i])] for part in passes]
+        for rank in range(ranks)
+    ]
+
+
 def pack(
     tokens: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], temperatures: Sequence[float] | None = None
 ) -> Packed:

@@ -1,9 +1,13 @@
 """The policy: a transformers causal LM that answers with the log-probabilities of the tokens it is asked about."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
@@ -11,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from rollart.errors import RollartError
 from rollart.training.kernels import use_fast_norms
 from rollart.training.packing import ATTENTION, Packed, pack
+from rollart.training.ranks import Ranks
 
 LOGITS_AT_ONCE = 1 << 25
 """Logits held at one time: a vocabulary of 50,000 and a long micro-batch would take gigabytes."""
@@ -27,7 +32,8 @@ class Policy:
     It remembers what lay beside the weights in its folder (tokenizer, chat template), and saves that with them.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, ranks: Ranks | None = None, *, trained: bool = True) -> None:
+        """Spread over `ranks`, if there are several. One that is not `trained` gives no gradients."""
         try:
             self.model = AutoModelForCausalLM.from_pretrained(
                 folder, attn_implementation=ATTENTION, dtype=torch.float32, local_files_only=True
@@ -40,20 +46,25 @@ class Policy:
             if file.is_file() and not file.name.endswith(WEIGHT_FILES)
         }
         use_fast_norms(self.model)
-        self._head = self.model.get_output_embeddings()
-        self._check_head()
+        _check_head(self.model)
+        self._scorer = _Scorer(self.model)
+        if ranks is not None:
+            self.model.to(ranks.device)
+            self._shard(ranks, trained)
 
-    def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """By name, tied ones once."""
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """By name, tied ones once. Spread over the ranks they are DTensors."""
         return dict(self.model.named_parameters())
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The weights as they are, tied ones under each of their names."""
-        return {name: tensor.detach() for name, tensor in self.model.state_dict(keep_vars=True).items()}
+    def tied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`tensors` by the names of parameters(), given under every name that the model knows them by."""
+        owners = {id(parameter): name for name, parameter in self.parameters().items()}
+        state = self.model.state_dict(keep_vars=True)
+        return {name: tensors[owners[id(value)]] if id(value) in owners else value for name, value in state.items()}
 
-    def save(self, folder: Path) -> None:
-        """Make `folder` a Hugging Face folder that can be used as it is."""
-        self.model.save_pretrained(folder)
+    def save(self, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Make `folder` a Hugging Face folder that can be used as it is. `tensors`: the weights, if they are spread."""
+        self.model.save_pretrained(folder, state_dict=None if tensors is None else self.tied(tensors))
         for name, content in self._companions.items():
             if not (folder / name).exists():
                 (folder / name).write_bytes(content)
@@ -63,14 +74,41 @@ class Policy:
 
         Logits are computed only where they are needed. Gradients flow through the entropy only if `entropy`.
         """
-        hidden = self._hidden(packed)[0].index_select(0, packed.predict)
-        chunk = max(1, LOGITS_AT_ONCE // self._head.weight.shape[0])
+        values: tuple[Tensor, Tensor] = self._scorer(packed, entropy)
+        return values
+
+    def _shard(self, ranks: Ranks, trained: bool) -> None:
+        """Each decoder layer is gathered when its turn comes; embedding, head and last norm for the whole pass."""
+        if ranks.mesh is None:
+            return
+        layers = [module for module in self.model.modules() if type(module).__name__ in self.model._no_split_modules]
+        for module in (*layers, self._scorer):
+            fully_shard(module, mesh=ranks.mesh, reshard_after_forward=module is not self._scorer or not trained)
+        for module in self._scorer.modules():
+            if isinstance(module, FSDPModule):
+                # Token weights are shares of the whole batch, so gradients are added up; gloo knows only sums anyway.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+
+
+class _Scorer(nn.Module):
+    """The forward pass that training needs, as one module: FSDP gathers the weights of a module around its forward."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, packed: Packed, entropy: bool) -> tuple[Tensor, Tensor]:
+        head = self.model.get_output_embeddings()
+        hidden = _hidden(self.model, packed)[0].index_select(0, packed.predict)
+        chunk = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
         if len(hidden) <= chunk:
-            return self._score(hidden, packed.targets, packed.temperature, entropy)
+            return _score(head, hidden, packed.targets, packed.temperature, entropy)
         heats = packed.temperature
         parts = [
             checkpoint(
-                self._score,
+                _score,
+                head,
                 hidden[at : at + chunk],
                 packed.targets[at : at + chunk],
                 None if heats is None else heats[at : at + chunk],
@@ -81,28 +119,31 @@ class Policy:
         ]
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
-    def _hidden(self, packed: Packed) -> Tensor:
-        states: Tensor = self.model.base_model(
-            input_ids=packed.tokens, position_ids=packed.positions, use_cache=False, packed=packed
-        ).last_hidden_state
-        return states
 
-    def _score(
-        self, hidden: Tensor, targets: Tensor, temperature: Tensor | None, entropy: bool
-    ) -> tuple[Tensor, Tensor]:
-        logits = self._head(hidden)
-        logprobs = torch.log_softmax(logits if temperature is None else logits / temperature[:, None], dim=-1)
-        with torch.set_grad_enabled(entropy and torch.is_grad_enabled()):
-            spread = -(logprobs.exp() * logprobs).sum(-1)
-        return logprobs.gather(-1, targets[:, None]).squeeze(-1), spread
+def _hidden(model: Any, packed: Packed) -> Tensor:
+    states: Tensor = model.base_model(
+        input_ids=packed.tokens, position_ids=packed.positions, use_cache=False, packed=packed
+    ).last_hidden_state
+    return states
 
-    @torch.no_grad()
-    def _check_head(self) -> None:
-        """Some models scale or cap their logits after the head, which would silently train something else."""
-        packed = pack([[0, 1, 2]], [[0, 1, 1]])
-        whole = self.model(input_ids=packed.tokens, position_ids=packed.positions, packed=packed).logits
-        if not torch.allclose(whole, self._head(self._hidden(packed)), atol=1e-5):
-            raise RollartError(
-                f"{type(self.model).__name__} changes its logits after the output head; "
-                "such models cannot be trained: choose one whose logits are the head's output"
-            )
+
+def _score(
+    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: Tensor | None, entropy: bool
+) -> tuple[Tensor, Tensor]:
+    logits = head(hidden)
+    logprobs = torch.log_softmax(logits if temperature is None else logits / temperature[:, None], dim=-1)
+    with torch.set_grad_enabled(entropy and torch.is_grad_enabled()):
+        spread = -(logprobs.exp() * logprobs).sum(-1)
+    return -functional.nll_loss(logprobs, targets, reduction="none"), spread
+
+
+@torch.no_grad()
+def _check_head(model: Any) -> None:
+    """Some models scale or cap their logits after the head, which would silently train something else."""
+    packed = pack([[0, 1, 2]], [[0, 1, 1]])
+    whole = model(input_ids=packed.tokens, position_ids=packed.positions, packed=packed).logits
+    if not torch.allclose(whole, model.get_output_embeddings()(_hidden(model, packed)), atol=1e-5):
+        raise RollartError(
+            f"{type(model).__name__} changes its logits after the output head; "
+            "such models cannot be trained: choose one whose logits are the head's output"
+        )

@@ -4,24 +4,40 @@ Invariants: everything that touches the trainer runs in one thread, in the order
 a save or a snapshot; the event loop only waits, so the service answers while a step runs. `publish` takes a copy of the
 weights in that thread and writes it in a second one: the next step waits for a memcpy, not for the store. `publish`
 answers once the version is in the store, and versions are written in order.
+
+Several ranks are as many such processes, each with `{"rank": 1, "ranks": 2, "address": "host:port of rank 0"}` in the
+spec, as its `group`. Rank 0 is the trainer. The others serve no methods: their thread does what rank 0 orders. Each
+tells its own address only when all have met. When the ranks are out of step, or one is gone, the others end at once
+with exit code 1, from whatever thread noticed, so that no collective can hold them up.
 """
 
 import asyncio
+import os
+import select
+import signal
+import sys
+import traceback
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from rollart.config import Training
 from rollart.services import process
 from rollart.services.rpc import Handler
 from rollart.training.checkpoint import load_checkpoint, save_checkpoint
+from rollart.training.learner import Learner
+from rollart.training.ranks import BEAT_SECONDS, Place, Ranks, RanksLost
 from rollart.training.trainer import Trainer
 from rollart.types import Batch, StepMetrics
 from rollart.weights.store import WeightStore
 
 T = TypeVar("T")
+FAREWELL_DEADLINE = 1.0
+END_GRACE = 0.5
 
 
 class TrainerService:
@@ -30,21 +46,27 @@ class TrainerService:
         self._store = WeightStore(Path(spec["weights"]))
         self._training = ThreadPoolExecutor(1, "trainer")
         self._writing = ThreadPoolExecutor(1, "weights")
+        self._pulse: asyncio.Task[None] | None = None
         self._trainer: Trainer
 
     async def open(self) -> None:
         def build() -> Trainer:
-            spec = self._spec
-            config = Training.model_validate(spec["config"])
-            trainer = Trainer(Path(spec["model"]), config, seed=spec["seed"], version=spec["version"])
+            spec, config = self._spec, _config(self._spec)
+            ranks = _join(spec, config)
+            trainer = Trainer(Path(spec["model"]), config, seed=spec["seed"], version=spec["version"], ranks=ranks)
             if spec.get("checkpoint"):
                 load_checkpoint(trainer, Path(spec["checkpoint"]))
             return trainer
 
         self._trainer = await self._train(build)
+        if self._trainer.ranks.size > 1:
+            self._pulse = asyncio.create_task(self._beat())
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Takes the store along: a killed controller cannot, and shared memory outlives processes."""
+        if self._pulse is not None:
+            self._pulse.cancel()
+            await self._farewell()
         self._store.close()
         for executor in (self._training, self._writing):
             executor.shutdown(wait=False, cancel_futures=True)
@@ -63,18 +85,85 @@ class TrainerService:
     async def load(self, path: str) -> None:
         await self._train(lambda: load_checkpoint(self._trainer, Path(path)))
 
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            await self._train(self._trainer.beat)
+
+    async def _farewell(self) -> None:
+        """The others hear that this is no accident, unless a step is under way or they have gone already."""
+        saying = asyncio.get_running_loop().run_in_executor(self._training, self._trainer.end)
+        await asyncio.wait({saying}, timeout=FAREWELL_DEADLINE)
+        if saying.done():
+            saying.exception()
+
     async def _train(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._training, work)
+        return await asyncio.get_running_loop().run_in_executor(self._training, _in_step, work)
+
+
+async def _follow(spec: dict[str, Any], thread: ThreadPoolExecutor) -> None:
+    """Returns when this rank is ready to follow, in `thread`."""
+    config = _config(spec)
+
+    def build() -> Learner:
+        return Learner(Path(spec["model"]), config, _join(spec, config), spec["seed"])
+
+    def follow() -> None:
+        _in_step(learner.follow)
+        signal.raise_signal(signal.SIGTERM)  # rank 0 ended in order, so this one does
+
+    learner = await asyncio.get_running_loop().run_in_executor(thread, build)
+    thread.submit(follow)
+
+
+def _config(spec: Mapping[str, Any]) -> Training:
+    return Training.model_validate(spec["config"])
+
+
+def _place(spec: Mapping[str, Any]) -> Place:
+    """From `group`, or from what a launcher tells those that it starts together. Without either, alone."""
+    if "rendezvous" in spec:
+        return Place(spec["rank"], spec["world"], spec["rendezvous"])
+    return msgspec.convert(spec.get("group") or {"rank": 0, "ranks": 1, "address": ""}, Place)
+
+
+def _join(spec: Mapping[str, Any], config: Training) -> Ranks:
+    return Ranks.join(_place(spec), spec.get("device", "cpu"), patience=config.deadline)
+
+
+def _in_step(work: Callable[[], T]) -> T:
+    """Do `work`; if the ranks have lost each other, this process is of no more use."""
+    try:
+        return work()
+    except RanksLost as error:
+        if _told_to_end():
+            raise
+        # Without the ceremonies of a normal exit: they would wait for threads that wait for ranks that are gone.
+        traceback.print_exception(error)
+        os._exit(1)
+
+
+def _told_to_end() -> bool:
+    """Ranks that are told to end do so one after the other, which is no failure: this one's turn comes at once."""
+    return bool(select.select([sys.stdin], [], [], END_GRACE)[0])
 
 
 @asynccontextmanager
 async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
+    if _place(spec).rank > 0:
+        thread = ThreadPoolExecutor(1, "rank")
+        try:
+            await _follow(spec, thread)
+            yield {}
+        finally:
+            thread.shutdown(wait=False)
+        return
     service = TrainerService(spec)
-    await service.open()
     try:
+        await service.open()
         yield {name: getattr(service, name) for name in ("step", "publish", "save", "load")}
     finally:
-        service.close()
+        await service.close()
 
 
 if __name__ == "__main__":

@@ -1,40 +1,37 @@
-"""The trainer: one optimizer, one policy, one `step` per batch. Plain and synchronous; the service gives it a thread.
+"""The trainer: one policy, one `step` per batch. Plain and synchronous; the service gives it a thread.
 
-The same batches give the same weights. A step with nothing to learn from, or with a loss or gradient that is not
-finite, leaves the weights alone and says so; the version advances all the same, because the batch has been used.
+It is rank 0 of the ranks that it may be spread over, and alone knows of batches, tasks, versions and files. The same
+batches give the same weights. A step with nothing to learn from, or with a loss or gradient that is not finite, leaves
+the weights alone and says so; the version advances all the same, because the batch has been used.
 """
 
 import time
-from collections.abc import Sequence
-from math import isfinite
+from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from rollart.config import Training
 from rollart.errors import RollartError
-from rollart.training import losses
 from rollart.training.advantages import UNSEEN, RewardRange, advantages
-from rollart.training.metrics import Totals, task_metrics
-from rollart.training.microbatch import MicroBatch, check, micro_batches
-from rollart.training.policy import Policy
+from rollart.training.learner import Beat, End, Gather, Held, Learn, Learner, Restore
+from rollart.training.metrics import task_metrics
+from rollart.training.microbatch import check, deal_samples
+from rollart.training.ranks import Ranks
 from rollart.types import Batch, StepMetrics
 
 
 class Trainer:
     """`folder` is the Hugging Face model that RL starts from, and the reference of the KL if that is asked for."""
 
-    def __init__(self, folder: Path, config: Training, seed: int = 0, version: int = 0) -> None:
-        torch.set_num_threads(config.threads)
-        torch.manual_seed(seed)
+    def __init__(
+        self, folder: Path, config: Training, seed: int = 0, version: int = 0, ranks: Ranks | None = None
+    ) -> None:
         self.config = config
         self.version = version
-        self.updates = 0
         self.ranges: dict[str, RewardRange] = {}
-        self.policy = Policy(folder)
-        self.optimizer = make_optimizer(self.policy, config)
-        self.reference = Policy(folder) if config.algorithm.kl > 0 else None
+        self.ranks = ranks or Ranks.alone()
+        self.learner = Learner(folder, config, self.ranks, seed)
 
     def step(self, batch: Batch) -> StepMetrics:
         if batch.step != self.version:
@@ -47,15 +44,19 @@ class Trainer:
             self.ranges[group.task] = self.ranges.get(group.task, UNSEEN).including(values)
         ranges = [self.ranges[group.task] for group in batch.groups]
         scores, solved = advantages(algorithm.advantage, rewards, ranges, algorithm.solved)
-        micros = micro_batches(
+        hands = deal_samples(
             batch,
             scores,
             algorithm.aggregate,
             self.config.pack_tokens,
             keep_all=algorithm.kl > 0 or algorithm.entropy > 0,
+            ranks=self.ranks.size,
         )
         informative = [any(group) and not known for group, known in zip(scores, solved, strict=True)]
-        totals = self._learn(micros, evidence=sum(informative) / len(informative))
+        rate = self._rate(evidence=sum(informative) / len(informative))
+        orders = [Learn(passes, rate) for passes in hands]
+        with self.ranks.together(orders):
+            totals = self.learner.learn(orders[0])
         self.version += 1
         return StepMetrics(
             version=self.version,
@@ -67,91 +68,36 @@ class Trainer:
 
     def snapshot(self) -> tuple[int, dict[str, Tensor]]:
         """The version and a copy of its weights, which later steps do not touch. Tied weights share one copy."""
-        copies: dict[int, Tensor] = {}
-        tensors = self.policy.tensors()
-        for tensor in tensors.values():
-            if tensor.data_ptr() not in copies:
-                copies[tensor.data_ptr()] = tensor.clone()
-        return self.version, {name: copies[tensor.data_ptr()] for name, tensor in tensors.items()}
+        weights = self.gather("policy")
+        if self.ranks.size == 1:
+            weights = {name: tensor.clone() for name, tensor in weights.items()}
+        return self.version, self.learner.policy.tied(weights)
 
-    def _learn(self, micros: Sequence[MicroBatch], evidence: float) -> Totals:
-        """One update per epoch. The first one's logprobs are the proximal ones of the others: no extra forward."""
-        totals = Totals()
-        if self.reference is not None:
-            with torch.no_grad():
-                for micro in micros:
-                    micro.reference = self.reference.logprobs(micro.packed)[0]
-        for _ in range(self.config.epochs if micros else 0):
-            loss = sum(self._backward(micro, totals) for micro in micros)
-            rate = self._set_rate(evidence)
-            parameters = self.policy.parameters().values()
-            norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.grad_clip, foreach=True).item()
-            totals.update(loss, norm, rate)
-            if isfinite(loss) and isfinite(norm):
-                self.optimizer.step()
-                self.updates += 1
-            else:
-                totals.skipped = True
-            self.optimizer.zero_grad(set_to_none=True)
-            if totals.skipped:
-                break
-        return totals
+    def gather(self, what: Held) -> dict[str, Tensor]:
+        """The tensors of all ranks, by the names of the parameters. Those of one rank alone are not copies."""
+        with self.ranks.together([Gather(what)] * self.ranks.size):
+            return self.learner.gather(what)
 
-    def _backward(self, micro: MicroBatch, totals: Totals) -> float:
-        """Add the gradient of one micro-batch and return its share of the loss."""
-        algorithm = self.config.algorithm
-        current, entropy = self.policy.logprobs(micro.packed, entropy=algorithm.entropy > 0)
-        first = micro.proximal is None
-        if micro.proximal is None:
-            micro.proximal = current.detach()
-        outcome = self._policy_loss(current, micro.proximal, micro)
-        importance = losses.importance_weight(micro.proximal, micro.behaviour, algorithm.importance_cap)
-        loss = importance * outcome.loss
-        kl = None
-        if micro.reference is not None:
-            kl = losses.kl_to_reference(current, micro.reference)
-            loss = loss + algorithm.kl * kl
-        if algorithm.entropy > 0:
-            loss = loss - algorithm.entropy * entropy
-        total = (micro.weight * loss).sum()
-        total.backward()  # type: ignore[no-untyped-call]
-        totals.tokens(outcome.clipped, kl)
-        if first:
-            totals.first_pass(entropy, micro.proximal - micro.behaviour, importance)
-        return total.item()
+    def restore(
+        self, version: int, ranges: dict[str, RewardRange], order: Restore, stored: Mapping[Held, Mapping[str, Tensor]]
+    ) -> None:
+        """Be where another trainer was."""
+        with self.ranks.together([order] * self.ranks.size):
+            self.learner.restore(order, stored)
+        self.version, self.ranges = version, ranges
 
-    def _policy_loss(self, current: Tensor, proximal: Tensor, micro: MicroBatch) -> losses.PolicyLoss:
-        algorithm = self.config.algorithm
-        low, high, dual = algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip
-        match algorithm.loss:
-            case "ppo":
-                return losses.ppo(current, proximal, micro.advantage, low, high, dual)
-            case "gspo":
-                return losses.gspo(current, proximal, micro.advantage, micro.sequence, low, high, dual)
-            case "cispo":
-                return losses.cispo(current, proximal, micro.advantage, low, high)
-            case "reinforce":
-                return losses.reinforce(current, micro.advantage)
+    def beat(self) -> None:
+        """Tell the other ranks that this one is there, and notice if they are not."""
+        with self.ranks.together([Beat()] * self.ranks.size):
+            pass
 
-    def _set_rate(self, evidence: float) -> float:
+    def end(self) -> None:
+        """Tell the other ranks that it is over."""
+        with self.ranks.together([End()] * self.ranks.size):
+            pass
+
+    def _rate(self, evidence: float) -> float:
         """Adam makes a full-sized step of however small a gradient; a batch that says little should move little."""
-        warm = min(1.0, (self.updates + 1) / max(1, self.config.lr_warm_up))
         decay = 1 - (1 - self.config.lr_end) * min(1.0, self.version / self.config.steps)
-        rate: float = self.config.lr * warm * decay * evidence**self.config.algorithm.evidence
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        rate: float = self.config.lr * decay * evidence**self.config.algorithm.evidence
         return rate
-
-
-def make_optimizer(policy: Policy, config: Training) -> torch.optim.AdamW:
-    """Weight decay is for matrices; norms and biases are left alone."""
-    parameters = list(policy.parameters().values())
-    return torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
-            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-        ],
-        lr=config.lr,
-        betas=config.betas,
-        fused=True,
-    )

@@ -1,11 +1,12 @@
 """The forking host: imports foreign code once, then forks one process, a slot, for each connection.
 
 Run by path (`python host.py`) with any Python from 3.9 on; it needs the standard library and the modules that it is
-asked for. One JSON line on stdin tells it what to do, one on stdout tells that it is ready, or why not.
+asked for. One JSON line on stdin tells it what to do, one on stdout tells that it is ready, and where, or why not.
 
 The invariants:
 - A connection is a slot and a slot is a process group. When the connection closes, the group is killed; when the
   process ends, whatever it started is killed and the connection's last line is `{"ended": reason}`.
+- It listens on a Unix socket, which only our user can open, or on a port, where the first line must be the key.
 - A slot reads `{"id", "call", "args"}` lines and answers each, in order, by `{"id", "value"}` or `{"id", "error"}`.
 - The host lives as long as its stdin. It ends after the last slot, and leaves no process behind: descendants that
   left their process group come back to it (it is their subreaper) and are killed. Slots die with a killed host.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import hmac
 import importlib
 import importlib.util
 import json
@@ -33,6 +35,9 @@ from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux
 END_S = 5.0  # for killed processes to be gone
+KEY_S = 10.0  # for a caller to show the key
+PACKAGE = str(Path(__file__).resolve().parent.parent)
+ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # a forked process has lost the others
 LIBC = ctypes.CDLL(None)
 
 
@@ -41,8 +46,8 @@ def prctl(option: int, value: int) -> None:
 
 
 def resolve(path: str) -> Any:
-    """`package.module:name`, or `/a/file.py:name`."""
-    module, _, name = path.rpartition(":")
+    """`package.module:name`, or `/a/file.py:name`, where `{rollart}` is the folder of our package on this machine."""
+    module, _, name = path.replace("{rollart}", PACKAGE).rpartition(":")
     if not module.endswith(".py"):
         return getattr(importlib.import_module(module), name)
     spec = importlib.util.spec_from_file_location("_rollart_" + Path(module).stem, module)
@@ -77,13 +82,20 @@ def encode(message: dict[str, Any]) -> bytes:
 class Slot:
     """The process at the end of one connection."""
 
-    def __init__(self, connection: socket.socket, target: Any, limit: int) -> None:
+    def __init__(self, connection: socket.socket, target: Any, limit: int, key: str) -> None:
         self._connection = connection
         self._target = target
         self._limit = limit
+        self._key = key
 
     def run(self) -> NoReturn:
         requests = self._connection.makefile("rb")
+        if self._key:
+            self._connection.settimeout(KEY_S)
+            shown = requests.readline(1000).rstrip(b"\n")
+            self._connection.settimeout(None)
+            if not hmac.compare_digest(shown, self._key.encode()):
+                os._exit(1)
         handler = self._target()
         while True:
             line = requests.readline(self._limit + 1)
@@ -109,10 +121,11 @@ class Slot:
 
 
 class Host:
-    def __init__(self, listener: socket.socket, target: Any, limit: int) -> None:
+    def __init__(self, listener: socket.socket, target: Any, limit: int, key: str) -> None:
         self._listener = listener
         self._target = target
         self._limit = limit
+        self._key = key
         self._slots: dict[int, socket.socket] = {}  # by process id
         self._pids: dict[int, int] = {}  # process id by file descriptor
         self._poll = select.poll()
@@ -175,7 +188,7 @@ class Host:
             os.close(self._wake_in)
             with open(os.devnull, "rb") as nothing:
                 os.dup2(nothing.fileno(), 0)
-            Slot(connection, self._target, self._limit).run()
+            Slot(connection, self._target, self._limit, self._key).run()
         except BaseException:
             traceback.print_exc()
         finally:
@@ -264,6 +277,21 @@ def prepare(spec: dict[str, Any]) -> Any:
     return target
 
 
+def listen(spec: dict[str, Any]) -> socket.socket:
+    if spec["socket"]:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(spec["socket"])
+    else:
+        if not spec["key"]:
+            raise ValueError("a host that listens on a port needs a key: others can reach it there")
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        for level, option in ((socket.SOL_SOCKET, socket.SO_KEEPALIVE), (socket.IPPROTO_TCP, socket.TCP_NODELAY)):
+            listener.setsockopt(level, option, 1)  # connections inherit it
+        listener.bind((spec["bind"], 0))
+    listener.listen(128)
+    return listener
+
+
 def main() -> None:
     wire = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
@@ -276,21 +304,22 @@ def main() -> None:
             return
         line += piece
     spec = json.loads(line)
+    for name in ONE_THREAD:
+        os.environ.setdefault(name, "1")
     try:
         target = prepare(spec)
     except ImportError as error:
         wire.write(encode({"error": str(error)}))
         return
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(spec["socket"])
-    listener.listen(128)
-    wire.write(encode({"ready": os.getpid()}))
+    listener = listen(spec)
+    wire.write(encode({"ready": os.getpid(), "address": listener.getsockname()}))
     wire.close()
     try:
-        Host(listener, target, spec["limit"]).serve()
+        Host(listener, target, spec["limit"], "" if spec["socket"] else spec["key"]).serve()
     finally:
-        Path(spec["socket"]).unlink(missing_ok=True)
-        Path(spec["socket"]).parent.rmdir()
+        if spec["socket"]:
+            Path(spec["socket"]).unlink(missing_ok=True)
+            Path(spec["socket"]).parent.rmdir()
 
 
 if __name__ == "__main__":

@@ -1,234 +1,131 @@
-"""The controller's side of one host: its life, and its slots.
+"""The controller's side of one host: its life, and the way to its slots.
 
 The invariants:
-- A slot has at most one call under way. A call that misses its deadline, is cancelled, or gets an answer that breaks
-  the protocol ends its slot, so an answer can only ever belong to the call that waits for it.
-- A slot that is lost stays lost; closing its connection makes the host kill the process group behind it.
-- A host that died by itself takes every slot with it, and what the slots had started is found by the host's mark in
-  the environment of each process.
+- A host on this machine is reached through a Unix socket in a folder of its own, one elsewhere through a port, with the
+  launcher's key as the first line.
+- A host that ended, or that cannot be reached, takes every slot with it: they are lost as soon as that is known, not
+  when their connections notice.
 """
 
 import asyncio
-import contextlib
-import json
-import os
 import resource
 import shutil
-import signal
 import sys
 import tempfile
-import time
-import uuid
-from collections.abc import Mapping
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import msgspec
+from rollart.errors import ServiceError
+from rollart.resources.launcher import NOWHERE, Command, Launcher, Started, Wish, relaunch
+from rollart.services.silence import notice_silence
+from rollart.workers.slot import HOST_LOST, Slot, SlotLost
 
-from rollart.errors import RollartError, ServiceError
-
-SCRIPT = Path(__file__).with_name("host.py")
-MARK = "ROLLART_HOST"
-ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # a forked process has lost the others
 STARTING = 32  # connections that wait for their fork at once, within every system's backlog
-HOST_LOST = "the process ended, and its host with it"
 MANY_FILES = 16_384
-CLEAN_LOOKS, LOOK_AGAIN_S = 3, 0.03
-END_S = 10.0  # for a host to end its slots and itself
 
 
-class SlotLost(RollartError):
-    """The process hung, ended or broke the protocol. It is gone, with its state."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a host may run."""
 
-
-class CallRaised(RollartError):
-    """The called code raised, or answered what cannot be sent. The process lives."""
+    launcher: Launcher
+    wish: Wish
 
 
 @dataclass(frozen=True, slots=True)
 class HostSpec:
     """`target` is made once in each slot, its methods are the calls; `imports` are made once, in the host.
 
-    Both are `package.module:name` or `/a/file.py:name`. `path` comes before what `python` has by itself;
-    None: where this process finds its modules if it is the same Python, otherwise the working folder.
+    Both are `package.module:name` or `/a/file.py:name`. `python` is the interpreter, None: the node's own. `path` comes
+    before what it has by itself; None: where this process finds its modules if it is the same Python, otherwise the
+    working folder.
     """
 
     target: str
     imports: tuple[str, ...] = ()
-    python: str = sys.executable
+    python: str | None = None
     path: tuple[str, ...] | None = None
     message_bytes: int = 4_000_000
     start_deadline: float = 60.0
     log: Path | None = None
+    name: str = "worker host"
 
-    def open_log(self) -> BinaryIO:
-        return open(self.log or os.devnull, "ab")
-
-    def line(self, socket: Path) -> bytes:
+    def command(self, socket: Path | None) -> Command:
         path = self.path
         if path is None:
-            path = tuple(str(Path(entry).absolute()) for entry in (sys.path if self.python == sys.executable else [""]))
-        spec = {"target": self.target, "imports": self.imports, "path": path}
-        return json.dumps({**spec, "socket": str(socket), "limit": self.message_bytes}).encode() + b"\n"
-
-
-class Slot(asyncio.Protocol):
-    """One process, spoken to over its own connection."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._loop = asyncio.get_running_loop()
-        self._buffer = bytearray()
-        self._serial = 0
-        self._answer: asyncio.Future[dict[str, Any]] | None = None
-        self._transport: asyncio.Transport | None = None
-        self.started: asyncio.Future[int] = self._loop.create_future()
-        self.lost = ""
-
-    async def call(self, name: str, args: Mapping[str, object], deadline: float) -> Any:
-        """Raises SlotLost or CallRaised."""
-        if self.lost or self._transport is None:
-            raise SlotLost(self.lost or "the process has not started")
-        if self._answer is not None:
-            raise RuntimeError("a slot takes one call at a time")
-        self._serial += 1
-        frame = msgspec.json.encode({"id": self._serial, "call": name, "args": args}) + b"\n"
-        if len(frame) > self._limit:
-            raise CallRaised(f"`{name}` was given {len(frame):,} bytes, more than the limit of {self._limit:,}")
-        self._answer = self._loop.create_future()
-        self._transport.write(frame)
-        try:
-            async with asyncio.timeout(deadline):
-                answer = await self._answer
-        except TimeoutError:
-            self.kill(f"`{name}` did not answer within {deadline:g} s; the process was killed")
-            raise SlotLost(self.lost) from None
-        except asyncio.CancelledError:
-            self.kill(f"`{name}` was cancelled; the process was killed")
-            raise
-        finally:
-            self._answer = None
-        if "error" in answer:
-            raise CallRaised(str(answer["error"]))
-        return answer["value"]
-
-    def kill(self, reason: str) -> None:
-        """End the process group. The first reason stays."""
-        self.lost = self.lost or reason
-        if self._transport is not None:
-            self._transport.abort()
-        for waiting in (self._answer, self.started):
-            if waiting is not None and not waiting.done():
-                waiting.set_exception(SlotLost(self.lost))
-                waiting.exception()  # seen, even if nobody waits any more
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        if b"\n" in data:
-            *lines, rest = self._buffer.split(b"\n")
-            self._buffer = rest
-            for line in lines:
-                if line and not self.lost:
-                    self._received(line)
-        if len(self._buffer) > self._limit:
-            self.kill(f"the process answered more than {self._limit:,} bytes and was killed")
-
-    def _received(self, line: bytes | bytearray) -> None:
-        try:
-            message = msgspec.json.decode(line, type=dict[str, Any])
-        except (ValueError, RecursionError) as error:
-            self.kill(f"the process answered what is not one JSON object ({error}) and was killed")
-            return
-        if "ended" in message:
-            self.kill(f"the process {message['ended']}")
-        elif "pid" in message and not self.started.done():
-            self.started.set_result(message["pid"])
-        elif self._answer is None or self._answer.done() or message.get("id") != self._serial:
-            self.kill("the process answered what was not asked and was killed")
-        elif "value" in message or "error" in message:
-            self._answer.set_result(message)
-        else:
-            self.kill("the process answered neither a value nor an error and was killed")
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.kill(HOST_LOST)
+            same = self.python in (None, sys.executable)
+            path = tuple(str(Path(entry).absolute()) for entry in (sys.path if same else [""]))
+        spec: dict[str, Any] = {"target": self.target, "imports": self.imports, "path": path}
+        return Command(
+            name=self.name,
+            argv=("{rollart}/workers/host.py",),
+            spec={**spec, "socket": str(socket) if socket else None, "limit": self.message_bytes},
+            log=self.log or NOWHERE,
+            python=self.python,
+            start_deadline=self.start_deadline,
+        )
 
 
 class HostProcess:
     """A running host. Started by `start`, ended by `stop`; `running` turns false once it is of no more use."""
 
-    def __init__(self, spec: HostSpec) -> None:
+    def __init__(self, spec: HostSpec, place: Place) -> None:
         self._spec = spec
+        self._place = place
         self._folder: Path | None = None
-        self._mark = uuid.uuid4().hex
-        self._process: asyncio.subprocess.Process | None = None
+        self._address: str | tuple[str, int] = ""
+        self._started: Started | None = None
         self._starting = asyncio.Semaphore(STARTING)
-        self._unreachable = False  # known before the system tells us that the process ended
+        self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
+        self._unreachable = False  # known before the launcher tells us that the process ended
+        self.ended: asyncio.Task[str]
 
     @property
     def running(self) -> bool:
-        return self._process is not None and self._process.returncode is None and not self._unreachable
+        return self._started is not None and not self.ended.done() and not self._unreachable
 
     @property
-    def pid(self) -> int:
-        if self._process is None:
+    def started(self) -> Started:
+        if self._started is None:
             raise RuntimeError("the host has not started")
-        return self._process.pid
+        return self._started
 
-    async def start(self) -> None:
+    async def start(self, instead_of: Started | None = None) -> None:
         """Raises ServiceError, for example when something cannot be imported."""
         if sys.platform != "linux":
             raise ServiceError("environments and rewards run in processes that need Linux; use a Linux machine or VM")
         allow_files()
-        self._folder = Path(tempfile.mkdtemp(prefix="rollart-"))
-        environ = dict.fromkeys(ONE_THREAD, "1") | dict(os.environ) | {MARK: self._mark}
+        launcher, wish = self._place.launcher, self._place.wish
+        self._folder = Path(tempfile.mkdtemp(prefix="rollart-")) if launcher.here else None
+        command = self._spec.command(self._folder and self._folder / "socket")
         try:
-            with self._spec.open_log() as log:
-                self._process = await asyncio.create_subprocess_exec(
-                    self._spec.python,
-                    str(SCRIPT),
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=log,
-                    env=environ,
-                    start_new_session=True,  # Ctrl-C is the controller's to handle
-                )
-            await self._ready(self._process)
-        except OSError as error:
-            await self.stop()
-            raise ServiceError(f"{self._spec.python} cannot be run: {error}") from error
+            if instead_of is None:
+                self._started = await launcher.launch(command, wish)
+            else:
+                self._started = await relaunch(launcher, command, wish, instead_of)
         except BaseException:
-            await self.stop()
+            self._remove_folder()
             raise
+        address = self._started.answer["address"]
+        self._address = address if isinstance(address, str) else (address[0], address[1])
+        self.ended = asyncio.create_task(self._watch(self._started))
 
-    async def _ready(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdin and process.stdout and self._folder
-        process.stdin.write(self._spec.line(self._folder / "socket"))
-        deadline = self._spec.start_deadline
-        try:
-            async with asyncio.timeout(deadline):
-                line = await process.stdout.readline()
-        except TimeoutError:
-            raise ServiceError(f"a worker host did not finish its imports within {deadline:g} s") from None
-        if not line:
-            raise ServiceError(f"{self._spec.python} ended while it started; is it Python 3.9 or newer?")
-        message = msgspec.json.decode(line, type=dict[str, Any])
-        if "error" in message:
-            raise ServiceError(message["error"])
+    async def _watch(self, started: Started) -> str:
+        reason = await started.wait()
+        for slot in list(self._slots):
+            slot.kill(f"{HOST_LOST}: {reason.splitlines()[0]}")
+        return reason
 
     async def slot(self) -> Slot:
         """A new process. Raises SlotLost."""
-        assert self._folder
         slot = Slot(self._spec.message_bytes)
+        self._slots.add(slot)
         deadline = self._spec.start_deadline
         try:
             async with asyncio.timeout(deadline), self._starting:
-                await asyncio.get_running_loop().create_unix_connection(lambda: slot, str(self._folder / "socket"))
+                await self._connect(slot)
                 await slot.started
         except TimeoutError:
             self.kill()  # a host that cannot fork in time is of no use to anybody
@@ -239,31 +136,35 @@ class HostProcess:
             slot.kill(f"the host cannot be reached: {error}")
             raise SlotLost(slot.lost) from error
         except SlotLost:
-            self._unreachable = slot.lost == HOST_LOST
+            self._unreachable = self._unreachable or slot.lost.startswith(HOST_LOST)
             raise
         except BaseException:
             slot.kill("its start was cancelled")
             raise
         return slot
 
+    async def _connect(self, slot: Slot) -> None:
+        loop = asyncio.get_running_loop()
+        if isinstance(self._address, str):
+            await loop.create_unix_connection(lambda: slot, self._address)
+        else:
+            transport, _ = await loop.create_connection(lambda: slot, *self._address)
+            notice_silence(transport.get_extra_info("socket"))
+            transport.write(self._place.launcher.key.encode() + b"\n")
+
     def kill(self) -> None:
         self._unreachable = True
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
+        if self._started is not None:
+            self._started.kill()
 
     async def stop(self) -> None:
         """End the host and all that its slots started, within a deadline."""
-        if self._process is not None:
-            assert self._process.stdin
-            self._process.stdin.close()
-            try:
-                async with asyncio.timeout(END_S):
-                    await self._process.wait()
-            except TimeoutError:
-                self.kill()
-                await self._process.wait()
-            if self._process.returncode != 0:
-                await sweep(self._mark)
+        if self._started is not None:
+            await self._started.stop()
+            await self.ended
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -273,17 +174,3 @@ def allow_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < MANY_FILES:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(MANY_FILES, hard), hard))
-
-
-async def sweep(mark: str) -> None:
-    """Kill every process that descends from the host with this mark."""
-    wanted = f"{MARK}={mark}".encode()
-    clean, deadline = 0, time.monotonic() + END_S
-    while clean < CLEAN_LOOKS and time.monotonic() < deadline:  # in the middle of an exec, a process shows no mark
-        clean += 1
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if entry.name.isdigit() and wanted in (entry / "environ").read_bytes():
-                    os.kill(int(entry.name), signal.SIGKILL)
-                    clean = 0
-        await asyncio.sleep(LOOK_AGAIN_S)

@@ -1,24 +1,33 @@
-"""A pool of slots on one host: leased one by one, reused while healthy, started and ended as needed.
+"""A pool of slots on one or more hosts: leased one by one, reused while healthy, started and ended as needed.
 
 The invariants:
-- At most `limit` leases exist; those who wait get one in the order they asked. A lease holds at most one slot, no slot
-  is held by two leases, and held and idle slots together are at most `limit`.
+- At most `limit` leases exist, split over the hosts; those who wait get one in the order they asked. A lease holds at
+  most one slot, no slot is held by two leases, and held and idle slots together are at most `limit`.
 - A lease gives its slot back only if the slot is healthy and has no call under way, so no answer meets a later lease.
   However a lease ends, by return, error or cancellation, its place is free again.
-- The host is started by the first who needs it and replaced when it has died. With `idle_s`, slots unused for that
-  long end, and the host after the last of them.
+- A host is started by the first who needs it. One that dies loses its slots and is replaced, on another node if its own
+  went silent, at most `RESTARTS` times in a row; meanwhile its leases move to other hosts as these have room, and its
+  share goes to them if it cannot be replaced. When no host is left, everybody is told why.
+- With `idle_s`, slots unused for that long end, and a host after the last of its own.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Any, NoReturn
 
-from rollart.errors import RollartError
-from rollart.workers.process import HostProcess, HostSpec, Slot, SlotLost
+from rollart.errors import RollartError, ServiceError
+from rollart.resources.launcher import Wish
+from rollart.resources.local import LocalLauncher
+from rollart.workers.process import HostSpec, Place
+from rollart.workers.seat import Seat, Tell
+from rollart.workers.seating import Seating
+from rollart.workers.slot import Slot, SlotLost
 
 FAREWELL_S = 2.0
+RESTARTS, BACK_OFF_S, HEALTHY_S = 5, 1.0, 60.0
+TRIES = 3  # hosts that one `take` may find dead
 
 logger = logging.getLogger(__name__)
 
@@ -26,18 +35,20 @@ logger = logging.getLogger(__name__)
 class Lease:
     """The right to one process. It holds one after `take`, until it is lost, dropped, or the lease ends."""
 
-    def __init__(self, pool: "SlotPool") -> None:
+    def __init__(self, pool: "SlotPool", seat: Seat) -> None:
         self._pool = pool
         self._slot: Slot | None = None
+        self.seat: Seat | None = seat  # None while it waits for another
 
     @property
     def held(self) -> bool:
         return self._slot is not None and not self._slot.lost
 
     async def take(self, fresh: bool = False) -> None:
-        """Hold an idle process or a new one, surely a new one if `fresh`. Raises SlotLost or ServiceError."""
+        """Hold an idle process or a new one. If `fresh`, surely a new one, and on another host if there is room.
+        Raises SlotLost or ServiceError."""
         self.drop()
-        self._slot = await self._pool._slot(fresh)
+        self._slot = await self._pool._slot(self, fresh)
 
     async def call(self, name: str, args: Mapping[str, object], deadline: float) -> Any:
         """Raises SlotLost or CallRaised."""
@@ -57,20 +68,31 @@ class Lease:
 
 
 class SlotPool:
-    """`farewell` is called in an idle slot before it ends, for what a process should not lose by being killed."""
+    """`places` are where its hosts run, one each; by default one on this machine. `farewell` is called in an idle slot
+    before it ends, for what a process should not lose by being killed. `tell` hears of each host that started, and
+    again, with the reason, when it died."""
 
-    def __init__(self, spec: HostSpec, limit: int, idle_s: float | None = None, farewell: str = "") -> None:
+    def __init__(
+        self,
+        spec: HostSpec,
+        limit: int,
+        idle_s: float | None = None,
+        farewell: str = "",
+        places: Sequence[Place] = (),
+        tell: Tell | None = None,
+    ) -> None:
         self._spec = spec
-        self._limit = limit
         self._idle_s = idle_s
         self._farewell = farewell
-        self._places = asyncio.Semaphore(limit)
+        self._tell = tell
         self._leases: set[Lease] = set()
-        self._idle: list[tuple[float, Slot]] = []  # with the time since when; the last used is at the end
-        self._host: HostProcess | None = None
-        self._host_lock = asyncio.Lock()
+        self._replacing: set[asyncio.Task[None]] = set()
         self._rest: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
+        self._given_up = asyncio.Event()
+        self._seating = Seating(limit)
+        for place in places or [Place(LocalLauncher(), Wish())]:
+            self._seating.add(Seat(spec, place, tell, self._died))
 
     @property
     def in_use(self) -> int:
@@ -78,81 +100,132 @@ class SlotPool:
 
     @property
     def idle(self) -> int:
-        return sum(not slot.lost for _, slot in self._idle)
+        return sum(not slot.lost for seat in self._seating.seats for _, slot in seat.idle)
 
     @property
     def processes(self) -> int:
-        """The host, and the slots held or idle."""
-        return (self.host_pid is not None) + self.idle + sum(lease.held for lease in self._leases)
+        """The hosts, and the slots held or idle."""
+        return len(self.host_pids) + self.idle + sum(lease.held for lease in self._leases)
 
     @property
-    def host_pid(self) -> int | None:
-        """The host's process id; None while there is no host."""
-        return self._host.pid if self._host is not None and self._host.running else None
+    def host_pids(self) -> list[int]:
+        """Of those that run, on their nodes."""
+        return [seat.host.started.pid for seat in self._seating.seats if seat.host is not None and seat.up]
 
     async def start(self) -> None:
-        """Start the host now, so that what cannot be imported is known now. Raises ServiceError."""
-        await self._running_host()
+        """Start the hosts now, so that what cannot be imported is known now. Raises ServiceError."""
+        starts = (seat.start() for seat in self._seating.seats if seat.share)
+        results = await asyncio.gather(*starts, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
         self._plan_rest()
+
+    async def add(self, place: Place) -> None:
+        """One more host, which takes over its share. Raises ServiceError."""
+        seat = Seat(self._spec, place, self._tell, self._died)
+        await seat.start()
+        if self._closing.is_set() or self._given_up.is_set():
+            await seat.stop()
+        else:
+            self._seating.add(seat)
+
+    async def watch(self) -> NoReturn:
+        """Wait until no host is left. Raises ServiceError with the last one's reason."""
+        await self._given_up.wait()
+        raise ServiceError(str(self._seating.over))
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[Lease]:
-        async with self._places:
-            lease = Lease(self)
-            self._leases.add(lease)
-            try:
-                yield lease
-            finally:
-                self._leases.discard(lease)
-                slot = lease._give_back()
+        """Raises SlotLost or ServiceError when there is no host any more."""
+        lease = Lease(self, await self._seating.sit())
+        self._leases.add(lease)
+        try:
+            yield lease
+        finally:
+            self._leases.discard(lease)
+            slot = lease._give_back()
+            if lease.seat is not None:
                 if slot is not None:
-                    self._idle.append((asyncio.get_running_loop().time(), slot))
+                    lease.seat.give_back(slot)
                     self._plan_rest()
+                self._seating.leave(lease.seat)
 
     async def close(self) -> None:
         """End every process within a deadline. Leases that are still out lose theirs."""
         self._closing.set()
+        self._seating.end(SlotLost("the pool is closed"))
         if self._rest is not None:
             await self._rest
+        await asyncio.gather(*self._replacing, return_exceptions=True)
         for lease in self._leases:
             lease.drop("the pool was closed")
-        idle, self._idle = self._idle, []
-        await self._retire([slot for _, slot in idle])
-        async with self._host_lock:
-            await self._stop_host()
+        seats = self._seating.seats
+        await self._retire([slot for seat in seats for _, slot in seat.idle])
+        await asyncio.gather(*(seat.stop() for seat in seats))
 
-    async def _slot(self, fresh: bool) -> Slot:
+    async def _slot(self, lease: Lease, fresh: bool) -> Slot:
+        for number in range(TRIES):
+            seat = await self._seated(lease, elsewhere=fresh)
+            try:
+                return await seat.slot(fresh)
+            except SlotLost:
+                if seat.open or number + 1 == TRIES:
+                    raise
+        raise AssertionError("unreachable")
+
+    async def _seated(self, lease: Lease, elsewhere: bool) -> Seat:
+        """The seat of a lease; another one if its host is gone, or for a change if there is room."""
         if self._closing.is_set():
             raise SlotLost("the pool is closed")
-        while self._idle and not fresh:
-            _, slot = self._idle.pop()
-            if not slot.lost:
-                return slot
-        while self._idle and len(self._idle) + len(self._leases) > self._limit:
-            self._idle.pop(0)[1].kill("its place was needed")
-        host = await self._running_host()
-        try:
-            return await host.slot()
-        except SlotLost:
-            if host.running:
-                raise
-        return await (await self._running_host()).slot()  # the host had died unnoticed
+        seat = lease.seat
+        if seat is not None and seat.open:
+            other = self._seating.best(besides=seat) if elsewhere else None
+            if other is None:
+                return seat
+            self._seating.move(seat, other)
+            lease.seat = other
+            return other
+        if seat is not None:
+            lease.seat = None
+            self._seating.leave(seat)
+        lease.seat = await self._seating.sit(first=True)
+        return lease.seat
 
-    async def _running_host(self) -> HostProcess:
-        async with self._host_lock:
+    # Hosts that die
+
+    def _died(self, seat: Seat, reason: str) -> None:
+        if self._closing.is_set():
+            return
+        task = asyncio.create_task(self._replace(seat, reason))
+        self._replacing.add(task)
+        task.add_done_callback(self._replacing.discard)
+
+    async def _replace(self, seat: Seat, reason: str) -> None:
+        if seat.age >= HEALTHY_S:
+            seat.restarts = 0
+        while seat.restarts < RESTARTS:
+            if seat.restarts:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._closing.wait(), BACK_OFF_S * 2 ** (seat.restarts - 1))
             if self._closing.is_set():
-                raise SlotLost("the pool is closed")
-            if self._host is None or not self._host.running:
-                await self._stop_host()
-                host = HostProcess(self._spec)
-                await host.start()
-                self._host = host
-            return self._host
+                return
+            seat.restarts += 1
+            try:
+                await seat.replace()
+            except ServiceError as error:
+                reason = str(error)
+            else:
+                self._seating.wake()
+                return
+        logger.warning("%s is given up after %d tries: %s", self._spec.name, seat.restarts, reason)
+        self._seating.remove(seat)
+        await seat.stop()
+        if not self._seating.seats:
+            self._seating.end(ServiceError(f"no {self._spec.name} is left; the last: {reason}"))
+            self._given_up.set()
 
-    async def _stop_host(self) -> None:
-        host, self._host = self._host, None
-        if host is not None:
-            await host.stop()
+    # Slots that are not needed
 
     def _plan_rest(self) -> None:
         if self._idle_s is not None and (self._rest is None or self._rest.done()) and not self._closing.is_set():
@@ -161,15 +234,15 @@ class SlotPool:
     async def _scale_down(self, idle_s: float) -> None:
         """End what has been idle for long, until there is nothing left to end."""
         clock = asyncio.get_running_loop().time
-        while self._host is not None and not self._closing.is_set():
+        while self.host_pids and not self._closing.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), idle_s / 2)
-            old = [slot for since, slot in self._idle if clock() - since >= idle_s]
-            self._idle = [(since, slot) for since, slot in self._idle if clock() - since < idle_s]
-            await self._retire(old)
-            async with self._host_lock:
-                if not self._leases and not self._idle and not old:
-                    await self._stop_host()
+            for seat in self._seating.seats:
+                old = [slot for since, slot in seat.idle if clock() - since >= idle_s]
+                seat.idle = [(since, slot) for since, slot in seat.idle if clock() - since < idle_s]
+                await self._retire(old)
+                if seat.open and not seat.leases and not seat.idle and not old:
+                    await seat.stop()
 
     async def _retire(self, slots: list[Slot]) -> None:
         async def retire(slot: Slot) -> None:

@@ -1,9 +1,11 @@
 import asyncio
+import contextlib
 import json
 import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,11 @@ import pytest
 from tiny_decoders import decoder, request, worst
 
 from rollart.engines.client import EngineClient
+from rollart.engines.service import build
+from rollart.engines.torch.pace import CREDIT_S
 from rollart.errors import EngineFailed
+from rollart.resources.devices import device_class
+from rollart.resources.roofline import ModelShape, Roofline, decode
 from rollart.services import rpc
 from rollart.weights.store import WeightStore
 
@@ -86,3 +92,59 @@ def test_a_model_folder_serves_its_own_weights_when_the_store_has_none(tmp_path:
             assert worst({0: network}, asked, completion) <= 1e-4
 
     asyncio.run(asyncio.wait_for(body(), DEADLINE_S))
+
+
+@pytest.mark.slow
+def test_one_process_prefills_and_another_decodes_the_same_until_the_first_is_killed(tmp_path: Path) -> None:
+    network = decoder("llama", seed=4)
+    network.save_pretrained(tmp_path / "model")
+    spec = {"model": str(tmp_path / "model"), "weights": str(tmp_path / "weights"), "seed": 1, "version": 0}
+    spec["config"] = {"prefill_chunk": 64}
+
+    async def converse(a: EngineClient, b: EngineClient) -> None:
+        context = list(range(40))
+        for turn in range(3):
+            asked = request(f"{turn}", context, "s", max_tokens=8, seed=turn)
+            assert await a.prefill(asked) > 0
+            done = await b.generate(replace(asked, kv_from=a.url))
+            assert done.fetched > 0 and done.cached == len(context) - 1
+            assert worst({0: network}, asked, done) <= 1e-4
+            alone = await b.generate(replace(asked, id="alone", session="alone"))
+            assert done.tokens == alone.tokens
+            assert done.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+            context = [*context, *done.tokens, 1, 2, 3]
+
+    async def body() -> None:
+        async with service(spec) as b:
+            asked = request("orphan", [9] * 30, max_tokens=8, seed=1)
+            # An error in the block kills the process.
+            with contextlib.suppress(KeyError):
+                async with service(spec) as a:
+                    await converse(a, b)
+                    await a.prefill(asked)
+                    raise KeyError
+            done = await b.generate(replace(asked, kv_from=a.url))
+            assert done.fetched == 0 and worst({0: network}, asked, done) <= 1e-4
+
+    asyncio.run(asyncio.wait_for(body(), DEADLINE_S))
+
+
+def test_an_emulated_engine_says_so_in_its_log_and_in_its_status(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    decoder("llama", seed=4).save_pretrained(tmp_path / "model")
+    spec = {"model": str(tmp_path / "model"), "weights": str(tmp_path / "weights"), "seed": 1, "version": 0}
+    emulate = {"device": asdict(device_class("H20")), "slowdown": 100_000}
+    capfd.readouterr()
+
+    async def body() -> None:
+        async with build({**spec, "config": {}, "emulate": emulate}) as methods:
+            assert (await methods["status"]()).emulated == "H20, 100000 times slower"
+            done = await methods["generate"](request("1", [1, 2, 3], max_tokens=5))
+            shape = ModelShape.of_folder(tmp_path / "model")
+            step = Roofline(device_class("H20"), shape, 100_000).seconds(decode(1, 1))
+            assert done.queue_s + done.prefill_s + done.decode_s >= 5 * step - CREDIT_S
+
+    asyncio.run(asyncio.wait_for(body(), DEADLINE_S))
+    first = capfd.readouterr().err.splitlines()[0]
+    assert first == "this engine EMULATES a device: H20, 100000 times slower"

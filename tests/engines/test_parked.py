@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.engines.torch.parked import ParkedKV
+from rollart.engines.torch.parked import ParkedKV, Part
 from rollart.engines.torch.prefixes import BLOCK, PrefixIndex, chain, common_prefix
 
 
@@ -14,8 +14,8 @@ def kv(tokens: list[int]) -> torch.Tensor:
 
 
 def find(store: ParkedKV, session: str, tokens: list[int]) -> tuple[list[int] | None, int]:
-    found, length = store.find(session, tokens, chain(tokens))
-    return (None if found is None else found.flatten()[:length].long().tolist()), length
+    entry, length, _ = store.find(session, tokens, chain(tokens))
+    return (None if entry is None else entry.kv.flatten()[:length].long().tolist()), length
 
 
 @given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))
@@ -81,3 +81,27 @@ def test_the_index_names_the_first_of_those_who_share_most() -> None:
     index.remove("long")
     assert index.longest(long) == "late"
     assert index.longest(chain([5] * 64)) is None
+
+
+def test_a_part_waits_for_its_request_and_is_no_sessions() -> None:
+    store = ParkedKV(version=3)
+    store.hold("a", Part(3, 2, kv([1, 2, 3])))
+    assert store.bytes == 12 and find(store, "a", [1, 2, 3]) == (None, 0)
+    store.park("a", [7], kv([7]))
+    part = store.part("a")
+    assert part is not None and (part.start, part.stop) == (2, 5)
+    store.release("a")
+    store.release("a")
+    assert store.part("a") is None and store.bytes == 4
+    store.hold("b", part)
+    store.shrink(12)
+    assert find(store, "a", [7]) == (None, 0) and store.part("b") is part
+
+
+def test_a_new_version_clears_what_is_kept_or_takes_it_over() -> None:
+    store = ParkedKV(version=3)
+    store.park("a", [1], kv([1]))
+    store.renew(4, keep=True)
+    assert store.find("a", [1], ())[1:] == (1, 4)
+    store.renew(5, keep=False)
+    assert store.find("a", [1], ())[1:] == (0, 5) and store.bytes == 0

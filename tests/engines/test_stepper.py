@@ -1,4 +1,5 @@
 import random
+import time
 from typing import Any
 
 import pytest
@@ -7,6 +8,8 @@ from tiny_decoders import ARCHITECTURES, VOCABULARY, decoder, request, twin, wor
 
 from rollart.config import Engine as EngineConfig
 from rollart.engines.torch.model import Model
+from rollart.engines.torch.parked import Part
+from rollart.engines.torch.sequence import Sequence
 from rollart.engines.torch.stepper import Stepper
 from rollart.errors import EngineFailed
 from rollart.types import Completion, GenerationRequest
@@ -65,7 +68,19 @@ class Chaos:
             "stop": tuple(text(rng, 1)),
         }
         self.asked[name] = request(name, tokens, session, **sampling)
-        self.stepper.add(self.stepper.accept(self.asked[name]))
+        sequence = self.stepper.accept(self.asked[name])
+        self.stepper.add(sequence, self.fetched(sequence) if rng.random() < 0.3 else None)
+
+    def fetched(self, sequence: Sequence) -> Part | None:
+        """A part of what is parked here, as if it had been elsewhere: only the beginning is left."""
+        parked = self.stepper.parked
+        entry, length, version = parked.find(sequence.session, sequence.tokens, sequence.blocks)
+        if entry is None:
+            return None
+        start = self.rng.randrange(length)
+        part = Part(version, start, entry.kv[:, :, start:length].clone())
+        parked.park(sequence.session, sequence.tokens[:start], entry.kv[:, :, :start].clone())
+        return part
 
     def swap(self) -> None:
         version = len(self.networks)
@@ -106,7 +121,8 @@ def test_logprobs_are_those_of_a_plain_forward_pass_through_everything_at_once(a
     finishes = {completion.finish for _, completion in chaos.done}
     mixed = [completion for _, completion in chaos.done if len(set(completion.versions)) > 1]
     reused = [completion for _, completion in chaos.done if completion.cached]
-    assert finishes == {"stop", "length", "abort"} and mixed and reused
+    fetched = [completion for _, completion in chaos.done if completion.fetched]
+    assert finishes == {"stop", "length", "abort"} and mixed and reused and fetched
     assert chaos.stepper.parked.evicted > 0
     gaps = [worst(chaos.networks, asked, completion) for asked, completion in chaos.done if completion.tokens]
     assert len(gaps) > 50
@@ -261,3 +277,85 @@ def test_logits_that_are_not_numbers_fail_the_request_and_not_the_engine() -> No
         sequence.completion()
     stepper.swap(2, stepper._model.prepare(network.state_dict()))
     assert len(run(stepper, request("2", [1, 2, 3], max_tokens=4))["2"].tokens) == 4
+
+
+def test_a_prefill_parks_all_but_the_last_token_samples_nothing_and_shares_what_is_there() -> None:
+    network = decoder()
+    stepper = engine(network, prefill_chunk=20)
+    prompt = [index % VOCABULARY for index in range(50)]
+    stepper.add(stepper.accept_prefill(request("1", prompt, "s", max_tokens=10_000)))
+    done = run(stepper)["1"]
+    assert (done.tokens, done.logprobs, done.cached, done.prompt) == ([], [], 0, 49)
+    status = stepper.status()
+    assert (status.prefilled, status.generated, status.kv_reserved) == (49, 0, 0)
+    stepper.add(stepper.accept_prefill(request("2", [*prompt, 1, 2, 3], "t")))
+    assert run(stepper)["2"].cached == 49
+    asked = request("3", prompt, "s", max_tokens=10, seed=1)
+    generated = run(stepper, asked)["3"]
+    assert generated.cached == 49 and worst({0: network}, asked, generated) <= 1e-4
+
+
+def test_a_prefill_and_decoding_share_the_steps() -> None:
+    network = decoder()
+    stepper = engine(network, prefill_chunk=8)
+    asked = request("1", [1, 2, 3], max_tokens=20, seed=1)
+    stepper.add(stepper.accept(asked))
+    stepper.step()
+    stepper.add(stepper.accept_prefill(request("2", [5] * 60)))
+    stepper.step()
+    assert stepper.batch.size == 2 and stepper.batch.decoding == 1
+    done = run(stepper)
+    assert len(done["1"].tokens) == 20 and stepper.status().generated == 20
+    assert worst({0: network}, asked, done["1"]) <= 1e-4
+
+
+def test_prefill_lasts_from_admission_to_the_first_token_and_decoding_from_there_to_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a clock that moves by one second a forward pass, and otherwise not at all."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    stepper = engine(decoder(), prefill_chunk=10, max_batch=1)
+    forward = stepper._model.forward
+
+    def slow(step: Any) -> torch.Tensor:
+        now[0] += 1.0
+        return forward(step)
+
+    def add(asked: GenerationRequest) -> None:
+        sequence = stepper.accept(asked)
+        sequence.arrived = now[0]
+        stepper.add(sequence)
+
+    monkeypatch.setattr(stepper._model, "forward", slow)
+    add(request("1", [1] * 30, max_tokens=5))
+    add(request("2", [2] * 20, max_tokens=3))
+    done = run(stepper)
+    # Three chunks, of which the last gives the first of five tokens; the second request waits for all that.
+    assert (done["1"].queue_s, done["1"].prefill_s, done["1"].decode_s) == (0, 3, 4)
+    assert (done["2"].queue_s, done["2"].prefill_s, done["2"].decode_s) == (7, 2, 2)
+    assert stepper.status().busy_s == 11
+    add(request("3", [3] * 30))
+    add(request("4", [4] * 30))
+    stepper.step()
+    stepper.abort("3")
+    now[0] += 5.0
+    stepper.abort("4")
+    ended = {sequence.id: sequence.completion() for sequence in stepper.ended()}
+    now[0] += 5.0
+    assert (ended["3"].queue_s, ended["3"].prefill_s, ended["3"].decode_s) == (0, 1, 0)
+    assert (ended["4"].queue_s, ended["4"].prefill_s, ended["4"].decode_s) == (6, 0, 0)
+
+
+def test_what_running_and_waiting_requests_may_grow_to_is_reserved() -> None:
+    stepper = engine(decoder(), max_batch=1)
+    size = stepper.rows.layout.token_bytes
+    for name in "ab":
+        stepper.add(stepper.accept(request(name, [1] * 30, max_tokens=20)))
+    stepper.step()
+    assert (stepper.status().running, stepper.status().waiting) == (1, 1)
+    assert stepper.status().kv_reserved == 100 * size
+    stepper.abort("a")
+    assert stepper.status().kv_reserved == 50 * size
+    run(stepper)
+    assert stepper.status().kv_reserved == 0

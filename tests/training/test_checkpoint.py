@@ -33,7 +33,11 @@ def test_training_goes_on_exactly_as_if_it_had_not_stopped(saved: tuple[Trainer,
     trainer, path = saved
     resumed = Trainer(path, CONFIG)
     load_checkpoint(resumed, path)
-    assert (resumed.version, resumed.updates, resumed.ranges) == (trainer.version, trainer.updates, trainer.ranges)
+    assert (resumed.version, resumed.learner.updates, resumed.ranges) == (
+        trainer.version,
+        trainer.learner.updates,
+        trainer.ranges,
+    )
     for step in (3, 4):
         expected, got = (each.step(make_batch(step, REWARDS, seed=step)) for each in (trainer, resumed))
         assert got.values == expected.values
@@ -44,7 +48,7 @@ def test_training_goes_on_exactly_as_if_it_had_not_stopped(saved: tuple[Trainer,
 def test_a_checkpoint_is_a_model_folder_with_its_tokenizer_and_without_pickles(saved: tuple[Trainer, Path]) -> None:
     trainer, path = saved
     model = AutoModelForCausalLM.from_pretrained(path)
-    assert torch.equal(model.lm_head.weight, trainer.policy.model.lm_head.weight)
+    assert torch.equal(model.lm_head.weight, trainer.learner.policy.model.lm_head.weight)
     assert "hello" in (path / "tokenizer_config.json").read_text()
     assert {file.suffix for file in path.iterdir()} == {".json", ".safetensors"}
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tiny_models import VOCABULARY, save_tiny, tiny_model
 
 from rollart.training import policy as policy_module
-from rollart.training.packing import pack, plan
+from rollart.training.packing import deal, pack, plan
 from rollart.training.policy import Policy
 
 ARCHITECTURES = ("qwen3", "llama", "qwen3_moe")
@@ -112,3 +112,19 @@ def test_a_plan_holds_every_sequence_once_within_the_bound(lengths: list[int], b
     assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
     for batch in batches:
         assert len(batch) == 1 or len(batch) * max(lengths[index] for index in batch) <= bound
+
+
+@given(st.lists(st.integers(1, 500), max_size=40), st.integers(1, 2000), st.integers(1, 5))
+def test_ranks_are_dealt_as_many_passes_and_about_as_many_tokens(lengths: list[int], bound: int, ranks: int) -> None:
+    hands = deal(lengths, bound, ranks)
+    assert sorted(index for passes in hands for part in passes for index in part) == list(range(len(lengths)))
+    assert len({len(passes) for passes in hands}) == 1
+    for part in (part for passes in hands for part in passes):
+        assert len(part) <= 1 or len(part) * max(lengths[index] for index in part) <= bound
+    tokens = [sum(lengths[index] for part in passes for index in part) for passes in hands]
+    assert max(tokens) - min(tokens) <= max(lengths, default=0)
+
+
+@given(st.lists(st.integers(1, 500), max_size=40), st.integers(1, 2000))
+def test_one_rank_is_dealt_the_plan(lengths: list[int], bound: int) -> None:
+    assert deal(lengths, bound, 1) == [plan(lengths, bound)]

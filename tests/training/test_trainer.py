@@ -41,7 +41,7 @@ def with_true_logprobs(trainer: Trainer, batch: Batch) -> Batch:
         samples = []
         for sample in group.samples:
             with torch.no_grad():
-                values = iter(trainer.policy.logprobs(pack([sample.tokens], [sample.mask]))[0].tolist())
+                values = iter(trainer.learner.policy.logprobs(pack([sample.tokens], [sample.mask]))[0].tolist())
             samples.append(replace(sample, logprobs=[next(values) if bit else 0.0 for bit in sample.mask]))
         groups.append(replace(group, samples=tuple(samples)))
     return replace(batch, groups=tuple(groups))
@@ -54,7 +54,7 @@ def test_a_step_makes_good_tokens_likelier_and_bad_ones_less_likely(folder: Path
 
     def likelihood() -> list[float]:
         with torch.no_grad():
-            return [subject.policy.logprobs(pack([s.tokens], [s.mask]))[0].mean().item() for s in (good, bad)]
+            return [subject.learner.policy.logprobs(pack([s.tokens], [s.mask]))[0].mean().item() for s in (good, bad)]
 
     before = likelihood()
     subject.step(batch)

@@ -15,7 +15,7 @@ async def main() -> None:
     async with pool.lease() as lease:
         await lease.take()
         pids = await lease.call("breed", {}, 30)
-        print(pool.host_pid, *pids, flush=True)
+        print(pool.host_pids[0], *pids, flush=True)
         await lease.call("hang", {}, 3600)
 
 

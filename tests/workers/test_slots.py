@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from rollart.errors import ServiceError
-from rollart.workers.process import CallRaised, HostSpec, SlotLost
+from rollart.workers.process import HostSpec
+from rollart.workers.slot import CallRaised, SlotLost
 from rollart.workers.slots import SlotPool
 
 TARGET = "hostile_target:Target"
@@ -53,7 +54,7 @@ def wait_gone(pids):
 
 
 def children(slots):
-    return [child for child in psutil.Process(slots.host_pid).children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in psutil.Process(slots.host_pids[0]).children() if child.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_an_idle_process_is_used_again():
@@ -251,7 +252,7 @@ def test_a_killed_host_takes_everything_with_it_and_is_replaced():
             async with slots.lease() as lease:
                 await lease.take()
                 pids = await lease.call("breed", {}, 30)
-                os.kill(slots.host_pid, signal.SIGKILL)
+                os.kill(slots.host_pids[0], signal.SIGKILL)
                 with pytest.raises(SlotLost, match="its host with it"):
                     await lease.call("hang", {}, 30)
                 await lease.take()
@@ -279,7 +280,7 @@ def test_closing_ends_every_process_even_those_on_lease():
             await asyncio.gather(*(call(slots, "echo", value=n) for n in range(3)))
             hanging = asyncio.create_task(call(slots, "hang"))
             await until(lambda: slots.idle < 3)
-            pids = [slots.host_pid, *(child.pid for child in children(slots))]
+            pids = [slots.host_pids[0], *(child.pid for child in children(slots))]
             await slots.close()
             with pytest.raises(SlotLost, match="the pool was closed"):
                 await hanging
@@ -297,8 +298,8 @@ def test_idle_processes_end_and_then_their_host():
         async with pool(limit=4, idle_s=0.05, farewell="pid") as slots:
             for _ in range(2):
                 await asyncio.gather(*(call(slots, "echo", value=n) for n in range(4)))
-                host = slots.host_pid
-                await until(lambda: slots.host_pid is None)
+                host = slots.host_pids[0]
+                await until(lambda: not slots.host_pids)
                 assert slots.idle == 0
                 await asyncio.to_thread(wait_gone, [host])
 
@@ -331,7 +332,7 @@ def test_two_hundred_processes_at_once_each_keep_their_own_state():
         (HostSpec("/no/such/file.py:Target"), "cannot be imported: FileNotFoundError"),
         (HostSpec(TARGET, python="/no/such/python"), "/no/such/python cannot be run"),
         (HostSpec(TARGET, python="/bin/true"), "/bin/true ended while it started"),
-        (HostSpec(TARGET, start_deadline=1e-9), "did not finish its imports within 1e-09 s"),
+        (HostSpec(TARGET, start_deadline=1e-9), "did not start within 1e-09 s"),
     ],
 )
 def test_a_host_that_cannot_start_says_why(spec, reason):

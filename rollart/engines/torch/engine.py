@@ -1,15 +1,19 @@
 """The engine as the control plane sees it: coroutines outside, one stepping thread inside.
 
 Invariants: only the stepping thread touches the stepper's state; everything else reaches it as a command in a queue,
-run between two steps. Completions go back to the event loop once a step, all of them in one call. An idle engine
-blocks on the queue. A step that raises fails the requests in flight, each with the reason, and the engine goes on.
-Every request ends exactly once; a caller who gives up has its request aborted.
+run between two steps; only the parked KV may be looked at from outside, under its own lock. Completions go back to the
+event loop once a step, all of them in one call. An idle engine blocks on the queue. A step that raises fails the
+requests in flight, each with the reason, and the engine goes on. A request whose KV is being fetched from another
+engine reaches the stepper once that has ended, well or not. Every request ends exactly once; a caller who gives up has
+its request aborted.
 """
 
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -17,10 +21,15 @@ import torch
 from torch import Tensor
 
 from rollart.config import Engine as EngineConfig
+from rollart.engines.torch.fetch import Fetcher
+from rollart.engines.torch.handover import Handover, KVWanted
 from rollart.engines.torch.model import Model
+from rollart.engines.torch.pace import Link, Pacer, label
+from rollart.engines.torch.parked import Part
 from rollart.engines.torch.sequence import Sequence
 from rollart.engines.torch.stepper import Stepper
 from rollart.errors import EngineFailed, RollartError
+from rollart.resources.roofline import Roofline
 from rollart.types import Completion, EngineStatus, GenerationRequest
 
 T = TypeVar("T")
@@ -34,12 +43,27 @@ class WeightSource(Protocol):
 
 
 class TorchEngine:
-    """Use as an async context manager, or call `start` and `close`."""
+    """Use as an async context manager, or call `start` and `close`. `handover` answers other engines.
+
+    `emulate` paces it to the roofline of a device.
+    """
 
     def __init__(
-        self, model: Model, config: EngineConfig, *, store: WeightSource | None = None, version: int = 0, seed: int = 0
+        self,
+        model: Model,
+        config: EngineConfig,
+        *,
+        store: WeightSource | None = None,
+        version: int = 0,
+        seed: int = 0,
+        emulate: Roofline | None = None,
     ) -> None:
-        self._stepper = Stepper(model, config, version=version, seed=seed)
+        self._pacer = None if emulate is None else Pacer(emulate)
+        self._stepper = Stepper(model, config, version=version, seed=seed, pacer=self._pacer)
+        self.handover = Handover(self._stepper.parked, model.layout)
+        self._emulated = "" if emulate is None else label(emulate)
+        self._fetcher = Fetcher(model.layout, None if emulate is None else Link(emulate))
+        self._fetching: dict[str, tuple[Sequence, asyncio.Task[Part | None]]] = {}
         self._model = model
         self._threads = config.threads
         self._store = store
@@ -64,6 +88,11 @@ class TorchEngine:
     async def close(self) -> None:
         """Ends the thread after its current step; open requests fail."""
         self._commands.put(None)
+        if self._pacer is not None:
+            self._pacer.stop()
+        for _, fetch in self._fetching.values():
+            fetch.cancel()
+        await self._fetcher.close()
         await asyncio.to_thread(self._thread.join, CLOSE_S)
         if self._thread.is_alive():
             raise EngineFailed(f"the engine's current step did not end within {CLOSE_S:g} s")
@@ -72,24 +101,59 @@ class TorchEngine:
                 future.set_exception(EngineFailed("the engine was closed"))
 
     async def generate(self, request: GenerationRequest) -> Completion:
+        return await self._run_through(self._stepper.accept(request), request.kv_from)
+
+    async def prefill(self, request: GenerationRequest) -> int:
+        """Its KV is then parked under its session; answers how many tokens were computed for that."""
+        if len(request.tokens) < 2:
+            return 0
+        sequence = self._stepper.accept_prefill(request)
+        await self._run_through(sequence, request.kv_from)
+        return sequence.computed - sequence.cached
+
+    async def _run_through(self, sequence: Sequence, kv_from: str | None) -> Completion:
         if not self._thread.is_alive():
             raise EngineFailed("the engine is not running")
-        if request.id in self._open:
-            raise EngineFailed(f"request {request.id!r} is already in flight; give each request an id of its own")
-        sequence = self._stepper.accept(request)
+        if sequence.id in self._open:
+            raise EngineFailed(f"request {sequence.id!r} is already in flight; give each request an id of its own")
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._open[request.id] = sequence, future
-        self._commands.put(partial(self._stepper.add, sequence))
+        self._open[sequence.id] = sequence, future
         try:
+            part = None if kv_from is None else await self._fetched(sequence, kv_from)
+            if not future.done():
+                self._commands.put(partial(self._stepper.add, sequence, part))
             return await future
         except asyncio.CancelledError:
-            self._commands.put(partial(self._stepper.abort, request.id))
+            self._commands.put(partial(self._stepper.abort, sequence.id))
             raise
         finally:
-            del self._open[request.id]
+            del self._open[sequence.id]
+
+    async def _fetched(self, sequence: Sequence, url: str) -> Part | None:
+        """What the engine at `url` has of its KV and this one has not."""
+        most = len(sequence.tokens) - 1
+        parked, layout = self._stepper.parked, self._model.layout
+        _, own, version = parked.find(sequence.session, sequence.tokens, sequence.blocks)
+        if own >= most:
+            return None
+        wanted = KVWanted(sequence.session, sequence.tokens[:most], own, version, layout.name)
+        fetch = asyncio.create_task(self._fetcher.fetch(url, wanted, sequence.blocks))
+        self._fetching[sequence.id] = sequence, fetch
+        try:
+            await asyncio.wait((fetch,))
+        finally:
+            del self._fetching[sequence.id]
+            fetch.cancel()
+        return None if fetch.cancelled() else fetch.result()
 
     async def abort(self, request_id: str) -> None:
-        self._commands.put(partial(self._stepper.abort, request_id))
+        if request_id not in self._fetching:
+            self._commands.put(partial(self._stepper.abort, request_id))
+            return
+        sequence, fetch = self._fetching[request_id]
+        fetch.cancel()
+        sequence.finish, sequence.ended = "abort", time.perf_counter()
+        self._deliver([sequence])
 
     async def load(self, version: int) -> None:
         """Reads while generation goes on; only the copy into the model is done between two steps."""
@@ -104,7 +168,14 @@ class TorchEngine:
             await self._between_steps(partial(self._stepper.swap, version, weights))
 
     async def status(self) -> EngineStatus:
-        return await self._between_steps(self._stepper.status)
+        status = await self._between_steps(self._stepper.status)
+        fetching = [sequence for sequence, _ in self._fetching.values()]
+        return replace(
+            status,
+            waiting=status.waiting + len(fetching),
+            kv_reserved=status.kv_reserved + sum(map(self._stepper.reserved, fetching)),
+            emulated=self._emulated,
+        )
 
     async def _between_steps(self, action: Callable[[], T]) -> T:
         if not self._thread.is_alive():

@@ -1,5 +1,12 @@
-"""KV of sequences that are not running: kept between the turns of a session, least recently used goes first."""
+"""KV of sequences that are not running: kept between the turns of a session, least recently used goes first.
 
+Beside it lie the parts that came from another engine and wait for the request they were fetched for. Invariants: the
+stepping thread alone changes what is kept; any thread may `find`, and one lock guards both. What is kept is never
+written to again, so whoever found an entry may read it for as long as they hold it. `version` is that of the weights
+that new entries are made with, and of all of them where a swap clears them.
+"""
+
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -8,58 +15,110 @@ from torch import Tensor
 from rollart.engines.torch.prefixes import PrefixIndex, chain, common_prefix
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Entry:
     """`kv` is [tensors, heads, len(tokens), dim]."""
 
     tokens: list[int]
     kv: Tensor
 
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """KV of the tokens from `start` on, made by `version`: [tensors, heads, count, dim]."""
+
+    version: int
+    start: int
+    kv: Tensor
+
     @property
-    def bytes(self) -> int:
-        return self.kv.numel() * self.kv.element_size()
+    def stop(self) -> int:
+        return self.start + int(self.kv.shape[2])
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetched:
+    """The key of a part: the request that it is for. Never equal to a session."""
+
+    request: str
 
 
 class ParkedKV:
-    def __init__(self) -> None:
+    def __init__(self, version: int = 0) -> None:
         self.bytes = 0
         self.evicted = 0
-        self._entries: OrderedDict[str, Entry] = OrderedDict()
+        self._version = version
+        self._entries: OrderedDict[str | _Fetched, Entry | Part] = OrderedDict()
         self._index: PrefixIndex[str] = PrefixIndex()
+        self._lock = threading.RLock()
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def park(self, session: str, tokens: list[int], kv: Tensor) -> None:
         """Replaces what the session had."""
-        self.drop(session)
-        self._entries[session] = entry = Entry(tokens, kv)
-        self._index.add(session, chain(tokens))
-        self.bytes += entry.bytes
+        blocks = chain(tokens)
+        with self._lock:
+            self._put(session, Entry(tokens, kv))
+            self._index.add(session, blocks)
 
-    def find(self, session: str, tokens: list[int], blocks: tuple[int, ...]) -> tuple[Tensor | None, int]:
-        """The KV that holds the longest kept prefix of `tokens`, whose chain is `blocks`, and that prefix's length."""
+    def find(self, session: str, tokens: list[int], blocks: tuple[int, ...]) -> tuple[Entry | None, int, int]:
+        """The entry that holds the longest kept prefix of `tokens`, whose chain is `blocks`; that prefix's length; and
+        the version."""
         best, length = None, 0
-        for candidate in (session, self._index.longest(blocks)):
-            entry = self._entries.get(candidate) if candidate is not None else None
-            common = common_prefix(entry.tokens, tokens) if entry is not None else 0
-            if entry is not None and candidate is not None and common > length:
-                best, length = entry.kv, common
-                self._entries.move_to_end(candidate)
-        return best, length
+        with self._lock:
+            for candidate in (session, self._index.longest(blocks)):
+                entry = self._entries.get(candidate) if candidate is not None else None
+                common = common_prefix(entry.tokens, tokens) if isinstance(entry, Entry) else 0
+                if isinstance(entry, Entry) and candidate is not None and common > length:
+                    best, length = entry, common
+                    self._entries.move_to_end(candidate)
+            return best, length, self._version
 
     def drop(self, session: str) -> None:
-        entry = self._entries.pop(session, None)
-        if entry is not None:
-            self.bytes -= entry.bytes
-            self._index.remove(session)
+        with self._lock:
+            self._remove(session)
+
+    def hold(self, request: str, part: Part) -> None:
+        """Keeps a part until its request takes it."""
+        with self._lock:
+            self._put(_Fetched(request), part)
+
+    def part(self, request: str) -> Part | None:
+        part = self._entries.get(_Fetched(request))
+        return part if isinstance(part, Part) else None
+
+    def release(self, request: str) -> None:
+        with self._lock:
+            self._remove(_Fetched(request))
 
     def shrink(self, budget: int) -> None:
         """Drops the least recently used entries until the rest fits."""
-        while self._entries and self.bytes > budget:
-            self.drop(next(iter(self._entries)))
-            self.evicted += 1
+        with self._lock:
+            while self._entries and self.bytes > budget:
+                self._remove(next(iter(self._entries)))
+                self.evicted += 1
 
     def clear(self) -> None:
-        for session in list(self._entries):
-            self.drop(session)
+        with self._lock:
+            for key in list(self._entries):
+                self._remove(key)
+
+    def renew(self, version: int, *, keep: bool) -> None:
+        """The weights are of another version now."""
+        with self._lock:
+            if not keep:
+                self.clear()
+            self._version = version
+
+    def _put(self, key: str | _Fetched, value: Entry | Part) -> None:
+        self._remove(key)
+        self._entries[key] = value
+        self.bytes += value.kv.nbytes
+
+    def _remove(self, key: str | _Fetched) -> None:
+        value = self._entries.pop(key, None)
+        if value is not None:
+            self.bytes -= value.kv.nbytes
+            if isinstance(key, str):
+                self._index.remove(key)

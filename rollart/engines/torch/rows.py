@@ -23,6 +23,11 @@ class Layout:
     device: torch.device
 
     @property
+    def name(self) -> str:
+        """The same for two engines whose KV is interchangeable, given the same weights."""
+        return f"{self.tensors}x{self.heads}x{self.dim} {self.dtype}"
+
+    @property
     def token_bytes(self) -> int:
         return self.tensors * self.heads * self.dim * self.dtype.itemsize
 
@@ -86,9 +91,11 @@ class Rows:
         """A copy: [tensors, heads, length, dim]."""
         return torch.stack([tensor[row, :, :length] for tensor in self.tensors])
 
-    def write(self, row: int, kv: Tensor, length: int) -> None:
+    def write(self, row: int, start: int, kv: Tensor) -> None:
+        """`kv` is [tensors, heads, count, dim], for the positions from `start` on."""
+        stop = start + kv.shape[2]
         for tensor, part in zip(self.tensors, kv, strict=True):
-            tensor[row, :, :length] = part[:, :length]
+            tensor[row, :, start:stop] = part
 
 
 def _power_of_two(number: int, least: int) -> int:

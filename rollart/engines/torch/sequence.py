@@ -14,8 +14,9 @@ from rollart.types import Completion, Finish, GenerationRequest, Sampling
 class Sequence:
     """`tokens` is the prompt and all that was generated; the first `computed` of them have their KV in the row.
 
-    `limit` is the length at which it must end, `blocks` the hash chain of the prompt. `versions` is brought up to date
-    only at swaps and at the end.
+    `limit` is the length at which it must end, `blocks` the hash chain of the prompt; one that does not `generate` ends
+    with its prefill. `versions` is brought up to date only at swaps and at the end. `first` is when its first token was
+    there.
     """
 
     id: str
@@ -29,8 +30,10 @@ class Sequence:
     top_p: float
     stop: frozenset[int]
     seed: int
+    generates: bool = True
     computed: int = 0
     cached: int = 0
+    fetched: int = 0
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish: Finish | None = None
@@ -38,6 +41,7 @@ class Sequence:
     arrived: float = field(default_factory=time.perf_counter)
     admitted: float = 0.0
     first: float = 0.0
+    ended: float = 0.0
 
     @property
     def pending(self) -> int:
@@ -59,9 +63,8 @@ class Sequence:
         """Raises EngineFailed if it ended by an error."""
         if self.error is not None or self.finish is None:
             raise EngineFailed(self.error or f"request {self.id!r} has not ended")
-        end = time.perf_counter()
-        admitted = self.admitted or end
-        first = self.first or end
+        admitted = self.admitted or self.ended
+        first = self.first or self.ended
         return Completion(
             tokens=self.tokens[self.prompt :],
             logprobs=self.logprobs,
@@ -69,9 +72,10 @@ class Sequence:
             finish=self.finish,
             prompt=self.prompt,
             cached=self.cached,
+            fetched=self.fetched,
             queue_s=admitted - self.arrived,
             prefill_s=first - admitted,
-            decode_s=end - first,
+            decode_s=self.ended - first,
         )
 
 

@@ -1,30 +1,31 @@
 """The engine without its thread: requests in, `step` after `step`, ended sequences out.
 
-Invariants: everything here runs in one thread, except `accept` and `Model.prepare`, which read only what never
-changes. Between two steps the KV of every running sequence is that of its first `computed` tokens. A sequence is
-admitted only when rows of its full possible length fit the budget, so a running one never lacks memory; kept KV
-always gives way to rows; a request that could not run even alone is refused at once, so the first in the queue
-always gets its turn. A sequence whose beginning another one is computing right now waits for it and copies it; that
-one is running and gets its share of every step, so the wait ends.
+Invariants: everything here runs in one thread, except `accept`, `accept_prefill` and `Model.prepare`, which read only
+what never changes, and finding in `parked`, which has a lock. Between two steps the KV of every running sequence is
+that of its first `computed` tokens. A sequence is admitted only when rows of its full possible length fit the budget,
+so a running one never lacks memory; kept KV always gives way to rows; a request that could not run even alone is
+refused at once, so the first in the queue always gets its turn. A sequence whose beginning another one is computing
+right now waits for it and copies it; that one is running and gets its share of every step, so the wait ends.
 """
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from rollart.config import Engine as EngineConfig
 from rollart.engines.torch.batch import Batch
 from rollart.engines.torch.model import Model, Weights
-from rollart.engines.torch.parked import ParkedKV
+from rollart.engines.torch.pace import Pacer, work_of
+from rollart.engines.torch.parked import Entry, ParkedKV, Part
 from rollart.engines.torch.prefixes import BLOCK, PrefixIndex, common_prefix
 from rollart.engines.torch.rows import Rows
 from rollart.engines.torch.sampler import sample
 from rollart.engines.torch.sequence import Sequence, accepted
 from rollart.engines.torch.step import Step, build
 from rollart.errors import EngineFailed
-from rollart.types import EngineStatus, Finish, GenerationRequest
+from rollart.types import EngineStatus, Finish, GenerationRequest, Sampling
 
 # How far down the queue to look for a sequence that need not wait for another's prefill.
 DEFERRED = 128
@@ -32,10 +33,13 @@ DEFERRED = 128
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The first `length` tokens' KV is in `kv`, or in the row of `holder`."""
+    """The KV of the first `own` tokens is in `entry`, or in the row of `holder`; that of those until `length` is in
+    `part`, which came from another engine."""
 
-    kv: torch.Tensor | None
+    entry: Entry | None
     holder: Sequence | None
+    own: int
+    part: Part | None
     length: int
 
 
@@ -48,17 +52,22 @@ class Counters:
 
 
 class Stepper:
-    def __init__(self, model: Model, config: EngineConfig, *, version: int = 0, seed: int = 0) -> None:
+    """`pacer` makes the steps of an emulated device."""
+
+    def __init__(
+        self, model: Model, config: EngineConfig, *, version: int = 0, seed: int = 0, pacer: Pacer | None = None
+    ) -> None:
         self.version = version
         self.budget = config.kv_megabytes << 20
         self.counters = Counters()
         self.batch = Batch()
         self.rows = Rows(model.layout, config.max_batch, self.budget)
-        self.parked = ParkedKV()
+        self.parked = ParkedKV(version)
         self._live: PrefixIndex[Sequence] = PrefixIndex()
         self._model = model
         self._config = config
         self._seed = seed
+        self._pacer = pacer
         self._ended: list[Sequence] = []
 
     @property
@@ -77,7 +86,19 @@ class Stepper:
             )
         return sequence
 
-    def add(self, sequence: Sequence) -> None:
+    def accept_prefill(self, request: GenerationRequest) -> Sequence:
+        """The same for a request of which only the KV is wanted. That of its last token is of no use to anybody: who
+        goes on from here needs that token's logits, and so computes it."""
+        sequence = self.accept(replace(request, tokens=request.tokens[:-1], sampling=Sampling(max_tokens=1)))
+        sequence.generates, sequence.limit = False, sequence.prompt
+        return sequence
+
+    def add(self, sequence: Sequence, part: Part | None = None) -> None:
+        """`part` is KV for it that came from another engine; one of other weights, or without room, is forgotten."""
+        if self._pacer is not None and not self.busy:
+            self._pacer.rest()
+        if part is not None and part.version == self.version and self._make_room(part.kv.nbytes):
+            self.parked.hold(sequence.id, part)
         self.batch.waiting.append(sequence)
 
     @torch.inference_mode()
@@ -86,6 +107,7 @@ class Stepper:
         for waiting in self.batch.waiting:
             if waiting.id == request_id:
                 self.batch.waiting.remove(waiting)
+                self.parked.release(request_id)
                 self._end(waiting, "abort")
                 return
         for row, running in enumerate(self.batch.running):
@@ -102,9 +124,10 @@ class Stepper:
         self._model.replace(weights)
         self.version = version
         self.counters.swaps += 1
-        if self._config.on_swap == "recompute":
+        keep = self._config.on_swap == "keep"
+        self.parked.renew(version, keep=keep)
+        if not keep:
             self.batch.restart()
-            self.parked.clear()
             self._live.clear()
 
     @torch.inference_mode()
@@ -115,21 +138,18 @@ class Stepper:
         chunks = self.batch.chunks(self._config.prefill_chunk)
         step = build(self.batch, chunks, self.rows.tensors)
         logits = self._model.forward(step)
+        tokens, logprobs = _sampled(logits, step)
+        if self._pacer is not None:
+            self._pacer.pace(began, work_of(self.batch, chunks))
         for row in range(self.batch.decoding):
             self.batch.running[row].computed += 1
         for chunk in chunks:
             self.batch.running[chunk.row].computed += chunk.count
         self.counters.prefilled += sum(chunk.count for chunk in chunks)
-        if step.sampled:
-            self._record(step, logits)
-        else:
-            self.batch.settle()
+        self._record(step, tokens, logprobs)
         self.counters.busy_s += time.perf_counter() - began
 
-    def _record(self, step: Step, logits: torch.Tensor) -> None:
-        drawn, likely = sample(logits, step.sampled)
-        tokens: list[int] = drawn.tolist()
-        logprobs: list[float] = likely.tolist()
+    def _record(self, step: Step, tokens: list[int], logprobs: list[float]) -> None:
         now = time.perf_counter()
         broken = not math.isfinite(sum(logprobs))
         over: list[Sequence] = []
@@ -138,13 +158,16 @@ class Stepper:
                 sequence.error = f"version {self.version} of the model gave logits that are not numbers"
                 over.append(sequence)
                 continue
+            if not sequence.generates:
+                over.append(sequence)
+                continue
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
             if token in sequence.stop or len(sequence.tokens) >= sequence.limit:
                 over.append(sequence)
             if len(sequence.logprobs) == 1:
                 sequence.first = now
-        self.counters.generated += len(tokens)
+            self.counters.generated += 1
         self.batch.settle()
         for sequence in over:
             row = self.batch.running.index(sequence)
@@ -168,6 +191,7 @@ class Stepper:
                 deferred.append(sequence)
                 continue
             self.parked.drop(sequence.session)
+            self.parked.release(sequence.id)
             self.parked.shrink(self.budget - size[0] * size[1] * self.rows.layout.token_bytes)
             self.rows.resize(*size, live=batch.size)
             row = batch.admit(sequence)
@@ -183,35 +207,47 @@ class Stepper:
         At least one token is left to compute, because the next one is sampled from its logits.
         """
         most = len(sequence.tokens) - 1
-        kv, kept = self.parked.find(sequence.session, sequence.tokens, sequence.blocks)
-        found = Found(kv, None, min(kept, most))
+        entry, own, _ = self.parked.find(sequence.session, sequence.tokens, sequence.blocks)
+        own, promised = min(own, most), 0
         holder = self._live.longest(sequence.blocks)
         if holder is not None:
             promised = min(common_prefix(holder.tokens, sequence.tokens), most)
             ready = min(promised, holder.computed)
-            if ready > found.length:
-                found = Found(None, holder, ready)
-            if promised - found.length >= BLOCK:
-                return None
-        return found
+            if ready > own:
+                entry, own = None, ready
+        part, length = self.parked.part(sequence.id), own
+        if part is not None and part.start <= own:
+            length = max(min(part.stop, most), own)
+        if promised - length >= BLOCK:
+            return None
+        return Found(entry, None if entry is not None else holder, own, part, length)
 
     def _begin(self, row: int, sequence: Sequence, found: Found) -> None:
-        if found.kv is not None:
-            self.rows.write(row, found.kv, found.length)
-        elif found.holder is not None:
-            self.rows.copy(self.batch.running.index(found.holder), row, found.length)
+        if found.entry is not None:
+            self.rows.write(row, 0, found.entry.kv[:, :, : found.own])
+        elif found.holder is not None and found.own:
+            self.rows.copy(self.batch.running.index(found.holder), row, found.own)
+        if found.part is not None and found.length > found.own:
+            start = found.part.start
+            self.rows.write(row, found.own, found.part.kv[:, :, found.own - start : found.length - start])
         sequence.computed = found.length
         if not sequence.admitted:
             sequence.admitted = time.perf_counter()
             sequence.cached = found.length
+            sequence.fetched = found.length - found.own
 
     def _park(self, row: int, sequence: Sequence) -> None:
-        room = self.budget - self.rows.bytes
-        size = sequence.computed * self.rows.layout.token_bytes
-        if 0 < size <= room:
-            self.parked.shrink(room - size)
+        if self._make_room(sequence.computed * self.rows.layout.token_bytes):
             kv = self.rows.read(row, sequence.computed)
             self.parked.park(sequence.session, sequence.tokens[: sequence.computed], kv)
+
+    def _make_room(self, size: int) -> bool:
+        """Room for `size` more bytes of kept KV, by dropping what was used least recently; False if there is none."""
+        room = self.budget - self.rows.bytes
+        if not 0 < size <= room:
+            return False
+        self.parked.shrink(room - size)
+        return True
 
     def _leave(self, row: int) -> None:
         self._live.remove(self.batch.running[row])
@@ -220,6 +256,7 @@ class Stepper:
 
     def _end(self, sequence: Sequence, finish: Finish) -> None:
         sequence.stamp(self.version)
+        sequence.ended = time.perf_counter()
         sequence.finish = finish
         self._ended.append(sequence)
 
@@ -247,4 +284,18 @@ class Stepper:
             generated=self.counters.generated,
             swaps=self.counters.swaps,
             busy_s=self.counters.busy_s,
+            late_s=0.0 if self._pacer is None else self._pacer.late_s,
+            kv_reserved=sum(map(self.reserved, (*self.batch.running, *self.batch.waiting))),
         )
+
+    def reserved(self, sequence: Sequence) -> int:
+        """The bytes of its KV at its full possible length."""
+        return sequence.limit * self.rows.layout.token_bytes
+
+
+def _sampled(logits: torch.Tensor, step: Step) -> tuple[list[int], list[float]]:
+    """As lists: when they are there, the step is computed, on a device that works in the background too."""
+    if not step.sampled:
+        return [], []
+    tokens, logprobs = sample(logits, step.sampled)
+    return tokens.tolist(), logprobs.tolist()

@@ -1,0 +1,264 @@
+"""The engines of a run: started where placement says, watched, started again elsewhere when they are lost.
+
+Invariants: an engine serves only once it has the version that the router wants; one that ends, or that the router gave
+up, is started again with back-off, and one that keeps ending soon after its start is left out for good; the run ends
+only when no engine is left. Engines that someone else runs are connected to, and connected to again.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rollart.config import RunFile
+from rollart.engines.client import EngineClient
+from rollart.errors import EngineFailed, EngineLost, ServiceError
+from rollart.observe.events import EngineSample, EventSink, Placed, ServiceEnded, ServiceStarted, Warned
+from rollart.resources.devices import DeviceClass
+from rollart.resources.external import External
+from rollart.resources.launcher import Launcher, Started, relaunch, service
+from rollart.resources.placement import Binding
+from rollart.resources.plan import acts_as
+from rollart.resources.roofline import ModelShape, Roofline
+from rollart.rollout.places import EnginePool
+from rollart.rollout.router import Router
+from rollart.services import rpc
+
+SAMPLE_S = 1.0
+SETTLED_S = 60.0  # an engine that lived so long is not one that cannot start
+SHORT_LIVES = 3
+STARTS = 30  # attempts to bring one engine back
+LONGEST_BACK_OFF_S = 30.0
+
+
+@dataclass(slots=True)
+class _Engine:
+    binding: Binding
+    pool: EnginePool
+    device: DeviceClass
+    slowdown: float
+    started: Started
+    client: EngineClient
+    since: float
+    short_lives: int = 0
+    stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+
+class Engines:
+    """`spec` is what every engine is told: model, weights, seed, version."""
+
+    def __init__(
+        self,
+        run: RunFile,
+        bindings: Sequence[Binding],
+        *,
+        launcher: Launcher,
+        devices: Mapping[str, DeviceClass],
+        shape: ModelShape,
+        spec: Callable[[], dict[str, Any]],
+        sink: EventSink,
+        logs: Path,
+    ) -> None:
+        self._run, self._bindings, self._launcher, self._sink = run, bindings, launcher, sink
+        self._devices, self._shape, self._spec, self._logs = devices, shape, spec, logs
+        self._engines: dict[str, _Engine] = {}
+        self._pools: dict[str, EnginePool] = {}
+        self.router: Router
+
+    @property
+    def clients(self) -> dict[str, EngineClient]:
+        return {name: engine.client for name, engine in self._engines.items()}
+
+    def pool_of(self, name: str) -> EnginePool:
+        return self._engines[name].pool
+
+    def kill(self, name: str) -> None:
+        self._engines[name].started.kill()
+
+    async def start(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for binding in self._bindings:
+                group.create_task(self._first(binding))
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(self._stop(engine) for engine in self._engines.values()))
+
+    async def _stop(self, engine: _Engine) -> None:
+        await engine.stack.aclose()
+        await engine.started.stop()
+
+    async def _first(self, binding: Binding) -> None:
+        await self._begin(binding, None)
+
+    async def _begin(self, binding: Binding, ended: Started | None) -> _Engine:
+        """Start or connect, and tell where it is."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        device_name, slowdown = acts_as(self._run, binding)
+        emulated = slowdown != 1.0
+        urls = self._run.all_pools()[binding.pool].urls
+        stack = AsyncExitStack()
+        started: Started
+        if urls:
+            external = External(binding.worker, urls[int(binding.worker.rpartition("-")[2])], device_name)
+            client = await external.connect(stack)
+            started = external
+        else:
+            started = await self._launch(binding, device_name if emulated else None, slowdown, ended)
+            try:
+                url = str(started.answer["url"])
+                client = await stack.enter_async_context(rpc.connected(url, key=self._launcher.key))
+            except BaseException:
+                await started.stop()
+                raise
+        if not emulated:
+            device_name = started.device
+        device = self._devices[device_name]
+        old = self._engines.get(binding.worker)
+        engine = _Engine(
+            binding,
+            self._pool(binding, device, slowdown),
+            device,
+            slowdown,
+            started,
+            EngineClient(client, deadline=self._run.engine.deadline),
+            clock(),
+            short_lives=old.short_lives if old is not None else 0,
+            stack=stack,
+        )
+        self._engines[binding.worker] = engine
+        self._tell(engine, clock() - began)
+        return engine
+
+    async def _launch(self, binding: Binding, emulated: str | None, slowdown: float, ended: Started | None) -> Started:
+        config = self._run.engine.model_dump(mode="json")
+        if binding.got != "cpu":
+            config["device"] = "cuda"
+        spec = {**self._spec(), "config": config}
+        if emulated is not None:
+            spec["emulate"] = {"device": asdict(self._devices[emulated]), "slowdown": slowdown}
+        command = service(
+            "rollart.engines.service", spec, name=binding.worker, logs=self._logs, threads=self._run.engine.threads
+        )
+        if ended is None:
+            return await self._launcher.launch(command, binding.wish())
+        return await relaunch(self._launcher, command, binding.wish(), ended)
+
+    def _pool(self, binding: Binding, device: DeviceClass, slowdown: float) -> EnginePool:
+        """Engines of one pool that got different classes are different to the router."""
+        config = self._run.engine
+        label = binding.pool
+        if slowdown != 1.0:
+            label += f": emulated {device.name} (1/{slowdown:g})"
+        elif device.name != binding.wanted:
+            label += f": {device.name}"
+        if label not in self._pools:
+            here = replace(self._shape, number_bytes=4 if config.dtype == "float32" else 2)
+            kv_tokens = (config.kv_megabytes << 20) // here.kv_bytes
+            roofline = Roofline(device, self._shape, slowdown)
+            self._pools[label] = EnginePool(label, roofline, config.max_batch, kv_tokens, of=binding.pool)
+        return self._pools[label]
+
+    def _tell(self, engine: _Engine, seconds: float) -> None:
+        started, binding = engine.started, engine.binding
+        self._sink.emit(ServiceStarted(role="generate", name=binding.worker, pid=started.pid, seconds=seconds))
+        self._sink.emit(
+            Placed(
+                role="generate",
+                pool=engine.pool.name,
+                name=binding.worker,
+                wanted=binding.wanted,
+                device=started.device,
+                node=started.node,
+                why=binding.why,
+            )
+        )
+
+    # While the run goes on
+
+    async def supervise(self) -> None:
+        """Returns never, raises when no engine is left."""
+        async with asyncio.TaskGroup() as group:
+            for name in list(self._engines):
+                group.create_task(self._watch(name))
+
+    async def _watch(self, name: str) -> None:
+        while True:
+            engine = self._engines[name]
+            sampling = asyncio.create_task(self._sample(name, engine.client))
+            try:
+                reason = await engine.started.wait()
+            finally:
+                sampling.cancel()
+                await asyncio.wait([sampling])
+            self._sink.emit(ServiceEnded(role="generate", name=name, reason=reason))
+            self.router.lost(name, reason)
+            await engine.stack.aclose()
+            lived = asyncio.get_running_loop().time() - engine.since
+            engine.short_lives = 0 if lived > SETTLED_S else engine.short_lives + 1
+            if engine.short_lives > SHORT_LIVES:
+                self._leave_out(name, f"it ended {engine.short_lives} times soon after its start, the last: {reason}")
+                return
+            if not await self._bring_back(engine):
+                return
+
+    async def _bring_back(self, ended: _Engine) -> bool:
+        name, back_off = ended.binding.worker, 1.0
+        for _ in range(STARTS):
+            try:
+                engine = await self._begin(ended.binding, ended.started)
+                version = -1
+                while version != self.router.target:  # it may move while we load
+                    version = self.router.target
+                    await self._up_to_date(engine, version)
+            except (ServiceError, EngineFailed) as error:
+                self._sink.emit(Warned(message=f"{name} is not back yet: {error}"))
+                last = str(error)
+            else:
+                self.router.replace(name, engine.client, version, engine.pool)
+                return True
+            if (broken := self._engines[name]) is not ended and broken.started is not ended.started:
+                await self._stop(broken)
+            await asyncio.sleep(back_off)
+            back_off = min(LONGEST_BACK_OFF_S, back_off * 2)
+        self._leave_out(name, f"it could not be started again in {STARTS} attempts, the last: {last}")
+        return False
+
+    async def _up_to_date(self, engine: _Engine, version: int) -> None:
+        status = await engine.client.status()
+        if status.version != version:
+            await engine.client.load(version)
+
+    def _leave_out(self, name: str, reason: str) -> None:
+        del self._engines[name]
+        self.router.remove(name)
+        if not self._engines:
+            raise ServiceError(f"no engine is left; {name}: {reason}")
+        self._sink.emit(Warned(message=f"the run goes on without engine {name}: {reason}"))
+
+    async def _sample(self, name: str, client: EngineClient) -> None:
+        while True:
+            try:
+                status = await client.status()
+            except EngineLost:
+                self.router.lost(name, "its connection was lost")
+                return
+            except EngineFailed as error:
+                self._sink.emit(Warned(message=f"{name} did not tell its status: {error}"))
+            else:
+                self._sink.emit(
+                    EngineSample(
+                        engine=name,
+                        version=status.version,
+                        running=status.running,
+                        waiting=status.waiting,
+                        kv_bytes=status.kv_bytes,
+                        prefilled=status.prefilled,
+                        generated=status.generated,
+                        busy_s=status.busy_s,
+                        late_s=status.late_s,
+                    )
+                )
+            await asyncio.sleep(SAMPLE_S)

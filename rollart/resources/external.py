@@ -1,0 +1,40 @@
+"""An engine that someone else runs: known by its URL, reached and left, never started or stopped."""
+
+import asyncio
+import os
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+from rollart.services import rpc
+
+KEY = "ROLLART_ENGINE_KEY"  # of the environment; what the engines of others want to be shown
+LOOK_S = 1.0
+
+
+class External:
+    """Implements `rollart.resources.launcher.Started`: it has ended when its connection is lost."""
+
+    pid = 0
+    node_lost = False
+
+    def __init__(self, name: str, url: str, device: str) -> None:
+        self.name, self.node, self.address, self.device = name, url, url, device
+        self.answer: Mapping[str, Any] = {"url": url}
+        self._client: rpc.Client | None = None
+
+    async def connect(self, stack: AsyncExitStack) -> rpc.Client:
+        """Raises ServiceError."""
+        self._client = await stack.enter_async_context(rpc.connected(self.address, key=os.environ.get(KEY)))
+        return self._client
+
+    async def wait(self) -> str:
+        while self._client is not None and self._client.alive:
+            await asyncio.sleep(LOOK_S)
+        return f"the connection to {self.address} was lost"
+
+    async def stop(self) -> None:
+        self._client = None
+
+    def kill(self) -> None:
+        self._client = None

@@ -1,0 +1,111 @@
+"""The trainer of a run: one service, or several ranks of one, started together and replaced together."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from rollart.config import RunFile
+from rollart.errors import ServiceError
+from rollart.observe.events import EventSink, Placed, ServiceEnded, ServiceStarted
+from rollart.resources.launcher import Launcher, Started, Wish, service
+from rollart.resources.placement import Binding
+from rollart.services import rpc
+from rollart.training.client import TrainerClient
+
+
+class TrainerLost(ServiceError):
+    """The trainer ended; what it learnt since its last checkpoint is gone."""
+
+
+class TrainerRanks:
+    """`spec` tells what every rank is told, for the checkpoint that it starts from."""
+
+    def __init__(
+        self,
+        run: RunFile,
+        bindings: Sequence[Binding],
+        *,
+        launcher: Launcher,
+        spec: Callable[[], dict[str, Any]],
+        sink: EventSink,
+        logs: Path,
+    ) -> None:
+        self._run, self._bindings, self._launcher, self._sink = run, bindings, launcher, sink
+        self._spec, self._logs = spec, logs
+        self._started: Sequence[Started] = ()
+        self._stack = AsyncExitStack()
+        self.client: TrainerClient
+
+    async def start(self, apart: frozenset[str] = frozenset()) -> None:
+        """Raises ServiceError."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        device = self._bindings[0].got
+        spec = {
+            **self._spec(),
+            "config": self._run.training.model_dump(mode="json"),
+            "device": "cpu" if device == "cpu" else "cuda",
+        }
+        names = ["trainer"] if len(self._bindings) == 1 else [binding.worker for binding in self._bindings]
+        commands = [
+            service("rollart.training.service", spec, name=name, logs=self._logs, threads=self._run.training.threads)
+            for name in names
+        ]
+        wish = Wish(self._bindings[0].choices, self._bindings[0].units, apart)
+        if len(commands) == 1:
+            self._started = [await self._launcher.launch(commands[0], wish)]
+        else:
+            self._started = await self._launcher.launch_together(commands, wish)
+        url = str(self._started[0].answer["url"])
+        try:
+            client = await self._stack.enter_async_context(rpc.connected(url, key=self._launcher.key))
+        except BaseException:
+            await self.stop()
+            raise
+        self.client = TrainerClient(client, self._run.training.deadline)
+        for binding, started in zip(self._bindings, self._started, strict=True):
+            self._tell(binding, started, clock() - began)
+
+    def _tell(self, binding: Binding, started: Started, seconds: float) -> None:
+        self._sink.emit(ServiceStarted(role="train", name=started.name, pid=started.pid, seconds=seconds))
+        self._sink.emit(
+            Placed(
+                role="train",
+                pool=binding.pool,
+                name=started.name,
+                wanted=binding.wanted,
+                device=started.device,
+                node=started.node,
+                why=binding.why,
+            )
+        )
+
+    async def watch(self) -> None:
+        """Raises TrainerLost as soon as one rank has ended; one alone can do nothing."""
+        waits = [asyncio.ensure_future(started.wait()) for started in self._started]
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for waiting in waits:
+                waiting.cancel()
+        reason = done.pop().result()
+        self._sink.emit(ServiceEnded(role="train", name="trainer", reason=reason))
+        raise TrainerLost(reason)
+
+    async def again(self) -> None:
+        """Start anew from the checkpoint that `spec` names now, apart from nodes that went silent."""
+        silent = frozenset(started.node for started in self._started if started.node_lost)
+        await self.stop()
+        try:
+            await self.start(silent)
+        except ServiceError:
+            if not silent:
+                raise
+            await self.start()
+
+    async def stop(self) -> None:
+        await self._stack.aclose()
+        self._stack = AsyncExitStack()
+        await asyncio.gather(*(started.stop() for started in self._started))

@@ -1,0 +1,212 @@
+"""What every rank of a trainer holds and does: its share of the policy, the optimizer and the passes of a step.
+
+Every method runs on all ranks at the same time, on an order of rank 0. One rank alone is all of them.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from rollart.config import Training
+from rollart.training import losses
+from rollart.training.metrics import Totals
+from rollart.training.microbatch import Item, MicroBatch, micro_batch
+from rollart.training.policy import Policy
+from rollart.training.ranks import Ranks, RanksLost
+
+Held = Literal["policy", "reference", "exp_avg", "exp_avg_sq"]
+MOMENTS: tuple[Held, ...] = ("exp_avg", "exp_avg_sq")
+
+
+class Learn(Struct, frozen=True, tag=True):
+    """A rank's passes. `rate` is the learning rate, but for the warm-up."""
+
+    passes: list[list[Item]]
+    rate: float
+
+
+class Gather(Struct, frozen=True, tag=True):
+    what: Held
+
+
+class Restore(Struct, frozen=True, tag=True):
+    """`steps` of the optimizer, by the names of the parameters that it has moved."""
+
+    updates: int
+    steps: dict[str, float]
+
+
+class Beat(Struct, frozen=True, tag=True):
+    """A sign of life."""
+
+
+class End(Struct, frozen=True, tag=True):
+    """Rank 0 ends in order."""
+
+
+Order = Learn | Gather | Restore | Beat | End
+
+
+class Learner:
+    """`folder` is the Hugging Face model that RL starts from, and the reference of the KL if that is asked for."""
+
+    def __init__(self, folder: Path, config: Training, ranks: Ranks, seed: int = 0) -> None:
+        torch.set_num_threads(config.threads)
+        torch.manual_seed(seed)
+        self.config, self.ranks = config, ranks
+        self.updates = 0
+        self.policy = Policy(folder, ranks)
+        self.optimizer = make_optimizer(self.policy, config)
+        self.reference = Policy(folder, ranks, trained=False) if config.algorithm.kl > 0 else None
+
+    def follow(self) -> None:
+        """On a rank other than 0: do what rank 0 orders until it ends. Raises RanksLost when that comes too soon."""
+        try:
+            while True:
+                match msgspec.msgpack.decode(self.ranks.listen(), type=Order):
+                    case Learn() as order:
+                        self.learn(order)
+                    case Gather(what):
+                        self.gather(what)
+                    case Restore() as order:
+                        self.restore(order, {})
+                    case Beat():
+                        pass
+                    case End():
+                        return
+        except Exception as error:
+            raise RanksLost(self.ranks.lost(error)) from error
+
+    # A step
+
+    def learn(self, order: Learn) -> Totals:
+        """One update per epoch. The first one's logprobs are the proximal ones of the others: no extra forward."""
+        totals = Totals()
+        with self.ranks.device:
+            micros = [micro_batch(items) for items in order.passes]
+        if self.reference is not None:
+            with torch.no_grad():
+                for micro in micros:
+                    micro.reference = self.reference.logprobs(micro.packed)[0]
+        for _ in range(self.config.epochs if micros else 0):
+            self._update(micros, order.rate, totals)
+            if totals.skipped:
+                break
+        totals.merge(self.ranks.sums)
+        return totals
+
+    def _update(self, micros: Sequence[MicroBatch], rate: float, totals: Totals) -> None:
+        """Loss and norm are those of all ranks, so what is not finite on one is skipped by all."""
+        (loss,) = self.ranks.sums([sum(self._backward(micro, totals) for micro in micros)])
+        rate *= min(1.0, (self.updates + 1) / max(1, self.config.lr_warm_up))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        parameters = self.policy.parameters().values()
+        clipped = torch.nn.utils.clip_grad_norm_(parameters, self.config.grad_clip, foreach=True)
+        norm = self.ranks.whole(clipped).item()
+        totals.update(loss, norm, rate)
+        if isfinite(loss) and isfinite(norm):
+            self.optimizer.step()
+            self.updates += 1
+        else:
+            totals.skipped = True
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _backward(self, micro: MicroBatch, totals: Totals) -> float:
+        """Add the gradient of one micro-batch and return its share of the loss."""
+        algorithm = self.config.algorithm
+        current, entropy = self.policy.logprobs(micro.packed, entropy=algorithm.entropy > 0)
+        first = micro.proximal is None
+        if micro.proximal is None:
+            micro.proximal = current.detach()
+        outcome = self._policy_loss(current, micro.proximal, micro)
+        importance = losses.importance_weight(micro.proximal, micro.behaviour, algorithm.importance_cap)
+        loss = importance * outcome.loss
+        kl = None
+        if micro.reference is not None:
+            kl = losses.kl_to_reference(current, micro.reference)
+            loss = loss + algorithm.kl * kl
+        if algorithm.entropy > 0:
+            loss = loss - algorithm.entropy * entropy
+        total = (micro.weight * loss).sum()
+        total.backward()  # type: ignore[no-untyped-call]
+        totals.tokens(outcome.clipped, kl)
+        if first:
+            totals.first_pass(entropy, micro.proximal - micro.behaviour, importance)
+        return total.item()
+
+    def _policy_loss(self, current: Tensor, proximal: Tensor, micro: MicroBatch) -> losses.PolicyLoss:
+        algorithm = self.config.algorithm
+        low, high, dual = algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip
+        match algorithm.loss:
+            case "ppo":
+                return losses.ppo(current, proximal, micro.advantage, low, high, dual)
+            case "gspo":
+                return losses.gspo(current, proximal, micro.advantage, micro.sequence, low, high, dual)
+            case "cispo":
+                return losses.cispo(current, proximal, micro.advantage, low, high)
+            case "reinforce":
+                return losses.reinforce(current, micro.advantage)
+
+    # Its tensors, by the names of the parameters
+
+    def gather(self, what: Held) -> dict[str, Tensor]:
+        """On rank 0 all of them; where they are spread, as copies. Elsewhere none: each is dropped at once."""
+        gathered: dict[str, Tensor] = {}
+        for name, tensor in self._held(what).items():
+            whole = self.ranks.whole(tensor)
+            if self.ranks.rank == 0:
+                gathered[name] = whole
+        return gathered
+
+    def steps(self) -> dict[str, float]:
+        """How often the optimizer has moved each parameter that it has moved at all."""
+        state = self.optimizer.state
+        return {name: state[p]["step"].item() for name, p in self.policy.parameters().items() if p in state}
+
+    @torch.no_grad()
+    def restore(self, order: Restore, stored: Mapping[Held, Mapping[str, Tensor]]) -> None:
+        """Take everything that is `stored` on rank 0; the others need not have it."""
+
+        def spread(what: Held, name: str, like: Tensor) -> Tensor:
+            return self.ranks.spread(stored[what][name] if self.ranks.rank == 0 else None, like)
+
+        kept: list[tuple[Held, Policy | None]] = [("policy", self.policy), ("reference", self.reference)]
+        for what, policy in kept:
+            for name, parameter in policy.parameters().items() if policy else ():
+                parameter.copy_(spread(what, name, parameter))
+        self.updates = order.updates
+        self.optimizer.state.clear()
+        for name, parameter in self.policy.parameters().items():
+            if name in order.steps:
+                state = {kind: spread(kind, name, parameter) for kind in MOMENTS}
+                step = torch.tensor(order.steps[name], device=self.ranks.device)
+                self.optimizer.state[parameter] = {"step": step, **state}
+
+    def _held(self, what: Held) -> Mapping[str, Tensor]:
+        if what == "policy":
+            return self.policy.parameters()
+        if what == "reference":
+            return self.reference.parameters() if self.reference is not None else {}
+        state = self.optimizer.state
+        return {name: state[p][what] for name, p in self.policy.parameters().items() if p in state}
+
+
+def make_optimizer(policy: Policy, config: Training) -> torch.optim.AdamW:
+    """Weight decay is for matrices; norms and biases are left alone."""
+    parameters = list(policy.parameters().values())
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        ],
+        lr=config.lr,
+        betas=config.betas,
+        fused=True,
+    )
