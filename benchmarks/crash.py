@@ -21,7 +21,16 @@ from typing import Any
 
 import psutil
 
-from rollart.observe.events import BatchTaken, GroupDropped, GroupReady, GroupStarted, RunEnded, RunStarted, read_events
+from rollart.observe.events import (
+    BatchTaken,
+    GroupDropped,
+    GroupReady,
+    GroupStarted,
+    RolledBack,
+    RunEnded,
+    RunStarted,
+    read_events,
+)
 
 START_DEADLINE = 120.0
 END_DEADLINE = 600.0
@@ -96,14 +105,18 @@ def kept(folder: Path) -> set[str]:
     return {row[0] for row in rows}
 
 
-def surviving(folder: Path) -> tuple[dict[int, list[str]], set[str]]:
+def surviving(log: Path) -> tuple[dict[int, list[str]], set[str]]:
     """The batches by step of the history that the checkpoints kept, and the groups dropped with a reason."""
     batches: dict[int, list[str]] = {}
     dropped: set[str] = set()
-    for life in lives(folder):
-        batches = {step: ids for step, ids in batches.items() if step < life[0].version}
-        batches |= {event.step: event.ids for event in life if isinstance(event, BatchTaken)}
-        dropped |= {event.group for event in life if isinstance(event, GroupDropped)}
+    for event in read_events(log):
+        match event:
+            case RunStarted() | RolledBack():
+                batches = {step: ids for step, ids in batches.items() if step < event.version}
+            case BatchTaken():
+                batches[event.step] = event.ids
+            case GroupDropped():
+                dropped.add(event.group)
     return batches, dropped
 
 
@@ -129,7 +142,7 @@ def crash_and_resume(kills: int, steps: int, seed: int, scratch: Path) -> dict[s
     process = start(run, folder)
     process.wait(END_DEADLINE)
     last = lives(folder)[-1][-1]
-    batches, dropped = surviving(folder)
+    batches, dropped = surviving(folder / "events.jsonl")
     held = kept(folder)
     trained = Counter(group for ids in batches.values() for group in ids)
     lost = [

@@ -17,6 +17,10 @@ POOL_NAME = r"^[A-Za-z][\w-]*$"
 SCHEDULE_KEYS = ("alpha", "window", "extra_members", "extra_groups")
 AFFINITIES = ("auto", "prefill", "decode")
 DEFAULT_POOLS = {"train": "trainer", "generate": "engine", "environment": "environments"}
+TorchDevice = Annotated[
+    str,
+    Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N; auto: by its pool's class"),
+]
 ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 
 
@@ -124,7 +128,7 @@ class Engine(Section):
     kv_megabytes: Positive = Field(512, description="for running and for kept sequences together")
     on_swap: Literal["recompute", "keep"] = Field("recompute", description="KV of running sequences at a weight swap")
     dtype: Literal["float32", "bfloat16"] = "float32"
-    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
+    device: TorchDevice = "auto"
     threads: Positive = 1
     deadline: Seconds = Field(120.0, description="seconds for one request")
 
@@ -237,6 +241,7 @@ class Training(Section):
     epochs: Positive = Field(1, description="optimizer updates on one batch")
     pack_tokens: Positive = Field(8192, description="tokens in one forward pass")
     threads: Positive = 1
+    device: TorchDevice = "auto"
     algorithm: Algorithm = Algorithm()
     deadline: Seconds = Field(600.0, description="seconds for one step")
 

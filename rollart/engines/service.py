@@ -19,6 +19,7 @@ from rollart.engines.torch.model import Model
 from rollart.engines.torch.pace import label
 from rollart.resources.devices import DeviceClass
 from rollart.resources.roofline import ModelShape, Roofline
+from rollart.services.device import torch_device
 from rollart.services.process import main
 from rollart.services.rpc import Handler
 from rollart.weights.store import WeightStore
@@ -32,7 +33,7 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
     version = int(spec["version"])
     folder = Path(spec["model"])
     emulate = _emulated(spec["emulate"], folder) if spec.get("emulate") else None
-    model = Model.open(folder, getattr(torch, config.dtype), config.device)
+    model = Model.open(folder, getattr(torch, config.dtype), torch_device(config.device, spec))
     if version in store.versions():
         model.replace(model.prepare(store.load(version)))
     async with TorchEngine(

@@ -133,10 +133,7 @@ class Engines:
         return engine
 
     async def _launch(self, binding: Binding, emulated: str | None, slowdown: float, ended: Started | None) -> Started:
-        config = self._run.engine.model_dump(mode="json")
-        if binding.got != "cpu":
-            config["device"] = "cuda"
-        spec = {**self._spec(), "config": config}
+        spec = {**self._spec(), "config": self._run.engine.model_dump(mode="json"), "classes": binding.choices}
         if emulated is not None:
             spec["emulate"] = {"device": asdict(self._devices[emulated]), "slowdown": slowdown}
         command = service(

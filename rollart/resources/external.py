@@ -1,6 +1,5 @@
 """An engine that someone else runs: known by its URL, reached and left, never started or stopped."""
 
-import asyncio
 import os
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -9,7 +8,6 @@ from typing import Any
 from rollart.services import rpc
 
 KEY = "ROLLART_ENGINE_KEY"  # of the environment; what the engines of others want to be shown
-LOOK_S = 1.0
 
 
 class External:
@@ -29,12 +27,10 @@ class External:
         return self._client
 
     async def wait(self) -> str:
-        while self._client is not None and self._client.alive:
-            await asyncio.sleep(LOOK_S)
-        return f"the connection to {self.address} was lost"
+        return await self._client.lost() if self._client is not None else f"{self.address} was never reached"
 
     async def stop(self) -> None:
-        self._client = None
+        """It is not ours to stop."""
 
     def kill(self) -> None:
-        self._client = None
+        """It is not ours to kill."""

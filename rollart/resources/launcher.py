@@ -19,8 +19,8 @@ NOWHERE = Path(os.devnull)
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """`argv` follows the Python interpreter `python` (None: the one of the node). Its standard error goes to `log`, on
-    another node to a file of that name."""
+    """`argv` follows the Python interpreter `python` (None: the one of the node). Its standard error goes to `log`; on
+    a node that has no such folder, to a file of that name in a temporary one."""
 
     name: str
     argv: tuple[str, ...]

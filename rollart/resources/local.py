@@ -11,13 +11,12 @@ import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rollart.errors import ServiceError
 from rollart.resources.child import Child
 from rollart.resources.gpus import gpus
-from rollart.resources.launcher import Command, Node, Started, Unsatisfiable, Wish, service
+from rollart.resources.launcher import Command, Node, Started, Unsatisfiable, Wish
 
 LOOPBACK = "127.0.0.1"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -109,14 +108,3 @@ def free_port(address: str) -> int:
         probe.bind((address, 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-class ServiceProcess(Child):
-    @property
-    def url(self) -> str:
-        return str(self.answer["url"])
-
-
-async def launch(module: str, spec: Mapping[str, Any], *, name: str, logs: Path, threads: int = 1) -> ServiceProcess:
-    """Start a service of ours on this machine and wait until it tells its address."""
-    return await ServiceProcess.start(service(module, spec, name=name, logs=logs, threads=threads), {})

@@ -116,7 +116,7 @@ class _Room:
                     role=request.role,
                     worker=f"{request.pool}-{number}",
                     wanted=request.choices[0],
-                    choices=(device,) if request.role == "train" else request.choices,
+                    choices=request.choices,
                     got=device,
                     node=node,
                     units=request.takes(device),

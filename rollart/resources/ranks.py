@@ -8,11 +8,13 @@ from typing import Any
 
 from rollart.config import RunFile
 from rollart.errors import ServiceError
-from rollart.observe.events import EventSink, Placed, ServiceEnded, ServiceStarted
+from rollart.observe.events import EventSink, Placed, ServiceEnded, ServiceStarted, Warned
 from rollart.resources.launcher import Launcher, Started, Wish, service
 from rollart.resources.placement import Binding
 from rollart.services import rpc
 from rollart.training.client import TrainerClient
+
+BACK_S, LONGEST_BACK_OFF_S = 180.0, 15.0
 
 
 class TrainerLost(ServiceError):
@@ -42,11 +44,10 @@ class TrainerRanks:
         """Raises ServiceError."""
         clock = asyncio.get_running_loop().time
         began = clock()
-        device = self._bindings[0].got
         spec = {
             **self._spec(),
             "config": self._run.training.model_dump(mode="json"),
-            "device": "cpu" if device == "cpu" else "cuda",
+            "classes": self._bindings[0].choices,
         }
         names = ["trainer"] if len(self._bindings) == 1 else [binding.worker for binding in self._bindings]
         commands = [
@@ -95,15 +96,21 @@ class TrainerRanks:
         raise TrainerLost(reason)
 
     async def again(self) -> None:
-        """Start anew from the checkpoint that `spec` names now, apart from nodes that went silent."""
+        """Start anew from the checkpoint that `spec` names now, apart from nodes that went silent if that can be. A
+        node that could take it may join a while later, so it is tried for `BACK_S`. Raises ServiceError."""
+        clock = asyncio.get_running_loop().time
         silent = frozenset(started.node for started in self._started if started.node_lost)
         await self.stop()
-        try:
-            await self.start(silent)
-        except ServiceError:
-            if not silent:
-                raise
-            await self.start()
+        deadline, back_off = clock() + BACK_S, 1.0
+        while True:
+            try:
+                return await self.start(silent)
+            except ServiceError as error:
+                if clock() + back_off > deadline:
+                    raise
+                self._sink.emit(Warned(message=f"the trainer is not back yet: {error}"))
+            await asyncio.sleep(back_off)
+            silent, back_off = frozenset(), min(LONGEST_BACK_OFF_S, back_off * 2)
 
     async def stop(self) -> None:
         await self._stack.aclose()

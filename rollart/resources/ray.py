@@ -39,6 +39,7 @@ from rollart.resources.ray_nodes import Choice, RayNode, choices, ray_nodes
 JOIN_S, REACH_S, ASK_S = 30.0, 3.0, 10.0
 PLACE_S = 15.0  # for Ray to place what there was room for a moment ago
 LOOK_AGAIN_S = 1.0
+ATTEMPTS = 3
 MANY_CALLS = 100
 
 Release = Callable[[], Awaitable[None]]
@@ -170,7 +171,7 @@ class RayLauncher:
     # Placing
 
     async def _placed(self, name: str, wish: Wish) -> tuple[Any, Where]:
-        async def attempt(first: Choice, rest: list[Choice]) -> tuple[Any, Where] | None:
+        async def attempt(first: Choice, rest: list[Choice]) -> tuple[Any, Where]:
             actor = self._actor.options(
                 **_resources({first.resource: wish.count}),
                 label_selector=dict(first.selector),
@@ -178,9 +179,6 @@ class RayLauncher:
             ).remote()
             try:
                 return actor, await answer(actor.where.remote(), PLACE_S)
-            except (RayError, TimeoutError):
-                await asyncio.to_thread(ray.kill, actor)
-                return None
             except BaseException:
                 await asyncio.shield(asyncio.to_thread(ray.kill, actor))
                 raise
@@ -189,20 +187,19 @@ class RayLauncher:
         return placed
 
     async def _grouped(self, name: str, wish: Wish, times: int) -> PlacementGroup:
-        async def attempt(first: Choice, rest: list[Choice]) -> PlacementGroup | None:
+        async def attempt(first: Choice, rest: list[Choice]) -> PlacementGroup:
             group = placement_group(
                 [{first.resource: wish.count}] * times,
                 strategy="PACK",
                 bundle_label_selector=[dict(first.selector)] * times,
             )
             try:
-                if await asyncio.to_thread(group.wait, PLACE_S):
-                    return group
+                if not await asyncio.to_thread(group.wait, PLACE_S):
+                    raise TimeoutError
             except BaseException:
                 await asyncio.shield(asyncio.to_thread(remove_placement_group, group))
                 raise
-            await asyncio.to_thread(remove_placement_group, group)
-            return None
+            return group
 
         return await self._patiently(name, wish, times, attempt)
 
@@ -211,7 +208,7 @@ class RayLauncher:
     ) -> Any:
         """What the first attempt gives that succeeds. Raises ServiceError."""
         clock = asyncio.get_running_loop().time
-        deadline = clock() + self._patience
+        deadline, failures = clock() + self._patience, 0
         while True:
             nodes = await self._nodes()
             able = [choice for choice in choices(wish, nodes) if choice.holds(wish.count, times)]
@@ -220,14 +217,18 @@ class RayLauncher:
             free = [choice for choice in able if choice.has_room(wish.count, times)]
             if free:
                 same = [choice for choice in free[1:] if choice.resource == free[0].resource]
-                placed = await attempt(free[0], same)
-                if placed is not None:
-                    return placed
+                try:
+                    return await attempt(free[0], same)
+                except TimeoutError:
+                    pass  # somebody else took the room; look again
+                except RayError as error:
+                    failures += 1  # its node may have died just now, but not every time
+                    if failures == ATTEMPTS:
+                        hint = "is this version of rollart installed on its nodes?"
+                        raise ServiceError(f"Ray could not start {name}; {hint} {error}") from error
             if clock() >= deadline:
                 there = "; ".join(str(node.described()) for node in nodes)
-                raise ServiceError(
-                    f"{name} needs {wish}, but after {self._patience:g} s they are still in use: {there}"
-                )
+                raise ServiceError(f"{name} needs {wish}, but after {self._patience:g} s they are in use: {there}")
             await asyncio.sleep(LOOK_AGAIN_S)
 
     async def close(self) -> None:

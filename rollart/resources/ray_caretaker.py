@@ -58,11 +58,13 @@ class Caretaker:
         self, command: Command, more: Mapping[str, Any], folder: str
     ) -> tuple[int, Mapping[str, Any]] | str:
         """The process id and the answer, or why it did not start."""
-        log = Path(tempfile.gettempdir()) / folder / command.log.name if command.log.name != "null" else command.log
+        log = command.log
+        if not log.parent.is_dir():  # the controller's folder cannot be seen from here
+            log = Path(tempfile.gettempdir()) / folder / log.name
         try:
             self._child = await Child.start(replace(command, log=log), more)
         except ServiceError as error:
-            return f"{error} (on {socket.gethostname()})"
+            return f"on {socket.gethostname()}: {error}"
         return self._child.pid, self._child.answer
 
     async def wait(self, seconds: float) -> str | None:

@@ -129,11 +129,17 @@ class Client:
         self._numbers = itertools.count()
         self._open: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._lost: str | None = None
+        self._gone = asyncio.Event()
         self._tasks = [asyncio.create_task(self._outbox.run()), asyncio.create_task(self._receive())]
 
     @property
     def alive(self) -> bool:
         return self._lost is None
+
+    async def lost(self) -> str:
+        """Why the connection ended, once it has."""
+        await self._gone.wait()
+        return self._lost or ""
 
     async def call(self, method: str, argument: object = None, *, returns: type[T], deadline: float) -> T:
         """Raises ServiceError when the service fails, is lost, or does not answer within `deadline` seconds."""
@@ -178,6 +184,7 @@ class Client:
 
     def _lose(self, reason: str) -> None:
         self._lost = self._lost or reason
+        self._gone.set()
         for future in self._open.values():
             if not future.done():
                 future.set_exception(ServiceError(self._lost))

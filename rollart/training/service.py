@@ -27,6 +27,7 @@ import msgspec
 
 from rollart.config import Training
 from rollart.services import process
+from rollart.services.device import torch_device
 from rollart.services.rpc import Handler
 from rollart.training.checkpoint import load_checkpoint, save_checkpoint
 from rollart.training.learner import Learner
@@ -128,7 +129,7 @@ def _place(spec: Mapping[str, Any]) -> Place:
 
 
 def _join(spec: Mapping[str, Any], config: Training) -> Ranks:
-    return Ranks.join(_place(spec), spec.get("device", "cpu"), patience=config.deadline)
+    return Ranks.join(_place(spec), torch_device(config.device, spec), patience=config.deadline)
 
 
 def _in_step(work: Callable[[], T]) -> T:

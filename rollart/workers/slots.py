@@ -157,6 +157,8 @@ class SlotPool:
         self._seating.end(SlotLost("the pool is closed"))
         if self._rest is not None:
             await self._rest
+        for task in self._replacing:
+            task.cancel()
         await asyncio.gather(*self._replacing, return_exceptions=True)
         for lease in self._leases:
             lease.drop("the pool was closed")
@@ -206,10 +208,7 @@ class SlotPool:
             seat.restarts = 0
         while seat.restarts < RESTARTS:
             if seat.restarts:
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._closing.wait(), BACK_OFF_S * 2 ** (seat.restarts - 1))
-            if self._closing.is_set():
-                return
+                await asyncio.sleep(BACK_OFF_S * 2 ** (seat.restarts - 1))
             seat.restarts += 1
             try:
                 await seat.replace()

@@ -3,7 +3,11 @@
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,10 +52,8 @@ async def joined(cluster: Cluster, **options: Any) -> AsyncIterator[RayLauncher]
         await launcher.close()
 
 
-def echo(name: str = "echo", **changes: Any) -> Command:
-    command = service("echo_service", {"word": "hello"}, name=name, logs=Path("logs"))
-    environment = {**command.environment, "PYTHONPATH": SERVICES}
-    return Command(command.name, command.argv, command.spec, command.log, environment=environment, **changes)
+def echo(name: str = "echo") -> Command:
+    return Command(name, ("-m", "echo_service"), {"word": "hello"}, environment={"PYTHONPATH": SERVICES})
 
 
 @contextlib.contextmanager
@@ -114,7 +116,7 @@ def test_what_is_only_busy_is_waited_for_and_then_told(cluster: Cluster) -> None
     async def main() -> None:
         async with joined(cluster, patience=0.5) as launcher:
             first = await launcher.launch(echo("first"), Wish(("H800",), count=2))
-            with pytest.raises(ServiceError, match=r"after 0.5 s they are still in use: .*0 of 2 H800 free"):
+            with pytest.raises(ServiceError, match=r"after 0.5 s they are in use: .*0 of 2 H800 free"):
                 await launcher.launch(echo("second"), Wish(("H800",)))
             await first.stop()
             launcher._patience = 30
@@ -124,17 +126,20 @@ def test_what_is_only_busy_is_waited_for_and_then_told(cluster: Cluster) -> None
     asyncio.run(main())
 
 
-def test_a_start_that_fails_tells_the_end_of_its_log(cluster: Cluster) -> None:
+def test_a_start_that_fails_tells_the_end_of_its_log(cluster: Cluster, tmp_path: Path) -> None:
     async def main() -> None:
         async with joined(cluster) as launcher:
-            command = service("no_such_service", {}, name="ghost", logs=Path("logs"))
-            with pytest.raises(ServiceError, match=r"(?s)ghost.log ends with:.*No module named .?no_such_service"):
-                await launcher.launch(command, Wish())
+            for logs in (tmp_path, Path("/no/such/folder")):  # seen from the node, and not
+                command = service("no_such_service", {}, name="ghost", logs=logs)
+                with pytest.raises(ServiceError, match=r"(?s)ghost.log ends with:.*No module named .?no_such_service"):
+                    await launcher.launch(command, Wish())
+            assert "no_such_service" in (tmp_path / "ghost.log").read_text()
+            shutil.rmtree(Path(tempfile.gettempdir()) / launcher._folder)
 
     asyncio.run(main())
 
 
-def test_ranks_start_together_or_not_at_all(cluster: Cluster) -> None:
+def test_ranks_start_together_or_not_at_all(cluster: Cluster, tmp_path: Path) -> None:
     async def main() -> None:
         async with joined(cluster) as launcher:
             with extra_node(cluster, "H20"):
@@ -143,7 +148,7 @@ def test_ranks_start_together_or_not_at_all(cluster: Cluster) -> None:
                 assert [rank.device for rank in started] == ["H20", "H20"]
                 assert len({rank.node for rank in started}) == 1
                 await asyncio.gather(*(rank.stop() for rank in started))
-                bad = service("no_such_service", {}, name="ghost", logs=Path("logs"))
+                bad = service("no_such_service", {}, name="ghost", logs=tmp_path)
                 with pytest.raises(ServiceError, match="no_such_service"):
                     await launcher.launch_together([echo("good"), bad], Wish(("H20",)))
                 with pytest.raises(Unsatisfiable, match="rank-0 and rank-1 and rank-2 needs 1 x H800"):
@@ -187,6 +192,23 @@ def test_a_killed_process_is_told_from_a_lost_node(cluster: Cluster) -> None:
     asyncio.run(main())
 
 
+def test_nothing_outlives_a_controller_killed_at_once(cluster: Cluster) -> None:
+    script = Path(__file__).with_name("ray_controller_script.py")
+    controller = subprocess.Popen([sys.executable, script, cluster.address], stdout=subprocess.PIPE, text=True)
+    try:
+        assert controller.stdout
+        process = psutil.Process(int(controller.stdout.readline()))
+    finally:
+        controller.kill()
+        controller.communicate()
+    process.wait(timeout=60)
+
+
+def test_no_cluster_is_a_sentence() -> None:
+    with pytest.raises(ServiceError, match=r"no Ray cluster answers at 127.0.0.1:9 .* is `ray start --head` running"):
+        asyncio.run(RayLauncher("127.0.0.1:9").nodes())
+
+
 def test_environments_of_a_killed_node_move_to_other_hosts(cluster: Cluster) -> None:
     lake = Task(name="lake", env="rollart.envs.frozen_lake:FrozenLake")
     told = []
@@ -211,7 +233,7 @@ def test_environments_of_a_killed_node_move_to_other_hosts(cluster: Cluster) -> 
             leases = [await stack.enter_async_context(environments.lease("lake", held_out=False)) for _ in range(4)]
             await asyncio.gather(*(lease.reset(1) for lease in leases))
             cluster.remove_node(node, allow_graceful=False)
-            steps = await asyncio.gather(*(until_lost(lease) for lease in leases[:2] + leases[2:]))
+            steps = await asyncio.gather(*(until_lost(lease) for lease in leases))
             assert sum(steps) == 2  # those on the node that is gone
             await asyncio.gather(*(lease.reset(2) for lease in leases))
 

@@ -10,11 +10,17 @@ from pathlib import Path
 import pytest
 
 from rollart.errors import ServiceError
-from rollart.resources.local import ServiceProcess, launch
+from rollart.resources.child import Child
+from rollart.resources.launcher import Command, service
 from rollart.services import rpc
 
 HERE = Path(__file__).parent
-Test = Callable[[ServiceProcess, rpc.Client], Awaitable[None]]
+KEY = "the key"
+Test = Callable[[Child, rpc.Client], Awaitable[None]]
+
+
+def echo(logs: Path) -> Command:
+    return service("echo_service", {"word": "hello"}, name="echo", logs=logs)
 
 
 @pytest.fixture
@@ -22,18 +28,18 @@ def with_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[T
     monkeypatch.setenv("PYTHONPATH", str(HERE))
 
     @contextlib.asynccontextmanager
-    async def started() -> AsyncIterator[tuple[ServiceProcess, rpc.Client]]:
-        service = await launch("echo_service", {"word": "hello"}, name="echo", logs=tmp_path)
+    async def started() -> AsyncIterator[tuple[Child, rpc.Client]]:
+        child = await Child.start(echo(tmp_path), {"key": KEY})
         try:
-            async with rpc.connected(service.url) as client:
-                yield service, client
+            async with rpc.connected(child.answer["url"], key=KEY) as client:
+                yield child, client
         finally:
-            await service.stop()
+            await child.stop()
 
     def execute(test: Test) -> None:
         async def main() -> None:
-            async with asyncio.timeout(60), started() as (service, client):
-                await test(service, client)
+            async with asyncio.timeout(60), started() as (child, client):
+                await test(child, client)
 
         asyncio.run(main())
 
@@ -41,7 +47,7 @@ def with_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[T
 
 
 def test_calls_are_typed_and_run_at_the_same_time(with_service: Callable[[Test], None]) -> None:
-    async def check(service: ServiceProcess, client: rpc.Client) -> None:
+    async def check(child: Child, client: rpc.Client) -> None:
         answers = await asyncio.gather(*(client.call("double", n, returns=int, deadline=10) for n in range(500)))
         assert answers == [2 * n for n in range(500)]
         assert await client.call("word", returns=str, deadline=10) == "hello"
@@ -52,7 +58,7 @@ def test_calls_are_typed_and_run_at_the_same_time(with_service: Callable[[Test],
 
 
 def test_an_error_in_a_handler_is_the_callers_to_judge(with_service: Callable[[Test], None]) -> None:
-    async def check(service: ServiceProcess, client: rpc.Client) -> None:
+    async def check(child: Child, client: rpc.Client) -> None:
         with pytest.raises(ServiceError, match="ValueError: not today"):
             await client.call("fail", returns=int, deadline=10)
         with pytest.raises(ServiceError, match="no method 'nonsense'"):
@@ -65,7 +71,7 @@ def test_an_error_in_a_handler_is_the_callers_to_judge(with_service: Callable[[T
 
 
 def test_a_timed_out_call_is_cancelled_at_the_service(with_service: Callable[[Test], None]) -> None:
-    async def check(service: ServiceProcess, client: rpc.Client) -> None:
+    async def check(child: Child, client: rpc.Client) -> None:
         with pytest.raises(ServiceError, match="did not answer 'hang' within"):
             await client.call("hang", returns=int, deadline=0.05)
         assert await client.call("cancelled", returns=int, deadline=10) == 1
@@ -74,33 +80,42 @@ def test_a_timed_out_call_is_cancelled_at_the_service(with_service: Callable[[Te
 
 
 def test_a_killed_service_fails_its_open_calls_at_once(with_service: Callable[[Test], None]) -> None:
-    async def check(service: ServiceProcess, client: rpc.Client) -> None:
+    async def check(child: Child, client: rpc.Client) -> None:
         call = asyncio.create_task(client.call("hang", returns=int, deadline=1000))
         assert await client.call("double", 1, returns=int, deadline=10) == 2
-        os.kill(service.process.pid, signal.SIGKILL)
+        os.kill(child.process.pid, signal.SIGKILL)
         with pytest.raises(ServiceError, match="lost"):
             await call
         assert not client.alive
-        assert "SIGKILL" in await service.wait()
+        assert "SIGKILL" in await child.wait()
 
     with_service(check)
 
 
 def test_a_service_ends_when_its_parent_lets_go_of_stdin(with_service: Callable[[Test], None]) -> None:
-    async def check(service: ServiceProcess, client: rpc.Client) -> None:
-        assert service.process.stdin is not None
-        service.process.stdin.close()
-        assert await service.process.wait() == 0
+    async def check(child: Child, client: rpc.Client) -> None:
+        assert child.process.stdin is not None
+        child.process.stdin.close()
+        assert await child.process.wait() == 0
 
     with_service(check)
 
 
-def test_a_service_that_cannot_start_says_why(tmp_path: Path) -> None:
-    async def main() -> None:
-        with pytest.raises(ServiceError, match=r"No module named .?no_such_service"):
-            await launch("no_such_service", {}, name="ghost", logs=tmp_path)
+@pytest.mark.parametrize("key", [None, "another key", "schlüssel"])
+def test_a_caller_without_the_key_is_refused(with_service: Callable[[Test], None], key: str | None) -> None:
+    async def check(child: Child, client: rpc.Client) -> None:
+        with pytest.raises(ServiceError, match="it wants the key of the run"):
+            await rpc.connect(client.url, key=key)
 
-    asyncio.run(main())
+    with_service(check)
+
+
+def test_a_service_that_others_can_reach_does_not_start_without_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    with pytest.raises(ServiceError, match=r"listens on 0.0.0.0 needs a `key`"):
+        asyncio.run(Child.start(echo(tmp_path), {"bind": "0.0.0.0"}))
 
 
 def test_connecting_to_nobody_is_a_sentence() -> None:

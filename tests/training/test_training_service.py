@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ from tiny_models import make_batch, save_tiny
 
 from rollart.config import Training
 from rollart.errors import ServiceError
-from rollart.resources import local
+from rollart.resources.launcher import Wish, service
+from rollart.resources.local import LocalLauncher
 from rollart.services import rpc
 from rollart.training.client import TrainerClient
 from rollart.training.service import TrainerService
@@ -41,8 +43,10 @@ def test_a_trainer_process_steps_publishes_saves_and_resumes(tmp_path: Path, spe
     store = WeightStore(Path(spec["weights"]))
 
     async def body() -> None:
-        process = await local.launch("rollart.training.service", spec, name="t", logs=tmp_path)
-        async with rpc.connected(process.url) as connection:
+        launcher = LocalLauncher()
+        command = service("rollart.training.service", spec, name="t", logs=tmp_path)
+        process = await launcher.launch(command, Wish())
+        async with rpc.connected(process.answer["url"], key=launcher.key) as connection:
             trainer = TrainerClient(connection, DEADLINE_S)
             assert await trainer.publish() == 0
             metrics = await trainer.step(make_batch(0, REWARDS))
@@ -56,8 +60,8 @@ def test_a_trainer_process_steps_publishes_saves_and_resumes(tmp_path: Path, spe
         await process.stop()
 
         resumed = spec | {"model": str(tmp_path / "checkpoint"), "checkpoint": str(tmp_path / "checkpoint")}
-        process = await local.launch("rollart.training.service", resumed, name="t", logs=tmp_path)
-        async with rpc.connected(process.url) as connection:
+        process = await launcher.launch(replace(command, spec=resumed), Wish())
+        async with rpc.connected(process.answer["url"], key=launcher.key) as connection:
             trainer = TrainerClient(connection, DEADLINE_S)
             metrics = await trainer.step(make_batch(1, REWARDS))
             assert metrics.values == plain.step(make_batch(1, REWARDS)).values
@@ -92,6 +96,6 @@ def test_a_step_does_not_wait_for_the_store(spec: dict[str, Any], monkeypatch: p
         stepped.set()
         assert await publishing == 0
         assert same(WeightStore(Path(spec["weights"])).load(0), before)
-        service.close()
+        await service.close()
 
     asyncio.run(body())

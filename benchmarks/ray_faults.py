@@ -1,0 +1,189 @@
+"""Nodes of a Ray cluster die and join while a real training run goes on.
+
+The cluster is fake in one way only: its nodes (a bare head, then H800, H20, H20 and two cpu nodes by label) are
+processes of this machine. Trainer, engines and environment hosts run on them as on any other. In turn the node of an
+engine, of environments and of the trainer is killed, and each time a new node of the same class joins.
+
+Last line: `recovery_s` from the kill until work is done again by the replacement (a turn by the new engine, a host that
+is up, a training step), `lost_trajectories` that were started and never ended with an outcome, `trained_twice`, and the
+outcomes.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ray.cluster_utils import Cluster
+
+from benchmarks.crash import surviving
+from rollart import runfile
+from rollart.config import RunFile
+from rollart.observe.events import (
+    AnyEvent,
+    Placed,
+    StepDone,
+    TrajectoryEnded,
+    TrajectoryStarted,
+    TurnDone,
+    read_events,
+)
+
+NODE = {"object_store_memory": 80_000_000, "include_dashboard": False}
+# A dead node is noticed after about (failures x period); the defaults add up to far longer.
+HEALTH = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
+ROLES = ("generate", "environment", "train")
+APART_STEPS = 4
+
+
+def run_file(address: str, steps: int) -> RunFile:
+    small: dict[str, Any] = {"max_turns": 4, "max_context": 200, "sampling": {"max_tokens": 6}}
+    return RunFile.model_validate(
+        {
+            "name": "ray-faults",
+            "cluster": address,
+            "model": {"tiny": {"hidden": 64, "layers": 2, "context": 256}},
+            "tasks": [
+                {"name": "guess_number", "env": "rollart.envs.guess_number:GuessNumber", **small},
+                {"name": "frozen_lake", "env": "rollart.envs.frozen_lake:FrozenLake", **small},
+            ],
+            "pools": {
+                "learning": {"role": "train", "device": ["H800", "H20"]},
+                "talking": {"role": "generate", "device": "H20", "count": 2},
+                "playing": {"role": "environment", "device": "cpu", "count": 2},
+            },
+            "rollout": {"extra_members": 1},
+            "engine": {"device": "cpu"},  # the labels are for show: there is no GPU behind them
+            "training": {"steps": steps, "batch_groups": 6, "group_size": 4, "device": "cpu"},
+            "environments": {"slots": 16},
+            "evaluation": {"every": 0, "final_episodes": 2},
+            "checkpoint": {"every": 2},
+        }
+    )
+
+
+class Saboteur:
+    """Follows the run by its event log. Every few steps it kills the node of the next role, once the last loss is
+    made good."""
+
+    def __init__(self, cluster: Cluster, nodes: dict[str, list[Any]]) -> None:
+        self.cluster, self.nodes = cluster, nodes
+        self.recovery: dict[str, float] = {}
+        self.placed: dict[str, Placed] = {}
+        self.roles = list(ROLES)
+        self.role: str | None = None
+        self.victims: set[str] = set()
+        self.returned: set[str] = set()
+        self.killed_at = 0.0
+        self.next_at = APART_STEPS
+
+    def see(self, event: AnyEvent) -> None:
+        match event:
+            case Placed():
+                self.placed[event.name] = event
+                if self.role == event.role and event.name in self.victims:
+                    self.returned.add(event.name)
+                    if event.role == "environment" and self.returned == self.victims:
+                        self.recovered()
+            case TurnDone() if self.role == "generate" and event.engine in self.returned:
+                self.recovered()
+            case StepDone():
+                if self.role == "train" and self.returned:
+                    self.recovered()
+                elif self.role is None and self.roles and event.version >= self.next_at:
+                    self.next_at = event.version
+                    self.strike(self.roles.pop(0))
+
+    def recovered(self) -> None:
+        assert self.role is not None
+        self.recovery[self.role] = round(time.monotonic() - self.killed_at, 2)
+        print(f"{self.role}: works again after {self.recovery[self.role]} s", flush=True)
+        self.role = None
+        self.next_at += APART_STEPS
+
+    def strike(self, role: str) -> None:
+        name = next(placed.node for placed in self.placed.values() if placed.role == role)
+        self.role, self.returned = role, set()
+        self.victims = {one for one, placed in self.placed.items() if placed.node == name and placed.role == role}
+        device, node = next(
+            (device, node) for device, nodes in self.nodes.items() for node in nodes if name.endswith(node.node_id[:6])
+        )
+        self.nodes[device].remove(node)
+        print(f"killing {name} ({device}) with {', '.join(sorted(self.victims))}", flush=True)
+        self.killed_at = time.monotonic()
+        self.cluster.remove_node(node, allow_graceful=False)
+        self.nodes[device].append(add(self.cluster, device))
+
+
+def add(cluster: Cluster, device: str) -> Any:
+    return cluster.add_node(num_cpus=2, labels={"rollart.io/device": device}, **NODE)
+
+
+def follow(log: Path, process: subprocess.Popen[bytes]) -> Iterator[AnyEvent]:
+    """The events as they are written, until the process has ended."""
+    seen = 0
+    while True:
+        over = process.poll() is not None
+        events = list(read_events(log)) if log.exists() else []
+        yield from events[seen:]
+        seen = len(events)
+        if over:
+            return
+        time.sleep(0.2)
+
+
+def faults(steps: int, scratch: Path) -> dict[str, Any]:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": HEALTH, **NODE})
+    folder, file = scratch / "run", scratch / "run.yaml"
+    try:
+        nodes: dict[str, list[Any]] = {}
+        for device in ("H800", "H20", "H20", "cpu", "cpu"):
+            nodes.setdefault(device, []).append(add(cluster, device))
+        saboteur = Saboteur(cluster, nodes)
+        file.write_text(runfile.dump(run_file(cluster.address, steps)))
+        command = [sys.executable, "-m", "rollart.cli", "train", str(file), "--run-dir", str(folder), "--json"]
+        with open(scratch / "out", "wb") as out, open(scratch / "log", "wb") as log:
+            process = subprocess.Popen(command, stdout=out, stderr=log)
+        try:
+            for event in follow(folder / "events.jsonl", process):
+                saboteur.see(event)
+        finally:
+            process.terminate()
+            process.wait(60)
+    finally:
+        cluster.shutdown()
+    if process.returncode:
+        print((scratch / "log").read_text()[-3000:])
+    summary = json.loads((folder / "summary.json").read_text())
+    batches, dropped = surviving(folder / "events.jsonl")
+    trained = Counter(group for ids in batches.values() for group in ids)
+    started, ended = set(), Counter[str]()
+    for event in read_events(folder / "events.jsonl"):
+        if isinstance(event, TrajectoryStarted):
+            started.add(event.trajectory)
+        elif isinstance(event, TrajectoryEnded):
+            started.discard(event.trajectory)
+            ended[event.outcome.value] += 1
+    return {
+        "lost_trajectories": len(started),
+        "trained_twice": sum(count > 1 for count in trained.values()),
+        "recovery_s": saboteur.recovery,
+        "steps": summary["version"],
+        "finished": summary["phase"] == "finished" and len(batches) == steps,
+        "outcomes": dict(ended),
+        "dropped_groups": len(dropped),
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="ray-faults-") as place:
+        print(json.dumps(faults(options.steps, Path(place))))
