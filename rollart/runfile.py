@@ -153,8 +153,9 @@ def _unusable(run: RunFile, tree: Tree, need_model: bool) -> Iterator[str]:
     if need_model and run.model.path and not (run.model.path / "config.json").is_file():
         yield f"{tree.place(('model', 'path'))}: model.path {str(run.model.path)!r} is not a Hugging Face model folder"
     for index, task in enumerate(run.tasks):
-        for key in ("env", "player", "reward"):
-            target = getattr(task, key)
+        here = task.reward.invoker in ("pool", "ray")  # elsewhere it may need what is not installed here
+        targets = {"env": task.env, "player": task.player, "reward": task.reward.function if here else None}
+        for key, target in targets.items():
             wrong = importable.problem(target) if target else None
             if wrong:
                 yield f"{tree.place(('tasks', index, key))}: tasks.{task.name}.{key} {wrong}"

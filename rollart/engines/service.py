@@ -37,7 +37,7 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
     if version in store.versions():
         model.replace(model.prepare(store.load(version)))
     async with TorchEngine(
-        model, config, store=store, version=version, seed=int(spec["seed"]), emulate=emulate
+        model, config, store=store, version=version, seed=int(spec["seed"]), emulate=emulate, key=spec.get("key")
     ) as engine:
         yield {
             "generate": engine.generate,

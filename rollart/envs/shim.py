@@ -6,10 +6,29 @@ Runs in the forking host with the Python of the environment's own family: standa
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import random
 import sys
+from pathlib import Path
 from typing import Any
+
+
+def lend_our_package() -> None:
+    """Let a Python that does not have rollart import its modules, and nothing of what is installed beside it."""
+    if "rollart" not in sys.modules:
+        folder = Path(__file__).resolve().parent.parent
+        spec = importlib.util.spec_from_file_location(
+            "rollart", folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{folder} is not a package")
+        package = importlib.util.module_from_spec(spec)
+        sys.modules["rollart"] = package
+        spec.loader.exec_module(package)
+
+
+lend_our_package()
 
 
 class EnvironmentShim:
@@ -32,6 +51,10 @@ class EnvironmentShim:
     def step(self, action: str) -> Any:
         return self._environment.step(action)
 
+    def act(self, player: str, args: dict[str, Any], seed: int) -> str:
+        """What the scripted player would do now; `seed` is for its own luck."""
+        return str(named(player)(self._environment, random.Random(seed), **args))
+
     def close(self) -> None:
         environment, self._environment, self._key = self._environment, None, None
         if environment is not None and hasattr(environment, "close"):
@@ -39,8 +62,12 @@ class EnvironmentShim:
 
 
 def make(env: str, args: dict[str, Any], held_out: bool) -> Any:
-    module, _, name = env.partition(":")
-    maker = getattr(importlib.import_module(module), name)
+    maker = named(env)
     if held_out and "held_out" in inspect.signature(maker).parameters:
         args = {**args, "held_out": True}
     return maker(**args)
+
+
+def named(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)

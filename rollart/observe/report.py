@@ -25,9 +25,10 @@ def report(shot: Snapshot, width: int = 100) -> RenderableType:
         parts += [Text(), _title("Machinery during RL"), *_machinery(shot, width)]
     if any(sum(task.stages.values()) for task in shot.tasks):
         parts += [Text(), _title("Where the time of a trajectory went"), *_stages(shot, width)]
-    if len({place.pool for place in shot.places if place.role == "generate"}) > 1 or _nodes(shot) > 1:
+    pools = {place.pool for place in shot.places if place.role == "generate"} | {route.pool for route in shot.routes}
+    if len(pools) > 1 or len({place.node for place in shot.places}) > 1:
         parts += [Text(), _title("Where it ran"), places(shot.places)]
-    if len({route.pool for route in shot.routes}) > 1:
+    if len(pools) > 1:
         parts += [Text(), _title("Routing of requests"), routing(shot.routes)]
     parts += [Text(), _title("Dropped, never trained"), _drops(shot)]
     if shot.slowest:
@@ -159,10 +160,6 @@ def _drops(shot: Snapshot) -> RenderableType:
     for reason, dropped in shot.drops.items():
         rows.add_row(reason, str(dropped), f"{dropped / max(1, ended) * 100:.1f}%")
     return rows
-
-
-def _nodes(shot: Snapshot) -> int:
-    return len({place.node for place in shot.places})
 
 
 def places(where: Sequence[Where]) -> Table:

@@ -72,4 +72,4 @@ def _tidy(value: Any) -> Any:
         return float(f"{value:.6g}")
     if isinstance(value, dict):
         return {key: _tidy(inner) for key, inner in value.items()}
-    return [_tidy(inner) for inner in value] if isinstance(value, list) else value
+    return [_tidy(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -48,8 +48,8 @@ class Fleet:
         self._logs = (directory / "logs").absolute()
         self._logs.mkdir(exist_ok=True)
         self._stack = AsyncExitStack()
-        name = f"{run.name}-{directory.stat().st_ino}"
-        self.store = WeightStore(run.weights / name) if run.weights else WeightStore.shared(name)
+        shared = WeightStore.shared
+        self.store = WeightStore(run.weights) if run.weights else shared(f"{run.name}-{directory.stat().st_ino}")
         self.renderer = ChatRenderer(model)
         self.rewards = RewardPool(run.tasks, run.rewards, log=self._logs / "rewards.log")
         self.environments: EnvironmentPool

@@ -6,11 +6,12 @@ commands. To what the command is told, a launcher adds `bind`, the address to li
 callers must show. `{rollart}` in the arguments is the folder of this package on the node.
 """
 
+import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rollart.errors import ServiceError
 
@@ -88,6 +89,9 @@ class Started(Protocol):
     def kill(self) -> None: ...
 
 
+S = TypeVar("S", bound=Started)
+
+
 class Launcher(Protocol):
     """`key` is the secret of everything that it starts; `here` tells whether that runs on this machine, as its files
     and Unix sockets are ours too."""
@@ -118,6 +122,19 @@ async def relaunch(launcher: Launcher, command: Command, wish: Wish, ended: Star
         return await launcher.launch(command, replace(wish, apart=wish.apart | {ended.node}))
     except Unsatisfiable:
         return await launcher.launch(command, wish)
+
+
+async def all_or_none(starts: Iterable[Coroutine[Any, Any, S]]) -> list[S]:
+    """What all of them started. After a failure the others are given up: they may wait for the one that failed."""
+    tasks = [asyncio.create_task(start) for start in starts]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(result.stop() for result in results if not isinstance(result, BaseException)))
+        raise
 
 
 class Unsatisfiable(ServiceError):

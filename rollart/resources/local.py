@@ -16,7 +16,7 @@ from typing import Any
 from rollart.errors import ServiceError
 from rollart.resources.child import Child
 from rollart.resources.gpus import gpus
-from rollart.resources.launcher import Command, Node, Started, Unsatisfiable, Wish
+from rollart.resources.launcher import Command, Node, Started, Unsatisfiable, Wish, all_or_none
 
 LOOPBACK = "127.0.0.1"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -50,16 +50,10 @@ class LocalLauncher:
 
     async def launch_together(self, commands: Sequence[Command], wish: Wish) -> Sequence[Started]:
         rendezvous = f"{LOOPBACK}:{free_port(LOOPBACK)}"
-        starts = [
+        return await all_or_none(
             self._launch(command, wish, {"rank": rank, "world": len(commands), "rendezvous": rendezvous})
             for rank, command in enumerate(commands)
-        ]
-        results = await asyncio.gather(*starts, return_exceptions=True)
-        failed = [result for result in results if isinstance(result, BaseException)]
-        if failed:
-            await asyncio.gather(*(result.stop() for result in results if isinstance(result, Child)))
-            raise failed[0]
-        return [result for result in results if isinstance(result, Child)]
+        )
 
     async def _launch(self, command: Command, wish: Wish, more: Mapping[str, Any]) -> Child:
         device, taken = self._reserve(command.name, wish)

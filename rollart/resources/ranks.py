@@ -100,6 +100,8 @@ class TrainerRanks:
         node that could take it may join a while later, so it is tried for `BACK_S`. Raises ServiceError."""
         clock = asyncio.get_running_loop().time
         silent = frozenset(started.node for started in self._started if started.node_lost)
+        for started in self._started:
+            started.kill()  # an orderly end would take the weight store along, which the engines still need
         await self.stop()
         deadline, back_off = clock() + BACK_S, 1.0
         while True:

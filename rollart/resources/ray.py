@@ -32,7 +32,7 @@ except ImportError as error:
     raise ImportError("a run on a Ray cluster needs Ray: pip install 'rollart[ray]'") from error
 
 from rollart.errors import ServiceError
-from rollart.resources.launcher import Command, Node, Started, Unsatisfiable, Wish
+from rollart.resources.launcher import Command, Node, Started, Unsatisfiable, Wish, all_or_none
 from rollart.resources.ray_caretaker import SILENT_S, Caretaker, RayStarted, Where, answer
 from rollart.resources.ray_nodes import Choice, RayNode, choices, ray_nodes
 
@@ -122,8 +122,10 @@ class RayLauncher:
 
         try:
             return await self._start_together(group, commands, release)
-        except BaseException:
+        except BaseException as error:
             await asyncio.shield(asyncio.to_thread(remove_placement_group, group))
+            if isinstance(error, (RayError, TimeoutError)):
+                raise ServiceError(f"{name} were lost while they started: {error}") from error
             raise
 
     async def _start_together(
@@ -138,16 +140,10 @@ class RayLauncher:
         places: list[Where] = await asyncio.gather(*(answer(actor.where.remote(), PLACE_S) for actor in actors))
         port = await answer(actors[0].free_port.remote(places[0].address), ASK_S)
         common = {"world": len(commands), "rendezvous": f"{places[0].address}:{port}"}
-        starts = [
+        return await all_or_none(
             self._start(actor, where, command, common | {"rank": rank}, partial(release, rank))
             for rank, (actor, where, command) in enumerate(zip(actors, places, commands, strict=True))
-        ]
-        results = await asyncio.gather(*starts, return_exceptions=True)
-        failed = [result for result in results if isinstance(result, BaseException)]
-        if failed:
-            await asyncio.gather(*(result.stop() for result in results if isinstance(result, RayStarted)))
-            raise failed[0]
-        return [result for result in results if isinstance(result, RayStarted)]
+        )
 
     async def _start(
         self, actor: Any, where: Where, command: Command, more: Mapping[str, Any], release: Release

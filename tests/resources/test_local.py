@@ -155,11 +155,14 @@ def test_commands_that_start_together_know_their_rank_and_where_to_meet() -> Non
     execute(check)
 
 
-def test_commands_start_together_or_not_at_all() -> None:
+@pytest.mark.parametrize(
+    "other", [mirror(), Command("waits for the others", ("-c", "import sys; sys.stdin.read()"), {})]
+)
+def test_commands_start_together_or_not_at_all(other: Command) -> None:
     async def check(launcher: LocalLauncher) -> None:
         before = set(psutil.Process().children())
         with pytest.raises(ServiceError, match="/bin/false"):
-            await launcher.launch_together([mirror(), Command("bad", (), {}, python="/bin/false")], Wish())
+            await launcher.launch_together([other, Command("bad", (), {}, python="/bin/false")], Wish())
         assert set(psutil.Process().children()) <= before
 
     execute(check)

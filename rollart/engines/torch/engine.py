@@ -57,12 +57,13 @@ class TorchEngine:
         version: int = 0,
         seed: int = 0,
         emulate: Roofline | None = None,
+        key: str | None = None,
     ) -> None:
         self._pacer = None if emulate is None else Pacer(emulate)
         self._stepper = Stepper(model, config, version=version, seed=seed, pacer=self._pacer)
         self.handover = Handover(self._stepper.parked, model.layout)
         self._emulated = "" if emulate is None else label(emulate)
-        self._fetcher = Fetcher(model.layout, None if emulate is None else Link(emulate))
+        self._fetcher = Fetcher(model.layout, None if emulate is None else Link(emulate), key)
         self._fetching: dict[str, tuple[Sequence, asyncio.Task[Part | None]]] = {}
         self._model = model
         self._threads = config.threads

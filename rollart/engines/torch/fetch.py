@@ -30,10 +30,12 @@ logger = logging.getLogger(__name__)
 
 
 class Fetcher:
-    """`link`, for an emulated device, holds up what arrives for as long as its link would."""
+    """`link`, for an emulated device, holds up what arrives for as long as its link would. `key` is what the engines of
+    this run want to be shown."""
 
-    def __init__(self, layout: Layout, link: Link | None = None) -> None:
+    def __init__(self, layout: Layout, link: Link | None = None, key: str | None = None) -> None:
         self._layout = layout
+        self._key = key
         self._link = link
         self._peers: dict[str, _Peer] = {}
         self._first: dict[tuple[int, ...], asyncio.Event] = {}
@@ -55,7 +57,7 @@ class Fetcher:
 
     async def _fetch(self, url: str, wanted: KVWanted) -> Part | None:
         began = asyncio.get_running_loop().time()
-        peer = self._peers.setdefault(url, _Peer(url))
+        peer = self._peers.setdefault(url, _Peer(url, self._key))
         arrived = _Arrived(self._layout, wanted.start)
         try:
             async with asyncio.timeout(FETCH_S), peer.gate:
@@ -86,6 +88,7 @@ class _Peer:
     """Another engine, and the connection to it. Those who come while it is being made wait for the same one."""
 
     url: str
+    key: str | None
     gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(TOGETHER))
     connection: asyncio.Task[rpc.Client] | None = None
 
@@ -98,7 +101,7 @@ class _Peer:
 
     async def _connect(self, old: asyncio.Task[rpc.Client] | None) -> rpc.Client:
         await _end(old)
-        return await rpc.connect(self.url, deadline=ANSWER_S)
+        return await rpc.connect(self.url, key=self.key, deadline=ANSWER_S)
 
     async def close(self) -> None:
         await _end(self.connection)

@@ -1,0 +1,49 @@
+"""Any dataset of reasoning-gym: one question, one answer, and the dataset's own graded score of it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import reasoning_gym
+
+from rollart.envs.adapters import instance
+
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+RULES = "\nGive the final answer between <answer> and </answer>."
+
+
+class ReasoningGym:
+    """`config` are the dataset's own settings. With `tags` the question asks for the answer in tags; an answer without
+    them counts as a whole."""
+
+    def __init__(
+        self, dataset: str, config: dict[str, Any] | None = None, tags: bool = False, held_out: bool = False
+    ) -> None:
+        self.dataset, self.config, self.tags, self.held_out = dataset, dict(config or {}), tags, held_out
+        self.source: Any = None
+        self.entry: dict[str, Any] = {}
+
+    def reset(self, seed: int) -> str:
+        self.source = reasoning_gym.create_dataset(
+            self.dataset, **{"size": 1, **self.config, "seed": instance(seed, self.held_out)}
+        )
+        self.entry = self.source[0]
+        return str(self.entry["question"]) + (RULES if self.tags else "")
+
+    def step(self, action: str) -> dict[str, Any]:
+        found = ANSWER.findall(action)
+        answer = (found[-1] if found else action).strip()
+        score = float(self.source.score_answer(answer, self.entry))
+        info = {"success": score >= 1.0, "answer": self.entry.get("answer")}
+        return {"messages": [], "reward": score, "done": True, "info": info}
+
+    def close(self) -> None:
+        pass
+
+
+def player(env: ReasoningGym, rng: Any, *, skill: float = 1.0) -> str:
+    """The dataset's own answer; with probability 1 - `skill` none. Some datasets keep no answer to give."""
+    answer = str(env.entry.get("answer") or "")
+    text = answer if rng.random() < skill else ""
+    return f"<answer>{text}</answer>" if env.tags else text

@@ -1,0 +1,111 @@
+"""Families: environment packages that cannot share a virtual environment with each other, or with us, have their own.
+
+A family is a folder with a Python of its own, made by `rollart envs add NAME`. The catalogue names those that we know,
+each with a lock file of exact versions beside it; a user may add others from a requirements file.
+"""
+
+import json
+import os
+import tomllib
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rollart.errors import ConfigError
+from rollart.yamltree import did_you_mean
+
+HERE = Path(__file__).parent
+RECORD = "family.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """`pythons` are the versions that it runs on, best first. `env` and `args` are an episode to try it with."""
+
+    name: str
+    offers: str
+    pythons: tuple[str, ...]
+    requirements: str
+    env: str | None = None
+    args: dict[str, Any] = field(default_factory=dict)
+    locked: bool = True  # the requirements are complete: pip need not resolve anything
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    name: str
+    folder: Path
+    version: str
+    requirements: str
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    @property
+    def packages(self) -> list[str]:
+        """Where its modules are."""
+        return [str(path) for path in sorted((self.folder / "lib").glob("python3*/site-packages"))]
+
+    @property
+    def megabytes(self) -> float:
+        return sum(path.lstat().st_size for path in self.folder.rglob("*")) / 1e6
+
+
+@cache
+def catalogue() -> dict[str, Family]:
+    listed = tomllib.loads((HERE / "catalogue.toml").read_text())
+    return {
+        name: Family(
+            name=name,
+            offers=about["offers"],
+            pythons=tuple(about["pythons"]),
+            requirements=(HERE / f"{name}.txt").read_text(),
+            env=about["env"],
+            args=about.get("args", {}),
+        )
+        for name, about in listed.items()
+    }
+
+
+def root() -> Path:
+    """Where families are: ROLLART_ENVS, or the user's data folder."""
+    if chosen := os.environ.get("ROLLART_ENVS"):
+        return Path(chosen).expanduser().absolute()
+    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(data) / "rollart" / "envs"
+
+
+def installed(name: str) -> Installed | None:
+    """A family that is there and whole, or None."""
+    folder = root() / name
+    try:
+        record = json.loads((folder / RECORD).read_text())
+    except OSError:
+        return None
+    found = Installed(name, folder, record["version"], record["requirements"])
+    return found if os.access(found.python, os.X_OK) else None
+
+
+def all_installed() -> list[Installed]:
+    names = sorted(path.parent.name for path in root().glob(f"[!.]*/{RECORD}"))
+    return [family for name in names if (family := installed(name))]
+
+
+def problem(name: str) -> str | None:
+    """Why the family cannot be used, as the end of a sentence, or None."""
+    if installed(name):
+        return None
+    if name in catalogue():
+        return f"{name!r} is not installed; run: rollart envs add {name}"
+    near = did_you_mean(name, sorted({*catalogue(), *(family.name for family in all_installed())}))
+    return f"{name!r} is not known{near}; `rollart envs` lists what there is"
+
+
+def python_of(name: str) -> str:
+    """The interpreter of a family. Raises ConfigError."""
+    found = installed(name)
+    if found is None:
+        raise ConfigError(f"the family {problem(name)}")
+    return str(found.python)

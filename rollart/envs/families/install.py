@@ -1,0 +1,172 @@
+"""Makes and removes families.
+
+The invariants:
+- A family is built aside, tried out there, and renamed when it works: what has the family's name is whole.
+- One process at a time works on a family, by a lock that ends with the process; what a killed one left is swept away.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from rollart.config import Environments, Task
+from rollart.envs.families import RECORD, Family, Installed, installed, root
+from rollart.envs.stage import stage
+from rollart.errors import RollartError
+
+Say = Callable[[str], None]
+VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
+QUICK_S, INSTALL_S = 120.0, 1800.0
+LAST_LINES = 15
+
+
+def add(family: Family, say: Say, *, python: str | None = None, again: bool = False) -> Installed:
+    """Make the family unless it is there with the same requirements. Raises RollartError."""
+    with _alone(family.name):
+        there = installed(family.name)
+        if there and there.requirements == family.requirements and not again:
+            return there
+        interpreter, version = _interpreter(family, python)
+        aside = root() / f".{family.name}-building"
+        _remove(aside)
+        try:
+            _build(family, aside, interpreter, version, say)
+            _replace(root() / family.name, aside)
+        finally:
+            _remove(aside)
+    made = installed(family.name)
+    if made is None:
+        raise RollartError(f"{root() / family.name} was removed while it was made")
+    return made
+
+
+def remove(name: str) -> None:
+    """Raises RollartError if it is not there."""
+    with _alone(name):
+        if not (root() / name).is_dir():
+            raise RollartError(f"the family {name!r} is not installed")
+        _replace(root() / name, None)
+
+
+@contextlib.contextmanager
+def _alone(name: str) -> Iterator[None]:
+    try:
+        root().mkdir(parents=True, exist_ok=True)
+        lock = open(root() / f".{name}.lock", "w")  # left there: removing it would let two in
+    except OSError as error:
+        raise RollartError(f"families go to {root()}, which cannot be written: {error.strerror}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RollartError(f"another `rollart envs` is at work on {name!r}; wait for it to end") from None
+        yield
+
+
+def _build(family: Family, folder: Path, interpreter: str, version: str, say: Say) -> None:
+    say(f"making a Python {version} environment")
+    _run([interpreter, "-m", "venv", str(folder)], QUICK_S, f"{interpreter} cannot make a virtual environment", say)
+    wanted = folder / "requirements.txt"
+    wanted.write_text(family.requirements)
+    options = ["--no-deps"] if family.locked else []
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+    _run([*pip, *options, "-r", str(wanted)], INSTALL_S, f"the packages of {family.name!r} cannot be installed", say)
+    made = Installed(family.name, folder, version, family.requirements)
+    if family.env:
+        say("trying it out")
+        asyncio.run(_try_out(family, made))
+    record = {"version": version, "requirements": family.requirements}
+    (folder / RECORD).write_text(json.dumps(record))
+
+
+async def _try_out(family: Family, made: Installed) -> None:
+    """An episode's first turn, in a process such as a run would use."""
+    task = Task(name="smoke", env=family.env or "", args=family.args)
+    config = Environments(slots=1, reset_deadline=QUICK_S, step_deadline=QUICK_S)
+    try:
+        async with stage(task, config, python=str(made.python)) as env:
+            await env.reset(0, held_out=False)
+            await env.step("x")
+    except RollartError as error:
+        raise RollartError(f"{family.name!r} was installed but does not work, so it was removed: {error}") from error
+
+
+def _interpreter(family: Family, chosen: str | None) -> tuple[str, str]:
+    """The Python to use and its version. Raises RollartError."""
+    if chosen:
+        version = _version(chosen)
+        if version is None:
+            raise RollartError(f"--python {chosen} cannot be run")
+        if version not in family.pythons:
+            raise RollartError(f"{family.name!r} runs on Python {_either(family.pythons)}; {chosen} is {version}")
+        return chosen, version
+    for wanted in family.pythons:
+        for candidate in (sys.executable, f"python{wanted}"):
+            if _version(candidate) == wanted:
+                return candidate, wanted
+    raise RollartError(
+        f"{family.name!r} needs Python {_either(family.pythons)}, which is not on the PATH; install it, "
+        f"or name it: rollart envs add {family.name} --python /path/to/python{family.pythons[0]}"
+    )
+
+
+def _version(python: str) -> str | None:
+    if python == sys.executable:
+        return "%d.%d" % sys.version_info[:2]
+    try:
+        answer = subprocess.run([python, "-c", VERSION], capture_output=True, text=True, timeout=QUICK_S, check=True)
+    except (OSError, subprocess.SubprocessError):  # not there, or a launcher of a version that is not there
+        return None
+    return answer.stdout.strip()
+
+
+def _either(versions: Sequence[str]) -> str:
+    return " or ".join(versions)
+
+
+def _run(command: Sequence[str], deadline: float, failure: str, say: Say) -> None:
+    """Run it and tell its lines. Raises RollartError with the last of them."""
+    last: deque[str] = deque(maxlen=LAST_LINES)
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    timer = threading.Timer(deadline, process.kill)
+    timer.start()
+    try:
+        assert process.stdout is not None
+        for raw in process.stdout:
+            line = raw.decode(errors="replace").strip()
+            last.append(line)
+            say(line)
+        code = process.wait()
+        late = timer.finished.is_set()
+    finally:
+        timer.cancel()
+        process.kill()
+        process.wait()
+    if late and code:
+        raise RollartError(f"{failure}: it took more than {deadline:g} s")
+    if code:
+        raise RollartError("\n".join([f"{failure}:", *last]))
+
+
+def _replace(folder: Path, new: Path | None) -> None:
+    """Put `new` in the place of `folder`, whatever was there."""
+    old = folder.with_name(f".{folder.name}-removing")
+    _remove(old)
+    if folder.exists():
+        folder.rename(old)
+    if new is not None:
+        new.rename(folder)
+    _remove(old)
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)

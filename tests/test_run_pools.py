@@ -1,0 +1,90 @@
+"""Whole runs on pools: emulated device classes, trainer ranks, prefill handed over, engines that someone else runs."""
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollart import run as controller
+from rollart import runfile
+from rollart.config import TinyModel
+from rollart.models.tiny import make
+from rollart.observe.events import Placed, TurnDone, read_events
+from rollart.resources.external import KEY
+from rollart.resources.launcher import Wish, service
+from rollart.resources.local import LocalLauncher
+
+pytestmark = pytest.mark.slow
+
+RUN = """
+name: pooled
+seed: 1
+model: {tiny: {hidden: 64, layers: 2, context: 256}}
+tasks:
+  - {name: reader, env: "rollart.envs.shaped:Shaped", args: {turns: 3, characters: 40}, max_turns: 3, max_context: 200,
+     sampling: {max_tokens: 3}}
+  - {name: writer, env: "rollart.envs.shaped:Shaped", args: {turns: 1, characters: 10}, max_context: 60,
+     sampling: {max_tokens: 24}}
+training: {steps: 3, batch_groups: 4, group_size: 4}
+environments: {slots: 16}
+evaluation: {every: 0, final_episodes: 2}
+checkpoint: {every: 2}
+"""
+
+
+def train(folder: Path, more: str) -> dict[str, Any]:
+    path = folder / "run.yaml"
+    path.write_text(RUN + more)
+    return asyncio.run(controller.train(runfile.load(path, []), folder / "run"))
+
+
+def test_a_mixed_emulated_fleet_with_ranks_and_hand_over_trains(tmp_path: Path) -> None:
+    summary = train(
+        tmp_path,
+        "pools:\n"
+        "  learning: {role: train, device: cpu, count: 2}\n"
+        "  compute: {role: generate, device: H800, emulate: 5000}\n"
+        "  bandwidth: {role: generate, device: H20, emulate: 5000}\n"
+        "routing: {hand_over: [compute, bandwidth]}\n",
+    )
+    assert (summary["version"], summary["phase"]) == (3, "finished")
+    assert summary["emulated"] == ["compute: H800 (1/5000)", "bandwidth: H20 (1/5000)"]
+    assert {route["pool"] for route in summary["routes"]} == {"bandwidth: emulated H20 (1/5000)"}
+    assert sum(route["fetched"] for route in summary["routes"]) > 0
+    placed = [event for event in read_events(tmp_path / "run" / "events.jsonl") if isinstance(event, Placed)]
+    assert sorted(event.name for event in placed if event.role == "train") == ["learning-0", "learning-1"]
+    shown = subprocess.run(
+        [sys.executable, "-m", "rollart.cli", "show", str(tmp_path / "run")], capture_output=True, text=True, check=True
+    ).stdout
+    assert "EMULATED devices" in shown
+    assert "Routing of requests" in shown
+
+
+def test_an_engine_that_someone_else_runs_serves_as_a_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same model, and seeing the same weight store."""
+    model = make(TinyModel(hidden=64, layers=2, context=256), tmp_path / "model", seed=1)
+    weights = tmp_path / "weights"
+
+    async def main() -> dict[str, Any]:
+        launcher = LocalLauncher()
+        monkeypatch.setenv(KEY, launcher.key)
+        spec = {"model": str(model), "weights": str(weights), "config": {}, "seed": 0, "version": 0}
+        engine = await launcher.launch(service("rollart.engines.service", spec, name="engine", logs=tmp_path), Wish())
+        try:
+            path = tmp_path / "run.yaml"
+            url = engine.answer["url"]
+            more = f"weights: {weights}\npools:\n  partner: {{role: generate, device: cpu, urls: ['{url}']}}\n"
+            text = RUN.replace("model: {tiny: {hidden: 64, layers: 2, context: 256}}", f"model: {{path: {model}}}")
+            path.write_text(text + more)
+            return await controller.train(runfile.load(path, []), tmp_path / "run")
+        finally:
+            await launcher.close()
+
+    summary = asyncio.run(main())
+    assert (summary["version"], summary["phase"]) == (3, "finished")
+    turns = [event for event in read_events(tmp_path / "run" / "events.jsonl") if isinstance(event, TurnDone)]
+    assert {event.engine for event in turns} == {"partner-0"}
+    assert [place["node"][:7] for place in summary["places"] if place["role"] == "generate"] == ["http://"]
