@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
 from typing import Any
@@ -79,9 +78,10 @@ class GuessNumber:
 
 
 def belongs_to_held_out(low: int, high: int) -> bool:
-    """One interval in five is never trained, whatever its secret: were it by the secret too, training would teach that
-    some numbers of an interval are never the answer, which is wrong exactly where it is tested."""
-    return hashlib.sha256(f"{low} {high}".encode()).digest()[0] % 5 == 0
+    """One interval in seven is never trained, whatever its secret: were it by the secret too, training would teach that
+    some numbers of an interval are never the answer, which is wrong exactly where it is tested. They are spread evenly:
+    whoever has learnt to halve intervals, and not a table of them, knows these too."""
+    return (low + 3 * high) % 7 == 0
 
 
 def parse(action: str) -> int | None:

@@ -164,22 +164,32 @@ def _drops(shot: Snapshot) -> RenderableType:
 
 def places(where: Sequence[Where]) -> Table:
     """Workers by pool, device class and node."""
-    rows = table("role", "pool", "device", "node", "workers", "why")
+    rows = table("role", "pool", "device", "node", "n", "about")
     alike = Counter((each.role, each.pool, each.device, each.node, each.why) for each in where)
     for (role, pool, device, node, why), workers in sorted(alike.items()):
-        rows.add_row(role, pool, device, node, str(workers), why)
+        name, _, label = pool.partition(": ")
+        rows.add_row(role, name, label or device, node, str(workers), why)
     return rows
 
 
-def routing(routes: Sequence[Route]) -> Table:
-    """Task by pool: how much went there, how long it was expected to take and took, and why it went there."""
-    rows = table("task", "pool", "requests", "prefilled", "cached", "fetched", "decoded", "predicted", "actual", "why")
-    for route in routes:
-        whys = ", ".join(f"{why} {percent(n / route.requests)}" for why, n in list(route.why.items())[:3])
-        tokens = (route.prefilled, route.cached, route.fetched, route.decoded)
-        times = (span(route.predicted_s), span(route.actual_s))
-        rows.add_row(route.task, route.pool, str(route.requests), *(count(float(n)) for n in tokens), *times, whys)
-    return rows
+def routing(routes: Sequence[Route]) -> Group:
+    """For each pool and task: how much went there, how long it was expected to take and took, and mostly why."""
+    parts: list[RenderableType] = []
+    for pool in sorted({route.pool for route in routes}):
+        rows = table("task", "asked", "prefill", "cached", "fetched", "decoded", "predicted", "actual", "mostly")
+        for route in (route for route in routes if route.pool == pool):
+            why, times = max(route.why.items(), key=lambda item: item[1])
+            tokens = (route.prefilled, route.cached, route.fetched, route.decoded)
+            rows.add_row(
+                route.task,
+                str(route.requests),
+                *(count(float(n)) for n in tokens),
+                span(route.predicted_s),
+                span(route.actual_s),
+                f"{why} {percent(times / route.requests)}",
+            )
+        parts += [Text(pool, style="bold cyan"), rows]
+    return Group(*parts)
 
 
 def trajectories(ended: Sequence[Ended]) -> Table:
