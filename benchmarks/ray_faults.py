@@ -54,7 +54,7 @@ def run_file(address: str, steps: int) -> RunFile:
                 {"name": "frozen_lake", "env": "rollart.envs.frozen_lake:FrozenLake", **small},
             ],
             "pools": {
-                "learning": {"role": "train", "device": ["H800", "H20"]},
+                "learning": {"role": "train", "device": ["H800", "H20"], "count": 2},
                 "talking": {"role": "generate", "device": "H20", "count": 2},
                 "playing": {"role": "environment", "device": "cpu", "count": 2},
             },

@@ -145,6 +145,23 @@ class Scored(Event):
     seconds: float
 
 
+class RewardCalled(Event):
+    """What a score has cost, whether it was had or not. `billed_s` is what the function's side charges for; `cold` that
+    it had to start first, `first_byte_s` how long the last answer took to begin; `hedges` are second requests."""
+
+    trajectory: str
+    task: str
+    function: str
+    invoker: str
+    seconds: float
+    tries: int
+    hedges: int = 0
+    cold: bool = False
+    first_byte_s: float = 0.0
+    billed_s: float = 0.0
+    reason: str = ""
+
+
 class TrajectoryEnded(Event):
     trajectory: str
     task: str
@@ -254,6 +271,7 @@ AnyEvent = Union[  # noqa: UP007 (msgspec reads the union at run time)
     EnvReset,
     TurnDone,
     Scored,
+    RewardCalled,
     TrajectoryEnded,
     BatchTaken,
     StepDone,

@@ -131,6 +131,10 @@ class PlainView(View):
                 )
             case ev.Warned():
                 self._say(f"warning: {event.message}")
+            case ev.RunStarted(emulated=emulated) if emulated:
+                self._say(f"EMULATED devices: {', '.join(emulated)}")
+            case ev.RolledBack():
+                self._say(f"the trainer was lost and goes on from version {event.version}: {event.reason}")
             case ev.RunEnded():
                 self._say(f"ended at version {event.version}: {event.reason}")
             case _ if event.t >= self._next:
@@ -149,7 +153,8 @@ def status(shot: Snapshot) -> str:
     if shot.phase != "training":
         return shot.phase
     rewards = " ".join(f"{task.name} {task.reward:.2f}" for task in shot.tasks if task.reward is not None)
-    line = f"step {shot.step}/{shot.steps}, reward {rewards or '-'}, {count(shot.tokens_per_s)} tokens/s"
+    label = " on EMULATED devices" if shot.emulated else ""
+    line = f"step {shot.step}/{shot.steps}{label}, reward {rewards or '-'}, {count(shot.tokens_per_s)} tokens/s"
     return line if shot.eta_s is None else f"{line}, ETA {clock(shot.eta_s)}"
 
 

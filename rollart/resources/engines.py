@@ -245,6 +245,7 @@ class Engines:
             except EngineFailed as error:
                 self._sink.emit(Warned(message=f"{name} did not tell its status: {error}"))
             else:
+                self.router.told(name, status)
                 self._sink.emit(
                     EngineSample(
                         engine=name,

@@ -18,7 +18,8 @@ CPU = Roofline(CATALOGUE["cpu"], TINY)
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """One engine and what the router has sent it. `prefill_until` is when its prefill backlog should be done."""
+    """One engine and what the router has sent it. `prefill_until` is when its prefill backlog should be done; `foreign`
+    and `foreign_kv` are the sequences, and the KV that they will need, that the engine has from others."""
 
     name: str
     pool: "EnginePool"
@@ -31,6 +32,9 @@ class Place:
     context: int = 0
     reserved: int = 0
     prefill_until: float = 0.0
+    foreign: int = 0
+    foreign_kv: int = 0
+    unexplained: tuple[int, int] = (0, 0)
 
     def usable(self, floor: int) -> bool:
         return self.alive and not self.draining and self.version >= floor
@@ -86,7 +90,10 @@ class EnginePool:
 def _best(places: list[Place], floor: int) -> Place | None:
     best: Place | None = None
     for place in places:
-        if place.usable(floor) and (best is None or (place.reserved, place.served) < (best.reserved, best.served)):
+        if place.usable(floor) and (
+            best is None
+            or (place.reserved + place.foreign_kv, place.served) < (best.reserved + best.foreign_kv, best.served)
+        ):
             best = place
     return best
 

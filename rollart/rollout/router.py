@@ -17,7 +17,7 @@ from rollart.protocols import Engine
 from rollart.rollout.places import EnginePool, Place
 from rollart.rollout.routing import Ask, Choice, Measured, Policy, Why
 from rollart.rollout.shapes import TaskShapes
-from rollart.types import Completion, GenerationRequest
+from rollart.types import Completion, EngineStatus, GenerationRequest
 
 _REVIVAL_DEADLINE = 120.0
 _OPENINGS = 4096
@@ -203,6 +203,19 @@ class Router:
             self._sink.emit(Warned(message=f"engine {place.name} is out: {reason}"))
             self._on_lost(place.name)
             self.on_change()
+
+    def told(self, name: str, status: EngineStatus) -> None:
+        """What an engine says of itself: it may have work that did not come from here. Requests of ours that came or
+        went since it spoke look like that too, but not twice in a row."""
+        place = self._places.get(name)
+        if place is None or not status.kv_budget:
+            return
+        reserved = status.kv_reserved * place.pool.kv_tokens // status.kv_budget
+        more = (max(0, status.running + status.waiting - place.open), max(0, reserved - place.reserved))
+        place.foreign, place.foreign_kv = (
+            min(now, before) for now, before in zip(more, place.unexplained, strict=True)
+        )
+        place.unexplained = more
 
     def drain(self, name: str) -> None:
         """Nothing new goes there; what is under way ends."""

@@ -54,13 +54,13 @@ def predict(place: Place, ask: Ask, cached: int) -> Prediction:
     """The request on that engine as things stand."""
     pool, model = place.pool, place.pool.predictor
     wait = max(0.0, place.prefill_until - ask.now)
-    full = place.open - pool.max_batch + 1
-    if full > 0 or place.reserved + ask.tokens + ask.most > pool.kv_tokens:
+    there = place.open + place.foreign
+    full = there - pool.max_batch + 1
+    if full > 0 or place.reserved + place.foreign_kv + ask.tokens + ask.most > pool.kv_tokens:
         wait += pool.mean_s * (1 + max(0, full) / pool.max_batch)
     prefill = model.prefill(ask.tokens - cached, cached) * pool.prefill_factor
-    beside = min(place.open, pool.max_batch - 1)
-    share = beside / place.open if place.open else 0.0
-    contexts = place.context * share
+    beside = min(there, pool.max_batch - 1)
+    contexts = (place.context + place.foreign_kv) * (beside / there if there else 0.0)
     token = model.decode(beside + 1, contexts + ask.tokens + ask.decoded / 2) * pool.decode_factor
     slower = token - model.decode(beside, contexts) * pool.decode_factor if beside else 0.0
     others = beside * (prefill + ask.decoded * slower)

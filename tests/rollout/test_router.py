@@ -9,7 +9,7 @@ from rollart.errors import EngineFailed, EngineLost
 from rollart.rollout.router import Routed, Router
 from rollart.simulate.clock import run
 from rollart.simulate.modelled import ModelledEngine
-from rollart.types import Completion, GenerationRequest, Sampling
+from rollart.types import Completion, EngineStatus, GenerationRequest, Sampling
 
 
 def request(session: str, turn: int = 0) -> GenerationRequest:
@@ -115,5 +115,21 @@ def test_an_engine_that_cannot_load_a_version_is_left_out() -> None:
         assert router.serving == 1
         assert {(await router.generate(request(session))).engine for session in "abc"} == {"y"}
         assert "could not load version 1" in recorder.events[0].message
+
+    run(main())
+
+
+def test_work_of_others_on_an_engine_is_seen_and_avoided() -> None:
+    def status(running: int) -> EngineStatus:
+        return EngineStatus(0, running, 0, 0, 1 << 30, 0, 0, 0, 0.0, kv_reserved=running << 20)
+
+    async def main() -> None:
+        router = Router({"x": engine(), "y": engine()}, 0, Recorder())
+        router.told("x", status(50))
+        router.told("y", status(0))
+        assert {(await router.generate(request(session))).engine for session in "ab"} == {"x", "y"}  # may be a fluke
+        router.told("x", status(50))
+        router.told("y", status(0))
+        assert {(await router.generate(request(session))).engine for session in "cdef"} == {"y"}
 
     run(main())
