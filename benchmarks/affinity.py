@@ -165,7 +165,7 @@ class Bench:
             pool = self.engines.pool_of(name)
             pool.places.clear()
             pool.prefill_factor = pool.decode_factor = 1.0
-            pool.mean_s = 0.0
+            pool.mean_s, pool.reserved = 0.0, 0
         return Router(
             dict(clients),
             self.version,

@@ -11,6 +11,7 @@ RATE = 0.05
 LEAST, MOST = 0.01, 100.0
 ALL = 8  # engines of a pool that are all looked at; of more, a few in turn
 SOME = 4
+UNEVEN = 1.5  # times its share that an engine may have before others are looked at
 
 TINY = ModelShape(dense=1_000_000, layers=4, heads=4, kv_heads=2, head_dim=32)
 CPU = Roofline(CATALOGUE["cpu"], TINY)
@@ -39,6 +40,25 @@ class Place:
     def usable(self, floor: int) -> bool:
         return self.alive and not self.draining and self.version >= floor
 
+    def take(self, tokens: int, most: int) -> None:
+        """Count a request with so many tokens of context and at most so many to come."""
+        self.open += 1
+        self.served += 1
+        self.context += tokens
+        self.reserved += tokens + most
+        self.pool.reserved += tokens + most
+
+    def give_back(self, tokens: int, most: int) -> None:
+        self.open -= 1
+        self.context -= tokens
+        self.reserved -= tokens + most
+        self.pool.reserved -= tokens + most
+
+    @property
+    def fair(self) -> bool:
+        """Whether it has about its share of the pool's work, or less."""
+        return self.reserved * len(self.pool.places) <= UNEVEN * self.pool.reserved and not self.foreign
+
 
 @dataclass(slots=True, eq=False)
 class EnginePool:
@@ -58,6 +78,7 @@ class EnginePool:
     prefill_factor: float = 1.0
     decode_factor: float = 1.0
     mean_s: float = 0.0
+    reserved: int = 0
     _turn: int = 0
 
     def __post_init__(self) -> None:

@@ -92,7 +92,8 @@ class Router:
         for _ in range(self._attempts):
             choice = self._choose(request, clock()) or await self._revival(request)
             place, began = choice.place, clock()
-            load = self._begin(choice, request, began)
+            tokens, most = len(request.tokens), request.sampling.max_tokens  # the context grows while it is away
+            self._begin(choice, request, began)
             try:
                 asked = request
                 if choice.prefill_at is not None:
@@ -110,9 +111,7 @@ class Router:
                     completion, place.name, place.pool.name, choice.why, choice.prediction.seconds, prefilled_by
                 )
             finally:
-                place.open -= 1
-                place.context -= load
-                place.reserved -= load + request.sampling.max_tokens
+                place.give_back(tokens, most)
         raise EngineFailed(f"{reason} (tried {self._attempts} times)")
 
     def _choose(self, request: GenerationRequest, now: float) -> Choice | None:
@@ -136,20 +135,16 @@ class Router:
         )
         return self._policy.choose(ask, self._kinds)
 
-    def _begin(self, choice: Choice, request: GenerationRequest, now: float) -> int:
-        """Counts the request where it goes; returns what it adds to the context there."""
-        place, tokens = choice.place, len(request.tokens)
-        place.open += 1
-        place.served += 1
-        place.context += tokens
-        place.reserved += tokens + request.sampling.max_tokens
+    def _begin(self, choice: Choice, request: GenerationRequest, now: float) -> None:
+        """Counts the request where it goes."""
+        place = choice.place
+        place.take(len(request.tokens), request.sampling.max_tokens)
         busy = choice.prefill_at or place
         busy.prefill_until = max(busy.prefill_until, now) + choice.prediction.prefill
         if request.turn == 0:
             if len(self._openings) >= _OPENINGS:
                 self._openings.pop(next(iter(self._openings)))
             self._openings[hash(tuple(request.tokens))] = place
-        return tokens
 
     async def _prefill(self, place: Place, request: GenerationRequest) -> GenerationRequest:
         """A hand-over is an optimisation: if the prefill fails there, the decoding engine does it itself."""

@@ -114,6 +114,8 @@ class Measured:
             best = Choice(here, why, cached, predict(here, ask, cached))
             bar = best.prediction.cost * CLEARLY
         for pool in allowed:
+            if here is not None and here.pool is pool and here.fair:
+                continue  # its neighbours have no more room, and not its KV
             found = pool.least_loaded(ask.floor)
             if found is None or found is here:
                 continue

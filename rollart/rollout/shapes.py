@@ -11,7 +11,7 @@ class TaskShapes:
     """`priors` are the decoded tokens per turn that a user's declaration leads us to expect, by task.
 
     The first measurements count for more: the average is a plain mean until its rate reaches `RATE`. A turn that was
-    not seen yet is expected to be like the task's others.
+    not seen yet is expected to be like the last one before it that was.
     """
 
     def __init__(self, priors: Mapping[str, float] | None = None) -> None:
@@ -21,19 +21,15 @@ class TaskShapes:
 
     def decoded(self, task: str, turn: int, most: int) -> float:
         """Expected tokens of the answer, which can have at most `most`."""
-        mean = self._means.get((task, min(turn, LAST_TURN)))
-        if mean is None:
-            mean = self._means.get((task, -1))
-        if mean is None:
-            mean = self._priors.get(task, most / 2)
-        return min(mean, float(most))
+        means = self._means
+        for known in range(min(turn, LAST_TURN), -1, -1):
+            if (mean := means.get((task, known))) is not None:
+                return min(mean, float(most))
+        return min(self._priors.get(task, most / 2), float(most))
 
     def saw(self, task: str, turn: int, tokens: int) -> None:
-        self._average((task, min(turn, LAST_TURN)), tokens)
-        self._average((task, -1), tokens)
-
-    def _average(self, key: tuple[str, int], tokens: int) -> None:
-        prior = self._priors.get(key[0])
+        key = (task, min(turn, LAST_TURN))
+        prior = self._priors.get(task)
         count = self._counts.get(key, 0) + 1
         mean = self._means.get(key, tokens if prior is None else prior)
         rate = max(RATE, 1 / (count + (0 if prior is None else TRUST)))

@@ -51,6 +51,7 @@ def states(draw: st.DrawFn) -> tuple[list[EnginePool], Ask]:
         place.open = draw(st.integers(0, 200))
         place.context = place.open * draw(st.integers(1, 5000))
         place.reserved = place.context + draw(st.integers(0, 10_000))
+        place.pool.reserved += place.reserved
         place.prefill_until = draw(st.floats(0, 100))
     for pool in pools:
         pool.kv_tokens = draw(st.sampled_from([1000, 1 << 40]))
@@ -124,9 +125,7 @@ def test_long_prompts_go_to_the_strong_device_and_long_answers_to_the_wide_ones(
         for kind, asked in (("prefill", ask(4000, 4.0)), ("decode", ask(50, 400.0))):
             choice = chosen(rule, asked, pools)
             load[kind, choice.place.pool.name] = load.get((kind, choice.place.pool.name), 0) + 1
-            choice.place.open += 1
-            choice.place.context += asked.tokens
-            choice.place.reserved += asked.tokens + asked.most
+            choice.place.take(asked.tokens, asked.most)
             choice.place.prefill_until += choice.prediction.prefill
     assert load["prefill", "compute"] > 5 * load.get(("prefill", "bandwidth"), 0)
     assert load["decode", "bandwidth"] > 5 * load.get(("decode", "compute"), 0)
