@@ -72,7 +72,7 @@ class Work:
         return self.turns * (self.read + self.write + 4) + 16
 
 
-SHAPES = {"reader": Work(8, 140, 2, 1.0), "writer": Work(1, 16, 256, 2.0)}
+SHAPES = {"reader": Work(8, 180, 2, 1.0), "writer": Work(1, 16, 256, 2.0)}
 
 
 class Endless(ChatRenderer):

@@ -4,7 +4,8 @@
 
 The last line is one JSON object: `ms_per_step` is what the worker adds to a step (median, both sides interleaved),
 `mb_per_slot` the memory that an idle slot has for itself (private pages) with `mb_per_slot_pss` its share of the common
-ones added, `slots` how many were alive and answered at the same time.
+ones added, `slots` how many were alive and answered at the same time. `ms_per_episode` is a lease with one reset: with
+a process that is used again, with a fresh one for each episode, and with a fresh one that was made ready before.
 """
 
 import argparse
@@ -44,6 +45,27 @@ async def step_cost(pool: EnvironmentPool, steps: int) -> tuple[float, float]:
     return statistics.median(inside) / ROUND * 1000, statistics.median(outside) / ROUND * 1000
 
 
+async def episode_cost(episodes: int) -> dict[str, float]:
+    """Milliseconds of an episode that does nothing but begin."""
+    kinds = {"reused": (True, 0), "fresh": (False, 0), "warm": (False, 8)}
+    pools = {}
+    for name, (reusable, warm) in kinds.items():
+        task = Task(name=name, env="benchmarks.paced:Paced", args={"scale": 0.0, "reusable": reusable})
+        pools[name] = EnvironmentPool([task], Environments(slots=8, warm=warm))
+    taken: dict[str, list[float]] = {name: [] for name in kinds}
+    try:
+        await asyncio.gather(*(pool.start() for pool in pools.values()))
+        for seed in range(episodes):
+            for name, pool in pools.items():
+                begin = time.perf_counter()
+                async with pool.lease(name, held_out=False) as leased:
+                    await leased.reset(seed)
+                taken[name].append(time.perf_counter() - begin)
+    finally:
+        await asyncio.gather(*(pool.close() for pool in pools.values()))
+    return {name: round(statistics.median(times) * 1000, 2) for name, times in taken.items()}
+
+
 def memory(pid: int) -> tuple[float, float]:
     """Private and proportional megabytes of a process."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
@@ -73,7 +95,8 @@ async def slots_at_once(pool: EnvironmentPool, count: int) -> tuple[int, float, 
     return sum(await asyncio.gather(*tasks)), seconds, sizes
 
 
-async def run(count: int, steps: int) -> dict[str, float]:
+async def run(count: int, steps: int) -> dict[str, object]:
+    episode = await episode_cost(steps // 10)
     pool = EnvironmentPool([TASK], Environments(slots=count, reset_deadline=120, step_deadline=120, retries=0))
     try:
         await pool.start()
@@ -87,6 +110,7 @@ async def run(count: int, steps: int) -> dict[str, float]:
         "ms_in_worker": round(outside, 4),
         "mb_per_slot": round(statistics.mean(own for own, _ in sizes), 2),
         "mb_per_slot_pss": round(statistics.mean(share for _, share in sizes), 2),
+        "ms_per_episode": episode,
         "slots": alive,
         "seconds_to_start": round(seconds, 2),
         "left_behind": len(psutil.Process().children(recursive=True)),

@@ -4,9 +4,13 @@ A conversation grows by appending. What follows an action is found by rendering 
 marker and taking what comes after the marker. A template wraps a message in fixed text, the glue, so the glue of each
 role is learnt once from the template and a turn then costs one call of the tokenizer. Where probes show that the
 template does more to a message than wrap it, the template is run for every turn.
+
+What a message says is text: control tokens of the model that are written in it are broken by a space, so nobody can end
+a turn, or open one, from within a message.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +22,7 @@ from rollart.types import EpisodeTurn, Finish, Message
 ASKED = Message("user", "x")
 ACTION = "Marker-of-an-action"
 CONTENT = "Marker-of-a-message"
+LONG = 100_000  # characters of an opening that is not worth keeping
 # What templates treat in a special way: surrounding space, nothing at all, text that looks like markup.
 PROBES = ("x", " two words \n", "\n\n# 1\n{{ x }}", "", "<tool_response>7</tool_response>", "<think>7</think> 8")
 
@@ -39,14 +44,20 @@ class ChatRenderer:
         self._close, self._end = self._find_close(ends)
         self._close_tokens = self._encode(self._close)
         self.stop: tuple[int, ...] = tuple(sorted(ends | {self._close_tokens[-1]}))
+        special = [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
+        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
         self._glues: dict[str, tuple[str, str] | None] = {}
         # Members of a group open alike, and so do evaluations.
         self._opening = lru_cache(maxsize=4096)(lambda messages: self._encode(self._render(messages)))
 
     def open(self, messages: Sequence[Message]) -> list[int]:
-        return list(self._opening(tuple(messages)))
+        messages = self._harmless(messages)
+        if sum(len(message.content) for message in messages) > LONG:
+            return self._encode(self._render(messages))
+        return list(self._opening(messages))
 
     def extend(self, finish: Finish, messages: Sequence[Message]) -> list[int]:
+        messages = self._harmless(messages)
         glue = self._glue(messages[0].role) if len(messages) == 1 else None
         rest = glue[0] + messages[0].content + glue[1] if glue else self._after_action(messages)
         return self._encode(rest if finish == "stop" else self._close + rest)
@@ -55,9 +66,19 @@ class ChatRenderer:
         text: str = self._backend.decode(tokens, skip_special_tokens=True)
         return text
 
+    def piece(self, token: int) -> str:
+        """One token to look at, also if it is a control token."""
+        text: str = self._backend.decode([token], skip_special_tokens=False)
+        return text
+
     def action(self, text: str) -> list[int]:
         """The tokens that a policy makes to say `text`, end of turn included."""
         return [*self._encode(text), *self._close_tokens]
+
+    def _harmless(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        if not any(self._special.search(message.content) for message in messages):
+            return tuple(messages)
+        return tuple(Message(message.role, self._special.sub(_broken, message.content)) for message in messages)
 
     def _encode(self, text: str) -> list[int]:
         tokens: list[int] = self._backend.encode(text, add_special_tokens=False).ids
@@ -105,6 +126,10 @@ def conversation_tokens(renderer: ChatRenderer, turns: Sequence[EpisodeTurn]) ->
         tokens += prompt + action
         mask += [0] * len(prompt) + [1] * len(action)
     return tokens, mask
+
+
+def _broken(token: re.Match[str]) -> str:
+    return f"{token.group()[0]} {token.group()[1:]}"
 
 
 def _end_ids(folder: Path, eos: int | None) -> set[int]:

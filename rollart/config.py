@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from rollart.resources.devices import CATALOGUE
+from rollart.rollout.quarantine import DEFAULT, Rule
 from rollart.rollout.schedule import Schedule, preset
 from rollart.yamltree import did_you_mean
 
@@ -129,6 +130,9 @@ class Task(Section):
     name: str = Field(pattern=r"^[A-Za-z][\w-]*$")
     env: ImportPath = Field(description="module:Class of an environment")
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
+    family: str | None = Field(
+        None, pattern=r"^[A-Za-z][\w-]*$", description="run it with the Python of this family; see `rollart envs`"
+    )
     player: ImportPath | None = Field(None, description="module:function, the scripted player of the warm-up")
     player_args: dict[str, Any] = Field(default_factory=dict)
     reward: Annotated[Reward, BeforeValidator(_by_name, json_schema_input_type=ImportPath | Reward)] = Field(
@@ -194,9 +198,11 @@ class Pool(Section):
     role: Literal["train", "generate", "environment"]
     device: str | list[str] = Field("auto", description="a device class, several in order of preference, or auto")
     count: Positive = Field(1, description="train: ranks; generate: engines; environment: hosts of environments")
-    urls: list[str] = Field(default_factory=list, description="generate: engines that someone else runs")
+    urls: list[str] = Field(
+        default_factory=list, description="generate, environment: engines or hosts that someone else runs"
+    )
     emulate: float | None = Field(
-        None, gt=0, description="generate, without such a device: pace a CPU engine to it, so many times slower"
+        None, gt=1, description="generate, without such a device: pace a CPU engine to it, so many times slower"
     )
 
     @property
@@ -213,9 +219,10 @@ class Pool(Section):
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> "Pool":
-        for key in ("urls", "emulate"):
-            if getattr(self, key) and self.role != "generate":
-                raise Conflict(f"`{key}` is for pools of role generate, not {self.role}", key)
+        if self.urls and self.role == "train":
+            raise Conflict("`urls` is for pools of role generate or environment, not train", "urls")
+        if self.emulate and self.role != "generate":
+            raise Conflict(f"`emulate` is for pools of role generate, not {self.role}", "emulate")
         if self.urls and self.emulate:
             raise Conflict("engines that someone else runs cannot be emulated here", "emulate")
         if self.urls and self.count not in (1, len(self.urls)):
@@ -241,11 +248,31 @@ class Routing(Section):
     )
 
 
+class Quarantine(Section):
+    """When a task that keeps failing is left out of the mixture, and when it is tried again."""
+
+    rate: float = Field(DEFAULT.rate, gt=0, le=1, description="share of its last trajectories that failed")
+    window: Positive = Field(DEFAULT.window, description="how many of the last count")
+    least: Positive = Field(DEFAULT.least, description="and how many there must be")
+    groups: Positive = Field(DEFAULT.groups, description="or so many groups in a row that could not be completed")
+    wait: Seconds = Field(DEFAULT.wait, description="seconds until it is tried again; doubled each time")
+
+    def rule(self) -> Rule:
+        return Rule(**self.model_dump())
+
+
 class Environments(Section):
     slots: Positive = Field(64, description="environments alive at the same time, per task")
     reset_deadline: Seconds = 30.0
     step_deadline: Seconds = 10.0
+    close_deadline: Seconds = 5.0
     retries: Natural = Field(2, description="fresh environments tried for one reset")
+    hedges: Natural = Field(
+        8, description="per task, beside the slots: second resets, begun once one takes longer than most do"
+    )
+    hedge_after: float = Field(0.95, gt=0, lt=1, description="quantile of a task's resets after which one is slow")
+    warm: Natural = Field(2, description="per task, beside the slots: environments made ready before they are needed")
+    quarantine: Quarantine = Quarantine()
 
 
 class Rewards(Section):
@@ -312,7 +339,7 @@ class RunFile(Section):
     rollout: Rollout = Rollout()
     cluster: str | None = Field(None, description="address of a Ray cluster; absent: this machine")
     weights: Path | None = Field(
-        None, description="folder for weights, this run's own, that all nodes of a cluster see; absent: shared memory"
+        None, description="folder for weights, which all nodes of a cluster see; absent: shared memory"
     )
     devices: dict[str, Device] = Field(default_factory=dict, description="device classes of your own")
     pools: dict[Annotated[str, Field(pattern=POOL_NAME)], Pool] = Field(
@@ -400,6 +427,9 @@ class RunFile(Section):
                 "training",
                 "batch_groups",
             )
+        for index, task in enumerate(self.tasks):
+            if task.reward.invoker == "ray" and self.cluster is None:
+                raise Conflict("invoker ray needs `cluster`, the address of a Ray cluster", "tasks", index, "reward")
         if self.model.warm_up:
             for index, task in enumerate(self.tasks):
                 if task.player is None:

@@ -3,7 +3,7 @@
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import PackageNotFoundError, requires
@@ -12,13 +12,13 @@ from pathlib import Path
 from rollart.yamltree import did_you_mean
 
 
-def problem(target: str) -> str | None:
-    """What is wrong with `module:name`, as the end of a sentence, or None."""
+def problem(target: str, more: Sequence[str] = ()) -> str | None:
+    """What is wrong with `module:name`, as the end of a sentence, or None. `more` are folders to look in, too."""
     module, _, name = target.partition(":")
     top = module.partition(".")[0]
-    if not find(top):
+    if not find(top, more):
         return _not_installed(top) if top in _extras() else f"names module {module!r}, which cannot be found"
-    spec = find(module)
+    spec = find(module, more)
     if spec is None:
         return f"names module {module!r}, which cannot be found"
     if not spec.origin or not spec.origin.endswith(".py"):
@@ -28,9 +28,9 @@ def problem(target: str) -> str | None:
     except (SyntaxError, ValueError) as error:
         return f"names module {module!r}, which is not valid Python: {error}"
     names = _names(tree)
-    if name not in names and not {"*", "__getattr__"} & names and not find(f"{module}.{name}"):
+    if name not in names and not {"*", "__getattr__"} & names and not find(f"{module}.{name}", more):
         return f"names {name!r}, which module {module!r} does not have{did_you_mean(name, sorted(names))}"
-    missing = next((package for package in _imports(tree, name) if not find(package)), None)
+    missing = next((package for package in _imports(tree, name) if not find(package, more)), None)
     return f"names {target!r}, which {_not_installed(missing)}" if missing else None
 
 
@@ -40,11 +40,11 @@ def _not_installed(package: str) -> str:
     return f"needs the package {package!r}, which is not installed; run: pip install '{wanted}'"
 
 
-def find(module: str) -> ModuleSpec | None:
+def find(module: str, more: Sequence[str] = ()) -> ModuleSpec | None:
     """The spec of a module; unlike importlib's, it imports no parent package. The current folder counts too."""
     if module in sys.builtin_module_names:
         return ModuleSpec(module, None)
-    path: list[str] | None = [*sys.path, str(Path.cwd())]
+    path: list[str] | None = [*sys.path, str(Path.cwd()), *more]
     spec: ModuleSpec | None = None
     parts = module.split(".")
     for depth in range(len(parts)):

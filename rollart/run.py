@@ -92,8 +92,8 @@ async def _train(run: RunFile, directory: Path, ledger: Ledger, recovery: Recove
             await _supervised(fleet, evaluator.run(0, run.evaluation.final_episodes, label="before", final=True))
         await _until_trained(run, fleet, evaluator, checkpoints, ledger, recovery, log)
         steps, episodes = run.training.steps, run.evaluation.final_episodes
+        _keep_model(checkpoints / f"{steps:06d}", directory / "model")  # whatever becomes of the last evaluation
         await _supervised(fleet, evaluator.run(steps, episodes, label="after", final=True))
-    _keep_model(checkpoints / f"{steps:06d}", directory / "model")
 
 
 async def _until_trained(
@@ -144,7 +144,7 @@ async def _learn(
         sink=log,
         checkpoints=checkpoints,
         on_loaded=fleet.retire,
-        on_saved=lambda version: _prune(checkpoints, version, run.checkpoint.keep),
+        on_saved=lambda version: _prune(checkpoints, version, run.checkpoint.keep, spare=fleet.version),
     )
     try:
         async with _beside(_sample(scheduler, fleet, log)):
@@ -171,6 +171,7 @@ def _scheduler(run: RunFile, schedule: Schedule, fleet: Fleet, ledger: Ledger, l
         router=fleet.router,
         ledger=ledger,
         sink=log,
+        rule=run.environments.quarantine.rule(),
     )
 
 
@@ -277,11 +278,12 @@ async def _sample(scheduler: Scheduler, fleet: Fleet, log: EventLog) -> None:
         await asyncio.sleep(_SAMPLE_SECONDS)
 
 
-def _prune(checkpoints: Path, version: int, keep: int) -> None:
-    """Keep the newest `keep` up to `version`, which the ledger has just committed; later ones are of a lost history."""
+def _prune(checkpoints: Path, version: int, keep: int, spare: int) -> None:
+    """Keep the newest `keep` up to `version`, which the ledger has just committed; later ones are of a lost history.
+    Engines that are started again begin with `spare`."""
     numbers = sorted(int(path.name) for path in checkpoints.iterdir() if path.name.isdigit())
     kept = [number for number in numbers if number <= version][-keep:]
-    for number in set(numbers) - set(kept):
+    for number in set(numbers) - set(kept) - {spare}:
         shutil.rmtree(checkpoints / f"{number:06d}")
 
 

@@ -10,15 +10,19 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from rollart import importable
-from rollart.config import RunFile, Section
+from rollart.config import RunFile, Section, Task
+from rollart.envs import families
 from rollart.errors import ConfigError
 from rollart.yamltree import Dumper, KeyPath, Tree, did_you_mean, dotted, parse
 
 _MOST = 10
 
 
-def load(path: Path, overrides: Sequence[str] = (), *, need_model: bool = True) -> RunFile:
-    """The run file with `overrides` (`a.b.c=value`) applied. Raises ConfigError with one sentence per problem."""
+def load(
+    path: Path, overrides: Sequence[str] = (), *, need_model: bool = True, only_task: str | None = None
+) -> RunFile:
+    """The run file with `overrides` (`a.b.c=value`) applied. Raises ConfigError with one sentence per problem; what
+    tasks need is looked for in all of them, or in `only_task`."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -30,7 +34,7 @@ def load(path: Path, overrides: Sequence[str] = (), *, need_model: bool = True) 
     for override in overrides:
         tree.set(override)
     run = _validate(tree)
-    problems = list(_unusable(run, tree, need_model))
+    problems = list(_unusable(run, tree, need_model, only_task))
     if problems:
         raise ConfigError("\n".join(problems))
     return run
@@ -148,14 +152,38 @@ def _sections(model: type[BaseModel], path: KeyPath) -> Iterator[tuple[KeyPath, 
                 yield from _sections(kind, (*path, name, *item))
 
 
-def _unusable(run: RunFile, tree: Tree, need_model: bool) -> Iterator[str]:
+def _unusable(run: RunFile, tree: Tree, need_model: bool, only_task: str | None) -> Iterator[str]:
     """What the values themselves cannot show: files, modules and packages that are not there."""
     if need_model and run.model.path and not (run.model.path / "config.json").is_file():
         yield f"{tree.place(('model', 'path'))}: model.path {str(run.model.path)!r} is not a Hugging Face model folder"
     for index, task in enumerate(run.tasks):
-        here = task.reward.invoker in ("pool", "ray")  # elsewhere it may need what is not installed here
-        targets = {"env": task.env, "player": task.player, "reward": task.reward.function if here else None}
-        for key, target in targets.items():
-            wrong = importable.problem(target) if target else None
-            if wrong:
+        if only_task in (None, task.name):
+            for key, wrong in _unusable_keys(task, run.model.warm_up is not None):
                 yield f"{tree.place(('tasks', index, key))}: tasks.{task.name}.{key} {wrong}"
+
+
+def _unusable_keys(task: Task, warm_up: bool) -> Iterator[tuple[str, str]]:
+    here = task.reward.invoker in ("pool", "ray")  # elsewhere it may need what is not installed here
+    targets = {"env": task.env, "player": task.player, "reward": task.reward.function if here else None}
+    for key, target in targets.items():
+        if target and (wrong := _unusable_target(task, key, target)):
+            yield key, wrong
+    if task.family and (wrong := families.problem(task.family)):
+        yield "family", wrong
+    if task.family and warm_up and importable.problem(task.env):
+        yield (
+            "family",
+            f"{task.family!r} is a Python of its own, where model.warm_up cannot play; leave the warm-up out and start "
+            "from a model that can chat",
+        )
+
+
+def _unusable_target(task: Task, key: str, target: str) -> str | None:
+    if task.family and key != "reward":
+        family = families.installed(task.family)
+        return importable.problem(target, family.packages) if family else None
+    wrong = importable.problem(target)
+    name = families.family_of(target)
+    if wrong and "needs the package" in wrong and name and key != "reward":
+        return f"needs packages that are not installed here; give the task `family: {name}`"
+    return wrong

@@ -71,7 +71,7 @@ def test_an_engine_that_someone_else_runs_serves_as_a_pool(tmp_path: Path, monke
     async def main() -> dict[str, Any]:
         launcher = LocalLauncher()
         monkeypatch.setenv(KEY, launcher.key)
-        spec = {"model": str(model), "weights": str(weights), "config": {}, "seed": 0, "version": 0}
+        spec = {"model": str(model), "weights": str(weights / "pooled"), "config": {}, "seed": 0, "version": 0}
         engine = await launcher.launch(service("rollart.engines.service", spec, name="engine", logs=tmp_path), Wish())
         try:
             path = tmp_path / "run.yaml"

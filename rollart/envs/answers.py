@@ -1,11 +1,16 @@
 """What an environment answers, made into our nouns or refused. Pure: values from the wire in, `rollart.types` out."""
 
 import math
+import reprlib
 from typing import Any
 
 from rollart.types import Message, Step
 
 FIELDS = ("messages", "reward", "done", "truncated", "info")
+ROLES = ("system", "user", "assistant", "tool", "developer")
+DEPTH = 32  # of `info`, which is stored
+SHORT = reprlib.Repr()
+SHORT.maxstring = SHORT.maxother = 60
 
 
 class WrongAnswer(ValueError):
@@ -30,13 +35,11 @@ def step(value: Any) -> Step:
         raise WrongAnswer(f"`step` answered {_kind(value)}; (observation, reward, done) or a dict is wanted")
     unknown = [name for name in value if name not in FIELDS]
     if unknown:
-        raise WrongAnswer(f"`step` answered an unknown field {unknown[0]!r}; the fields are {', '.join(FIELDS)}")
-    done, truncated, info = value.get("done", False), value.get("truncated", False), value.get("info", {})
+        raise WrongAnswer(f"`step` answered an unknown field {_shown(unknown[0])}; the fields are {', '.join(FIELDS)}")
+    done, truncated = value.get("done", False), value.get("truncated", False)
     for name, flag in (("done", done), ("truncated", truncated)):
         if not isinstance(flag, bool):
             raise WrongAnswer(f"`{name}` is {_kind(flag)}; true or false is wanted")
-    if not isinstance(info, dict):
-        raise WrongAnswer(f"`info` is {_kind(info)}; a dict is wanted")
     over = done or truncated
     content = value.get("messages", "" if over else None)
     return Step(
@@ -44,13 +47,13 @@ def step(value: Any) -> Step:
         reward=_reward(value.get("reward")),
         done=over,
         truncated=truncated,
-        info=info,
+        info=_info(value.get("info", {})),
     )
 
 
 def _messages(value: Any) -> tuple[Message, ...]:
     if isinstance(value, str):
-        return (Message("user", value),)
+        return (Message("user", _text(value)),)
     if not isinstance(value, list):
         raise WrongAnswer(f"an observation is {_kind(value)}; text or a list of messages is wanted")
     return tuple(_message(item) for item in value)
@@ -62,7 +65,33 @@ def _message(value: Any) -> Message:
     for name in ("role", "content"):
         if not isinstance(value[name], str):
             raise WrongAnswer(f"the `{name}` of a message is {_kind(value[name])}; text is wanted")
-    return Message(value["role"], value["content"])
+    if value["role"] not in ROLES:
+        raise WrongAnswer(f"the role of a message is {_shown(value['role'])}; {', '.join(ROLES)} are the roles")
+    return Message(value["role"], _text(value["content"]))
+
+
+def _text(value: str) -> str:
+    try:
+        if not value.isascii():
+            value.encode()
+    except UnicodeEncodeError:
+        raise WrongAnswer("a text has half of a surrogate pair in it, which is no character") from None
+    return value
+
+
+def _info(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise WrongAnswer(f"`info` is {_kind(value)}; a dict is wanted")
+    if not _storable(value, DEPTH):
+        raise WrongAnswer(f"`info` is nested deeper than {DEPTH} levels, or has a whole number of more than 64 bits")
+    return value
+
+
+def _storable(value: Any, depth: int) -> bool:
+    if isinstance(value, dict | list):
+        inner = value.values() if isinstance(value, dict) else value
+        return depth > 0 and all(_storable(item, depth - 1) for item in inner)
+    return not isinstance(value, int) or -(2**63) <= value < 2**64
 
 
 def _reward(value: Any) -> float | None:
@@ -81,5 +110,10 @@ def _reward(value: Any) -> float | None:
 
 def _kind(value: Any) -> str:
     if isinstance(value, dict):
-        return f"a dict of {', '.join(map(repr, list(value)[:5])) or 'nothing'}"
-    return f"{value!r:.60} ({type(value).__name__})"
+        return f"a dict of {', '.join(map(_shown, list(value)[:5])) or 'nothing'}"
+    return f"{_shown(value)} ({type(value).__name__})"
+
+
+def _shown(value: Any) -> str:
+    """A short `repr`, of what may be nested without end."""
+    return SHORT.repr(value)[:60]

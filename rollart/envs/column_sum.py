@@ -24,6 +24,8 @@ DRAWS = 10_000
 class ColumnSum:
     """The reward is reasoning-gym's score of the last number in the answer."""
 
+    reusable = True
+
     def __init__(self, digits: int = 3, rules: bool = False, held_out: bool = False) -> None:
         self._sums = ChainSumDataset(
             ChainSumConfig(min_terms=2, max_terms=2, min_digits=digits, max_digits=digits, seed=0, size=1)

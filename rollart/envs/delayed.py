@@ -39,6 +39,10 @@ class Delayed:
         # Members of a group share their seed, but not their luck.
         self._luck = random.SystemRandom()
 
+    @property
+    def reusable(self) -> bool:
+        return bool(getattr(self._env, "reusable", False))
+
     def reset(self, seed: int) -> Any:
         time.sleep(self._scale * draw(RESET, self._luck))
         return self._env.reset(seed)

@@ -26,6 +26,8 @@ DRAWS = 10_000
 class Directory:
     """1 for the right city. A wrong city ends the episode too; a look-up that does not help only costs a turn."""
 
+    reusable = True
+
     def __init__(self, turns: int = 2, held_out: bool = False) -> None:
         if turns < 2:
             raise ValueError("Directory needs turns >= 2: one to look up and one to answer")

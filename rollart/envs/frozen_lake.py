@@ -25,6 +25,8 @@ RULES = (
 class FrozenLake:
     """+1 at the goal, -0.01 for an action that cannot be read, at most `max_actions` actions."""
 
+    reusable = True
+
     def __init__(
         self, size: int = 4, frozen: float = 0.8, max_actions: int = 10, rules: bool = False, held_out: bool = False
     ) -> None:

@@ -16,6 +16,8 @@ DRAWS = 10_000
 class GuessNumber:
     """1 when found; otherwise at the end `partial` times the closeness of the last guess, within the interval."""
 
+    reusable = True
+
     def __init__(
         self,
         top: int = 99,

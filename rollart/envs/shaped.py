@@ -11,6 +11,8 @@ class Shaped:
     """Anything is a good action. Observations differ from seed to seed and from turn to turn, so nothing is cached
     that a real task would not have cached."""
 
+    reusable = True
+
     def __init__(self, turns: int = 8, characters: int = 100, held_out: bool = False) -> None:
         self.turns, self.characters, self.held_out = turns, characters, held_out
         self._rng = random.Random()

@@ -1,4 +1,4 @@
-"""The environment's side of a slot: one environment object, made when first needed and kept for the next episode.
+"""The environment's side of a slot: one environment object, made when first needed, or before.
 
 Runs in the forking host with the Python of the environment's own family: standard library only.
 """
@@ -36,12 +36,23 @@ class EnvironmentShim:
         self._key: Any = None
         self._environment: Any = None
 
-    def reset(self, env: str, args: dict[str, Any], held_out: bool, seed: int) -> Any:
+    def find(self, env: str) -> None:
+        """Raises what an import of it raises."""
+        named(env)
+
+    def prepare(self, env: str, args: dict[str, Any], held_out: bool) -> None:
         key = (env, args, held_out)
         if self._key != key:
             self.close()
             self._environment = make(env, args, held_out)
             self._key = key
+
+    def reusable(self) -> bool:
+        """May this object, in this process, play another episode after this one?"""
+        return bool(getattr(self._environment, "reusable", False))
+
+    def reset(self, env: str, args: dict[str, Any], held_out: bool, seed: int) -> Any:
+        self.prepare(env, args, held_out)
         # Many environments draw from the global generators, whatever seed they are given.
         random.seed(seed)
         if "numpy" in sys.modules:

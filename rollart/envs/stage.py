@@ -46,7 +46,9 @@ class Stage:
         try:
             return read(answer)
         except answers.WrongAnswer as error:
-            raise EnvironmentFailed(f"the environment of task {self._task.name!r} broke its protocol: {error}") from error
+            raise EnvironmentFailed(
+                f"the environment of task {self._task.name!r} broke its protocol: {error}"
+            ) from error
 
 
 @asynccontextmanager

@@ -100,6 +100,21 @@ class GroupDropped(Event):
     trajectories: int
 
 
+class Quarantined(Event):
+    """A task that keeps failing is left out of the mixture; it is tried again after `wait_s`."""
+
+    task: str
+    reason: str
+    wait_s: float
+
+
+class Released(Event):
+    """A task that was left out for `seconds` works again and is back in the mixture."""
+
+    task: str
+    seconds: float
+
+
 class TrajectoryStarted(Event):
     trajectory: str
     task: str
@@ -267,6 +282,8 @@ AnyEvent = Union[  # noqa: UP007 (msgspec reads the union at run time)
     GroupStarted,
     GroupReady,
     GroupDropped,
+    Quarantined,
+    Released,
     TrajectoryStarted,
     EnvReset,
     TurnDone,

@@ -131,6 +131,11 @@ class PlainView(View):
                 )
             case ev.Warned():
                 self._say(f"warning: {event.message}")
+            case ev.Quarantined():
+                again = f"it is tried again in {event.wait_s:.0f} s"
+                self._say(f"warning: task {event.task} is left out of the mixture, {again}: {event.reason}")
+            case ev.Released():
+                self._say(f"task {event.task} works again and is back in the mixture")
             case ev.RunStarted(emulated=emulated) if emulated:
                 self._say(f"EMULATED devices: {', '.join(emulated)}")
             case ev.RolledBack():

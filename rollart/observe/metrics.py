@@ -90,6 +90,8 @@ class Metrics:
             ev.EngineSample: self._engine_sample,
             ev.PipelineSample: self._pipeline_sample,
             ev.Evaluated: self._evaluated,
+            ev.Quarantined: self._quarantined,
+            ev.Released: self._released,
             ev.Warned: self._warned,
         }
 
@@ -267,6 +269,12 @@ class Metrics:
         # A run that was killed before its first checkpoint plays the same evaluation again.
         points[:] = [old for old in points if (old.version, old.final) != (point.version, point.final)]
         points.append(point)
+
+    def _quarantined(self, event: ev.Quarantined) -> None:
+        self.warnings.append(f"task {event.task} is left out of the mixture: {event.reason}")
+
+    def _released(self, event: ev.Released) -> None:
+        self.warnings.append(f"task {event.task} works again and is back in the mixture after {event.seconds:.0f} s")
 
     def _warned(self, event: ev.Warned) -> None:
         self.warnings.append(event.message)

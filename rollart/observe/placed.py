@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rollart.config import RunFile
+from rollart.config import Reward, RunFile
 from rollart.observe.tables import table
 from rollart.resources.placement import Binding
 from rollart.resources.plan import Plan
@@ -38,8 +38,21 @@ def _pools(run: RunFile, plan: Plan) -> Table:
     for pool, bindings in groupby(plan.bindings, key=lambda binding: binding.pool):
         for role, device, why, same in _alike(list(bindings)):
             rows.add_row(role, pool, str(len(same)), plan.devices[pool] or device, _nodes(same), why)
-    rows.add_row("reward", "rewards", f"up to {run.rewards.workers}", "cpu", "here", "started when needed")
+    for reward in dict.fromkeys(_reward(run, task.reward) for task in run.tasks):
+        rows.add_row("reward", *reward, "started when needed")
     return rows
+
+
+def _reward(run: RunFile, reward: Reward) -> tuple[str, str, str, str]:
+    if reward.invoker == "pool":
+        return "rewards", f"up to {run.rewards.workers}", "cpu", "here"
+    where = {"lambda": f"AWS Lambda, {reward.name}", "fc": f"Function Compute, {reward.name}", "ray": "Ray Serve"}
+    return (
+        reward.invoker,
+        f"up to {reward.concurrency}",
+        reward.device or "cpu",
+        where.get(reward.invoker, str(reward.url)),
+    )
 
 
 def _alike(bindings: list[Binding]) -> Iterator[tuple[str, str, str, list[Binding]]]:

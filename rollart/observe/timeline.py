@@ -192,6 +192,10 @@ class Timeline:
                 yield _instant(f"{event.task} {event.success:.3f}", event.t, {"version": event.version})
             case ev.Warned():
                 yield _instant(event.message, event.t, {})
+            case ev.Quarantined():
+                yield _instant(f"{event.task} is left out of the mixture", event.t, {"reason": event.reason})
+            case ev.Released():
+                yield _instant(f"{event.task} is back in the mixture", event.t, {})
             case _:
                 return
 

@@ -184,6 +184,8 @@ class Engines:
     async def _watch(self, name: str) -> None:
         while True:
             engine = self._engines[name]
+            if not self.router.has(name, engine.client):  # supervision ended while it was being brought back
+                engine.started.kill()
             sampling = asyncio.create_task(self._sample(name, engine.client))
             try:
                 reason = await engine.started.wait()

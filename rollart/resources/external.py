@@ -33,4 +33,6 @@ class External:
         """It is not ours to stop."""
 
     def kill(self) -> None:
-        """It is not ours to kill."""
+        """It is not ours to kill; leaving it is, to come back when it is better."""
+        if self._client is not None:
+            self._client.leave(f"{self.address} was given up")

@@ -25,7 +25,7 @@ from rollart.resources.placement import Binding
 from rollart.resources.plan import Plan, plan
 from rollart.resources.ranks import TrainerRanks
 from rollart.resources.roofline import ModelShape
-from rollart.rewards.pool import RewardPool
+from rollart.rewards.invokers import Rewards
 from rollart.rollout.router import Router
 from rollart.rollout.routing import policy
 from rollart.rollout.shapes import TaskShapes
@@ -43,15 +43,17 @@ class Fleet:
         self, run: RunFile, directory: Path, log: EventLog, *, model: Path, version: int, trainer: bool = True
     ) -> None:
         self._run, self._log, self._train = run, log, trainer
-        self._model, self._version = model.absolute(), version
+        self._model, self.version = model.absolute(), version
         self._checkpoint: tuple[Path, int] = (self._model, version)
         self._logs = (directory / "logs").absolute()
         self._logs.mkdir(exist_ok=True)
         self._stack = AsyncExitStack()
         shared = WeightStore.shared
-        self.store = WeightStore(run.weights) if run.weights else shared(f"{run.name}-{directory.stat().st_ino}")
+        self.store = (
+            WeightStore(run.weights / run.name) if run.weights else shared(f"{run.name}-{directory.stat().st_ino}")
+        )
         self.renderer = ChatRenderer(model)
-        self.rewards = RewardPool(run.tasks, run.rewards, log=self._logs / "rewards.log")
+        self.rewards = Rewards(run.tasks, run.rewards, log=self._logs / "rewards.log", sink=log, cluster=run.cluster)
         self.environments: EnvironmentPool
         self.router: Router
         self._engines: Engines
@@ -97,7 +99,8 @@ class Fleet:
             run.environments,
             log=self._logs / "environments.log",
             launcher=launcher,
-            wishes=[binding.wish() for binding in bindings["environment"]],
+            wishes=[binding.wish() for binding in bindings["environment"] if not run.all_pools()[binding.pool].urls],
+            urls=[url for pool in run.pools_of("environment").values() for url in pool.urls],
             tell=partial(self._tell_host, bindings["environment"][0]),
         )
         self._engines = Engines(
@@ -106,7 +109,7 @@ class Fleet:
             launcher=launcher,
             devices=catalogue(run),
             shape=ModelShape.of_folder(self._model),
-            spec=lambda: self._spec(self._model, self._version),
+            spec=lambda: self._spec(self._model, self.version),
             sink=self._log,
             logs=self._logs,
         )
@@ -142,7 +145,7 @@ class Fleet:
         model, version = self._checkpoint
         return {**self._spec(model, version), "checkpoint": str(model) if version else None}
 
-    async def _start_pool(self, pool: EnvironmentPool | RewardPool) -> None:
+    async def _start_pool(self, pool: EnvironmentPool | Rewards) -> None:
         self._stack.push_async_callback(pool.close)
         await pool.start()
 
@@ -159,7 +162,7 @@ class Fleet:
         hand_over = run.routing.hand_over
         self.router = Router(
             dict(engines.clients),
-            self._version,
+            self.version,
             self._log,
             pools={name: engines.pool_of(name) for name in engines.clients},
             policy=policy(run.routing.policy, hand_over),
@@ -197,8 +200,8 @@ class Fleet:
         """The trainer again, at `version`; the engines follow it there. Raises ServiceError."""
         self._checkpoint = (checkpoint.absolute() if version else self._model, version)
         await self._trainer.again()
+        await self.trainer.publish()  # the end of the last one may have taken the store along
         if version != self.router.target or self.router.serving != version:
-            await self.trainer.publish()
             await self.router.load(version)
         self._log.emit(RolledBack(version=version, reason=reason))
 

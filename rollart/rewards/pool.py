@@ -3,15 +3,17 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from rollart.config import Rewards, Task
 from rollart.errors import RewardFailed, ServiceError
+from rollart.rewards.calls import Usage
 from rollart.types import Episode, RewardResult
 from rollart.workers.process import HostSpec
 from rollart.workers.slot import CallRaised, SlotLost
-from rollart.workers.slots import SlotPool
+from rollart.workers.slots import Lease, SlotPool
 
 SHIM = "{rollart}/rewards/shim.py:RewardShim"
 BACK_OFF_S = 0.1
@@ -24,7 +26,8 @@ class RewardPool:
     def __init__(self, tasks: Sequence[Task], config: Rewards, log: Path | None = None, idle_s: float = IDLE_S) -> None:
         self._config = config
         self._rewards = {task.name: task.reward for task in tasks}
-        functions = tuple(dict.fromkeys(self._rewards.values()))
+        self._places = {task.name: asyncio.Semaphore(task.reward.concurrency) for task in tasks}
+        functions = tuple(dict.fromkeys(reward.function for reward in self._rewards.values()))
         self._pool = SlotPool(HostSpec(SHIM, functions, log=log, name="host of rewards"), config.workers, idle_s)
 
     @property
@@ -46,23 +49,36 @@ class RewardPool:
     async def close(self) -> None:
         await self._pool.close()
 
-    async def score(self, task: str, episode: Episode) -> RewardResult:
+    async def score(self, task: str, episode: Episode, usage: Usage | None = None) -> RewardResult:
         """Raises RewardFailed after the last retry, each on a fresh process."""
-        reward, deadline, tries = self._rewards[task], self._config.deadline, self._config.retries + 1
-        args = {"reward": reward, "episode": episode}
+        usage, reward = usage or Usage(), self._rewards[task]
+        tries = 1 + (self._config.retries if reward.retries is None else reward.retries)
+        args = {"reward": reward.function, "episode": episode, "args": reward.args, "version": reward.version}
         for number in range(tries):
             try:
-                async with self._pool.lease() as lease:
-                    await lease.take(fresh=number > 0)
-                    try:
-                        return msgspec.convert(await lease.call("score", args, deadline), RewardResult)
-                    except CallRaised:
-                        lease.drop()  # what raised once may have left its process in a bad state
-                        raise
+                async with self._places[task], self._pool.lease() as lease:
+                    return await _call(lease, args, reward.deadline or self._config.deadline, usage)
             except (SlotLost, CallRaised, ServiceError, msgspec.ValidationError) as error:
                 failure = error
             if number + 1 < tries:
                 await asyncio.sleep(BACK_OFF_S * 2**number)
         raise RewardFailed(
-            f"the reward {reward!r} of task {task!r} failed {tries} times; the last time: {failure}"
+            f"the reward {reward.function!r} of task {task!r} failed {tries} times; the last time: {failure}"
         ) from failure
+
+
+async def _call(lease: Lease, args: dict[str, Any], deadline: float, usage: Usage) -> RewardResult:
+    """One try, on a process that was used well, or else a new one. Raises what a slot raises."""
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    await lease.take(fresh=usage.tries > 0)
+    usage.tries += 1
+    taken = clock()
+    try:
+        return msgspec.convert(await lease.call("score", args, deadline), RewardResult)
+    except CallRaised:
+        lease.drop()  # what raised once may have left its process in a bad state
+        raise
+    finally:
+        usage.first_byte_s = clock() - began
+        usage.billed_s += clock() - taken

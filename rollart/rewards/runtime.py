@@ -1,4 +1,4 @@
-"""The function's side of every invoker: finds the reward, gives it the episodes, checks what it answers, tells the cost.
+"""The function's side of every invoker: finds the reward, gives it the episodes, checks its answers, tells the cost.
 
 The same object serves a functions-framework service, a Lambda or Function Compute handler and a Ray Serve replica.
 Needs nothing but msgspec, because it is packaged with every reward function.
@@ -57,6 +57,16 @@ def batch_of(function: Reward) -> int:
     return int(getattr(function, "batch", 1))
 
 
+def version_of(function: Reward) -> str:
+    return str(getattr(function, "version", ""))
+
+
+def another_version(function: Reward, target: str, wanted: str) -> str:
+    """Why the function is not the one that is wanted; empty if it is."""
+    found = version_of(function)
+    return f"{target} is here in version {found or '(none)'}, not {wanted}" if wanted not in ("", found) else ""
+
+
 def call(function: Reward, episodes: Sequence[Episode], args: Mapping[str, Any]) -> list[RewardResult]:
     """One result per episode, in order. Raises what the function raises, or what is wrong with its answer."""
     timeout = getattr(function, "timeout", None)
@@ -108,7 +118,7 @@ class Runtime:
 
     @property
     def version(self) -> str:
-        return str(getattr(self._function, "version", ""))
+        return version_of(self._function)
 
     def http(self, method: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes]:
         """Status and JSON body for an HTTP request."""
@@ -163,9 +173,7 @@ class Runtime:
     def _not_ours(self, request: Request) -> str:
         if request.function and request.function != self.target:
             return f"this serves {self.target}, not {request.function}"
-        if request.version and request.version != self.version:
-            return f"this serves version {self.version or 'none'} of {self.target}, not {request.version}"
-        return ""
+        return another_version(self._function, self.target, request.version)
 
     def _scored(self, request: Request) -> tuple[int, Answer]:
         many = request.episodes is not None

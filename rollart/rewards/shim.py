@@ -4,11 +4,14 @@ from typing import Any
 
 import msgspec
 
-from rollart.rewards.runtime import call, find
+from rollart.rewards.runtime import another_version, call, find
 from rollart.types import Episode
 
 
 class RewardShim:
-    def score(self, reward: str, episode: dict[str, Any], args: dict[str, Any]) -> Any:
-        [result] = call(find(reward), [msgspec.convert(episode, Episode)], args)
+    def score(self, reward: str, version: str, episode: dict[str, Any], args: dict[str, Any]) -> Any:
+        function = find(reward)
+        if wrong := another_version(function, reward, version):
+            raise LookupError(wrong)
+        [result] = call(function, [msgspec.convert(episode, Episode)], args)
         return msgspec.to_builtins(result)

@@ -1,7 +1,7 @@
 """What travels between a caller of rewards and the function, wherever that runs, and how it is signed.
 
-A request is `{"episode": {...}}`, with `function`, `version` and `args` beside it, or `{"episodes": [...]}` for several.
-Its answer is `{"value", "parts", "success"}`, or `{"results": [...]}` of such answers, in the same order; or `{"error"}`.
+A request is `{"episode": {...}}`, with `function`, `version` and `args` beside it; `{"episodes": [...]}` for several.
+Its answer is `{"value", "parts", "success"}`, `{"results": [...]}` of such answers in the same order, or `{"error"}`.
 Needs nothing but msgspec, because it is packaged with every reward function.
 """
 

@@ -8,7 +8,8 @@ from rollart.types import Trajectory
 @dataclass(slots=True)
 class Group:
     """`running` are members under way, `done` the trainable ones; `failures` counts members that failed by no fault of
-    the policy. A group is ready when `size` members are done, and hopeless once more than `retries` have failed."""
+    the policy. A group is ready when `size` members are done, and given up once more than `retries` have failed. A
+    `probe` is to find out whether a task that is left out works again: it is played to its end, however old it gets."""
 
     id: str
     task: str
@@ -23,6 +24,7 @@ class Group:
     oldest: int | None = None
     started_s: float = 0.0
     closed: bool = False
+    probe: bool = False
 
     @property
     def ready(self) -> bool:

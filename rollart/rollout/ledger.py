@@ -7,7 +7,7 @@ contains are open again, and nothing that a checkpoint contains can be leased ag
 
 import sqlite3
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
@@ -15,7 +15,7 @@ from typing import Literal, Self
 import msgspec
 
 from rollart.errors import RollartError
-from rollart.types import Trajectory
+from rollart.types import Outcome, Trajectory
 
 State = Literal["open", "leased", "consumed", "dropped"]
 
@@ -173,6 +173,16 @@ class Ledger:
         if len(rows) == 2 and rows[0][0] != prefix:
             raise RollartError(f"several ids start with {prefix!r}, for instance {rows[0][0]} and {rows[1][0]}")
         return self._decode(rows[0][1])
+
+    def scored(self, limit: int, tasks: Sequence[str] = ()) -> list[Trajectory]:
+        """The last trajectories that came to be scored, also those whose reward failed."""
+        outcomes = [Outcome.FINISHED.value, Outcome.TRUNCATED.value, Outcome.REWARD_FAILED.value]
+        of_tasks = f"and task in ({', '.join('?' * len(tasks))})" if tasks else ""
+        rows = self._db.execute(
+            f"select body from trajectories where outcome in (?, ?, ?) {of_tasks} order by started desc limit ?",
+            (*outcomes, *tasks, limit),
+        )
+        return [self._decode(body) for (body,) in rows]
 
     def group_states(self) -> dict[str, int]:
         return dict(self._db.execute("select state, count(*) from groups group by state"))

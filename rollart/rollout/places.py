@@ -1,5 +1,6 @@
 """Engines as the router sees them: pools of the same device class, and in them one place for each engine."""
 
+import math
 from dataclasses import dataclass, field
 
 from rollart.protocols import Engine
@@ -9,9 +10,12 @@ from rollart.rollout.prediction import Predictor
 
 RATE = 0.05
 LEAST, MOST = 0.01, 100.0
+TELLING = 64  # tokens whose time tells as much as any number of them
 ALL = 8  # engines of a pool that are all looked at; of more, a few in turn
 SOME = 4
-UNEVEN = 1.5  # times its share that an engine may have before others are looked at
+RECENT = 4.0  # mean requests, that count for how busy an engine is with prefill
+BUSIEST = 0.9
+UNEVEN = 1.1  # times its share that an engine may have before others are looked at
 
 TINY = ModelShape(dense=1_000_000, layers=4, heads=4, kv_heads=2, head_dim=32)
 CPU = Roofline(CATALOGUE["cpu"], TINY)
@@ -33,6 +37,10 @@ class Place:
     context: int = 0
     reserved: int = 0
     prefill_until: float = 0.0
+    usual_open: float = 0.0
+    usual_context: float = 0.0
+    recent_work: float = 0.0
+    recent_at: float = 0.0
     foreign: int = 0
     foreign_kv: int = 0
     unexplained: tuple[int, int] = (0, 0)
@@ -47,12 +55,29 @@ class Place:
         self.context += tokens
         self.reserved += tokens + most
         self.pool.reserved += tokens + most
+        self.usual_open += RATE * (self.open - self.usual_open)
+        self.usual_context += RATE * (self.context - self.usual_context)
 
     def give_back(self, tokens: int, most: int) -> None:
         self.open -= 1
         self.context -= tokens
         self.reserved -= tokens + most
         self.pool.reserved -= tokens + most
+
+    def prefill(self, work: float, now: float) -> None:
+        """Count so many seconds of prefill."""
+        self.prefill_until = max(self.prefill_until, now) + work
+        self.recent_work = self._recent(now) + work
+        self.recent_at = now
+        self.pool.began(work)
+
+    def prefilling(self, now: float) -> float:
+        """The share of its time that went into prefill lately."""
+        return min(BUSIEST, self._recent(now) / (RECENT * self.pool.mean_s)) if self.pool.mean_s else 0.0
+
+    def _recent(self, now: float) -> float:
+        span = RECENT * self.pool.mean_s
+        return self.recent_work * math.exp(-(now - self.recent_at) / span) if span else 0.0
 
     @property
     def fair(self) -> bool:
@@ -78,6 +103,7 @@ class EnginePool:
     prefill_factor: float = 1.0
     decode_factor: float = 1.0
     mean_s: float = 0.0
+    mean_work: float = 0.0
     reserved: int = 0
     _turn: int = 0
 
@@ -101,11 +127,24 @@ class EnginePool:
                 return best
         return _best(places, floor)
 
-    def learn(self, predicted: tuple[float, float], actual: tuple[float, float], seconds: float) -> None:
-        """Prefill (queue included) and decode, as predicted without factors and as they were."""
-        self.prefill_factor = _towards(self.prefill_factor, actual[0], predicted[0])
-        self.decode_factor = _towards(self.decode_factor, actual[1], predicted[1])
-        self.mean_s += (RATE if self.mean_s else 1.0) * (seconds - self.mean_s)
+    def learn_prefill(self, roofline: float, actual: float, tokens: int) -> None:
+        """Seconds of the prefill of so many tokens, as the roofline says and as they were."""
+        self.prefill_factor = _towards(self.prefill_factor, actual, roofline, tokens)
+
+    def learn_decode(self, roofline: float, actual: float, tokens: int) -> None:
+        """The same for so many decoded tokens."""
+        self.decode_factor = _towards(self.decode_factor, actual, roofline, tokens)
+
+    def began(self, work: float) -> None:
+        """A request that adds so many seconds of prefill."""
+        self.mean_work += (RATE if self.mean_work else 1.0) * (work - self.mean_work)
+
+    def expect(self, seconds: float) -> None:
+        """Before anything was measured, what is predicted has to do."""
+        self.mean_s = self.mean_s or seconds
+
+    def took(self, seconds: float) -> None:
+        self.mean_s += RATE * (seconds - self.mean_s)
 
 
 def _best(places: list[Place], floor: int) -> Place | None:
@@ -119,7 +158,9 @@ def _best(places: list[Place], floor: int) -> Place | None:
     return best
 
 
-def _towards(factor: float, actual: float, predicted: float) -> float:
-    if predicted <= 0.0 or actual <= 0.0:
+def _towards(factor: float, actual: float, roofline: float, tokens: int) -> float:
+    """A step towards the factor that would have been right, in proportion; few tokens say little."""
+    if roofline <= 0.0 or actual <= 0.0:
         return factor
-    return factor + RATE * (min(MOST, max(LEAST, actual / predicted)) - factor)
+    right = min(MOST, max(LEAST, actual / roofline))
+    return float(factor * (right / factor) ** (RATE * min(1.0, tokens / TELLING)))

@@ -31,6 +31,10 @@ class Predictor:
         compute = new * (self._token + self._attend * (cached + new / 2))
         return max(compute, self._weights(new) + (cached + new) * self._kv)
 
+    def compute(self, new: int, cached: int) -> float:
+        """The same without reading the weights, which requests that are prefilled together do once."""
+        return max(0, new) * (self._token + self._attend * (cached + new / 2))
+
     def decode(self, sequences: int, contexts: float) -> float:
         """One step: a token for each of `sequences`, whose contexts have `contexts` tokens in all."""
         if sequences <= 0:
@@ -47,19 +51,23 @@ class Predictor:
 
 @dataclass(slots=True)
 class Prediction:
-    """Seconds until its prefill begins, of its prefill, of each decoded token and of all of them; `others` is the delay
-    of everybody else."""
+    """Seconds until there is room for it, until the prefill before it is done, of its prefill, of each decoded token
+    and of all of them. `work` is what its prefill adds to the engine's backlog, `others` the delay of everybody else,
+    `factors` the corrections of prefill and decode that are in it."""
 
+    room: float
     wait: float
     prefill: float
     token: float
     decode: float
+    work: float
     others: float
+    factors: tuple[float, float]
 
     @property
     def seconds(self) -> float:
-        return self.wait + self.prefill + self.decode
+        return self.room + self.wait + self.prefill + self.decode
 
     @property
     def cost(self) -> float:
-        return self.seconds + self.others
+        return self.room + self.wait + self.others

@@ -75,7 +75,7 @@ class Router:
         self._policy = policy or Measured()
         self._affinity = dict(affinity or {})
         self._sessions: dict[str, _Held] = {}
-        self._openings: dict[int, Place] = {}
+        self._openings: dict[int, _Held] = {}
         self._sink, self._on_lost, self._attempts, self._keeps_kv = sink, on_lost, attempts, keeps_kv
         self._revived = asyncio.Event()
         for name, engine in engines.items():
@@ -93,11 +93,15 @@ class Router:
             choice = self._choose(request, clock()) or await self._revival(request)
             place, began = choice.place, clock()
             tokens, most = len(request.tokens), request.sampling.max_tokens  # the context grows while it is away
-            self._begin(choice, request, began)
+            until = self._begin(choice, request, began)
             try:
                 asked = request
                 if choice.prefill_at is not None:
-                    asked = await self._prefill(choice.prefill_at, request)
+                    choice.prefill_at.take(tokens, 0)
+                    try:
+                        asked = await self._prefill(choice.prefill_at, request)
+                    finally:
+                        choice.prefill_at.give_back(tokens, 0)
                 completion = await place.engine.generate(asked)
             except EngineFailed as error:
                 reason = str(error)
@@ -105,7 +109,7 @@ class Router:
                 if isinstance(error, EngineLost):
                     self._lose(place, reason)
             else:
-                self._learn(request, choice, completion, clock() - began)
+                self._learn(request, choice, completion, began, until, clock() - began)
                 prefilled_by = choice.prefill_at.name if choice.prefill_at is not None else ""
                 return Routed(
                     completion, place.name, place.pool.name, choice.why, choice.prediction.seconds, prefilled_by
@@ -120,7 +124,9 @@ class Router:
         if held is not None:
             cached = held.cached if self._keeps_kv or held.version == held.place.version else 0
         elif request.turn == 0:
-            shared = self._openings.get(hash(tuple(request.tokens)))
+            opened = self._openings.get(hash(tuple(request.tokens)))
+            if opened is not None and (self._keeps_kv or opened.version == opened.place.version):
+                shared = opened.place
         most = request.sampling.max_tokens
         ask = Ask(
             len(request.tokens),
@@ -132,19 +138,22 @@ class Router:
             held.place if held is not None else None,
             cached,
             shared,
+            request.task,
         )
         return self._policy.choose(ask, self._kinds)
 
-    def _begin(self, choice: Choice, request: GenerationRequest, now: float) -> None:
-        """Counts the request where it goes."""
+    def _begin(self, choice: Choice, request: GenerationRequest, now: float) -> float:
+        """Counts the request where it goes; answers when the prefill there should be done, its own included."""
         place = choice.place
         place.take(len(request.tokens), request.sampling.max_tokens)
         busy = choice.prefill_at or place
-        busy.prefill_until = max(busy.prefill_until, now) + choice.prediction.prefill
+        place.pool.expect(choice.prediction.seconds)
+        busy.prefill(choice.prediction.work, now)
         if request.turn == 0:
             if len(self._openings) >= _OPENINGS:
                 self._openings.pop(next(iter(self._openings)))
-            self._openings[hash(tuple(request.tokens))] = place
+            self._openings[hash(tuple(request.tokens))] = _Held(place, len(request.tokens) - 1, place.version)
+        return busy.prefill_until
 
     async def _prefill(self, place: Place, request: GenerationRequest) -> GenerationRequest:
         """A hand-over is an optimisation: if the prefill fails there, the decoding engine does it itself."""
@@ -157,19 +166,30 @@ class Router:
             return request
         return replace(request, kv_from=address)
 
-    def _learn(self, request: GenerationRequest, choice: Choice, completion: Completion, seconds: float) -> None:
-        place, made = choice.place, len(completion.tokens)
+    def _learn(
+        self,
+        request: GenerationRequest,
+        choice: Choice,
+        completion: Completion,
+        began: float,
+        until: float,
+        seconds: float,
+    ) -> None:
+        place, pool, made = choice.place, choice.place.pool, len(completion.tokens)
         self.shapes.saw(request.task, request.turn, made)
         version = completion.versions[-1] if completion.versions else place.version
         self._sessions[request.session] = _Held(place, len(request.tokens) + made - 1, version)
-        if choice.prefill_at is None and made:
-            pool, prediction = place.pool, choice.prediction
-            alone = (prediction.wait + prediction.prefill) / pool.prefill_factor
-            pool.learn(
-                (alone, prediction.token * made / pool.decode_factor),
-                (completion.queue_s + completion.prefill_s, completion.decode_s),
-                seconds,
-            )
+        pool.took(seconds)
+        if choice.prefill_at is not None or not made:
+            return
+        first_s, prediction = completion.queue_s + completion.prefill_s, choice.prediction
+        prefill_factor, decode_factor = prediction.factors
+        if not prediction.room and prediction.wait < prediction.prefill:  # else it tells of the queue
+            roofline = (prediction.prefill + prediction.token) / prefill_factor
+            pool.learn_prefill(roofline, first_s - prediction.wait, completion.prompt - completion.cached)
+        pool.learn_decode(prediction.token / decode_factor * (made - 1), completion.decode_s, made - 1)
+        # Its own prefill was over at its first token; what came later is all that can be left.
+        place.prefill_until = min(place.prefill_until, began + first_s + place.prefill_until - until)
 
     async def _revival(self, request: GenerationRequest) -> Choice:
         """Wait until some engine may have the request."""
@@ -211,6 +231,11 @@ class Router:
             min(now, before) for now, before in zip(more, place.unexplained, strict=True)
         )
         place.unexplained = more
+
+    def has(self, name: str, engine: Engine) -> bool:
+        """Whether requests may go to this very engine."""
+        place = self._places.get(name)
+        return place is not None and place.alive and place.engine is engine
 
     def drain(self, name: str) -> None:
         """Nothing new goes there; what is under way ends."""
@@ -259,4 +284,5 @@ class Router:
             self._lose(place, f"could not load version {version}: {error}")
             return
         place.version = version
+        self._revived.set()
         self._sink.emit(EngineSwapped(engine=place.name, version=version, seconds=clock() - began))

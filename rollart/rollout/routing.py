@@ -1,8 +1,8 @@
 """Where a request should go: decisions over the state of the places, with no side effects.
 
-A measured decision adds up what the request would take on an engine and how much it would delay the requests that are
-there: the choice with the least sum keeps the total short, so a device that is poor at a kind of work gets it only
-when the better one is full. Every decision has a reason.
+Which pool a conversation of a task belongs to is planned from measured averages (`shares`). Within the pool, and for a
+conversation that has KV somewhere, a prediction decides: what the request takes from an engine, times the requests that
+are there to wait for it. Every decision has a reason.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 from rollart.rollout.places import EnginePool, Place
 from rollart.rollout.prediction import Prediction
+from rollart.rollout.shares import Shares
 
 Why = Literal["prefix", "group", "fastest", "moved", "handed over", "pinned", "fallback", "declared", "turn"]
 CLEARLY = 0.8  # leave a cached prefix only for less than this share of the cost of staying
@@ -31,6 +32,7 @@ class Ask:
     held: Place | None = None
     cached: int = 0
     shared: Place | None = None
+    task: str = ""
 
 
 @dataclass(slots=True)
@@ -53,18 +55,24 @@ class Policy(Protocol):
 def predict(place: Place, ask: Ask, cached: int) -> Prediction:
     """The request on that engine as things stand."""
     pool, model = place.pool, place.pool.predictor
-    wait = max(0.0, place.prefill_until - ask.now)
-    there = place.open + place.foreign
+    there = max(place.open, place.usual_open) + place.foreign
     full = there - pool.max_batch + 1
+    room = 0.0
     if full > 0 or place.reserved + place.foreign_kv + ask.tokens + ask.most > pool.kv_tokens:
-        wait += pool.mean_s * (1 + max(0, full) / pool.max_batch)
-    prefill = model.prefill(ask.tokens - cached, cached) * pool.prefill_factor
-    beside = min(there, pool.max_batch - 1)
-    contexts = (place.context + place.foreign_kv) * (beside / there if there else 0.0)
-    token = model.decode(beside + 1, contexts + ask.tokens + ask.decoded / 2) * pool.decode_factor
-    slower = token - model.decode(beside, contexts) * pool.decode_factor if beside else 0.0
-    others = beside * (prefill + ask.decoded * slower)
-    return Prediction(wait, prefill, token, ask.decoded * token, others)
+        room = pool.mean_s * (1 + max(0, full) / pool.max_batch)
+    new = ask.tokens - cached
+    work = model.compute(new, cached) * pool.prefill_factor
+    prefill = max(work, model.prefill(new, cached) * pool.prefill_factor)
+    beside = int(min(there, pool.max_batch - 1))
+    contexts = (max(place.context, place.usual_context) + place.foreign_kv) * (beside / there if there else 0.0)
+    apart = 1.0 - place.prefilling(ask.now)  # what prefill leaves of its time
+    token = model.decode(beside + 1, contexts + ask.tokens + ask.decoded / 2) * pool.decode_factor / apart
+    wait = max(0.0, place.prefill_until - ask.now)
+    alone = model.decode(beside, contexts) if beside else 0.0
+    slower = (model.decode(beside + 1, contexts + ask.tokens + ask.decoded / 2) - alone) * pool.decode_factor
+    others = (1.0 + there) * (work + ask.decoded * slower)
+    factors = (pool.prefill_factor, pool.decode_factor)
+    return Prediction(room, wait, prefill, token, ask.decoded * token, work, others, factors)
 
 
 def pinned(ask: Ask, pools: Sequence[EnginePool]) -> tuple[Sequence[EnginePool], Why | None]:
@@ -100,37 +108,56 @@ def kept(ask: Ask, allowed: Sequence[EnginePool]) -> Choice | None:
 
 
 class Measured:
-    """By prediction from the measured shape of the task. `hand_over`: when to prefill on one engine and decode on
-    another: never, when it should pay, always, or always between two pools."""
+    """By the planned shares of the task's measured shape; within a pool, and for a conversation with KV somewhere, by
+    prediction. `hand_over`: when to prefill on one engine and decode on another: never, when it should pay, always, or
+    always between two pools."""
 
     def __init__(self, hand_over: str | tuple[str, str] = "never") -> None:
         self._hand_over = hand_over
+        self._shares = Shares()
 
     def choose(self, ask: Ask, pools: Sequence[EnginePool]) -> Choice | None:
         allowed, pin = pinned(ask, pools)
-        best, here, bar = None, None, float("inf")
-        if (known := home(ask, allowed)) is not None:
-            here, cached, why = known
-            best = Choice(here, why, cached, predict(here, ask, cached))
-            bar = best.prediction.cost * CLEARLY
-        for pool in allowed:
-            if here is not None and here.pool is pool and here.fair:
-                continue  # its neighbours have no more room, and not its KV
-            found = pool.least_loaded(ask.floor)
-            if found is None or found is here:
-                continue
-            prediction = predict(found, ask, 0)
-            if prediction.cost < bar:
-                moved: Why = "moved" if ask.held is not None else "fastest"
-                best, bar = Choice(found, pin or moved, 0, prediction), prediction.cost
-        if best is not None and self._hand_over != "never":
-            best = self._handed_over(ask, pools, best)
+        self._shares.saw(ask.task, ask.tokens - ask.cached, ask.tokens, ask.decoded)
+        shares = self._shares.of(ask.task, allowed, ask.floor) if len(allowed) > 1 else {}
+        wanted = [pool for pool in allowed if pool.name in shares] if shares else allowed
+        best = self._stay(ask, allowed, wanted)
+        if best is None:
+            if shares and len(wanted) > 1:
+                name = self._shares.pick(ask.task, {pool.name: shares[pool.name] for pool in wanted})
+                wanted = [pool for pool in wanted if pool.name == name]
+            found = [place for pool in wanted or allowed if (place := pool.least_loaded(ask.floor)) is not None]
+            found = found or [place for pool in allowed if (place := pool.least_loaded(ask.floor)) is not None]
+            if not found:
+                return None
+            place = min(found, key=lambda place: place.reserved)
+            moved: Why = "moved" if ask.held is not None else "fastest"
+            best = Choice(place, pin or moved, 0, predict(place, ask, 0))
+        if self._hand_over != "never":
+            best = self._handed_over(ask, pools, allowed, best)
         return best
 
-    def _handed_over(self, ask: Ask, pools: Sequence[EnginePool], best: Choice) -> Choice:
+    def _stay(self, ask: Ask, allowed: Sequence[EnginePool], wanted: Sequence[EnginePool]) -> Choice | None:
+        """Where its KV is, unless the task belongs to other pools by now, or another engine is clearly better."""
+        if (known := home(ask, allowed)) is None:
+            return None
+        here, cached, why = known
+        if here.pool not in wanted and wanted:
+            return None
+        stay = Choice(here, why, cached, predict(here, ask, cached))
+        if here.fair or (other := here.pool.least_loaded(ask.floor)) is None or other is here:
+            return stay
+        prediction = predict(other, ask, 0)
+        if prediction.cost >= stay.prediction.cost * (CLEARLY if here is ask.held else 1.0):
+            return stay
+        return Choice(other, "moved" if here is ask.held else "fastest", 0, prediction)
+
+    def _handed_over(
+        self, ask: Ask, pools: Sequence[EnginePool], allowed: Sequence[EnginePool], best: Choice
+    ) -> Choice:
         """The same request with its prefill elsewhere, if that is wanted, or cheaper."""
         first = [pool for pool in pools if not isinstance(self._hand_over, tuple) or pool.of == self._hand_over[0]]
-        last = [pool for pool in pools if not isinstance(self._hand_over, tuple) or pool.of == self._hand_over[1]]
+        last = [pool for pool in allowed if not isinstance(self._hand_over, tuple) or pool.of == self._hand_over[1]]
         choice, bar = best, best.prediction.cost * CLEARLY if self._hand_over == "auto" else float("inf")
         for decoding in _open(ask, last):
             cached = min(ask.cached, ask.tokens - 1) if decoding is ask.held else 0
@@ -139,13 +166,16 @@ class Measured:
                 if prefilling.pool is decoding.pool:
                     continue
                 fetched = decoding.pool.predictor.transfer(ask.tokens - cached)
-                prefill = predict(prefilling, ask, cached)
+                prefill = predict(prefilling, ask, min(ask.cached, ask.tokens - 1) if prefilling is ask.held else 0)
                 both = Prediction(
+                    prefill.room + decode.room,
                     prefill.wait + decode.wait,
                     prefill.prefill + fetched + decode.prefill,
                     decode.token,
                     decode.decode,
-                    prefilling.open * prefill.prefill + decode.others,
+                    prefill.work,
+                    prefilling.open * prefill.work + decode.others,
+                    decode.factors,
                 )
                 if both.cost < bar:
                     choice, bar = Choice(decoding, "handed over", cached, both, prefilling), both.cost

@@ -5,6 +5,8 @@ Invariants
   still be trained by batch `serving + alpha`: only groups for batches `next .. serving + alpha` are open at once.
 - An open group is running or ready and stands in `_groups` in start order; it leaves by being leased or dropped, once.
 - Every member of a group is one task and ends in one outcome; a group that closes cancels the members still running.
+- A quarantined task has no share of any batch and no group under way but its probe; what it has ready waits, within the
+  bound, for its return.
 - Everything happens on one event loop: state changes between two awaits are atomic.
 """
 
@@ -14,19 +16,26 @@ from collections.abc import Sequence
 from functools import partial
 
 from rollart.errors import RollartError
-from rollart.observe.events import BatchTaken, EventSink, GroupDropped, GroupReady, GroupStarted
+from rollart.observe.events import (
+    BatchTaken,
+    EventSink,
+    GroupDropped,
+    GroupReady,
+    GroupStarted,
+    Quarantined,
+    Released,
+)
 from rollart.rollout.batcher import choose
 from rollart.rollout.groups import Group
 from rollart.rollout.ledger import GroupRecord, Ledger, Recovery
 from rollart.rollout.mixture import Mixture
+from rollart.rollout.quarantine import DEFAULT, Quarantine, Rule
 from rollart.rollout.router import Router
 from rollart.rollout.samples import sample_group
 from rollart.rollout.schedule import Schedule
 from rollart.rollout.seeds import seed_of
 from rollart.rollout.trajectory import Attempt, Player, TaskPlan
 from rollart.types import Batch, Outcome, Trajectory
-
-_HOPELESS = 25
 
 
 class Scheduler:
@@ -44,11 +53,13 @@ class Scheduler:
         router: Router,
         ledger: Ledger,
         sink: EventSink,
+        rule: Rule = DEFAULT,
     ) -> None:
         self.schedule = schedule
         self.mixture = Mixture({task.name: task.weight for task in tasks}, batch_groups)
         self.next = 0
         self._tasks = {task.name: task for task in tasks}
+        self._quarantine = Quarantine(self._tasks, rule)
         self._size, self._steps, self._retries, self._seed = group_size, steps, retries, seed
         self._player, self._router, self._ledger, self._sink = player, router, ledger, sink
         router.on_change = self.admit
@@ -61,11 +72,13 @@ class Scheduler:
         self._all_played = asyncio.Event()
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
-        self._hopeless: Counter[str] = Counter()
         self._stopped = False
         self.training = 0
 
     # Views
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
 
     @property
     def running(self) -> int:
@@ -92,7 +105,7 @@ class Scheduler:
                 continue
             group = Group(record.id, record.task, record.index, record.seed, record.size, record.version)
             group.launched = past.launched
-            group.started_s = asyncio.get_running_loop().time()
+            group.started_s = self._now()
             group.done = list(past.trajectories[: record.size])
             for trajectory in group.done:
                 group.saw(trajectory.oldest if trajectory.oldest is not None else record.version)
@@ -105,7 +118,7 @@ class Scheduler:
 
     def admit(self) -> None:
         """Start what may start now. Call it whenever `next` or `serving` moved, or a group closed."""
-        if self._stopped:
+        if self._stopped or self._error is not None:
             return
         if not self.schedule.swap_late:
             self._router.floor = self.next - self.schedule.alpha  # older tokens would be stale at birth
@@ -117,16 +130,17 @@ class Scheduler:
             if limit:
                 limit += self.schedule.extra_groups
             while len(groups) < limit:
-                group = self._open(task)
-                groups[group.id] = group
-                self._fill(group)
+                self._open(task)
+        if last >= self.next:
+            for task in self._quarantine.due(self._now()):
+                self._open(task, probe=True)
 
-    def _open(self, task: str) -> Group:
+    def _open(self, task: str, probe: bool = False) -> None:
         index = self._index[task]
         self._index[task] += 1
         version = self._router.serving
         group = Group(f"{task}-{index:06d}", task, index, seed_of(self._seed, task, index), self._size, version)
-        group.started_s = asyncio.get_running_loop().time()
+        group.started_s, group.probe = self._now(), probe
         self._ledger.start(GroupRecord(group.id, task, index, group.seed, self._size, version))
         self._sink.emit(
             GroupStarted(
@@ -137,7 +151,8 @@ class Scheduler:
                 version=version,
             )
         )
-        return group
+        self._groups[task][group.id] = group
+        self._fill(group)
 
     def _fill(self, group: Group) -> None:
         for _ in range(group.missing(self.schedule.extra_members)):
@@ -189,11 +204,13 @@ class Scheduler:
 
     def _saw(self, group: Group, version: int) -> None:
         group.saw(version)
-        if not group.closed and not self.schedule.within(group.oldest, self.next):
+        if not group.closed and not group.probe and not self.schedule.within(group.oldest, self.next):
             self._drop(group, "stale", Outcome.STALE)
             self.admit()
 
     def _settle(self, group: Group, trajectory: Trajectory) -> None:
+        if not group.probe and (why := self._quarantine.saw(group.task, trajectory.outcome)):
+            self._leave_out(why, trajectory)
         if group.closed or group.ready:
             return
         if trajectory.outcome.trainable:
@@ -203,33 +220,30 @@ class Scheduler:
         elif trajectory.outcome not in (Outcome.CANCELLED, Outcome.STALE):
             group.failures += 1
             if group.failures > self._retries:
-                self._drop(group, f"too many failed members, the last: {trajectory.outcome}")
-                self._give_up_if_hopeless(trajectory)
+                self._give_up(group, trajectory)
                 self.admit()
             else:
                 self._fill(group)
 
-    def _give_up_if_hopeless(self, trajectory: Trajectory) -> None:
-        """Groups of a task that fail one after the other, with no good one between, will not do better by waiting."""
-        self._hopeless[trajectory.task] += 1
-        if self._hopeless[trajectory.task] >= _HOPELESS:
-            self._fail(
-                RollartError(
-                    f"{_HOPELESS} groups of task {trajectory.task} in a row could not be completed; the last failure "
-                    f"was {trajectory.outcome}: {trajectory.reason}"
-                )
-            )
+    def _give_up(self, group: Group, last: Trajectory) -> None:
+        self._drop(group, f"too many failed members, the last: {last.outcome}")
+        if group.probe:
+            wait = self._quarantine.probe_failed(group.task, self._now())
+            self._tell_out(wait, "it still fails", last)
+        elif why := self._quarantine.gave_up(group.task):
+            self._leave_out(why, last)
 
     def _fail(self, error: BaseException) -> None:
         self._error = self._error or error
         self._changed.set()
 
     def _complete(self, group: Group) -> None:
-        self._hopeless[group.task] = 0
         self._cancel(group, Outcome.CANCELLED, "its group is complete")
         self._ready[group.task] += 1
-        seconds = asyncio.get_running_loop().time() - group.started_s
-        self._sink.emit(GroupReady(group=group.id, task=group.task, seconds=seconds))
+        self._sink.emit(GroupReady(group=group.id, task=group.task, seconds=self._now() - group.started_s))
+        if group.probe:
+            self._take_back(group)
+        self._quarantine.completed(group.task)
         self._changed.set()
 
     def _cancel(self, group: Group, verdict: Outcome, reason: str) -> None:
@@ -244,18 +258,44 @@ class Scheduler:
         self._ledger.drop(group.id, reason)
         self._sink.emit(GroupDropped(group=group.id, task=group.task, reason=reason, trajectories=len(group.done)))
 
+    # Quarantine
+
+    def _leave_out(self, why: str, last: Trajectory) -> None:
+        """The others share what the task had of every batch to come."""
+        wait = self._quarantine.leave_out(last.task, self._now())
+        self._tell_out(wait, why, last)
+        if not self._quarantine.active:
+            tasks = f"task {last.task} fails" if len(self._tasks) == 1 else "every task fails"
+            self._fail(RollartError(f"{tasks} and nothing is left to train on; {last.task}: {why}, {_told(last)}"))
+            return
+        self.mixture.only(self._quarantine.active, self.next)
+        for group in [group for group in self._groups[last.task].values() if not group.ready]:
+            self._drop(group, "its task is quarantined")
+        self._changed.set()
+        self.admit()
+
+    def _tell_out(self, wait: float, why: str, last: Trajectory) -> None:
+        self._sink.emit(Quarantined(task=last.task, reason=f"{why}, {_told(last)}", wait_s=wait))
+
+    def _take_back(self, probe: Group) -> None:
+        probe.probe = False
+        seconds = self._quarantine.take_back(probe.task, self._now())
+        self._sink.emit(Released(task=probe.task, seconds=seconds))
+        self.mixture.only(self._quarantine.active, self.next)
+        self._evict()  # the probe itself may have become too old
+        self.admit()
+
     # Batches
 
     async def take_batch(self) -> Batch:
         """The next batch, leased. Waits as long as rollout makes progress; trajectories have deadlines of their own."""
-        clock = asyncio.get_running_loop().time
-        began = clock()
+        began = self._now()
         while True:
             if self._error is not None:
                 raise self._error
             self.admit()
             if (groups := self._choose()) is not None:
-                return self._lease(groups, clock() - began)
+                return self._lease(groups, self._now() - began)
             self._changed.clear()
             await self._changed.wait()
 
@@ -295,7 +335,8 @@ class Scheduler:
         """Drop at once what no later batch could train within the bound."""
         for groups in self._groups.values():
             for group in [g for g in groups.values() if not self.schedule.within(g.oldest, self.next)]:
-                self._drop(group, "stale", Outcome.STALE)
+                if not group.probe:
+                    self._drop(group, "stale", Outcome.STALE)
 
     # The end
 
@@ -310,3 +351,7 @@ class Scheduler:
         for attempt in self._attempts.values():
             attempt.cancel(Outcome.CANCELLED, "the run ended")
         await self.quiet()
+
+
+def _told(last: Trajectory) -> str:
+    return f"the last as {last.outcome}: {last.reason}"

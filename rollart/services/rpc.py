@@ -189,6 +189,10 @@ class Client:
             if not future.done():
                 future.set_exception(ServiceError(self._lost))
 
+    def leave(self, reason: str) -> None:
+        """Take it for lost."""
+        self._lose(reason)
+
     async def close(self) -> None:
         self._lose(f"the connection to {self.url} was closed")
         for task in self._tasks:

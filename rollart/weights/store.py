@@ -5,9 +5,9 @@ retiring a version takes its name away but not the pages of those who already ho
 while one publishes. Nothing here needs torch until tensors move, so a controller can retire without loading it.
 """
 
+import contextlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -88,12 +88,15 @@ class WeightStore:
         return old
 
     def clear(self) -> None:
-        for path in self.root.iterdir():
+        for path in (*self.root.glob(f"*{SUFFIX}"), *self.root.glob("*.part")):
             path.unlink()
 
     def close(self) -> None:
         """Remove the store and all its versions. Readers keep what they have mapped."""
-        shutil.rmtree(self.root, ignore_errors=True)
+        if self.root.exists():
+            self.clear()
+            with contextlib.suppress(OSError):  # whatever else is in there is not ours
+                self.root.rmdir()
 
     def _path(self, version: int) -> Path:
         return self.root / f"{version:08d}{SUFFIX}"

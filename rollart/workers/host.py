@@ -285,9 +285,13 @@ def listen(spec: dict[str, Any]) -> socket.socket:
         if not spec["key"]:
             raise ValueError("a host that listens on a port needs a key: others can reach it there")
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        for level, option in ((socket.SOL_SOCKET, socket.SO_KEEPALIVE), (socket.IPPROTO_TCP, socket.TCP_NODELAY)):
+        for level, option in (
+            (socket.SOL_SOCKET, socket.SO_REUSEADDR),
+            (socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+            (socket.IPPROTO_TCP, socket.TCP_NODELAY),
+        ):
             listener.setsockopt(level, option, 1)  # connections inherit it
-        listener.bind((spec["bind"], 0))
+        listener.bind((spec["bind"], spec.get("port", 0)))
     listener.listen(128)
     return listener
 

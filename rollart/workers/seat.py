@@ -4,7 +4,7 @@ The invariants:
 - A seat is open while leases may be placed on it: its host runs, or will be started by the first who needs it. It
   closes when its host dies, which is told once, and opens again when another has taken the host's place.
 - Slots held and idle are at most `share`, which the pool may change; what is held too much then ends when it is given
-  back.
+  back. Warm ones, never used yet, and those of spare leases are beside that.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from rollart.resources.launcher import Started
 from rollart.workers.process import HostProcess, HostSpec, Place
 from rollart.workers.slot import Slot, SlotLost
+from rollart.workers.warm import WarmSlots, Warmth
 
 Tell = Callable[[Started, str | None], None]
 
@@ -20,7 +21,14 @@ Tell = Callable[[Started, str | None], None]
 class Seat:
     """`tell` hears of each host that started, and again, with the reason, when it died; `died` only of the latter."""
 
-    def __init__(self, spec: HostSpec, place: Place, tell: Tell | None, died: Callable[["Seat", str], None]) -> None:
+    def __init__(
+        self,
+        spec: HostSpec,
+        place: Place,
+        tell: Tell | None,
+        died: Callable[["Seat", str], None],
+        warmth: Warmth | None = None,
+    ) -> None:
         self._spec = spec
         self._tell = tell or (lambda started, reason: None)
         self._died = died
@@ -32,6 +40,7 @@ class Seat:
         self.share = 0
         self.leases = 0
         self.idle: list[tuple[float, Slot]] = []  # with the time since when; the last used is at the end
+        self.warm = WarmSlots(warmth or Warmth(), self._warm_slot)
         self.open = True
         self.restarts = 0  # in a row
 
@@ -70,6 +79,7 @@ class Seat:
         self.host, self._last, self._began = host, host.started, asyncio.get_running_loop().time()
         host.ended.add_done_callback(lambda ended: None if ended.cancelled() else self._lost(host, ended.result()))
         self._tell(host.started, None)
+        self.warm.fill()
         return host
 
     async def _stop(self) -> None:
@@ -84,12 +94,14 @@ class Seat:
             self._died(self, reason)
 
     async def slot(self, fresh: bool) -> Slot:
-        """An idle slot, or a new one. Raises SlotLost or ServiceError."""
+        """An idle slot, or a new one if `fresh` or there is none. Raises SlotLost or ServiceError."""
         while self.idle and not fresh:
             _, slot = self.idle.pop()
             if not slot.lost:
                 return slot
         self._make_room()
+        if (warm := self.warm.take()) is not None:
+            return warm
         host = await self.start()
         try:
             return await host.slot()
@@ -97,6 +109,9 @@ class Seat:
             if not host.running:
                 self._lost(host, str(error))
             raise
+
+    async def _warm_slot(self) -> Slot | None:
+        return await self.host.slot() if self.open and self.host is not None and self.host.running else None
 
     def resize(self, share: int) -> None:
         self.share = share

@@ -1,7 +1,8 @@
 """Who sits where: places on the hosts of a pool, given in the order they were asked for.
 
 The invariants: a place is given on the open seat with most room, on one whose host runs if there is any; nobody waits
-while there is room; once `over`, everybody is refused with the same error.
+while there is room, and at most `limit` places are given, even if a seat has more than its share because a lease moved
+there; once `over`, everybody is refused with the same error.
 """
 
 import asyncio
@@ -13,8 +14,9 @@ from rollart.workers.seat import Seat
 
 
 class Seating:
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, warm: int = 0) -> None:
         self._limit = limit
+        self._warm = warm
         self._waiting: deque[asyncio.Future[Seat]] = deque()
         self.seats: list[Seat] = []
         self.over: RollartError | None = None
@@ -29,14 +31,21 @@ class Seating:
         self._share_out()
 
     def _share_out(self) -> None:
-        shares = split(self._limit, [seat.place.wish.count for seat in self.seats])
-        for seat, share in zip(self.seats, shares, strict=True):
+        weights = [seat.place.wish.count for seat in self.seats]
+        shares, warm = split(self._limit, weights), split(self._warm, weights)
+        for seat, share, count in zip(self.seats, shares, warm, strict=True):
+            seat.warm.count = count
             seat.resize(share)
         self.wake()
 
     def best(self, besides: Seat | None = None) -> Seat | None:
         free = [seat for seat in self.seats if seat.room > 0 and seat is not besides]
         return max(free, key=lambda seat: (seat.up, seat.room), default=None)
+
+    def spare(self, first: Seat | None) -> Seat | None:
+        """An open seat for a lease that counts nowhere; not that of the `first` if there is any other."""
+        seats = [seat for seat in self.seats if seat.open]
+        return max(seats, key=lambda seat: (seat is not first, seat.up, seat.room), default=None)
 
     async def sit(self, first: bool = False) -> Seat:
         """Wait for a place, `first` before all who wait already. Raises what `end` was told."""
@@ -67,7 +76,7 @@ class Seating:
                 self._waiting.popleft()
                 continue
             seat = self.best()
-            if seat is None:
+            if seat is None or sum(seat.leases for seat in self.seats) >= self._limit:
                 return
             seat.leases += 1
             self._waiting.popleft().set_result(seat)

@@ -36,6 +36,7 @@ class Slot(asyncio.Protocol):
         self._answer: asyncio.Future[dict[str, Any]] | None = None
         self._transport: asyncio.Transport | None = None
         self.started: asyncio.Future[int] = self._loop.create_future()
+        self.ended: asyncio.Future[str] = self._loop.create_future()  # why it is lost
         self.lost = ""
 
     async def call(self, name: str, args: Mapping[str, object], deadline: float) -> Any:
@@ -68,6 +69,8 @@ class Slot(asyncio.Protocol):
     def kill(self, reason: str) -> None:
         """End the process group. The first reason stays."""
         self.lost = self.lost or reason
+        if not self.ended.done():
+            self.ended.set_result(self.lost)
         if self._transport is not None:
             self._transport.abort()
         for waiting in (self._answer, self.started):

@@ -2,7 +2,8 @@
 
 The invariants:
 - At most `limit` leases exist, split over the hosts; those who wait get one in the order they asked. A lease holds at
-  most one slot, no slot is held by two leases, and held and idle slots together are at most `limit`.
+  most one slot, no slot is held by two leases, and held and idle slots together are at most `limit`. Beside these there
+  are at most `spares` spare leases, which take nothing from those who wait, and the slots kept warm.
 - A lease gives its slot back only if the slot is healthy and has no call under way, so no answer meets a later lease.
   However a lease ends, by return, error or cancellation, its place is free again.
 - A host is started by the first who needs it. One that dies loses its slots and is replaced, on another node if its own
@@ -13,8 +14,9 @@ The invariants:
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from itertools import chain
 from typing import Any, NoReturn
 
 from rollart.errors import RollartError, ServiceError
@@ -24,6 +26,7 @@ from rollart.workers.process import HostSpec, Place
 from rollart.workers.seat import Seat, Tell
 from rollart.workers.seating import Seating
 from rollart.workers.slot import Slot, SlotLost
+from rollart.workers.warm import Warmth
 
 FAREWELL_S = 2.0
 RESTARTS, BACK_OFF_S, HEALTHY_S = 5, 1.0, 60.0
@@ -39,6 +42,7 @@ class Lease:
         self._pool = pool
         self._slot: Slot | None = None
         self.seat: Seat | None = seat  # None while it waits for another
+        self.reusable = True  # may another lease have the process after this one?
 
     @property
     def held(self) -> bool:
@@ -62,15 +66,21 @@ class Lease:
             self._slot.kill(reason)
             self._slot = None
 
+    def take_over(self, spare: "Lease") -> None:
+        """Hold the process of a spare lease of the same pool, in place of our own."""
+        self.drop("another was faster")
+        self._pool._move(self, spare)
+        self._slot, spare._slot = spare._slot, None
+
     def _give_back(self) -> Slot | None:
         slot, self._slot = self._slot, None
         return slot if slot is not None and not slot.lost else None
 
 
 class SlotPool:
-    """`places` are where its hosts run, one each; by default one on this machine. `farewell` is called in an idle slot
-    before it ends, for what a process should not lose by being killed. `tell` hears of each host that started, and
-    again, with the reason, when it died."""
+    """`places` are where its hosts run, one each; by default one on this machine. `farewell` is called in a healthy
+    slot before it ends, for what a process should not lose by being killed, and may take `farewell_s`. `spares` is how
+    many spare leases there may be. `tell` hears of each host that started, and again, with the reason, when it died."""
 
     def __init__(
         self,
@@ -80,19 +90,28 @@ class SlotPool:
         farewell: str = "",
         places: Sequence[Place] = (),
         tell: Tell | None = None,
+        farewell_s: float = FAREWELL_S,
+        spares: int = 0,
+        warmth: Warmth | None = None,
     ) -> None:
         self._spec = spec
         self._idle_s = idle_s
-        self._farewell = farewell
+        self._farewell, self._farewell_s = farewell, farewell_s
         self._tell = tell
+        self._warmth = warmth or Warmth()
         self._leases: set[Lease] = set()
-        self._replacing: set[asyncio.Task[None]] = set()
+        self._spare_count, self._spares = spares, set[Lease]()
+        self._background: set[asyncio.Task[None]] = set()
         self._rest: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._given_up = asyncio.Event()
-        self._seating = Seating(limit)
+        self._replacing: set[asyncio.Task[None]] = set()
+        self._seating = Seating(limit, self._warmth.count)
         for place in places or [Place(LocalLauncher(), Wish())]:
-            self._seating.add(Seat(spec, place, tell, self._died))
+            self._seating.add(self._seat(place))
+
+    def _seat(self, place: Place) -> Seat:
+        return Seat(self._spec, place, self._tell, self._died, self._warmth)
 
     @property
     def in_use(self) -> int:
@@ -103,9 +122,14 @@ class SlotPool:
         return sum(not slot.lost for seat in self._seating.seats for _, slot in seat.idle)
 
     @property
+    def warm(self) -> int:
+        return sum(len(seat.warm) for seat in self._seating.seats)
+
+    @property
     def processes(self) -> int:
-        """The hosts, and the slots held or idle."""
-        return len(self.host_pids) + self.idle + sum(lease.held for lease in self._leases)
+        """The hosts, and the slots held, idle or warm."""
+        held = sum(lease.held for lease in self._leases | self._spares)
+        return len(self.host_pids) + self.idle + self.warm + held
 
     @property
     def host_pids(self) -> list[int]:
@@ -123,12 +147,13 @@ class SlotPool:
 
     async def add(self, place: Place) -> None:
         """One more host, which takes over its share. Raises ServiceError."""
-        seat = Seat(self._spec, place, self._tell, self._died)
+        seat = self._seat(place)
         await seat.start()
         if self._closing.is_set() or self._given_up.is_set():
             await seat.stop()
         else:
             self._seating.add(seat)
+            seat.warm.fill()
 
     async def watch(self) -> NoReturn:
         """Wait until no host is left. Raises ServiceError with the last one's reason."""
@@ -145,11 +170,29 @@ class SlotPool:
         finally:
             self._leases.discard(lease)
             slot = lease._give_back()
+            if slot is not None and not lease.reusable:
+                self._beside(self._retire([slot]))  # its place is free at once, however long it takes to end
             if lease.seat is not None:
-                if slot is not None:
+                if slot is not None and lease.reusable:
                     lease.seat.give_back(slot)
                     self._plan_rest()
                 self._seating.leave(lease.seat)
+
+    @contextmanager
+    def spare(self, first: Lease) -> Iterator[Lease | None]:
+        """A lease beside the limit, on another host than the `first` if there is one. Its process ends with it,
+        unless the first took it over. None while as many as may be are out."""
+        seat = self._seating.spare(first.seat)
+        if self._closing.is_set() or len(self._spares) >= self._spare_count or seat is None:
+            yield None
+            return
+        lease = Lease(self, seat)
+        self._spares.add(lease)
+        try:
+            yield lease
+        finally:
+            self._spares.discard(lease)
+            lease.drop("another was faster")
 
     async def close(self) -> None:
         """End every process within a deadline. Leases that are still out lose theirs."""
@@ -157,13 +200,14 @@ class SlotPool:
         self._seating.end(SlotLost("the pool is closed"))
         if self._rest is not None:
             await self._rest
-        for task in self._replacing:
-            task.cancel()
-        await asyncio.gather(*self._replacing, return_exceptions=True)
-        for lease in self._leases:
+        for lease in self._leases | self._spares:
             lease.drop("the pool was closed")
+        for replacing in self._replacing:
+            replacing.cancel()
+        await asyncio.gather(*self._replacing, *self._background, return_exceptions=True)
         seats = self._seating.seats
-        await self._retire([slot for seat in seats for _, slot in seat.idle])
+        warm = await asyncio.gather(*(seat.warm.drain() for seat in seats))
+        await self._retire([*chain(*warm), *(slot for seat in seats for _, slot in seat.idle)])
         await asyncio.gather(*(seat.stop() for seat in seats))
 
     async def _slot(self, lease: Lease, fresh: bool) -> Slot:
@@ -181,6 +225,10 @@ class SlotPool:
         if self._closing.is_set():
             raise SlotLost("the pool is closed")
         seat = lease.seat
+        if lease in self._spares:
+            if seat is None or not seat.open:
+                raise SlotLost("its host is gone")
+            return seat
         if seat is not None and seat.open:
             other = self._seating.best(besides=seat) if elsewhere else None
             if other is None:
@@ -193,6 +241,14 @@ class SlotPool:
             self._seating.leave(seat)
         lease.seat = await self._seating.sit(first=True)
         return lease.seat
+
+    def _move(self, lease: Lease, spare: Lease) -> None:
+        """The lease counts where the spare one, which did not count, was."""
+        if spare.seat is not None and spare.seat is not lease.seat:
+            spare.seat.leases += 1
+            if lease.seat is not None:
+                self._seating.leave(lease.seat)
+            lease.seat = spare.seat
 
     # Hosts that die
 
@@ -247,10 +303,15 @@ class SlotPool:
         async def retire(slot: Slot) -> None:
             try:
                 if self._farewell and not slot.lost:
-                    await slot.call(self._farewell, {}, FAREWELL_S)
+                    await slot.call(self._farewell, {}, self._farewell_s)
             except RollartError as error:
                 logger.warning("a worker did not end well: %s", error)
             finally:
-                slot.kill("it was idle")
+                slot.kill("it is not needed any more")
 
         await asyncio.gather(*(retire(slot) for slot in slots))
+
+    def _beside(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)

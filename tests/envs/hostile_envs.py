@@ -9,6 +9,8 @@ from pathlib import Path
 class Plain:
     """Answers from the table `answers`, in turn; says who and how old it is."""
 
+    reusable = True
+
     def __init__(self, answers=(), first="hello", held_out=False):
         self.answers, self.first, self.held_out = list(answers), first, held_out
         self.resets = 0
@@ -66,3 +68,45 @@ class Closing:
 
     def close(self):
         Path(self.marker).touch()
+
+
+class Stuck:
+    """Hangs in its reset for `seed`, but only the first `times`; `folder` keeps who did."""
+
+    reusable = True
+
+    def __init__(self, folder, seed, times=1):
+        self.folder, self.seed, self.times = Path(folder), seed, times
+
+    def reset(self, seed):
+        if seed == self.seed and len(list(self.folder.iterdir())) < self.times:
+            (self.folder / str(os.getpid())).touch()
+            time.sleep(3600)
+        return str(os.getpid())
+
+    def step(self, action):
+        return str(os.getpid()), 0.0, True
+
+    def close(self):
+        pass
+
+
+class Single:
+    """Does not say that it may be used again. `close` leaves a mark, or hangs."""
+
+    made = 0
+
+    def __init__(self, folder, hang=False):
+        self.folder, self.hang = Path(folder), hang
+
+    def reset(self, seed):
+        Single.made += 1
+        return f"{os.getpid()} {Single.made}"
+
+    def step(self, action):
+        return "x", 0.0, True
+
+    def close(self):
+        (self.folder / str(os.getpid())).touch()
+        if self.hang:
+            time.sleep(3600)

@@ -63,3 +63,33 @@ def test_a_truncated_step_is_over():
 def test_a_wrong_step_says_what_is_wanted(value, reason):
     with pytest.raises(WrongAnswer, match=reason):
         step(value)
+
+
+def nested(depth):
+    value = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("info", "reason"),
+    [({"n": 2**64}, "more than 64 bits"), ({"a": nested(40)}, "deeper than 32 levels"), ([1], r"`info` is \[1\]")],
+)
+def test_info_that_could_not_be_stored_is_refused(info, reason):
+    with pytest.raises(WrongAnswer, match=reason):
+        step({"messages": "x", "info": info})
+
+
+def test_what_is_nested_without_end_is_refused_with_a_short_sentence():
+    for value in (nested(900), {"messages": nested(900)}, {"k" * 10**6: 1}, [{"role": "r" * 10**6, "content": ""}] * 3):
+        with pytest.raises(WrongAnswer) as refused:
+            step(value)
+        assert len(str(refused.value)) < 400
+
+
+def test_text_that_is_no_text_and_roles_that_nobody_has_are_refused():
+    with pytest.raises(WrongAnswer, match="half of a surrogate pair"):
+        observation("\ud800")
+    with pytest.raises(WrongAnswer, match="the role of a message is 'wizard'"):
+        observation([{"role": "wizard", "content": "x"}])

@@ -28,3 +28,32 @@ def test_a_batch_asked_for_out_of_order_is_the_same() -> None:
     ahead, in_order = Mixture({"a": 3, "b": 2}, 3), Mixture({"a": 3, "b": 2}, 3)
     last = ahead.quota(9)
     assert [in_order.quota(n) for n in range(10)][9] == last
+
+
+@given(
+    st.lists(st.floats(0.01, 100), min_size=2, max_size=6),
+    st.integers(1, 40),
+    st.lists(st.tuples(st.integers(0, 12), st.sets(st.integers(0, 5))), min_size=1, max_size=4),
+)
+def test_whoever_is_in_stays_within_one_group_of_its_share_since_the_last_change(
+    weights: list[float], groups: int, changes: list[tuple[int, set[int]]]
+) -> None:
+    tasks = {f"t{n}": weight for n, weight in enumerate(weights)}
+    mixture, start = Mixture(tasks, groups), 0
+    for later, chosen in changes:
+        active = [f"t{n}" for n in sorted(chosen) if n < len(weights)] or ["t0"]
+        past = [dict(mixture.quota(batch)) for batch in range(start)]
+        mixture.quota(start + 5)  # looked ahead, as admission does
+        mixture.only(active, start)
+        assert [mixture.quota(batch) for batch in range(start)] == past
+        given_out: Counter[str] = Counter()
+        for batch in range(start, start + later):
+            quota = mixture.quota(batch)
+            assert sum(quota.values()) == groups
+            assert set(quota) == set(tasks)
+            given_out.update({task: count for task, count in quota.items() if count})
+            for task in active:
+                share = tasks[task] / sum(tasks[name] for name in active) * groups * (batch - start + 1)
+                assert abs(given_out[task] - share) <= 1.0 + 1e-6
+        assert set(given_out) <= set(active)
+        start += later

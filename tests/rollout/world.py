@@ -2,27 +2,34 @@
 
 import asyncio
 import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rollart.errors import EnvironmentFailed
 from rollart.observe.events import AnyEvent
 from rollart.rollout.evaluation import Evaluator
 from rollart.rollout.ledger import Ledger
 from rollart.rollout.lockstep import Lockstep
 from rollart.rollout.pipeline import Pipeline, Plan
+from rollart.rollout.quarantine import Rule
 from rollart.rollout.router import Router
 from rollart.rollout.schedule import Schedule
 from rollart.rollout.scheduler import Scheduler
 from rollart.rollout.trajectory import Player, TaskPlan
 from rollart.simulate.modelled import (
     ModelledEngine,
+    ModelledEnvironment,
     ModelledEnvironments,
     ModelledRenderer,
     ModelledRewards,
     ModelledTrainer,
 )
-from rollart.types import Sampling
+from rollart.types import Message, Sampling
+
+NEVER = Rule(rate=2.0, groups=10**9)  # no task is ever left out
 
 
 @dataclass
@@ -34,6 +41,27 @@ class Recorder:
 
     def of(self, kind: type) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
+
+
+class BrokenEnvironment(ModelledEnvironment):
+    async def reset(self, seed: int) -> tuple[Message, ...]:
+        await asyncio.sleep(0.1)
+        raise EnvironmentFailed("the environment is broken for now")
+
+
+@dataclass
+class BreakingEnvironments:
+    """Of each task in `broken`, nothing works from a time until another."""
+
+    pool: ModelledEnvironments
+    broken: dict[str, tuple[float, float]]
+
+    @asynccontextmanager
+    async def lease(self, task: str, held_out: bool) -> AsyncIterator[ModelledEnvironment]:
+        async with self.pool.lease(task, held_out) as environment:
+            begin, end = self.broken.get(task, (0.0, 0.0))
+            works = not begin <= asyncio.get_running_loop().time() < end
+            yield environment if works else BrokenEnvironment(self.pool)
 
 
 @dataclass
@@ -83,6 +111,8 @@ def build(
     engine: dict[str, Any] | None = None,
     rewards: dict[str, Any] | None = None,
     trainer: dict[str, Any] | None = None,
+    rule: Rule = NEVER,
+    broken: dict[str, tuple[float, float]] | None = None,
 ) -> World:
     rng = random.Random(seed)
     recorder = Recorder()
@@ -97,7 +127,8 @@ def build(
         for name, weight in (weights or {"a": 1.0, "b": 1.0}).items()
     ]
     lockstep = Lockstep() if schedule.lockstep else None
-    player = Player(pool, router, ModelledRenderer(), invoker, recorder, deadline, lockstep)
+    breaking = BreakingEnvironments(pool, broken or {})
+    player = Player(breaking, router, ModelledRenderer(), invoker, recorder, deadline, lockstep)
     scheduler = Scheduler(
         tasks=tasks,
         schedule=schedule,
@@ -110,6 +141,7 @@ def build(
         router=router,
         ledger=ledger,
         sink=recorder,
+        rule=rule,
     )
     scheduler.recover(recovery)
     evaluator = Evaluator(tasks, replace(player, lockstep=None), ledger, recorder)

@@ -182,3 +182,27 @@ def test_nothing_stays_behind_when_a_pool_closes_while_it_replaces_a_host():
 
     launcher = asyncio.run(run())
     assert not launcher._started
+
+
+def test_a_spare_lease_is_on_another_host_and_takes_no_place_from_those_who_wait():
+    async def run():
+        async with pool(Elsewhere(), Elsewhere(), limit=2, spares=1) as slots, AsyncExitStack() as stack:
+            first, second = await leases(stack, slots, 2)
+            with slots.spare(first) as spare, slots.spare(first) as none:
+                assert none is None
+                await spare.take()
+                assert await parent(spare) == await parent(second) != await parent(first)
+                kept = await spare.call("pid", {}, 30)
+                first.take_over(spare)
+                assert not spare.held
+            assert await first.call("pid", {}, 30) == kept
+            waiting = asyncio.create_task(leases(stack, slots, 1))
+            await asyncio.sleep(0)
+            assert slots.in_use == 2  # as many as may be, though the first host has room
+            await stack.aclose()
+            [third] = await waiting
+            assert await third.call("echo", {"value": 1}, 30) == 1
+            await stack.aclose()
+            assert [seat.leases for seat in slots._seating.seats] == [0, 0]
+
+    asyncio.run(run())

@@ -14,6 +14,7 @@ from rollart.errors import ServiceError
 from rollart.workers.process import HostSpec
 from rollart.workers.slot import CallRaised, SlotLost
 from rollart.workers.slots import SlotPool
+from rollart.workers.warm import Warmth
 
 TARGET = "hostile_target:Target"
 LIMIT = 100_000
@@ -343,5 +344,47 @@ def test_a_host_that_cannot_start_says_why(spec, reason):
                 await slots.start()
         finally:
             await slots.close()
+
+    asyncio.run(run())
+
+
+def test_warm_processes_are_fresh_and_are_replaced_when_taken():
+    async def run():
+        async with pool(limit=1, warmth=Warmth(2, "echo", {"value": 1})) as slots:
+            await slots.start()
+            await until(lambda: slots.warm == 2)
+            ready = {child.pid for child in children(slots)}
+            taken = set()
+            for _ in range(2):
+                async with slots.lease() as lease:
+                    await lease.take(fresh=True)
+                    taken.add(await lease.call("pid", {}, 30))
+            assert taken == ready
+            await until(lambda: slots.warm == 2)
+            return slots.processes
+
+    assert asyncio.run(run()) == 1 + 2 + 1
+
+
+def test_processes_that_cannot_be_made_ready_do_no_harm():
+    async def run():
+        async with pool(limit=1, warmth=Warmth(2, "fail")) as slots:
+            await slots.start()
+            assert await call(slots, "echo", value=1) == 1
+            assert slots.warm == 0
+
+    asyncio.run(run())
+
+
+def test_a_lease_that_is_not_reusable_ends_its_process_and_frees_its_place_at_once():
+    async def run():
+        async with pool(limit=1, farewell="hang", farewell_s=0.2) as slots:
+            async with slots.lease() as lease:
+                await lease.take()
+                first = await lease.call("pid", {}, 30)
+                lease.reusable = False
+            assert slots.idle == 0
+            assert await call(slots, "pid") != first
+            await asyncio.to_thread(wait_gone, [first])
 
     asyncio.run(run())

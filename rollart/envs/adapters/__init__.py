@@ -5,7 +5,25 @@ They run in the Python of the package's own family: from 3.9 on, with the standa
 
 from __future__ import annotations
 
+import os
+import random
+import sys
+from pathlib import Path
+
 
 def instance(seed: int, held_out: bool) -> int:
-    """The seed for a package that knows nothing of held-out instances: even numbers train, odd ones evaluate."""
-    return 2 * seed + held_out
+    """The seed for a package that knows nothing of held-out instances: even numbers train, odd ones evaluate. The
+    global generators are seeded by it too, for packages that draw from these whatever they are told."""
+    number = 2 * seed + held_out
+    random.seed(number)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number % 2**32)
+    return number
+
+
+def cache_folder(name: str) -> Path:
+    """Where an adapter keeps what is slow to make; safe to delete."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    folder = Path(base) / "rollart" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -6,25 +6,32 @@ numbers. An action is read leniently: the last thing in the answer that names on
 
 from __future__ import annotations
 
+import contextlib
+import random
 import re
 from typing import Any
 
 import gymnasium
+import numpy
 from gymnasium import spaces
 
 from rollart.envs.adapters import instance
 
-NAMES = {
-    "FrozenLake": ("left", "down", "right", "up"),
-    "CliffWalking": ("up", "right", "down", "left"),
-    "Taxi": ("south", "north", "east", "west", "pickup", "dropoff"),
-    "Blackjack": ("stick", "hit"),
-    "CartPole": ("left", "right"),
-    "MountainCar": ("left", "stay", "right"),
-    "Acrobot": ("clockwise", "none", "counterclockwise"),
+# By the name of the game: names of its actions, and what its picture or its numbers mean.
+KNOWN = {
+    "FrozenLake": (("left", "down", "right", "up"), "[ ] is where you are. Go to G on F; H is a hole."),
+    "CliffWalking": (("up", "right", "down", "left"), "x is where you are. Go to T on o; C is a cliff."),
+    "Taxi": (
+        ("south", "north", "east", "west", "pickup", "dropoff"),
+        "[ ] is your taxi. Fetch the passenger at ( ), or in the taxi, and bring them to < >. | is a wall.",
+    ),
+    "Blackjack": (("stick", "hit"), "You see your sum, the dealer's card, and whether you have a usable ace."),
+    "CartPole": (("left", "right"), "Keep the pole up. You see position, speed, angle and angular speed."),
+    "MountainCar": (("left", "stay", "right"), "Reach the hill on the right. You see position and speed."),
 }
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
-HIGHLIGHT = re.compile(r"\x1b\[\d+m(.*?)\x1b\[0m", re.DOTALL)  # how pictures show where one is
+COLOUR = re.compile(r"\x1b\[([\d;]+)m(.*?)\x1b\[0m", re.DOTALL)  # how pictures show where things are
+BRACKETS = {"34;1": ("(", ")"), "35": ("<", ">")}  # in Taxi, the passenger and the destination
 
 
 class Gymnasium:
@@ -33,6 +40,8 @@ class Gymnasium:
     `picture`: show the text picture; None: if there is one. `actions` are names for discrete actions, `success` is the
     return that counts as one; without it, evaluations count any positive return.
     """
+
+    reusable = True
 
     def __init__(
         self,
@@ -45,18 +54,18 @@ class Gymnasium:
         rules: bool = True,
         held_out: bool = False,
     ) -> None:
-        options = dict(options or {})
+        options = options or {}
         if picture is None:
-            picture = "ansi" in gymnasium.spec(id).make().metadata.get("render_modes", ())
-        if picture:
-            options["render_mode"] = "ansi"
-        self.env = gymnasium.make(id, **options)
+            with contextlib.closing(gymnasium.make(id, **options)) as env:
+                picture = "ansi" in env.metadata.get("render_modes", ())
+        self.env = gymnasium.make(id, **options, **({"render_mode": "ansi"} if picture else {}))
         self.picture, self.success, self.unreadable = picture, success, unreadable
         self.rules, self.held_out = rules, held_out
         space = self.env.action_space
         if not isinstance(space, (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Box)):
             raise ValueError(f"the actions of {id} are a {type(space).__name__}; a discrete or a box space is needed")
-        self.names = tuple(actions or NAMES.get(id.split("/")[-1].split("-")[0], ()))
+        names, self.about = KNOWN.get(id.split("-")[0], ((), ""))
+        self.names = tuple(actions or names)
         if self.names and not (isinstance(space, spaces.Discrete) and len(self.names) == space.n):
             raise ValueError(f"`actions` has {len(self.names)} names, but the actions of {id} are {space}")
         self.seen: Any = None
@@ -67,7 +76,8 @@ class Gymnasium:
         self.env.action_space.seed(seed)  # for those who sample from it
         self.seen, _ = self.env.reset(seed=seed)
         self.total = 0.0
-        return (self.wanted() + "\n" if self.rules else "") + self._text()
+        rules = " ".join(part for part in (self.about, self.wanted()) if part) + "\n"
+        return (rules if self.rules else "") + self._text()
 
     def step(self, action: str) -> dict[str, Any]:
         move = self.parse(action)
@@ -91,29 +101,24 @@ class Gymnasium:
             return f"Answer with one of: {', '.join(self.names)}."
         if isinstance(space, spaces.Discrete):
             return f"Answer with a whole number from {space.start} to {space.start + space.n - 1}."
-        size = int(space.low.size) if isinstance(space, spaces.Box) else len(_sizes(space))
         if isinstance(space, spaces.Box):
+            kind = "whole number" if numpy.issubdtype(space.dtype, numpy.integer) else "number"
             low, high = _plain(space.low.min()), _plain(space.high.max())
-            return f"Answer with {size} {'number' if size == 1 else 'numbers'} from {low} to {high}."
-        return f"Answer with {size} whole numbers, each from 0 to below {', '.join(map(str, _sizes(space)))}."
+            return f"Answer with {_size(space)} {kind}{'s' * (_size(space) > 1)} from {low} to {high}."
+        sizes = [2] * _size(space) if isinstance(space, spaces.MultiBinary) else space.nvec.reshape(-1)
+        return f"Answer with {len(sizes)} whole numbers from 0, below {', '.join(map(str, sizes))}."
 
     def parse(self, action: str) -> Any:
         """The action in the way that the environment takes it, or None."""
         space = self.env.action_space
         if isinstance(space, spaces.Discrete):
             return self._discrete(action, space)
-        size = int(space.low.size) if isinstance(space, spaces.Box) else len(_sizes(space))
-        numbers = [float(number) for number in NUMBER.findall(action)][-size:]
-        if len(numbers) != size:
+        numbers = [float(number) for number in NUMBER.findall(action)][-_size(space) :]
+        whole = isinstance(space, spaces.Box) or all(number.is_integer() for number in numbers)
+        if len(numbers) != _size(space) or not whole or any(abs(number) > 1e18 for number in numbers):
             return None
-        if not isinstance(space, spaces.Box) and not all(number.is_integer() for number in numbers):
-            return None
-        shaped = space.sample()
-        shaped.reshape(-1)[:] = [0] * size
-        if not all(abs(number) < 1e18 for number in numbers):
-            return None
-        shaped.reshape(-1)[:] = numbers
-        return shaped if space.contains(shaped) else None
+        move = numpy.array(numbers).reshape(space.shape).astype(space.dtype)
+        return move if space.contains(move) else None
 
     def _discrete(self, action: str, space: spaces.Discrete) -> int | None:
         words = re.findall(r"[a-z_]+|\d{1,9}", action.lower())
@@ -126,12 +131,17 @@ class Gymnasium:
 
     def _text(self) -> str:
         if self.picture:
-            return HIGHLIGHT.sub(r"[\1]", str(self.env.render())).strip("\n")
+            return COLOUR.sub(_bracketed, str(self.env.render())).strip("\n")
         return str(_plain(self.seen))
 
 
-def _sizes(space: Any) -> list[int]:
-    return [2] * int(space.n) if isinstance(space, spaces.MultiBinary) else [int(size) for size in space.nvec]
+def _bracketed(found: re.Match[str]) -> str:
+    before, after = BRACKETS.get(found[1], ("[", "]"))
+    return f"{before}{found[2]}{after}"
+
+
+def _size(space: Any) -> int:
+    return int(numpy.prod(space.shape))
 
 
 def _plain(value: Any) -> Any:
@@ -146,10 +156,8 @@ def _plain(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-def player(env: Gymnasium, rng: Any, *, skill: float = 0.0) -> str:
-    """Any action at all, whatever the skill asked for: a baseline for environments that nobody has scripted."""
+def player(env: Gymnasium, rng: random.Random) -> str:
+    """Any action at all."""
     env.env.action_space.seed(rng.randrange(2**31))
     action = env.env.action_space.sample()
-    if env.names:
-        return env.names[int(action) - int(env.env.action_space.start)]
-    return str(_plain(action))
+    return env.names[int(action) - int(env.env.action_space.start)] if env.names else str(_plain(action))

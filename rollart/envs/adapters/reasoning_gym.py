@@ -17,6 +17,8 @@ class ReasoningGym:
     """`config` are the dataset's own settings. With `tags` the question asks for the answer in tags; an answer without
     them counts as a whole."""
 
+    reusable = True
+
     def __init__(
         self, dataset: str, config: dict[str, Any] | None = None, tags: bool = False, held_out: bool = False
     ) -> None:

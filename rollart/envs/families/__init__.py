@@ -6,8 +6,9 @@ each with a lock file of exact versions beside it; a user may add others from a 
 
 import json
 import os
+import re
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,20 @@ RECORD = "family.json"
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`pythons` are the versions that it runs on, best first. `env` and `args` are an episode to try it with."""
+    """`pythons` are the versions that it runs on, best first; any, if none. `tries` are environments and arguments to
+    try it with."""
 
     name: str
     offers: str
-    pythons: tuple[str, ...]
     requirements: str
-    env: str | None = None
-    args: dict[str, Any] = field(default_factory=dict)
+    pythons: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    tries: tuple[tuple[str, dict[str, Any]], ...] = ()
     locked: bool = True  # the requirements are complete: pip need not resolve anything
+
+    @property
+    def adapters(self) -> list[str]:
+        return [env.partition(":")[0] for env, _ in self.tries]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +66,27 @@ def catalogue() -> dict[str, Family]:
         name: Family(
             name=name,
             offers=about["offers"],
-            pythons=tuple(about["pythons"]),
             requirements=(HERE / f"{name}.txt").read_text(),
-            env=about["env"],
-            args=about.get("args", {}),
+            pythons=tuple(about["pythons"]),
+            modules=tuple(about.get("modules", ())),
+            tries=tuple((attempt["env"], attempt.get("args", {})) for attempt in about.get("tries", ())),
         )
         for name, about in listed.items()
     }
+
+
+def choose(name: str, requirements: str | None) -> Family:
+    """A family of the catalogue, or one of the user's own, with these requirements. Raises ConfigError."""
+    known = catalogue().get(name)
+    if requirements is None:
+        if known is None:
+            raise ConfigError(f"the family {problem(name)}; one of your own needs --requirements FILE")
+        return known
+    if known is not None:
+        raise ConfigError(f"{name!r} is a family that rollart knows; give your own another name")
+    if not re.fullmatch(r"[A-Za-z][\w-]*", name):
+        raise ConfigError(f"a family's name is letters, digits, - and _, not {name!r}")
+    return Family(name, "your own", requirements, locked=False)
 
 
 def root() -> Path:
@@ -91,6 +111,12 @@ def installed(name: str) -> Installed | None:
 def all_installed() -> list[Installed]:
     names = sorted(path.parent.name for path in root().glob(f"[!.]*/{RECORD}"))
     return [family for name in names if (family := installed(name))]
+
+
+def family_of(target: str) -> str | None:
+    """The family that an adapter of ours is for, by its `module:name`."""
+    module = target.partition(":")[0]
+    return next((name for name, family in catalogue().items() if module in family.adapters), None)
 
 
 def problem(name: str) -> str | None:

@@ -8,6 +8,7 @@ The invariants:
 import asyncio
 import contextlib
 import fcntl
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rollart.config import Environments, Task
 from rollart.envs.families import RECORD, Family, Installed, installed, root
@@ -60,7 +62,7 @@ def remove(name: str) -> None:
 def _alone(name: str) -> Iterator[None]:
     try:
         root().mkdir(parents=True, exist_ok=True)
-        lock = open(root() / f".{name}.lock", "w")  # left there: removing it would let two in
+        lock = (root() / f".{name}.lock").open("w")  # left there: removing it would let two in
     except OSError as error:
         raise RollartError(f"families go to {root()}, which cannot be written: {error.strerror}") from None
     with lock:
@@ -73,30 +75,41 @@ def _alone(name: str) -> Iterator[None]:
 
 def _build(family: Family, folder: Path, interpreter: str, version: str, say: Say) -> None:
     say(f"making a Python {version} environment")
-    _run([interpreter, "-m", "venv", str(folder)], QUICK_S, f"{interpreter} cannot make a virtual environment", say)
+    python = str(folder / "bin" / "python")
+    # Our own pip can do it, if we have one; a copy in each family would take time and room.
+    ours = importlib.util.find_spec("pip") is not None
+    venv = [interpreter, "-m", "venv", *(["--without-pip"] if ours else []), str(folder)]
+    _run(venv, QUICK_S, f"{interpreter} cannot make a virtual environment", say)
     wanted = folder / "requirements.txt"
     wanted.write_text(family.requirements)
-    options = ["--no-deps"] if family.locked else []
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-    _run([*pip, *options, "-r", str(wanted)], INSTALL_S, f"the packages of {family.name!r} cannot be installed", say)
+    pip = [sys.executable, "-m", "pip", "--python", python] if ours else [python, "-m", "pip"]
+    options = ["--disable-pip-version-check", "--no-input", *(["--no-deps"] if family.locked else [])]
+    _run(
+        [*pip, "install", *options, "-r", str(wanted)],
+        INSTALL_S,
+        f"the packages of {family.name!r} cannot be installed",
+        say,
+    )
     made = Installed(family.name, folder, version, family.requirements)
-    if family.env:
-        say("trying it out")
-        asyncio.run(_try_out(family, made))
+    say("trying it out")
+    if family.modules:
+        command = [python, "-c", f"import {', '.join(family.modules)}"]
+        _run(command, QUICK_S, f"{family.name!r} was installed but does not work, so it was removed", say)
+    for env, args in family.tries:
+        asyncio.run(_try_out(made, env, args))
     record = {"version": version, "requirements": family.requirements}
     (folder / RECORD).write_text(json.dumps(record))
 
 
-async def _try_out(family: Family, made: Installed) -> None:
+async def _try_out(made: Installed, env: str, args: dict[str, Any]) -> None:
     """An episode's first turn, in a process such as a run would use."""
-    task = Task(name="smoke", env=family.env or "", args=family.args)
     config = Environments(slots=1, reset_deadline=QUICK_S, step_deadline=QUICK_S)
     try:
-        async with stage(task, config, python=str(made.python)) as env:
-            await env.reset(0, held_out=False)
-            await env.step("x")
+        async with stage(Task(name="trial", env=env, args=args), config, python=str(made.python)) as trial:
+            await trial.reset(0, held_out=False)
+            await trial.step("x")
     except RollartError as error:
-        raise RollartError(f"{family.name!r} was installed but does not work, so it was removed: {error}") from error
+        raise RollartError(f"{made.name!r} was installed but does not work, so it was removed: {error}") from error
 
 
 def _interpreter(family: Family, chosen: str | None) -> tuple[str, str]:
@@ -105,9 +118,11 @@ def _interpreter(family: Family, chosen: str | None) -> tuple[str, str]:
         version = _version(chosen)
         if version is None:
             raise RollartError(f"--python {chosen} cannot be run")
-        if version not in family.pythons:
+        if family.pythons and version not in family.pythons:
             raise RollartError(f"{family.name!r} runs on Python {_either(family.pythons)}; {chosen} is {version}")
         return chosen, version
+    if not family.pythons:
+        return sys.executable, str(_version(sys.executable))
     for wanted in family.pythons:
         for candidate in (sys.executable, f"python{wanted}"):
             if _version(candidate) == wanted:
@@ -120,7 +135,7 @@ def _interpreter(family: Family, chosen: str | None) -> tuple[str, str]:
 
 def _version(python: str) -> str | None:
     if python == sys.executable:
-        return "%d.%d" % sys.version_info[:2]
+        return f"{sys.version_info.major}.{sys.version_info.minor}"
     try:
         answer = subprocess.run([python, "-c", VERSION], capture_output=True, text=True, timeout=QUICK_S, check=True)
     except (OSError, subprocess.SubprocessError):  # not there, or a launcher of a version that is not there

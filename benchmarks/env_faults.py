@@ -1,0 +1,161 @@
+"""Environments that hang, crash and reset slowly, in real processes: what it costs everybody else.
+
+    python benchmarks/env_faults.py [--slots 200] [--seconds 60]
+
+Four pools play the same episodes at the same time, so that a busy machine slows all of them alike: `calm` without
+faults, `faulty` with them, `early` with them and second resets from the p90 on rather than the p95, which is the
+default, and `unhedged` with them but without second resets. Faults are per episode: 2% hang and 2%
+crash, at a reset or a step, 2.1% of resets fall into the second mode that the RollArt paper measured (380 s and more,
+where the median is 22 s). Seconds are scaled down; resets and steps without faults have the paper's distributions.
+
+The last line is one JSON object: `kept` is the throughput (finished episodes) of `faulty` against `calm`, and
+`reset_p99_over_p50` its resets, each also for `early` and `unhedged`; `blocked_others` is how often an episode had to
+wait for a place (there are as many as players, so only another's failure could keep it); `left_behind` are processes
+after the end; `uncounted` are episodes without an outcome, and failures that pool and players count differently.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+
+import psutil
+
+from rollart.config import Environments, Task
+from rollart.envs.pool import EnvironmentPool
+from rollart.errors import EnvironmentFailed
+
+STEPS = 10
+HANG = CRASH = 0.02
+SLOW, SLOW_S = 0.021, 400.0
+RESET_DEADLINE_S, STEP_DEADLINE_S = 600.0, 100.0
+START_S = 150.0  # all slots begin at once: until they are well mixed, and their processes have started
+PROMPT_S = 1.0  # for a place that is free to be given
+
+
+@dataclass
+class Played:
+    """What one pool did. All outcomes are kept; the rest is of the time after the start."""
+
+    started: int = 0
+    finished: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    resets: list[float] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+
+
+def pool(name: str, scale: float, slots: int, faults: bool = True, after: float | None = 0.95) -> EnvironmentPool:
+    calls = STEPS + 1
+    chaos = {"hang": HANG / calls, "crash": CRASH / calls, "slow": SLOW, "slow_reset": SLOW_S * scale} if faults else {}
+    task = Task(
+        name=name,
+        env="rollart.envs.chaos:Chaos",
+        args={"env": "benchmarks.paced:Paced", "args": {"steps": STEPS, "scale": scale}, **chaos},
+    )
+    config = Environments(
+        slots=slots,
+        reset_deadline=RESET_DEADLINE_S * scale,
+        step_deadline=STEP_DEADLINE_S * scale,
+        hedges=slots // 10 if after else 0,
+        hedge_after=after or 0.95,
+        warm=8,
+    )
+    return EnvironmentPool([task], config)
+
+
+async def play(environments: EnvironmentPool, name: str, slots: int, begin: float, end: float) -> Played:
+    """Episode after episode in each slot until the end, when those under way are given up; measured from `begin` on."""
+    played = Played()
+    clock = asyncio.get_running_loop().time
+
+    async def slot() -> None:
+        while clock() < end:
+            played.started += 1
+            outcome = "given up at the end"
+            try:
+                asked = clock()
+                async with environments.lease(name, held_out=False) as environment:
+                    given = clock()
+                    await environment.reset(played.started)
+                    if asked >= begin:
+                        played.waits.append(given - asked)
+                        played.resets.append(clock() - given)
+                    while not (await environment.step("go")).done:
+                        pass
+                    outcome = "finished"
+                    played.finished += clock() >= begin
+            except EnvironmentFailed as failure:
+                outcome = "failed in a step" if "in a step" in str(failure) else "failed in a reset"
+            finally:
+                played.outcomes[outcome] += 1
+
+    tasks = [asyncio.create_task(slot()) for _ in range(slots)]
+    await asyncio.sleep(end - clock())
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return played
+
+
+async def run(slots: int, seconds: float, scale: float) -> dict[str, object]:
+    pools = {
+        "calm": pool("calm", scale, slots, faults=False),
+        "faulty": pool("faulty", scale, slots),
+        "early": pool("early", scale, slots, after=0.9),
+        "unhedged": pool("unhedged", scale, slots, after=None),
+    }
+    try:
+        await asyncio.gather(*(each.start() for each in pools.values()))
+        begin = asyncio.get_running_loop().time() + START_S * scale
+        results = await asyncio.gather(
+            *(play(each, name, slots, begin, begin + seconds) for name, each in pools.items())
+        )
+    finally:
+        await asyncio.gather(*(each.close() for each in pools.values()))
+    played = dict(zip(pools, results, strict=True))
+    counts = {name: each.counts[name] for name, each in pools.items()}
+    finished = {name: each.finished for name, each in played.items()}
+    uncounted = 0
+    for name, each in played.items():
+        uncounted += abs(each.started - sum(each.outcomes.values()))
+        uncounted += abs(each.outcomes["failed in a step"] - counts[name].failed_steps)
+        uncounted += abs(each.outcomes["failed in a reset"] - counts[name].failed_resets)
+    return {
+        "kept": round(finished["faulty"] / finished["calm"], 3),
+        "kept_early": round(finished["early"] / finished["calm"], 3),
+        "kept_unhedged": round(finished["unhedged"] / finished["calm"], 3),
+        "reset_p99_over_p50": p99_over_p50(played["faulty"].resets),
+        "reset_p99_over_p50_early": p99_over_p50(played["early"].resets),
+        "reset_p99_over_p50_unhedged": p99_over_p50(played["unhedged"].resets),
+        "reset_p50_s": round(statistics.median(played["faulty"].resets), 3),
+        "blocked_others": sum(wait > PROMPT_S for each in played.values() for wait in each.waits),
+        "left_behind": len(psutil.Process().children(recursive=True)),
+        "uncounted": uncounted,
+        "episodes_per_s": {name: round(count / seconds, 1) for name, count in finished.items()},
+        "outcomes": {name: dict(each.outcomes) for name, each in played.items()},
+        "counts": {name: asdict(each) for name, each in counts.items()},
+        "slots": slots,
+        "scale": scale,
+        "cpu_seconds": round(time.process_time(), 1),
+    }
+
+
+def p99_over_p50(values: list[float]) -> float:
+    cuts = statistics.quantiles(values, n=100)
+    return round(cuts[98] / cuts[49], 2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slots", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--scale", type=float, default=0.06, help="of the paper's seconds")
+    given = parser.parse_args()
+    print(json.dumps(asyncio.run(run(given.slots, given.seconds, given.scale))))
+
+
+if __name__ == "__main__":
+    main()

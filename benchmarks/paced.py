@@ -1,0 +1,57 @@
+"""Environments that take their time, for benchmarks. Standard library only."""
+
+from __future__ import annotations
+
+import random
+import time
+
+from rollart.envs.delayed import RESET, STEP, draw
+
+BODY = 0.979  # of the resets are of the first mode
+FIRST_MODE = tuple((at / BODY, seconds) for at, seconds in RESET if at <= BODY)
+
+
+class Paced:
+    """As slow as one in a container, without its failures: `steps` steps, each and the reset taking `scale` times what
+    the RollArt paper measured. Of its resets the second mode, one in fifty, is a failure and left to Chaos."""
+
+    def __init__(self, steps: int = 10, scale: float = 0.01, reusable: bool = True) -> None:
+        self.steps, self.scale, self.reusable = steps, scale, reusable
+        self.luck = random.SystemRandom()
+        self.left = 0
+
+    def reset(self, seed: int) -> str:
+        time.sleep(self.scale * draw(FIRST_MODE, self.luck))
+        self.left = self.steps
+        return "begin"
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        time.sleep(self.scale * draw(STEP, self.luck))
+        self.left -= 1
+        return "go on", 1.0 if self.left == 0 else 0.0, self.left == 0
+
+    def close(self) -> None:
+        pass
+
+
+class Gaussian:
+    """`turns` turns that take `mean` seconds, give or take `sigma` of it; never less than none."""
+
+    reusable = True
+
+    def __init__(self, turns: int, mean: float, sigma: float) -> None:
+        self.turns, self.mean, self.sigma = turns, mean, sigma
+        self.luck = random.SystemRandom()
+        self.left = 0
+
+    def reset(self, seed: int) -> str:
+        self.left = self.turns
+        return "begin"
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        time.sleep(max(0.0, self.luck.gauss(self.mean, self.sigma * self.mean)))
+        self.left -= 1
+        return "go on", 0.0, self.left == 0
+
+    def close(self) -> None:
+        pass

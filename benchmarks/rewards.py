@@ -1,0 +1,277 @@
+"""Rewards by every invoker that runs here, and elastic workers against a pool that is sized for the peak.
+
+    python benchmarks/rewards.py [--without-ray]
+
+The last line is one JSON object. For each invoker: `cold_ms` of the first score after nothing was running, `warm_ms`
+(median), `burst_s` for 500 scores asked for at once, and `idle_workers` some time after the last. http is a real
+functions-framework service, lambda and fc are the real SDKs against a local endpoint that speaks their protocol (so
+they show our side and the SDK's, not the platform), ray is Ray Serve on a cluster of one node.
+
+`trace` is bursty training: in each step 128 episodes end within a second, each is scored for 50 ms, and when all are in
+the trainer works for 4 s. `elastic` ends workers that were idle for a second, `dedicated` keeps those of the peak.
+`worker_s` is the time that reward processes were alive, `utilisation` the part of it in which they scored.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from rollart.config import Rewards as Config
+from rollart.config import Task
+from rollart.rewards.invokers import Rewards
+from rollart.rewards.runtime import Runtime
+from rollart.types import Episode, EpisodeTurn, Message
+
+FUNCTION = "rollart.rewards.functions:env_return"
+STEPS, EPISODES, ENDING_S, TRAIN_S, PEAK = 4, 128, 1.0, 4.0, 16
+IDLE_S, BURST, WARM, START_S = 1.0, 500, 50, 60.0
+KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "ALIBABA_CLOUD_ACCESS_KEY_ID", "ALIBABA_CLOUD_ACCESS_KEY_SECRET")
+ids = itertools.count()
+
+
+def episode() -> Episode:
+    """Never twice the same: whoever remembers answers must compute this one."""
+    return Episode(f"e-{next(ids)}", "t", 1, (EpisodeTurn((Message("user", "hi"),), "act", 0.25),))
+
+
+def rewards(idle_s: float = IDLE_S, workers: int = 2, cluster: str | None = None, **reward: Any) -> Rewards:
+    task = Task.model_validate({"name": "t", "env": "a:B", "reward": {"function": FUNCTION, **reward}})
+    return Rewards([task], Config(workers=workers, deadline=60.0), cluster=cluster, idle_s=idle_s)
+
+
+# Each invoker
+
+
+async def measured(made: Rewards, idle: Callable[[], Awaitable[int | None]]) -> dict[str, Any]:
+    clock = time.perf_counter
+
+    async def one() -> float:
+        began = clock()
+        await made.score("t", episode())
+        return clock() - began
+
+    cold = await one()
+    warm = statistics.median([await one() for _ in range(WARM)])
+    began = clock()
+    await asyncio.gather(*(one() for _ in range(BURST)))
+    burst = clock() - began
+    return {
+        "cold_ms": round(cold * 1000, 1),
+        "warm_ms": round(warm * 1000, 2),
+        "burst_s": round(burst, 2),
+        "idle_workers": await idle(),
+    }
+
+
+async def pool() -> dict[str, Any]:
+    made = rewards()
+
+    async def idle() -> int:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(20 * IDLE_S):
+                while made.processes:  # noqa: ASYNC110 (state without an event of its own)
+                    await asyncio.sleep(IDLE_S / 10)
+        return made.processes
+
+    try:
+        return await measured(made, idle)  # not started before: the first score starts all that it needs
+    finally:
+        await made.close()
+
+
+@contextlib.contextmanager
+def process(*argv: str) -> Iterator[int]:
+    """A server on a port of its own, `{port}` in its arguments; ended with all that it started."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, *(word.format(port=port) for word in argv)]
+    child = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        yield port
+    finally:
+        os.killpg(child.pid, signal.SIGTERM)
+        child.wait(START_S)
+
+
+async def answers(url: str) -> None:
+    async with asyncio.timeout(START_S), aiohttp.ClientSession() as session:
+        while True:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with session.get(url):
+                    return
+            await asyncio.sleep(0.02)
+
+
+async def served(argv: tuple[str, ...], **reward: Any) -> dict[str, Any]:
+    """Cold is from no process at all: the time until the service is there, and its first score."""
+    began = time.perf_counter()
+    with process(*argv) as port:
+        url = f"http://127.0.0.1:{port}"
+        await answers(url)
+        started = time.perf_counter() - began
+        made = rewards(url=url, **reward)
+        try:
+            await made.start()
+            result = await measured(made, nobody_knows)
+        finally:
+            await made.close()
+    return {**result, "cold_ms": round(result["cold_ms"] + started * 1000, 1)}
+
+
+async def nobody_knows() -> None:
+    """Idle workers of a service are the platform's to end."""
+    return
+
+
+def endpoint(port: int) -> None:
+    """Speaks the invoke protocols of Lambda and Function Compute, with the function in the runtime of packages."""
+    runtime = Runtime(FUNCTION, "")
+
+    async def invoke(request: web.Request) -> web.Response:
+        return web.json_response(runtime.event(await request.read()))
+
+    async def alive(request: web.Request) -> web.Response:
+        return web.Response()
+
+    app = web.Application()
+    app.add_routes([web.post("/{path:.*}", invoke), web.get("/", alive)])
+    web.run_app(app, host="127.0.0.1", port=port, print=lambda *_: None)
+
+
+@contextlib.contextmanager
+def ray_cluster() -> Iterator[str]:
+    from ray.cluster_utils import Cluster
+
+    node = {"num_cpus": 2, "object_store_memory": 80_000_000, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    try:
+        yield cluster.address
+    finally:
+        cluster.shutdown()
+
+
+async def ray() -> dict[str, Any]:
+    from ray import serve
+
+    def replicas() -> int:
+        apps = serve.status().applications.values()
+        return sum(sum(each.replica_states.values()) for app in apps for each in app.deployments.values())
+
+    async def idle() -> int:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(60):
+                while await asyncio.to_thread(replicas):  # noqa: ASYNC110
+                    await asyncio.sleep(0.5)
+        return await asyncio.to_thread(replicas)
+
+    with ray_cluster() as address:
+        made = rewards(invoker="ray", cluster=address)
+        try:
+            await made.start()
+            return await measured(made, idle)
+        finally:
+            await made.close()
+
+
+# Elastic and dedicated workers under the same bursts
+
+
+async def trace(idle_s: float, warm: bool) -> dict[str, float]:
+    made = rewards(idle_s, PEAK, function="benchmarks.waiting_reward:waits")
+    rng = random.Random(0)
+    clock = time.perf_counter
+    alive = 0.0
+    late: list[float] = []
+
+    async def watch() -> None:
+        nonlocal alive
+        before = clock()
+        while True:
+            await asyncio.sleep(0.02)
+            before, passed = clock(), clock() - before
+            alive += made.processes * passed
+
+    async def one(after: float) -> None:
+        await asyncio.sleep(after)
+        began = clock()
+        await made.score("t", episode())
+        late.append(clock() - began)
+
+    try:
+        await made.start()
+        if warm:
+            await asyncio.gather(*(made.score("t", episode()) for _ in range(PEAK)))
+        busy = made.totals["pool"].billed_s
+        watching = asyncio.create_task(watch())
+        began = clock()
+        for _ in range(STEPS):
+            await asyncio.gather(*(one(rng.uniform(0, ENDING_S)) for _ in range(EPISODES)))
+            await asyncio.sleep(TRAIN_S)
+        seconds = clock() - began
+        watching.cancel()
+        busy = made.totals["pool"].billed_s - busy
+    finally:
+        await made.close()
+    return {
+        "seconds": round(seconds, 2),
+        "rollout_s": round(seconds - STEPS * TRAIN_S, 2),
+        "score_ms": round(statistics.mean(late) * 1000, 1),
+        "worker_s": round(alive, 1),
+        "utilisation": round(busy / alive, 3),
+    }
+
+
+async def run(with_ray: bool) -> dict[str, Any]:
+    for key in KEYS:
+        os.environ.setdefault(key, "local")
+    serve = ("-m", "rollart.cli", "reward", "serve", FUNCTION, "--port", "{port}")
+    local = ("-m", "benchmarks.rewards", "--endpoint", "{port}")
+    invokers: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
+        "pool": pool,
+        "http": lambda: served(serve, invoker="http"),
+        "lambda": lambda: served(local, invoker="lambda", name="mine", region="eu-west-1"),
+        "fc": lambda: served(local, invoker="fc", name="mine"),
+    }
+    if with_ray:
+        invokers["ray"] = ray
+    result: dict[str, Any] = {}
+    for name, measure in invokers.items():
+        result[name] = await measure()
+        print(name, result[name], file=sys.stderr, flush=True)
+    elastic = await trace(IDLE_S, warm=False)
+    dedicated = await trace(3600.0, warm=True)
+    saved = round(1 - elastic["worker_s"] / dedicated["worker_s"], 3)
+    slower = round(elastic["rollout_s"] / dedicated["rollout_s"], 3)
+    result["trace"] = {"elastic": elastic, "dedicated": dedicated, "worker_s_saved": saved, "rollout_ratio": slower}
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--without-ray", action="store_true")
+    parser.add_argument("--endpoint", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.endpoint:
+        endpoint(options.endpoint)
+    else:
+        print(json.dumps(asyncio.run(run(not options.without_ray))))
+
+
+if __name__ == "__main__":
+    main()

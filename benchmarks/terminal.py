@@ -1,0 +1,100 @@
+"""What a shell in a sandbox costs: time to start it, time of a command, an episode with its verification, memory.
+
+    python benchmarks/terminal.py [--rounds 40] [--slots 20]
+
+The last line is one JSON object. Times are medians: `start_ms` until the first command could be sent, `plain_bash_ms`
+the same for a bash without a sandbox, `command_ms` of `true`, `process_ms` of a command that is a program,
+`episode_ms` of a scripted episode in this process, verification included. `mb_per_slot` is the private memory of all
+that one more sandbox adds.
+"""
+
+import argparse
+import json
+import random
+import re
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from rollart.envs.terminal import Terminal, player
+from rollart.sandbox.shell import Sandbox
+
+
+def median_ms(rounds: int, do: Callable[[], object]) -> float:
+    times = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        do()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times) * 1000
+
+
+def private_mb(pid: int) -> float:
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return sum(int(value) for value in re.findall(r"Private_\w+:\s+(\d+) kB", text)) / 1024
+
+
+def starts(rounds: int) -> tuple[float, float]:
+    """Of a sandbox and of a bash alone, interleaved."""
+    boxed, plain = [], []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        with Sandbox():
+            boxed.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        subprocess.run(["bash", "--norc", "--noprofile", "-c", ":"], check=True, timeout=60)
+        plain.append(time.perf_counter() - began)
+    return statistics.median(boxed) * 1000, statistics.median(plain) * 1000
+
+
+def memory(slots: int) -> float:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    made = [Sandbox() for _ in range(slots)]
+    try:
+        added = [child.pid for child in psutil.Process().children(recursive=True) if child.pid not in before]
+        return sum(map(private_mb, added)) / slots
+    finally:
+        for sandbox in made:
+            sandbox.close()
+
+
+def episode(environment: Terminal, seed: int) -> None:
+    environment.reset(seed)
+    done = False
+    while not done:
+        step = environment.step(player(environment, random.Random(0), skill=1.0))
+        done = step["done"]
+    assert step["reward"] == 1.0, environment.problem
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--slots", type=int, default=20)
+    given = parser.parse_args()
+    start, plain = starts(given.rounds)
+    with Sandbox() as sandbox:
+        command = median_ms(10 * given.rounds, lambda: sandbox.run("true"))
+        process = median_ms(2 * given.rounds, lambda: sandbox.run("/bin/true"))
+    environment, seeds = Terminal(), iter(range(given.rounds))
+    played = median_ms(given.rounds, lambda: episode(environment, next(seeds)))
+    print(
+        json.dumps(
+            {
+                "start_ms": round(start, 1),
+                "plain_bash_ms": round(plain, 1),
+                "command_ms": round(command, 2),
+                "process_ms": round(process, 2),
+                "episode_ms": round(played, 1),
+                "mb_per_slot": round(memory(given.slots), 2),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

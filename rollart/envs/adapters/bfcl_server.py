@@ -1,0 +1,74 @@
+"""BFCL's multi-turn back ends as an MCP server on stdio: the tools are those of the entry that was begun last.
+
+Run by path with the Python of the `bfcl` family. `_begin` is not listed: it is for the environment, not for the agent.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import bfcl_eval
+from bfcl_eval.constants import executable_backend_config as backends
+from mcp.server.mcpserver import MCPServer
+from mcp.types import CallToolResult, TextContent, Tool
+
+DOCS = Path(bfcl_eval.__file__).parent / "data" / "multi_turn_func_doc"
+TYPES = {"dict": "object", "float": "number", "tuple": "array"}  # BFCL's names, and JSON schema's
+
+
+class BackEnds(MCPServer):  # type: ignore[misc]  # its package is not in our own Python
+    def __init__(self) -> None:
+        super().__init__("bfcl")
+        self._instances: dict[str, Any] = {}
+        self._tools: dict[str, tuple[Any, Tool]] = {}
+
+    async def list_tools(self) -> list[Tool]:
+        return [tool for _, tool in self._tools.values()]
+
+    async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> CallToolResult:
+        if name == "_begin":
+            self._begin(**arguments)
+            return _said("ready")
+        if name not in self._tools:
+            return _said(f"There is no tool {name!r}.", wrong=True)
+        try:
+            answer = getattr(self._tools[name][0], name)(**arguments)
+        except Exception as error:  # wrong arguments are the agent's to see
+            return _said(f"Error during execution: {error}", wrong=True)
+        return _said(answer if isinstance(answer, str) else json.dumps(answer, default=str))
+
+    def _begin(self, classes: list[str], config: dict[str, Any], long_context: bool, without: list[str]) -> None:
+        self._tools = {}
+        for name in classes:
+            instance = getattr(importlib.import_module(backends.CLASS_FILE_PATH_MAPPING[name]), name)()
+            if name not in backends.STATELESS_CLASSES:
+                instance._load_scenario(copy.deepcopy(config.get(name, {})), long_context=long_context)
+            for line in (DOCS / backends.MULTI_TURN_FUNC_DOC_FILE_MAPPING[name]).read_text().splitlines():
+                about = json.loads(line)
+                if about["name"] not in without:
+                    schema = _schema(about["parameters"])
+                    tool = Tool(name=about["name"], description=about["description"], input_schema=schema)
+                    self._tools[about["name"]] = (instance, tool)
+
+
+def _said(text: str, wrong: bool = False) -> CallToolResult:
+    return CallToolResult(content=[TextContent(type="text", text=text)], is_error=wrong)
+
+
+def _schema(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_schema(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    known = {key: _schema(item) for key, item in value.items()}
+    if isinstance(value.get("type"), str):
+        known["type"] = TYPES.get(value["type"], value["type"])
+    return known
+
+
+if __name__ == "__main__":
+    BackEnds().run("stdio")

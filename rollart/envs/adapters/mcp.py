@@ -1,0 +1,142 @@
+"""The tools of an MCP server as an environment: calls are JSON in the action's text, and a job decides the reward.
+
+Needs no package: servers are commands, in whatever Python or language, or URLs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rollart.envs.adapters import instance
+from rollart.envs.adapters.mcp_client import Http, McpClient, McpRefused, Stdio
+
+RULES = (
+    'You can use tools. To call one, answer with {"name": its name, "arguments": {...}} and nothing else; several '
+    "calls may follow each other. Without a call, your answer goes to the user.\n"
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """`round` counts the user's messages, from 0."""
+
+    name: str
+    arguments: dict[str, Any]
+    answer: str
+    round: int
+
+
+class Job(Protocol):
+    """What is to be done with the tools, and how well it was done. Made once, used for one episode after another."""
+
+    def begin(self, client: McpClient, seed: int) -> str:
+        """Bring the server into its first state; what the user says first. Even seeds train, odd ones are held out."""
+        ...
+
+    def follow(self, answer: str) -> str | None:
+        """What the user says to an answer; None: nothing, the episode is over."""
+        ...
+
+    def score(self, client: McpClient, calls: list[Call], answer: str) -> float:
+        """1 is success."""
+        ...
+
+
+class McpTools:
+    """`command` starts a server, or `url` is where one runs. `job` is `module:Class`, made with `job_args`. An episode
+    that has made `max_calls` calls is over, and scored as it is."""
+
+    reusable = True
+
+    def __init__(
+        self,
+        job: str,
+        job_args: dict[str, Any] | None = None,
+        command: list[str] | None = None,
+        url: str | None = None,
+        environment: dict[str, str] | None = None,
+        headers: dict[str, str] | None = None,
+        max_calls: int = 30,
+        seconds: float = 8.0,
+        held_out: bool = False,
+    ) -> None:
+        if (command is None) == (url is None):
+            raise ValueError("McpTools needs either `command` (of a server to start) or `url` (of one that runs)")
+        module, _, name = job.partition(":")
+        self.job: Job = getattr(importlib.import_module(module), name)(**(job_args or {}))
+        self.client = McpClient(Stdio(command, environment) if command else Http(str(url), headers), seconds)
+        self.max_calls, self.held_out = max_calls, held_out
+        self.tools: dict[str, dict[str, Any]] = {}
+        self.calls: list[Call] = []
+        self.tries = 0  # of tools that are not there, too
+        self.round = 0
+
+    def reset(self, seed: int) -> list[dict[str, str]]:
+        asked = self.job.begin(self.client, instance(seed, self.held_out))
+        self.tools = {tool["name"]: tool for tool in self.client.tools()}
+        self.calls, self.tries, self.round = [], 0, 0
+        return [_message("system", RULES + "\n".join(map(_described, self.tools.values()))), _message("user", asked)]
+
+    def step(self, action: str) -> dict[str, Any]:
+        wanted = parse(action)
+        if not wanted:
+            return self._answered(action)
+        wanted = wanted[: self.max_calls - self.tries]
+        self.tries += len(wanted)
+        told = [self._call(name, arguments) for name, arguments in wanted]
+        if self.tries >= self.max_calls:
+            return self._over(action, truncated=True)
+        return {"messages": "\n".join(told), "reward": 0.0, "done": False}
+
+    def close(self) -> None:
+        self.client.close()
+
+    def _call(self, name: str, arguments: dict[str, Any]) -> str:
+        if name not in self.tools:  # servers may have others, which are not for the agent
+            return f"There is no tool {name!r}."
+        try:
+            answer = self.client.call(name, arguments)
+        except McpRefused as error:
+            answer = str(error)
+        self.calls.append(Call(name, arguments, answer, self.round))
+        return answer
+
+    def _answered(self, answer: str) -> dict[str, Any]:
+        follow = self.job.follow(answer)
+        if follow is None:
+            return self._over(answer, truncated=False)
+        self.round += 1
+        return {"messages": follow, "reward": 0.0, "done": False}
+
+    def _over(self, answer: str, truncated: bool) -> dict[str, Any]:
+        score = float(self.job.score(self.client, self.calls, answer))
+        info = {"success": score >= 1.0, "calls": len(self.calls)}
+        return {"messages": [], "reward": score, "done": not truncated, "truncated": truncated, "info": info}
+
+
+def parse(action: str) -> list[tuple[str, dict[str, Any]]]:
+    """Every JSON object of the text that is a call."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    decoder, at = json.JSONDecoder(), action.find("{")
+    while at >= 0:
+        try:
+            value, end = decoder.raw_decode(action, at)
+        except (ValueError, RecursionError):
+            value, end = None, at + 1
+        if isinstance(value, dict) and isinstance(value.get("name"), str):
+            arguments = value.get("arguments", {})
+            found.append((value["name"], arguments if isinstance(arguments, dict) else {}))
+        at = action.find("{", end)
+    return found
+
+
+def _described(tool: dict[str, Any]) -> str:
+    about = {"name": tool["name"], "description": tool.get("description", ""), "parameters": tool["inputSchema"]}
+    return json.dumps(about, ensure_ascii=False)
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}

@@ -1,0 +1,102 @@
+"""Games of TextArena, for one player or for several, where we have one seat and scripted opponents have the others.
+
+The plain (`-raw`) games are used: they tell each player only what is new. TextArena rewards at the end alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import textarena
+
+from rollart.envs.adapters import instance
+
+MOVE = re.compile(r"\[[^\[\]\n]{1,40}\]")
+Opponent = Callable[[str, random.Random], str]
+
+
+def any_move(observation: str, rng: random.Random) -> str:
+    """The opponent by default: one of the moves in square brackets that were shown last."""
+    moves = [line for line in map(MOVE.findall, observation.splitlines()) if line]
+    return rng.choice(moves[-1]) if moves else "[0]"
+
+
+class TextArena:
+    """`opponent` is `module:function` of what was told since its last move and a random generator, and gives a move; a
+    frozen model is one that asks a server. `seat` None: any, by the seed. A win is a success; so is a reward of 1."""
+
+    reusable = True
+
+    def __init__(
+        self,
+        game: str,
+        players: int = 1,
+        opponent: str = "rollart.envs.adapters.textarena:any_move",
+        seat: int | None = None,
+        options: dict[str, Any] | None = None,
+        held_out: bool = False,
+    ) -> None:
+        if seat is not None and not 0 <= seat < players:
+            raise ValueError(f"`seat` {seat} is not one of the {players} seats, which count from 0")
+        self.game = textarena.make(game if game.endswith("-raw") else f"{game}-raw", **(options or {}))
+        module, _, name = opponent.partition(":")
+        self.opponent: Opponent = getattr(importlib.import_module(module), name)
+        self.players, self.wanted_seat, self.held_out = players, seat, held_out
+        self.seat = 0
+        self.seen = ""
+        self.rng = random.Random()
+
+    def reset(self, seed: int) -> str:
+        seed = instance(seed, self.held_out)
+        self.rng = random.Random(f"textarena {seed}")
+        self.seat = self.rng.randrange(self.players) if self.wanted_seat is None else self.wanted_seat
+        self.game.reset(num_players=self.players, seed=seed)
+        if self._others_move():
+            raise ValueError("the game was over before it was our turn; choose another seat or opponent")
+        return self.seen
+
+    def step(self, action: str) -> dict[str, Any]:
+        over, _ = self.game.step(action)
+        if not over:
+            over = self._others_move()
+        if not over:
+            return {"messages": self.seen, "reward": None, "done": False}
+        rewards, told = self.game.close()
+        reward = float(rewards[self.seat])
+        about = told.get(self.seat, {})
+        info = {"success": reward >= 1.0, "reason": str(about.get("reason", "")), "seat": self.seat}
+        return {"messages": info["reason"], "reward": reward, "done": True, "info": info}
+
+    def close(self) -> None:
+        pass
+
+    def _others_move(self) -> bool:
+        """Play until it is our turn, or the game is over."""
+        while True:
+            player, told = self.game.get_observation()
+            text = "\n".join(_line(*item) for item in told if item[0] != player)
+            if player == self.seat:
+                self.seen = text or "It is your turn."
+                return False
+            over, _ = self.game.step(self.opponent(text, self.rng))
+            if over:
+                return True
+
+
+def _line(speaker: int, text: str, kind: object) -> str:
+    return text if speaker < 0 else f"Player {speaker}: {text}"
+
+
+def player(env: TextArena, rng: random.Random, *, skill: float = 1.0) -> str:
+    """Bisects in GuessTheNumber with probability `skill`; otherwise, and elsewhere, any move that was shown."""
+    state = env.game.state.game_state
+    if "guess_history" not in state or "game_number" not in state or rng.random() >= skill:
+        return any_move(env.seen, rng)
+    low, high = env.game.min_number, env.game.max_number
+    for guess, hint in state["guess_history"]:
+        low, high = (guess + 1, high) if hint == "higher" else (low, guess - 1)
+    return f"[{(low + high) // 2}]"

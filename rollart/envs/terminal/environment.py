@@ -1,0 +1,136 @@
+"""A shell and something to do in it: each action is a command, each observation what it wrote. Nearly all prefill.
+
+Standard library only, Python 3.9 or later, for it runs in a slot. Needs bubblewrap; without it no episode starts.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rollart.envs.terminal import chores, repairs
+from rollart.envs.terminal.problem import Maker, Problem, belongs_to_held_out
+from rollart.envs.terminal.verifier import verify
+from rollart.sandbox.archive import archive
+from rollart.sandbox.bubble import Limits
+from rollart.sandbox.shell import Result, Sandbox
+
+KINDS: dict[str, Maker] = {
+    maker.__name__: maker
+    for maker in (
+        *(chores.find, chores.count, chores.config, chores.restore, chores.tidy),
+        *(repairs.test, repairs.rename, repairs.script),
+    )
+}
+RULES = (
+    "You have a bash shell in a folder of your own. Answer with one command at a time, as plain text or in a ```bash "
+    "block; you then see what it wrote and its exit code. Say `done` when the task is done. You have {turns} turns, "
+    "and {seconds:g} seconds for each command. There is no network, and nothing runs on after its command.\n\n"
+)
+BLOCK = re.compile(r"```[ \t]*(?:bash|shell|sh|console)?[ \t]*\n(.*?)(?:\n[ \t]*)?```", re.DOTALL)
+OVER = re.compile(r"[\s`.!]*(?:done|submit)[\s`.!]*", re.IGNORECASE)
+IDLE = ("ls", "pwd", "cat *", "done")  # what the player says when it does not know better
+PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3")
+DRAWS = 10_000
+
+
+class Terminal:
+    """1 if all checks of the task pass at the end, otherwise 0; `info["checks"]` has each. `kinds` are drawn from with
+    equal chances; `output` is in bytes, `limits` are the fields of `rollart.sandbox.bubble.Limits`."""
+
+    reusable = True  # a reset starts a new sandbox
+
+    def __init__(
+        self,
+        kinds: Sequence[str] = tuple(KINDS),
+        difficulty: int = 1,
+        turns: int = 10,
+        deadline: float = 10.0,
+        output: int = 4000,
+        rules: bool = True,
+        limits: dict[str, int] | None = None,
+        held_out: bool = False,
+    ) -> None:
+        unknown = [kind for kind in kinds if kind not in KINDS]
+        if unknown or not kinds:
+            raise ValueError(f"Terminal knows no kind {unknown[:1] or kinds}; there are {', '.join(KINDS)}")
+        if "test" in kinds and not any(Path(python).exists() for python in PYTHONS):
+            raise ValueError(
+                f"the kind `test` needs a Python in the sandbox, at {' or '.join(PYTHONS)}; install python3"
+            )
+        if difficulty not in (1, 2, 3):
+            raise ValueError("Terminal needs a difficulty of 1, 2 or 3")
+        self.kinds, self.difficulty, self.turns, self.deadline = tuple(kinds), difficulty, turns, deadline
+        self.output, self.rules, self.held_out = output, rules, held_out
+        self.limits = Limits(**(limits or {}))
+        self.problem: Problem | None = None
+        self.history: list[str] = []
+        self._sandbox: Sandbox | None = None
+
+    def reset(self, seed: int) -> str:
+        self.close()
+        self.problem, self.history = self._draw(seed), []
+        self._sandbox = Sandbox(archive(self.problem.files), self.limits, self.output)
+        rules = RULES.format(turns=self.turns, seconds=self.deadline) if self.rules else ""
+        return rules + self.problem.text
+
+    def step(self, action: str) -> dict[str, Any]:
+        if self._sandbox is None:
+            raise RuntimeError("the episode is over; reset first")
+        command = parse(action)
+        self.history.append(command or "done")
+        if not command:
+            return self._over("", truncated=False)
+        shown = observation(self._sandbox.run(command, self.deadline))
+        if len(self.history) >= self.turns:
+            return self._over(shown, truncated=True)
+        return {"messages": shown, "reward": 0.0, "done": False}
+
+    def close(self) -> None:
+        sandbox, self._sandbox = self._sandbox, None
+        if sandbox is not None:
+            sandbox.close()
+
+    def _draw(self, seed: int) -> Problem:
+        rng = random.Random(f"terminal {seed}")  # a stream that nobody else has
+        for _ in range(DRAWS):
+            problem = KINDS[rng.choice(self.kinds)](rng, self.difficulty)
+            if belongs_to_held_out(problem) == self.held_out:
+                return problem
+        raise ValueError("no task was drawn; allow more `kinds`")
+
+    def _over(self, shown: str, truncated: bool) -> dict[str, Any]:
+        assert self.problem is not None and self._sandbox is not None
+        sandbox, self._sandbox = self._sandbox, None
+        checks = verify(self.problem, sandbox, self.limits, self.deadline)
+        success = all(checks.values())
+        info = {"success": success, "kind": self.problem.kind, "checks": checks}
+        messages = shown if shown else []
+        return {"messages": messages, "reward": float(success), "done": True, "truncated": truncated, "info": info}
+
+
+def parse(action: str) -> str:
+    """The command: what is in the first block of code, otherwise all of it. Empty: the agent says that it is done."""
+    if OVER.fullmatch(action):
+        return ""
+    block = BLOCK.search(action)
+    command = (block.group(1) if block else action).strip()
+    return "" if OVER.fullmatch(command) else command or ":"
+
+
+def observation(result: Result) -> str:
+    output = result.output
+    if output and not output.endswith("\n"):
+        output += "\n"
+    return f"{output}[{result.note}]" if result.note else f"{output}[exit {result.exit_code}]"
+
+
+def player(env: Terminal, rng: random.Random, *, skill: float) -> str:
+    """With probability `skill` the next command of the scripted solution, otherwise one that does not help."""
+    assert env.problem is not None
+    if rng.random() >= skill:
+        return rng.choice(IDLE)
+    return next((command for command in env.problem.solution if command not in env.history), "done")

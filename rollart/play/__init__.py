@@ -1,0 +1,1 @@
+"""One episode in the terminal: `players` act, `episode` plays and shows."""

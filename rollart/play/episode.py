@@ -1,0 +1,204 @@
+"""One episode, shown as the agent would see it: message by message or, if asked, token by token.
+
+The environment runs in a process of its own, by the Python of its family, as in a run; the reward is asked for as in a
+run, too.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from rollart.chat import ChatRenderer
+from rollart.config import Model as ModelConfig
+from rollart.config import RunFile, Task
+from rollart.envs.stage import Stage, stage
+from rollart.errors import ConfigError, RollartError
+from rollart.play.players import Action, Model, Person, Player, Scripted, loaded
+from rollart.rewards.invokers import Rewards
+from rollart.types import Episode, EpisodeTurn, Finish, Message, RewardResult, Step
+from rollart.yamltree import did_you_mean
+
+ROLES = {"system": "yellow", "user": "cyan", "assistant": "green", "tool": "magenta"}
+STYLES = ("on grey15", "on grey30")  # tokens take turns
+
+
+async def play(
+    run: RunFile, name: str, *, seed: int, held_out: bool, who: str, tokens: bool, console: Console
+) -> RewardResult | None:
+    """The result, or None if the player left before the end. Raises RollartError."""
+    task = _task(run, name)
+    folder = None if who in ("human", "scripted") else Path(who)
+    if folder is not None and not (folder / "config.json").is_file():
+        raise ConfigError(f"--player is human, scripted or a model folder; {who} has no config.json")
+    if who == "scripted" and task.player is None:
+        raise ConfigError(f"task {name!r} names no `player`; play it yourself (--player human) or with a model")
+    async with AsyncExitStack() as stack:
+        renderer = None
+        if folder is not None or tokens:
+            renderer = await stack.enter_async_context(_renderer(run.model, folder))
+        env = await stack.enter_async_context(stage(task, run.environments))
+        player: Player
+        if folder is not None and renderer is not None:
+            player = Model(await stack.enter_async_context(loaded(folder, run.engine)), renderer, task, seed)
+        else:
+            player = Scripted(env, seed) if who == "scripted" else Person(console)
+        show = Show(console, renderer if tokens else None, typed=who == "human")
+        return await Play(task, env, player, show, renderer, seed).run(held_out, run)
+
+
+def _task(run: RunFile, name: str) -> Task:
+    known = {task.name: task for task in run.tasks}
+    if name not in known:
+        near = did_you_mean(name, sorted(known))
+        raise ConfigError(f"the run file has no task {name!r}{near or '; it has ' + ', '.join(known)}")
+    return known[name]
+
+
+@asynccontextmanager
+async def _renderer(model: ModelConfig, folder: Path | None) -> AsyncIterator[ChatRenderer]:
+    """That of the model which plays or, if none does, of the one that the run starts from."""
+    if folder or model.path:
+        yield ChatRenderer(folder or Path(str(model.path)))
+        return
+    from rollart.models import tiny
+
+    assert model.tiny is not None
+    with TemporaryDirectory(prefix="rollart-play-") as made:
+        tiny.tokenizer(model.tiny.context).save_pretrained(made)
+        yield ChatRenderer(Path(made))
+
+
+class Show:
+    """What is printed. `typed`: the actions are on the screen already."""
+
+    def __init__(self, console: Console, renderer: ChatRenderer | None, typed: bool) -> None:
+        self._console = console
+        self._renderer = renderer
+        self._typed = typed
+
+    def observed(self, messages: Sequence[Message], prompt: Sequence[int]) -> None:
+        for message in messages:
+            self._said(message.role, message.content)
+        self._pieces(prompt)
+
+    def acted(self, action: Action, tokens: Sequence[int]) -> None:
+        if not self._typed:
+            self._said("assistant", action.text)
+        self._pieces(tokens)
+
+    def stepped(self, step: Step) -> None:
+        if step.done and any(message.content for message in step.messages):
+            self.observed(step.messages, ())
+        if step.reward:
+            self._console.print(f"  reward {step.reward:g}", style="bold", highlight=False)
+
+    def ended(self, why: str, result: RewardResult | None) -> None:
+        text = Text(f"\n{why}", style="bold")
+        if result is not None:
+            text.append(f"; reward {result.value:g}")
+            if result.parts:
+                text.append(" (" + ", ".join(f"{name} {value:g}" for name, value in result.parts.items()) + ")")
+            if result.success is not None:
+                text.append(", success" if result.success else ", no success", "green" if result.success else "red")
+        self._console.print(text)
+
+    def _said(self, role: str, content: str) -> None:
+        self._console.print(Text(role, style=f"bold {ROLES.get(role, 'white')}"))
+        self._console.print(Padding(Text(content.rstrip() or "(nothing)"), (0, 0, 0, 2), expand=False))
+
+    def _pieces(self, tokens: Sequence[int]) -> None:
+        if self._renderer is None or not tokens:
+            return
+        pieces = Text(f"  {len(tokens)} tokens: ", style="dim")
+        for number, token in enumerate(tokens):
+            pieces.append(f"{token}:", style="dim")
+            pieces.append(repr(self._renderer.piece(token)), style=STYLES[number % 2])
+            pieces.append(" ")
+        self._console.print(pieces)
+
+
+class Play:
+    """The loop of a trajectory, without the machinery around it."""
+
+    def __init__(
+        self, task: Task, env: Stage, player: Player, show: Show, renderer: ChatRenderer | None, seed: int
+    ) -> None:
+        self._task = task
+        self._env = env
+        self._player = player
+        self._show = show
+        self._renderer = renderer
+        self._seed = seed
+        self._turns: list[EpisodeTurn] = []
+        self._context: list[int] = []
+
+    async def run(self, held_out: bool, run: RunFile) -> RewardResult | None:
+        messages, finish = await self._env.reset(self._seed, held_out), None
+        info: dict[str, object] = {}
+        while True:
+            self._observe(messages, finish)
+            if self._too_long():
+                why, truncated = f"truncated: max_context ({self._task.max_context} tokens) has no room left", True
+                break
+            action = await self._player.act(len(self._turns), self._context)
+            if action is None:
+                self._show.ended(f"you left after {self._count()}", None)
+                return None
+            self._act(action)
+            step = await self._env.step(action.text)
+            self._show.stepped(step)
+            self._turns.append(EpisodeTurn(tuple(messages), action.text, step.reward))
+            info.update(step.info)
+            messages, finish = step.messages, action.finish
+            if step.done or len(self._turns) >= self._task.max_turns:
+                why, truncated = self._why(step)
+                break
+        result = await self._score(run, truncated, info)
+        self._show.ended(why, result)
+        return result
+
+    def _observe(self, messages: Sequence[Message], finish: Finish | None) -> None:
+        prompt: list[int] = []
+        if self._renderer is not None:
+            prompt = self._renderer.open(messages) if finish is None else self._renderer.extend(finish, messages)
+        self._context += prompt
+        self._show.observed(messages, prompt)
+
+    def _act(self, action: Action) -> None:
+        tokens = action.tokens
+        if tokens is None:
+            tokens = self._renderer.action(action.text) if self._renderer is not None else []
+        self._context += tokens
+        self._show.acted(action, tokens)
+
+    def _too_long(self) -> bool:
+        return len(self._context) + self._task.sampling.max_tokens > self._task.max_context
+
+    def _why(self, step: Step) -> tuple[str, bool]:
+        if step.truncated:
+            return f"truncated by the environment after {self._count()}", True
+        if step.done:
+            return f"finished after {self._count()}", False
+        return f"truncated after {self._count()}: max_turns", True
+
+    def _count(self) -> str:
+        return f"{len(self._turns)} {'turn' if len(self._turns) == 1 else 'turns'}"
+
+    async def _score(self, run: RunFile, truncated: bool, info: dict[str, object]) -> RewardResult | None:
+        if not self._turns:
+            raise RollartError(
+                f"the first observation of task {self._task.name!r} leaves no room for an action in max_context "
+                f"{self._task.max_context}"
+            )
+        episode = Episode("play", self._task.name, self._seed, tuple(self._turns), truncated, dict(info))
+        rewards = Rewards([self._task], run.rewards, cluster=run.cluster)
+        try:
+            await rewards.start()
+            return await rewards.score(self._task.name, episode)
+        finally:
+            await rewards.close()

@@ -1,0 +1,125 @@
+"""Who can play an episode: a person, the task's scripted player, or a saved model.
+
+The event loop never blocks on the person, so Ctrl-C is heard at once.
+"""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from rich.console import Console
+
+from rollart.chat import ChatRenderer
+from rollart.config import Engine as EngineConfig
+from rollart.config import Task
+from rollart.envs.stage import Stage
+from rollart.rollout.seeds import seed_of
+from rollart.types import Finish, GenerationRequest, Sampling
+
+if TYPE_CHECKING:
+    from rollart.engines.torch.engine import TorchEngine
+
+ANSWER_S = 600.0  # for a model to act, whatever its size
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What was said. `tokens` are those that a model sampled; None: nobody sampled any."""
+
+    text: str
+    tokens: list[int] | None = None
+    finish: Finish = "stop"
+
+
+class Player(Protocol):
+    async def act(self, turn: int, context: Sequence[int]) -> Action | None:
+        """`context` are the tokens so far, if anybody counts them. None: the player leaves."""
+        ...
+
+
+class Person:
+    """Writes a line for each action; the end of the input is leaving."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._typed = b""
+
+    async def act(self, turn: int, context: Sequence[int]) -> Action | None:
+        self._console.print("assistant> ", style="bold green", end="")
+        while b"\n" not in self._typed:
+            piece = await _typed()
+            if not piece:
+                break
+            self._typed += piece
+        if not self._typed:
+            self._console.print()
+            return None
+        line, _, self._typed = self._typed.partition(b"\n")
+        return Action(line.decode(errors="replace"))
+
+
+async def _typed() -> bytes:
+    """Something from stdin; nothing at its end."""
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    source = sys.stdin.fileno()
+    try:
+        loop.add_reader(source, ready.set)
+    except PermissionError:  # a file, which never makes one wait
+        return os.read(source, 1 << 16)
+    try:
+        await ready.wait()
+        return os.read(source, 1 << 16)
+    finally:
+        loop.remove_reader(source)
+
+
+class Scripted:
+    """The player that the task names, in the environment's process."""
+
+    def __init__(self, env: Stage, seed: int) -> None:
+        self._env = env
+        self._seed = seed
+
+    async def act(self, turn: int, context: Sequence[int]) -> Action | None:
+        return Action(await self._env.scripted(seed_of(self._seed, "player", turn)))
+
+
+class Model:
+    """Samples as a run does."""
+
+    def __init__(self, engine: "TorchEngine", renderer: ChatRenderer, task: Task, seed: int) -> None:
+        self._engine = engine
+        self._renderer = renderer
+        self._task = task
+        self._seed = seed
+
+    async def act(self, turn: int, context: Sequence[int]) -> Action | None:
+        asked, seed = self._task.sampling, seed_of(self._seed, "play", turn)
+        sampling = Sampling(asked.temperature, asked.top_p, asked.top_k, asked.max_tokens, self._renderer.stop, seed)
+        request = GenerationRequest(f"play/{turn}", "play", self._task.name, turn, list(context), sampling)
+        async with asyncio.timeout(ANSWER_S):
+            completion = await self._engine.generate(request)
+        return Action(self._renderer.text(completion.tokens), completion.tokens, completion.finish)
+
+
+@asynccontextmanager
+async def loaded(folder: Path, config: EngineConfig) -> "AsyncIterator[TorchEngine]":
+    """The model in this process."""
+    import torch
+    from transformers.utils import logging
+
+    from rollart.engines.torch.engine import TorchEngine
+    from rollart.engines.torch.model import Model as Weights
+    from rollart.services.device import torch_device
+
+    logging.disable_progress_bar()
+    torch.set_num_threads(config.threads)
+    weights = Weights.open(folder, getattr(torch, config.dtype), torch_device(config.device, {}))
+    async with TorchEngine(weights, config) as engine:
+        yield engine

@@ -1,0 +1,106 @@
+"""What a module needs to be imported elsewhere: the files that come along, and the packages to install there.
+
+Found by reading source files and importing nothing. A module comes along as a file if it is not installed (it lies next
+to the user) or if it is a part of rollart, of which only the needed files go; everything else is a requirement.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from pathlib import Path
+
+from rollart.errors import RollartError
+from rollart.importable import find
+
+OURS = "rollart"
+
+
+@dataclass(slots=True)
+class Closure:
+    """`files` by where they go, relative to the root; `packages` by the name that they are imported by."""
+
+    files: dict[Path, Path] = field(default_factory=dict)
+    packages: set[str] = field(default_factory=set)
+
+    def requirements(self) -> list[str]:
+        """Lines for pip, with the versions that are installed here."""
+        names = packages_distributions()
+        return sorted(_pinned(names.get(package, [package])[0]) for package in self.packages)
+
+
+def closure(module: str, *more: str) -> Closure:
+    """Everything that these modules need. Raises RollartError for a module that cannot be found."""
+    found = Closure()
+    todo, done = [module, *more], set[str]()
+    while todo:
+        name = todo.pop()
+        top = name.partition(".")[0]
+        if name in done or top in sys.stdlib_module_names:
+            continue
+        done.add(name)
+        if not _comes_along(top):
+            found.packages.add(top)
+            continue
+        if "." in name:
+            todo.append(name.rpartition(".")[0])
+        path = _source(name)
+        if path is not None:
+            found.files[_target(name, path)] = path
+            todo += _imports(path, name)
+    return found
+
+
+def _comes_along(top: str) -> bool:
+    spec = find(top)
+    if spec is None:
+        raise RollartError(f"module {top!r}, which the reward needs, cannot be found")
+    origin = spec.origin or next(iter(spec.submodule_search_locations or []), "")
+    return top == OURS or not {"site-packages", "dist-packages"} & set(Path(origin).parts)
+
+
+def _source(name: str) -> Path | None:
+    """Its file; None for a folder without one."""
+    spec = find(name)
+    if spec is not None and spec.origin is None and spec.submodule_search_locations:
+        return None
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        raise RollartError(f"module {name!r}, which the reward needs, is no Python file that could be packaged")
+    return Path(spec.origin)
+
+
+def _target(name: str, path: Path) -> Path:
+    parts = name.split(".")
+    return Path(*parts, "__init__.py") if path.name == "__init__.py" else Path(*parts[:-1], f"{parts[-1]}.py")
+
+
+def _imports(path: Path, name: str) -> Iterator[str]:
+    """Modules that a file imports, wherever in it; those in a `try` count only if they are there."""
+    tree = ast.parse(path.read_bytes())
+    optional = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.Try) for inner in ast.walk(node)}
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(tree):
+        for wanted in _wanted(node, package):
+            if id(node) not in optional or find(wanted.partition(".")[0]):
+                yield wanted
+
+
+def _wanted(node: ast.AST, package: str) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+        module = ".".join([*above, *([node.module] if node.module else [])])
+        yield module
+        for alias in node.names:  # `from package import module`
+            inner = f"{module}.{alias.name}"
+            if module.partition(".")[0] not in sys.stdlib_module_names and find(inner):
+                yield inner
+
+
+def _pinned(distribution: str) -> str:
+    try:
+        return f"{distribution}=={version(distribution)}"
+    except PackageNotFoundError:
+        return distribution

@@ -1,0 +1,168 @@
+"""Every reward of a run, each behind the invoker that its task names.
+
+Invariants: tasks with the same reward section share its cap and what is known of its speed. Every score, had or not, is
+told to `sink` once. Nothing that was started outlives `close`.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rollart.config import Reward, Task
+from rollart.config import Rewards as RewardsConfig
+from rollart.errors import RewardFailed, ServiceError
+from rollart.observe.events import EventSink, RewardCalled
+from rollart.rewards.calls import Usage
+from rollart.rewards.pool import IDLE_S, RewardPool
+from rollart.rewards.remote import RemoteReward
+from rollart.rewards.transports.base import NoAnswer, Transport
+from rollart.types import Episode, RewardResult
+
+
+@dataclass(slots=True)
+class Totals:
+    """What the calls of one invoker have cost so far, also those that failed or were cancelled."""
+
+    scores: int = 0
+    failures: int = 0
+    tries: int = 0
+    hedges: int = 0
+    cold_starts: int = 0
+    seconds: float = 0.0
+    billed_s: float = 0.0
+
+    def add(self, usage: Usage, seconds: float) -> None:
+        self.tries += usage.tries
+        self.hedges += usage.hedges
+        self.cold_starts += usage.cold
+        self.seconds += seconds
+        self.billed_s += usage.billed_s
+
+
+class Rewards:
+    """Implements `rollart.protocols.RewardInvoker`. What local rewards print goes to `log`; `cluster` is the address of
+    the Ray cluster for those that run there."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        config: RewardsConfig,
+        log: Path | None = None,
+        *,
+        sink: EventSink | None = None,
+        cluster: str | None = None,
+        idle_s: float = IDLE_S,
+    ) -> None:
+        self._sink = sink
+        self._rewards = {task.name: task.reward for task in tasks}
+        local = [task for task in tasks if task.reward.invoker == "pool"]
+        self._pool = RewardPool(local, config, log, idle_s) if local else None
+        self._remote: dict[str, RemoteReward] = {}
+        shared: dict[str, RemoteReward] = {}
+        for task in tasks:
+            if task.reward.invoker != "pool":
+                same = task.reward.model_dump_json()
+                if same not in shared:
+                    transport = transport_of(task.reward, config, cluster)
+                    shared[same] = RemoteReward(
+                        task.reward, transport, deadline=config.deadline, retries=config.retries
+                    )
+                self._remote[task.name] = shared[same]
+        self.totals: defaultdict[str, Totals] = defaultdict(Totals)
+
+    @property
+    def processes(self) -> int:
+        """Local ones: 0 when nothing has been scored for a while."""
+        return self._pool.processes if self._pool is not None else 0
+
+    async def start(self) -> None:
+        """Raises ServiceError for what is known to be wrong before the first call."""
+        results = await asyncio.gather(*(part.start() for part in self._parts()), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def close(self) -> None:
+        await asyncio.gather(*(part.close() for part in self._parts()))
+
+    def _parts(self) -> list[RewardPool | RemoteReward]:
+        return [*([self._pool] if self._pool is not None else []), *dict.fromkeys(self._remote.values())]
+
+    async def score(self, task: str, episode: Episode) -> RewardResult:
+        """Raises RewardFailed after the last retry, never answers 0 for a failure."""
+        clock = asyncio.get_running_loop().time
+        began, usage, reason = clock(), Usage(), ""
+        total = self.totals[self._rewards[task].invoker]
+        try:
+            result = await self._score(task, episode, usage)
+            total.scores += 1
+            return result
+        except RewardFailed as error:
+            total.failures += 1
+            reason = str(error)
+            raise
+        except asyncio.CancelledError:
+            reason = "it was cancelled"
+            raise
+        finally:
+            total.add(usage, clock() - began)
+            self._tell(task, episode, usage, clock() - began, reason)
+
+    async def _score(self, task: str, episode: Episode, usage: Usage) -> RewardResult:
+        if task not in self._remote:
+            assert self._pool is not None
+            return await self._pool.score(task, episode, usage)
+        try:
+            return await self._remote[task].score(episode, usage)
+        except NoAnswer as error:
+            function = self._rewards[task].function
+            times = "once" if usage.tries == 1 else f"{usage.tries} times"
+            raise RewardFailed(
+                f"the reward {function!r} of task {task!r} was asked for {times}; the last time: {error}"
+            ) from error
+
+    def _tell(self, task: str, episode: Episode, usage: Usage, seconds: float, reason: str) -> None:
+        reward = self._rewards[task]
+        if self._sink is not None:
+            self._sink.emit(
+                RewardCalled(
+                    trajectory=episode.id,
+                    task=task,
+                    function=reward.function,
+                    invoker=reward.invoker,
+                    seconds=seconds,
+                    reason=reason,
+                    **asdict(usage),
+                )
+            )
+
+
+def transport_of(reward: Reward, config: RewardsConfig, cluster: str | None = None) -> Transport:
+    """The client that an invoker needs; its package is imported only now. Raises ServiceError if it is not there."""
+    try:
+        if reward.invoker == "http":
+            from rollart.rewards.transports.http import HttpTransport
+
+            return HttpTransport(str(reward.url), reward.secret)
+        if reward.invoker == "lambda":
+            from rollart.rewards.transports.aws import LambdaTransport
+
+            return LambdaTransport(
+                *(str(reward.name), reward.region, reward.url),
+                concurrency=reward.concurrency,
+                deadline=reward.deadline or config.deadline,
+            )
+        if reward.invoker == "fc":
+            from rollart.rewards.transports.alibaba import FunctionComputeTransport
+
+            return FunctionComputeTransport(str(reward.name), reward.region, reward.url)
+        from rollart.rewards.transports.ray import ServeTransport
+
+        return ServeTransport(reward, cluster)
+    except ImportError as error:
+        extra = {"http": "", "lambda": "[lambda]", "fc": "[fc]", "ray": "[ray]"}[reward.invoker]
+        raise ServiceError(
+            f"the invoker {reward.invoker} needs the package {error.name!r}; run: pip install 'rollart{extra}'"
+        ) from error

@@ -1,0 +1,75 @@
+"""A reward that runs elsewhere against the same function here, on the episodes of a run."""
+
+import asyncio
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollart.errors import RewardFailed
+from rollart.protocols import RewardInvoker
+from rollart.rewards.runtime import Reward, call, sentence
+from rollart.rollout.ledger import Ledger
+from rollart.types import Episode, EpisodeTurn, Outcome, RewardResult, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One episode. A failure is a text, a reward is not; `same` if both sides failed, or agree."""
+
+    episode: str
+    here: RewardResult | str
+    there: RewardResult | str
+
+    @property
+    def same(self) -> bool:
+        if isinstance(self.here, str) or isinstance(self.there, str):
+            return isinstance(self.here, str) and isinstance(self.there, str)
+        parts = self.here.parts.keys() == self.there.parts.keys()
+        return (
+            _close(self.here.value, self.there.value)
+            and self.here.success == self.there.success
+            and parts
+            and all(_close(value, self.there.parts[name]) for name, value in self.here.parts.items())
+        )
+
+
+def _close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)
+
+
+def episode_of(trajectory: Trajectory) -> Episode:
+    """What the reward function saw."""
+    turns = tuple(EpisodeTurn(turn.messages, turn.action, turn.reward) for turn in trajectory.turns)
+    truncated = trajectory.outcome is Outcome.TRUNCATED
+    return Episode(trajectory.id, trajectory.task, trajectory.seed, turns, truncated, trajectory.info)
+
+
+def recorded(run_dir: Path, limit: int, tasks: Iterable[str] = ()) -> list[Episode]:
+    """The last episodes of a run that were scored, or failed to be. Raises RollartError."""
+    with closing(Ledger.open_readonly(run_dir / "ledger.sqlite")) as ledger:
+        return [episode_of(trajectory) for trajectory in ledger.scored(limit, tuple(tasks))]
+
+
+async def compare(
+    function: Reward, args: dict[str, object], invoker: RewardInvoker, task: str, episodes: Sequence[Episode]
+) -> list[Compared]:
+    async def there(episode: Episode) -> RewardResult | str:
+        try:
+            return await invoker.score(task, episode)
+        except RewardFailed as error:
+            return str(error)
+
+    far = await asyncio.gather(*(there(episode) for episode in episodes))
+    return [
+        Compared(episode.id, here(function, args, episode), result)
+        for episode, result in zip(episodes, far, strict=True)
+    ]
+
+
+def here(function: Reward, args: dict[str, object], episode: Episode) -> RewardResult | str:
+    try:
+        return call(function, [episode], args)[0]
+    except Exception as error:  # the user's code may raise anything; the comparison shows it
+        return sentence(error)

@@ -1,0 +1,89 @@
+"""Alibaba Function Compute by its own client. Credentials are found as the SDK finds them."""
+
+import asyncio
+import os
+from typing import Any
+from urllib.parse import urlsplit
+
+from alibabacloud_credentials.client import Client as Credentials
+from alibabacloud_credentials.exceptions import CredentialException
+from alibabacloud_fc20230330 import models
+from alibabacloud_fc20230330.client import Client
+from alibabacloud_tea_openapi.models import Config
+from darabonba.exceptions import DaraException
+from darabonba.runtime import RuntimeOptions
+
+from rollart.errors import ServiceError
+from rollart.rewards.transports.base import Busy, NoAnswer, Refused, Reply, decoded, shown
+from rollart.rewards.transports.http import TRY_AGAIN
+
+ACCOUNT = "ALIBABA_CLOUD_ACCOUNT_ID"
+CONNECT_MS = 10_000
+
+
+class FunctionComputeTransport:
+    """`url` is another endpoint than that of the account in the region."""
+
+    def __init__(self, name: str, region: str | None, url: str | None) -> None:
+        self._name = name
+        self._region = region or os.environ.get("ALIBABA_CLOUD_REGION_ID", "")
+        self._url = url
+        self._client: Any = None
+
+    async def start(self) -> None:
+        place = urlsplit(self._url or f"https://{self._endpoint()}")
+        try:
+            self._client = await asyncio.to_thread(
+                lambda: Client(
+                    Config(
+                        credential=Credentials(),
+                        region_id=self._region or None,
+                        endpoint=place.netloc,
+                        protocol=place.scheme,
+                    )
+                )
+            )
+        except (CredentialException, DaraException, ValueError) as error:
+            raise ServiceError(f"the reward on Function Compute cannot start: {error}") from error
+
+    def _endpoint(self) -> str:
+        account = os.environ.get(ACCOUNT, "")
+        if not account or not self._region:
+            raise ServiceError(
+                f"the reward {self._name!r} on Function Compute needs the number of your account in the environment "
+                f"variable {ACCOUNT} and a `region`; or give its endpoint as `url`"
+            )
+        return f"{account}.{self._region}.fc.aliyuncs.com"
+
+    async def close(self) -> None:
+        pass  # the SDK opens a session for each call, and closes it
+
+    async def send(self, body: bytes, key: str, deadline: float) -> Reply:
+        if self._client is None:
+            await self.start()
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        options = RuntimeOptions(
+            autoretry=False, read_timeout=int(deadline * 1000) + 1, connect_timeout=CONNECT_MS, max_attempts=1
+        )
+        request = models.InvokeFunctionRequest(body=body)
+        headers = models.InvokeFunctionHeaders(common_headers={"Content-Type": "application/json"})
+        try:
+            told = await self._client.invoke_function_with_options_async(self._name, request, headers, options)
+        except Exception as error:  # the SDK's errors have no common class of their own
+            raise _failure(error) from error
+        payload = told.body.read()
+        lower = {name.lower(): value for name, value in (told.headers or {}).items()}
+        if "x-fc-error-type" in lower:
+            raise NoAnswer(f"the function {self._name} failed ({lower['x-fc-error-type']}): {shown(payload)}")
+        answer = decoded(payload)
+        return Reply(answer, clock() - began, answer.seconds, answer.cold)
+
+
+def _failure(error: Any) -> NoAnswer:
+    status = int(getattr(error, "status_code", None) or 0)
+    reason = f"Function Compute: {error}"
+    if status in (429, 503):
+        after = getattr(error, "retry_after", None)
+        return Busy(reason, after / 1000 if after else None)
+    return Refused(reason) if 400 <= status < 500 and status not in TRY_AGAIN else NoAnswer(reason)

@@ -1,0 +1,281 @@
+"""A bubblewrap sandbox: its namespaces, and the keeper in them that starts everything else. Standard library only.
+
+The invariants:
+- Inside there is a read-only view of /usr, three small file systems in memory (the work folder, /tmp, /dev/shm), no
+  network, and no process, user or file of the host. All else is read-only, /proc included.
+- The keeper is process 1 of the sandbox, so nothing inside can kill it; when it ends, the kernel kills all others.
+  It ends with us: by our hand, by the end of its requests, or because its parent died.
+- Nothing that comes from inside is trusted: answers are read without blocking, bounded, and only compared or shown.
+- Started by root, it runs as a user id that nobody has, one for each sandbox.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollart.sandbox import seccomp
+from rollart.sandbox.processes import children, is_dead, resident_pages, state
+
+WORK = "/task"
+START_S, END_S = 30.0, 10.0
+FIRST_UID, NOBODY = 0x70000000, 65534
+SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
+ETC = ("/etc/alternatives", "/etc/ld.so.cache")  # links to commands and libraries; nothing secret
+VARIABLES = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": WORK,
+    "USER": "agent",
+    "LANG": "C.UTF-8",
+    "TERM": "dumb",
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
+# Between the shells' lives the keeper reads requests: what to do, a tag for the answer, and the size of the archive.
+# To signal -1 is to signal all but itself at once: nobody can slip away by having a child meanwhile.
+KEEPER = """\
+ulimit -c 0 -v {memory} -u {processes} -f {file} -n {files} -t {cpu} || exit 97
+exec 9>&2 2>/dev/null
+trap 'kill -STOP -1' USR1
+while read -r what tag size; do
+  case $what in
+    unpack) head -c "$size" | (tar -xf -; code=$?; cat >/dev/null; exit $code); code=$?;;
+    pack) tar -cSf - . >&9; code=$?;;
+    shell)
+      bash --norc --noprofile -c "$1" <&0 2>&9 9>&- &
+      while wait $!; code=$?; [ -d /proc/$! ]; do :; done
+      kill -KILL -1;;
+    *) continue;;
+  esac
+  echo "$tag $code"
+done
+"""
+
+
+class SandboxError(RuntimeError):
+    """No sandbox can be had, or it broke. The sentence says what to do."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`memory` and `cpu_s` are of each process, `total_memory` of all together, which is looked at while a command
+    runs; `disk` is of the work folder, and as much again of /tmp. Megabytes and seconds."""
+
+    memory: int = 512
+    total_memory: int = 768
+    processes: int = 64
+    disk: int = 32
+    inodes: int = 20_000
+    open_files: int = 256
+    cpu_s: int = 120
+
+
+class Bubble:
+    """The running sandbox: `ask` writes to its keeper, `answers` and `output` are read from; `keeper` is its pid."""
+
+    def __init__(self, limits: Limits, shell: str) -> None:
+        self.limits = limits
+        self._ours: list[int] = []  # file descriptors
+        self.requests, self.answers, self.output, self.keeper = -1, -1, -1, 0
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            self._start(shell)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, shell: str) -> None:
+        bwrap = shutil.which("bwrap")
+        if bwrap is None:
+            raise SandboxError(
+                "the sandbox needs bubblewrap, which is not installed, and nothing runs without it; "
+                "install it: `apt-get install bubblewrap` (dnf, pacman and apk have it too)"
+            )
+        try:
+            program = seccomp.program()
+        except ValueError as error:
+            raise SandboxError(str(error)) from error
+        with contextlib.ExitStack() as theirs, tempfile.TemporaryFile() as filters:
+            filters.write(program)
+            filters.seek(0)
+            stdin, self.requests = self._pipe(theirs, ours=1)
+            self.answers, stdout = self._pipe(theirs, ours=0)
+            self.output, stderr = self._pipe(theirs, ours=0)
+            info, info_in = self._pipe(theirs, ours=0)
+            user = _user()
+            try:
+                self._process = subprocess.Popen(
+                    [bwrap, *arguments(self.limits, shell, filters.fileno(), info_in)],
+                    stdin=stdin,
+                    stdout=stdout,
+                    stderr=stderr,
+                    pass_fds=(filters.fileno(), info_in),
+                    cwd="/",
+                    user=user,
+                    group=user,
+                    extra_groups=None if user is None else [],
+                )
+            except OSError as error:
+                raise SandboxError(f"{bwrap} cannot be started as user {user or os.geteuid()}: {error}") from error
+        for descriptor in (self.requests, self.answers, self.output):
+            os.set_blocking(descriptor, False)
+        self.keeper = self._read_pid(info)
+        # The first to go when the machine runs out of memory.
+        with contextlib.suppress(OSError):
+            Path(f"/proc/{self.keeper}/oom_score_adj").write_text("1000")
+
+    def _pipe(self, theirs: contextlib.ExitStack, ours: int) -> tuple[int, int]:
+        ends = os.pipe()
+        self._ours.append(ends[ours])
+        theirs.callback(os.close, ends[1 - ours])
+        return ends
+
+    def _read_pid(self, info: int) -> int:
+        text, deadline = b"", time.monotonic() + START_S
+        while not text.rstrip().endswith(b"}"):
+            ready, _, _ = select.select([info], [], [], max(0.0, deadline - time.monotonic()))
+            piece = os.read(info, 4096) if ready else b""
+            if not piece:
+                raise SandboxError(self._no_start())
+            text += piece
+        return int(json.loads(text)["child-pid"])
+
+    def _no_start(self) -> str:
+        return (
+            f"bubblewrap could not start a sandbox ({self._last_words()}), and nothing runs without one; "
+            "it needs bubblewrap 0.8 or later and user namespaces: check `sysctl "
+            "kernel.unprivileged_userns_clone` (1), `kernel.apparmor_restrict_unprivileged_userns` (0) and "
+            "`user.max_user_namespaces` (not 0), and in a container allow them"
+        )
+
+    def ask(self, request: bytes, deadline: float) -> None:
+        """Write all of it by `deadline` (of time.monotonic). Raises SandboxError."""
+        rest = memoryview(request)
+        while rest:
+            _, ready, _ = select.select([], [self.requests], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise SandboxError("the sandbox does not take what it is sent")
+            try:
+                rest = rest[os.write(self.requests, rest[:65536]) :]
+            except BrokenPipeError:
+                raise SandboxError(f"the sandbox ended: {self._last_words()}") from None
+
+    def _last_words(self) -> str:
+        said = b""
+        with contextlib.suppress(OSError):
+            said = os.read(self.output, 2000)
+        return said.decode(errors="replace").strip() or "nothing is known of the reason"
+
+    def processes(self) -> list[int]:
+        """All inside but the keeper. One whose parent ends just now may be missed."""
+        found = children(self.keeper)
+        for pid in found:
+            found += children(pid)
+        return [pid for pid in found if not is_dead(pid)]
+
+    def clear(self, shell: int) -> None:
+        """Kill all inside but the keeper and `shell`. Nobody runs meanwhile, so nobody is missed."""
+        deadline = time.monotonic() + END_S
+        self._signal(self.keeper, signal.SIGUSR1)
+        while state(shell) not in "TZX":
+            if time.monotonic() > deadline:
+                raise SandboxError("the sandbox does not stop its processes")
+            time.sleep(0.0001)
+        while self._alive() > (not is_dead(shell)):
+            for pid in self.processes():
+                if pid != shell:
+                    self._signal(pid, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                raise SandboxError("processes in the sandbox could not be killed")
+        self._signal(shell, signal.SIGCONT)
+
+    def _alive(self) -> int:
+        """How many there are inside but the keeper. Its own /proc misses none that cannot have children, but has other
+        ids than ours."""
+        inside = Path(f"/proc/{self.keeper}/root/proc")
+        return sum(not is_dead(int(entry.name), inside) for entry in inside.iterdir() if entry.name.isdecimal()) - 1
+
+    def kill(self, pid: int) -> None:
+        """With the shell, the keeper kills all the others."""
+        self._signal(pid, signal.SIGKILL)
+
+    @staticmethod
+    def _signal(pid: int, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    def used(self) -> tuple[int, int]:
+        """Megabytes that its processes hold together, and the files in its folders."""
+        pages = sum(resident_pages(pid) for pid in self.processes())
+        root = f"/proc/{self.keeper}/root"
+        inodes = 0
+        for folder in (WORK, "/tmp", "/dev/shm"):
+            with contextlib.suppress(OSError):
+                about = os.statvfs(root + folder)
+                inodes += about.f_files - about.f_ffree
+        return pages * os.sysconf("SC_PAGESIZE") // 2**20, inodes
+
+    def close(self) -> None:
+        """End everything in it; its folders are gone with it."""
+        while self._ours:
+            os.close(self._ours.pop())
+        process, self._process = self._process, None
+        if process is not None:
+            # The keeper first: with it the kernel kills all that is inside, before anybody could be orphaned.
+            for pid in (self.keeper, process.pid):
+                if pid:
+                    self._signal(pid, signal.SIGKILL)
+            process.wait(END_S)
+
+
+def arguments(limits: Limits, shell: str, filters: int, info: int) -> list[str]:
+    """Of bwrap. The order matters: what is made read-only comes after what is put into it."""
+    disk = str(limits.disk * 2**20)
+    system = [part for path in SYSTEM for part in _same_as_host(path)]
+    etc = [part for path in ETC for part in ("--ro-bind-try", path, path)]
+    variables = [part for name, value in VARIABLES.items() for part in ("--setenv", name, value)]
+    keeper = KEEPER.format(
+        memory=limits.memory * 1024,
+        processes=limits.processes,
+        file=limits.disk * 1024,
+        files=limits.open_files,
+        cpu=limits.cpu_s,
+    )
+    return [
+        *("--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"),
+        *("--uid", "1000", "--gid", "1000", "--hostname", "sandbox", "--clearenv", *variables),
+        *("--ro-bind", "/usr", "/usr", *system, *etc),
+        *("--proc", "/proc", "--remount-ro", "/proc"),
+        *("--dev", "/dev", "--size", str(2**20), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
+        *("--size", disk, "--tmpfs", "/tmp", "--size", disk, "--tmpfs", WORK, "--remount-ro", "/"),
+        *("--chdir", WORK, "--seccomp", str(filters), "--info-fd", str(info)),
+        *("--", "bash", "--norc", "--noprofile", "-c", keeper, "keeper", shell),
+    ]
+
+
+def _same_as_host(path: str) -> list[str]:
+    """/bin and the like are links into /usr on most systems, folders on others."""
+    here = Path(path)
+    if here.is_symlink():
+        return ["--symlink", str(here.readlink()), path]
+    return ["--ro-bind", path, path] if here.is_dir() else []
+
+
+def _user() -> int | None:
+    """For root, whom the kernel limits in nothing: the id of nobody else. None: we stay who we are."""
+    if os.geteuid() != 0:
+        return None
+    wanted = FIRST_UID + os.getpid()
+    for line in Path("/proc/self/uid_map").read_text().splitlines():
+        first, _, count = map(int, line.split())
+        if first <= wanted < first + count:
+            return wanted
+    return NOBODY

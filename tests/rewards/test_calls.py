@@ -1,0 +1,211 @@
+"""Retries, hedges, pauses and the cap, on virtual time and a modelled platform."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from rollart.rewards.calls import ENOUGH, Caller, Usage
+from rollart.rewards.transports.base import Busy, NoAnswer, Refused, Reply
+from rollart.rewards.wire import Answer
+from rollart.simulate.clock import run
+
+FINE = Answer(value=1.0)
+
+
+@dataclass
+class Modelled:
+    """Takes `seconds(number of the request)` and then answers, or raises, what `answers` says for it."""
+
+    seconds: Callable[[int], float] = lambda number: 1.0
+    answers: dict[int, Answer | Exception] = field(default_factory=dict)
+    keys: list[str] = field(default_factory=list)
+    begun: list[float] = field(default_factory=list)
+    bodies: list[bytes] = field(default_factory=list)
+    now: int = 0
+    most: int = 0
+    cancelled: int = 0
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def send(self, body, key, deadline):
+        number = len(self.begun)
+        self.begun.append(asyncio.get_running_loop().time())
+        self.keys.append(key)
+        self.bodies.append(body)
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            await asyncio.sleep(self.seconds(number))
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.now -= 1
+        answer = self.answers.get(number, FINE)
+        if isinstance(answer, Exception):
+            raise answer
+        return Reply(answer, 0.5, 0.25, number == 0)
+
+
+def caller(transport, concurrency=8, deadline=10.0, hedge=True):
+    return Caller(transport, concurrency=concurrency, deadline=deadline, hedge=hedge)
+
+
+def value(answer):
+    return answer.result().value
+
+
+def ask(transport, tries=3, usage=None, **options):
+    return run(caller(transport, **options).call(b"body", value, tries, usage or Usage()))
+
+
+def test_a_failed_try_is_followed_by_others_with_the_same_key_and_longer_pauses():
+    transport, usage = Modelled(answers={0: NoAnswer("a"), 1: NoAnswer("b")}), Usage()
+    assert ask(transport, usage=usage) == 1.0
+    assert len(transport.begun) == usage.tries == 3
+    assert len(set(transport.keys)) == 1
+    first, second = (transport.begun[n + 1] - transport.begun[n] - 1.0 for n in (0, 1))
+    assert 0.05 <= first <= 0.1 <= second <= 0.2
+
+
+def test_after_the_last_try_the_last_reason_is_raised():
+    transport = Modelled(answers={number: NoAnswer(f"reason {number}") for number in range(9)})
+    with pytest.raises(NoAnswer, match="reason 2"):
+        ask(transport)
+    assert len(transport.begun) == 3
+
+
+def test_a_refusal_is_not_tried_again():
+    transport = Modelled(answers={0: Refused("no such function")})
+    with pytest.raises(Refused):
+        ask(transport)
+    assert len(transport.begun) == 1
+
+
+@pytest.mark.parametrize("bad", [Answer(), Answer(error="it raised"), Answer(value=float("nan"))])
+def test_a_bad_answer_is_a_failed_try_and_never_a_reward(bad):
+    with pytest.raises(NoAnswer):
+        ask(Modelled(answers=dict.fromkeys(range(3), bad)))
+    assert ask(Modelled(answers={0: bad})) == 1.0
+
+
+def test_a_try_without_answer_ends_at_its_deadline_and_is_cancelled():
+    transport = Modelled(seconds=lambda number: 100.0)
+    with pytest.raises(NoAnswer, match="no answer within 10 s"):
+        ask(transport, tries=2)
+    assert transport.cancelled == 2
+
+
+def test_a_busy_platform_costs_no_try():
+    transport = Modelled(answers=dict.fromkeys(range(6), Busy("busy")))
+    assert ask(transport, tries=1) == 1.0
+
+
+def test_a_platform_that_stays_busy_is_given_up_after_the_time_of_all_tries():
+    transport = Modelled(answers=dict.fromkeys(range(1000), Busy("busy", 1.0)))
+    with pytest.raises(Busy):
+        ask(transport, tries=2)
+    assert 20.0 <= transport.begun[-1] + 1.0 <= 27.0  # one back-off and one request later at most
+
+
+def test_everybody_waits_for_as_long_as_the_platform_asks():
+    async def main():
+        transport = Modelled(answers={0: Busy("busy", 30.0)})
+        calls = caller(transport, concurrency=1)
+        await asyncio.gather(*(calls.call(bytes([number]), value, 1, Usage()) for number in range(3)))
+        return transport.begun
+
+    first, *others = run(main())
+    assert first == 0.0
+    assert min(others) >= 31.0
+
+
+def test_no_more_calls_than_the_cap_are_under_way_and_callers_go_in_order():
+    async def main():
+        transport = Modelled()
+        calls = caller(transport, concurrency=3)
+        await asyncio.gather(*(calls.call(b"%d" % number, value, 1, Usage()) for number in range(20)))
+        return transport
+
+    transport = run(main())
+    assert transport.most == 3
+    assert transport.bodies == [b"%d" % number for number in range(20)]
+
+
+async def warmed(transport, **options):
+    """A caller that knows how long calls take."""
+    calls = caller(transport, **options)
+    for number in range(ENOUGH):
+        await calls.call(b"warm %d" % number, value, 1, Usage())
+    return calls
+
+
+def test_a_slow_request_is_asked_for_again_and_the_first_answer_wins():
+    async def main():
+        transport, usage = Modelled(seconds=lambda number: 9.0 if number == ENOUGH else 1.0), Usage()
+        calls = await warmed(transport)
+        began = asyncio.get_running_loop().time()
+        await calls.call(b"slow", value, 1, usage)
+        return transport, usage, asyncio.get_running_loop().time() - began
+
+    transport, usage, seconds = run(main())
+    assert (usage.tries, usage.hedges, transport.cancelled) == (1, 1, 1)
+    assert seconds == pytest.approx(2.0)
+    assert transport.keys[-1] == transport.keys[-2]
+    assert transport.now == 0
+
+
+def test_a_second_request_that_fails_does_not_spoil_the_first():
+    async def main():
+        transport = Modelled(
+            seconds=lambda number: 3.0 if number == ENOUGH else 1.0, answers={ENOUGH + 1: NoAnswer("no")}
+        )
+        calls = await warmed(transport)
+        return await calls.call(b"slow", value, 1, Usage())
+
+    assert run(main()) == 1.0
+
+
+def test_without_hedging_or_a_free_place_there_is_no_second_request():
+    async def main(**options):
+        transport = Modelled(seconds=lambda number: 5.0 if number == ENOUGH else 1.0)
+        calls = await warmed(transport, **options)
+        await calls.call(b"slow", value, 1, Usage())
+        return len(transport.begun)
+
+    assert run(main(hedge=False)) == run(main(concurrency=1)) == ENOUGH + 1
+    assert run(main()) == ENOUGH + 2
+
+
+def test_second_requests_stay_a_small_share_when_everything_gets_slow():
+    async def main():
+        transport = Modelled(seconds=lambda number: 1.0 if number < ENOUGH else 8.0)
+        calls, usages = await warmed(transport, concurrency=1000), [Usage() for _ in range(200)]
+        await asyncio.gather(*(calls.call(b"%d" % n, value, 1, usage) for n, usage in enumerate(usages)))
+        return sum(usage.hedges for usage in usages)
+
+    assert 0 < run(main()) <= 0.1 * (200 + ENOUGH) + 1
+
+
+def test_what_a_call_costs_is_counted():
+    usage = Usage()
+    ask(Modelled(answers={0: Answer(error="once")}), usage=usage)
+    assert (usage.tries, usage.cold, usage.first_byte_s, usage.billed_s) == (2, True, 0.5, 0.5)
+
+
+def test_a_cancelled_call_takes_its_request_with_it():
+    async def main():
+        transport = Modelled(seconds=lambda number: 100.0)
+        calls = caller(transport, concurrency=1)
+        task = asyncio.create_task(calls.call(b"body", value, 1, Usage()))
+        await asyncio.sleep(1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        transport.seconds = lambda number: 1.0
+        return transport.cancelled, await calls.call(b"next", value, 1, Usage())
+
+    assert run(main()) == (1, 1.0)
