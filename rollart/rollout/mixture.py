@@ -31,8 +31,9 @@ class Mixture:
         self._begin(tasks)
 
     def _begin(self, tasks: Collection[str]) -> None:
-        total = sum(self._weights[task] for task in tasks)
-        self._shares = {task: weight / total for task, weight in self._weights.items() if task in tasks}
+        weights = {task: weight for task, weight in self._weights.items() if task in tasks}
+        total = sum(weights.values())  # in one order, whoever asks: rounding decides ties
+        self._shares = {task: weight / total for task, weight in weights.items()}
         self._given = dict.fromkeys(self._shares, 0)
 
     def _next(self) -> dict[str, int]:

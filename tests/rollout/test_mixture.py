@@ -57,3 +57,14 @@ def test_whoever_is_in_stays_within_one_group_of_its_share_since_the_last_change
                 assert abs(given_out[task] - share) <= 1.0 + 1e-6
         assert set(given_out) <= set(active)
         start += later
+
+
+@given(st.permutations(["a", "b", "c", "d"]), st.lists(st.floats(0.2, 5.0), min_size=4, max_size=4), st.integers(1, 7))
+def test_the_order_in_which_tasks_are_named_changes_nothing(
+    order: list[str], weights: list[float], groups: int
+) -> None:
+    tasks = dict(zip("abcd", weights, strict=True))
+    one, other = Mixture(tasks, groups), Mixture(tasks, groups)
+    one.only("abcd", 2)
+    other.only(order, 2)
+    assert [one.quota(batch) for batch in range(14)] == [other.quota(batch) for batch in range(14)]
