@@ -89,11 +89,12 @@ async def _train(run: RunFile, directory: Path, ledger: Ledger, recovery: Recove
     async with Fleet(run, directory, log, model=model, version=recovery.version) as fleet:
         evaluator = Evaluator(task_plans(run), _player(run, fleet, log, None), ledger, log)
         if recovery.version == 0:
-            await _supervised(fleet, evaluator.run(0, run.evaluation.final_episodes, label="before", final=True))
+            first = evaluator.run(0, run.evaluation.final_episodes, label="before", final=True)
+            await _supervised(fleet, first, trainer=False)
         await _until_trained(run, fleet, evaluator, checkpoints, ledger, recovery, log)
         steps, episodes = run.training.steps, run.evaluation.final_episodes
         _keep_model(checkpoints / f"{steps:06d}", directory / "model")  # whatever becomes of the last evaluation
-        await _supervised(fleet, evaluator.run(steps, episodes, label="after", final=True))
+        await _supervised(fleet, evaluator.run(steps, episodes, label="after", final=True), trainer=False)
 
 
 async def _until_trained(
@@ -106,9 +107,11 @@ async def _until_trained(
     log: EventLog,
 ) -> None:
     """All steps, through losses of the trainer: each goes on from the last checkpoint with all that is ready."""
-    losses = 0
+    losses, lost = 0, None
     while True:
         try:
+            if lost is not None:
+                await fleet.revive_trainer(checkpoints / f"{recovery.version:06d}", recovery.version, str(lost))
             return await _learn(run, fleet, evaluator, checkpoints, ledger, recovery, log)
         except (ServiceError, BaseExceptionGroup) as error:
             lost = _root(error)
@@ -119,7 +122,6 @@ async def _until_trained(
         if losses > _LOSSES:
             again = "`rollart train ... --resume` goes on from the last checkpoint"
             raise ServiceError(f"the trainer was lost {losses} times at version {recovery.version}; {again}: {lost}")
-        await fleet.revive_trainer(checkpoints / f"{recovery.version:06d}", recovery.version, str(lost))
 
 
 async def _learn(
@@ -231,9 +233,9 @@ def _check_same_run(run: RunFile, directory: Path) -> None:
         raise RollartError(f"`model` differs from that of the run in {directory}; resume with the same, or start anew")
 
 
-async def _supervised(fleet: Fleet, work: Any) -> Any:
+async def _supervised(fleet: Fleet, work: Any, trainer: bool = True) -> Any:
     """`work`, unless a service that it needs is lost first."""
-    async with _beside(fleet.supervise()) as watching:
+    async with _beside(fleet.supervise(trainer)) as watching:
         working = asyncio.ensure_future(work)
         try:
             await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)

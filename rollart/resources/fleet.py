@@ -188,10 +188,10 @@ class Fleet:
         """Every engine has `loaded`; older weights are of no use."""
         self.store.retire(keep={loaded})
 
-    async def supervise(self) -> None:
-        """Watch every service; returns never, raises when the run cannot go on as it is."""
+    async def supervise(self, trainer: bool = True) -> None:
+        """Watch every service that is needed now; returns never, raises when the run cannot go on as it is."""
         async with asyncio.TaskGroup() as group:
-            if self._train:
+            if self._train and trainer:
                 group.create_task(self._trainer.watch())
             group.create_task(self._engines.supervise())
             group.create_task(self.environments.watch())

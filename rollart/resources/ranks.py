@@ -15,6 +15,7 @@ from rollart.services import rpc
 from rollart.training.client import TrainerClient
 
 BACK_S, LONGEST_BACK_OFF_S = 180.0, 15.0
+REASON_S = 10.0
 
 
 class TrainerLost(ServiceError):
@@ -38,6 +39,7 @@ class TrainerRanks:
         self._spec, self._logs = spec, logs
         self._started: Sequence[Started] = ()
         self._stack = AsyncExitStack()
+        self._connection: rpc.Client
         self.client: TrainerClient
 
     async def start(self, apart: frozenset[str] = frozenset()) -> None:
@@ -65,6 +67,7 @@ class TrainerRanks:
         except BaseException:
             await self.stop()
             raise
+        self._connection = client
         self.client = TrainerClient(client, self._run.training.deadline)
         for binding, started in zip(self._bindings, self._started, strict=True):
             self._tell(binding, started, clock() - began)
@@ -84,8 +87,9 @@ class TrainerRanks:
         )
 
     async def watch(self) -> None:
-        """Raises TrainerLost as soon as one rank has ended; one alone can do nothing."""
-        waits = [asyncio.ensure_future(started.wait()) for started in self._started]
+        """Raises TrainerLost as soon as one rank has ended, which leaves the others with nothing to do, or when the
+        connection is lost and no process has ended for a while."""
+        waits = [asyncio.ensure_future(wait) for wait in (*(one.wait() for one in self._started), self._silent())]
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -94,6 +98,11 @@ class TrainerRanks:
         reason = done.pop().result()
         self._sink.emit(ServiceEnded(role="train", name="trainer", reason=reason))
         raise TrainerLost(reason)
+
+    async def _silent(self) -> str:
+        reason = await self._connection.lost()
+        await asyncio.sleep(REASON_S)
+        return reason
 
     async def again(self) -> None:
         """Start anew from the checkpoint that `spec` names now, apart from nodes that went silent if that can be. A
