@@ -40,6 +40,7 @@ NODE = {"object_store_memory": 80_000_000, "include_dashboard": False}
 HEALTH = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
 ROLES = ("generate", "environment", "train")
 APART_STEPS = 4
+DEADLINE = 900.0
 
 
 def run_file(address: str, steps: int) -> RunFile:
@@ -127,8 +128,10 @@ def add(cluster: Cluster, device: str) -> Any:
 
 def follow(log: Path, process: subprocess.Popen[bytes]) -> Iterator[AnyEvent]:
     """The events as they are written, until the process has ended."""
-    seen = 0
+    seen, deadline = 0, time.monotonic() + DEADLINE
     while True:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"the run did not end within {DEADLINE:g} s")
         over = process.poll() is not None
         events = list(read_events(log)) if log.exists() else []
         yield from events[seen:]

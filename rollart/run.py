@@ -111,7 +111,7 @@ async def _until_trained(
     while True:
         try:
             if lost is not None:
-                await fleet.revive_trainer(checkpoints / f"{recovery.version:06d}", recovery.version, str(lost))
+                await _revive(fleet, checkpoints, recovery.version, str(lost))
             return await _learn(run, fleet, evaluator, checkpoints, ledger, recovery, log)
         except (ServiceError, BaseExceptionGroup) as error:
             lost = _root(error)
@@ -122,6 +122,14 @@ async def _until_trained(
         if losses > _LOSSES:
             again = "`rollart train ... --resume` goes on from the last checkpoint"
             raise ServiceError(f"the trainer was lost {losses} times at version {recovery.version}; {again}: {lost}")
+
+
+async def _revive(fleet: Fleet, checkpoints: Path, version: int, reason: str) -> None:
+    """A trainer that is lost again before it has learnt anything is one more loss."""
+    try:
+        await fleet.revive_trainer(checkpoints / f"{version:06d}", version, reason)
+    except ServiceError as error:
+        raise TrainerLost(str(error)) from error
 
 
 async def _learn(

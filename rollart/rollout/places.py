@@ -69,7 +69,6 @@ class Place:
         self.prefill_until = max(self.prefill_until, now) + work
         self.recent_work = self._recent(now) + work
         self.recent_at = now
-        self.pool.began(work)
 
     def prefilling(self, now: float) -> float:
         """The share of its time that went into prefill lately."""
@@ -103,7 +102,6 @@ class EnginePool:
     prefill_factor: float = 1.0
     decode_factor: float = 1.0
     mean_s: float = 0.0
-    mean_work: float = 0.0
     reserved: int = 0
     _turn: int = 0
 
@@ -134,10 +132,6 @@ class EnginePool:
     def learn_decode(self, roofline: float, actual: float, tokens: int) -> None:
         """The same for so many decoded tokens."""
         self.decode_factor = _towards(self.decode_factor, actual, roofline, tokens)
-
-    def began(self, work: float) -> None:
-        """A request that adds so many seconds of prefill."""
-        self.mean_work += (RATE if self.mean_work else 1.0) * (work - self.mean_work)
 
     def expect(self, seconds: float) -> None:
         """Before anything was measured, what is predicted has to do."""

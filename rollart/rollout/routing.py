@@ -118,8 +118,10 @@ class Measured:
 
     def choose(self, ask: Ask, pools: Sequence[EnginePool]) -> Choice | None:
         allowed, pin = pinned(ask, pools)
-        self._shares.saw(ask.task, ask.tokens - ask.cached, ask.tokens, ask.decoded)
-        shares = self._shares.of(ask.task, allowed, ask.floor) if len(allowed) > 1 else {}
+        shares: dict[str, float] = {}
+        if len(pools) > 1:
+            self._shares.saw(ask.task, ask.tokens - ask.cached, ask.tokens, ask.decoded)
+            shares = self._shares.of(ask.task, allowed, ask.floor)
         wanted = [pool for pool in allowed if pool.name in shares] if shares else allowed
         best = self._stay(ask, allowed, wanted)
         if best is None:
