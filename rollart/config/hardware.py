@@ -1,0 +1,90 @@
+"""`devices`, `pools`, `engine` and `routing`: what runs where."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rollart.config.base import Conflict, Positive, Seconds, Section, TorchDevice
+
+POOL_NAME = r"^[A-Za-z][\w-]*$"
+AFFINITIES = ("auto", "prefill", "decode")
+DEFAULT_POOLS = {"train": "trainer", "generate": "engine", "environment": "environments"}
+
+
+class Engine(Section):
+    count: Positive = 1
+    max_batch: Positive = Field(64, description="sequences decoded together")
+    prefill_chunk: Positive = Field(512, description="prompt tokens per step, beside the decoding ones")
+    kv_megabytes: Positive = Field(512, description="for running and for kept sequences together")
+    on_swap: Literal["recompute", "keep"] = Field("recompute", description="KV of running sequences at a weight swap")
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: TorchDevice = "auto"
+    threads: Positive = 1
+    deadline: Seconds = Field(120.0, description="seconds for one request")
+
+
+class Device(Section):
+    """A device class of the user's own, or other numbers for one of the catalogue."""
+
+    tflops: float | None = Field(None, gt=0, description="dense bfloat16")
+    bandwidth: float | None = Field(None, gt=0, description="memory, GB/s")
+    memory: float | None = Field(None, gt=0, description="GB")
+    link: float | None = Field(None, gt=0, description="to other devices of its node, GB/s; 10 if not in the catalogue")
+    network: float | None = Field(None, gt=0, description="out of its node, GB/s; 1 if not in the catalogue")
+    price: float | None = Field(None, gt=0, description="relative to one H20; 1 if not in the catalogue")
+
+
+class Pool(Section):
+    """Workers of one role on one device class."""
+
+    role: Literal["train", "generate", "environment"]
+    device: str | list[str] = Field("auto", description="a device class, several in order of preference, or auto")
+    count: Positive = Field(1, description="train: ranks; generate: engines; environment: hosts of environments")
+    urls: list[str] = Field(
+        default_factory=list, description="generate, environment: engines or hosts that someone else runs"
+    )
+    emulate: float | None = Field(
+        None, gt=1, description="generate, without such a device: pace a CPU engine to it, so many times slower"
+    )
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return (self.device,) if isinstance(self.device, str) else tuple(self.device)
+
+    @property
+    def auto(self) -> bool:
+        return self.devices == ("auto",)
+
+    @property
+    def workers(self) -> int:
+        return len(self.urls) or self.count
+
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> "Pool":
+        if self.urls and self.role == "train":
+            raise Conflict("`urls` is for pools of role generate or environment, not train", "urls")
+        if self.emulate and self.role != "generate":
+            raise Conflict(f"`emulate` is for pools of role generate, not {self.role}", "emulate")
+        if self.urls and self.emulate:
+            raise Conflict("engines that someone else runs cannot be emulated here", "emulate")
+        if self.urls and self.count not in (1, len(self.urls)):
+            raise Conflict(f"count is {self.count}, but there are {len(self.urls)} urls; leave count out", "count")
+        if self.emulate and len(self.devices) != 1:
+            raise Conflict("an emulated device is always there; name one class, without fallbacks", "device")
+        if self.auto and (self.emulate or self.urls):
+            what = "to emulate" if self.emulate else "of the engines that someone else runs"
+            raise Conflict(f"name the device class {what}", "device")
+        if not self.devices or len(set(self.devices)) < len(self.devices) or (not self.auto and "auto" in self.devices):
+            raise Conflict("name a device class, different ones in order of preference, or auto alone", "device")
+        return self
+
+
+class Routing(Section):
+    """Which engine serves a request."""
+
+    policy: Literal["measured", "declared", "round_robin"] = Field(
+        "measured", description="by the measured shape of the tasks, by `affinity` alone, or in turn"
+    )
+    hand_over: Literal["never", "auto", "always"] | list[str] = Field(
+        "never", description="prefill on one engine, decode on another; or the names of a prefill and a decode pool"
+    )

@@ -1,0 +1,54 @@
+"""`training`, `evaluation` and `checkpoint`."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from rollart.config.base import Natural, Positive, Seconds, Section, TorchDevice
+
+
+class Algorithm(Section):
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
+    solved: float = Field(
+        0.15, ge=0, description="advantage of groups whose members all got the top reward: keeps them learnt"
+    )
+    evidence: float = Field(
+        1.0, ge=0, description="power of the share of groups with spread that scales the learning rate; 0: off"
+    )
+    loss: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo"
+    clip_low: float = Field(0.2, gt=0)
+    clip_high: float = Field(0.28, gt=0)
+    dual_clip: float | None = Field(None, gt=1)
+    importance_cap: float | None = Field(2.0, gt=0, description="truncated importance sampling; null: off")
+    kl: float = Field(0.0, ge=0, description="weight of the KL to the reference, the policy at the start of RL")
+    entropy: float = Field(0.0, ge=0)
+    aggregate: Literal["token", "sequence", "group"] = "token"
+
+
+class Training(Section):
+    steps: Positive = 100
+    batch_groups: Positive = Field(16, description="groups in a batch, split over the tasks by their weights")
+    group_size: int = Field(8, ge=2)
+    lr: float = Field(1e-3, gt=0)
+    lr_warm_up: Natural = 5
+    lr_end: float = Field(1.0, gt=0, le=1, description="share of lr at the last step, approached in a straight line")
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    grad_clip: float = Field(1.0, gt=0)
+    epochs: Positive = Field(1, description="optimizer updates on one batch")
+    pack_tokens: Positive = Field(8192, description="tokens in one forward pass")
+    threads: Positive = 1
+    device: TorchDevice = "auto"
+    algorithm: Algorithm = Algorithm()
+    deadline: Seconds = Field(600.0, description="seconds for one step")
+
+
+class Evaluation(Section):
+    every: Natural = Field(20, description="steps; 0: only before and after")
+    episodes: Positive = Field(64, description="per task, on held-out seeds")
+    final_episodes: Positive = Field(200, description="per task, before and after RL")
+
+
+class Checkpoint(Section):
+    every: Positive = 10
+    keep: Positive = 2
