@@ -160,7 +160,7 @@ def check(
     nodes: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Plan for the nodes in this YAML file, not for those there are.")
     ] = None,
-    patience: Annotated[float, typer.Option(help="Seconds that the cluster may take to tell its nodes.")] = 4.0,
+    patience: Annotated[float, typer.Option(help="Seconds that the cluster may take to tell its nodes.")] = 3.0,
     as_json: AsJson = False,
 ) -> None:
     """Check a run file and show all of it, defaults included, and where everything would go and why.

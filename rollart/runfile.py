@@ -133,14 +133,21 @@ def _shape(error: ErrorDetails) -> str:
 def _nearest(path: KeyPath) -> str:
     """The key that was probably meant: in the same section, or in the one section that has such a key."""
     sections = dict(_sections(RunFile, ()))
-    inside = sections.get(tuple("*" if isinstance(step, int) else step for step in path[:-1]))
+    inside = next((section for above, section in sections.items() if _leads(above, path[:-1])), None)
     known = list(inside.model_fields) if inside else []
     elsewhere = [dotted(above) for above, section in sections.items() if path[-1] in section.model_fields]
     if close := did_you_mean(str(path[-1]), known):
         return close
     if elsewhere:
-        return f"; it belongs in {elsewhere[0].replace('*', '<task>') or 'the top level'}"
+        return f"; it belongs in {elsewhere[0] or 'the top level'}"
     return f"; valid keys are {', '.join(known)}"
+
+
+def _leads(above: KeyPath, path: KeyPath) -> bool:
+    """Whether a path is one of those that `above` stands for: <task> is any item of the list or mapping `tasks`."""
+    return len(above) == len(path) and all(
+        str(step).startswith("<") or step == other for step, other in zip(above, path, strict=True)
+    )
 
 
 def _sections(model: type[BaseModel], path: KeyPath) -> Iterator[tuple[KeyPath, type[BaseModel]]]:
@@ -148,14 +155,17 @@ def _sections(model: type[BaseModel], path: KeyPath) -> Iterator[tuple[KeyPath, 
     for name, field in model.model_fields.items():
         for kind in (field.annotation, *get_args(field.annotation)):
             if isinstance(kind, type) and issubclass(kind, Section):
-                item = ("*",) if getattr(field.annotation, "__origin__", None) is list else ()
-                yield from _sections(kind, (*path, name, *item))
+                several = getattr(field.annotation, "__origin__", None) in (list, dict)
+                yield from _sections(kind, (*path, name, *((f"<{name.removesuffix('s')}>",) if several else ())))
 
 
 def _unusable(run: RunFile, tree: Tree, need_model: bool, only_task: str | None) -> Iterator[str]:
     """What the values themselves cannot show: files, modules and packages that are not there."""
     if need_model and run.model.path and not (run.model.path / "config.json").is_file():
         yield f"{tree.place(('model', 'path'))}: model.path {str(run.model.path)!r} is not a Hugging Face model folder"
+    if run.measured and not (run.measured / "events.jsonl").is_file():
+        where = f"{tree.place(('measured',))}: measured {str(run.measured)!r}"
+        yield f"{where} is not the folder of a run: it has no events.jsonl"
     for index, task in enumerate(run.tasks):
         if only_task in (None, task.name):
             for key, wrong in _unusable_keys(task, run.model.warm_up is not None):

@@ -32,6 +32,10 @@ class RunFile(Section):
     pools: dict[Annotated[str, Field(pattern=POOL_NAME)], Pool] = Field(
         default_factory=dict, description="what runs on which device class"
     )
+    measured: Path | None = Field(
+        None,
+        description="folder of an earlier run; what it measured of the tasks decides about `device: auto` and first routes",
+    )
     routing: Routing = Routing()
     engine: Engine = Engine()
     environments: Environments = Environments()

@@ -74,19 +74,32 @@ class Child:
         self.process.stdin.write(json.dumps(spec).encode() + b"\n")
         try:
             async with asyncio.timeout(command.start_deadline):
-                line = await self.process.stdout.readline()
+                answer = await self._answer(self.process.stdout)
         except TimeoutError:
             late = f"{self.name} did not start within {command.start_deadline:g} s"
             raise ServiceError(late + tail(self.log)) from None
-        if not line:
+        if answer is None:
             code, python = await self.process.wait(), command.python or sys.executable
             raise ServiceError(
                 f"could not start {self.name}: {python} ended while it started, with {describe(code)}{tail(self.log)}"
             )
-        answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise ServiceError(str(answer["error"]))
         return answer
+
+    async def _answer(self, output: asyncio.StreamReader) -> dict[str, Any] | None:
+        """Its first line that is an object; None if it ended without. What libraries print before that goes to the
+        log."""
+        while line := await _line(output):
+            try:
+                answer = json.loads(line)
+            except ValueError:
+                answer = None
+            if isinstance(answer, dict):
+                return answer
+            with open(self.log, "ab") as log:  # noqa: ASYNC230 (opens at once)
+                log.write(line)
+        return None
 
     async def _end(self, mark: str) -> str:
         code = await self.process.wait()
@@ -113,6 +126,13 @@ class Child:
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
+
+
+async def _line(output: asyncio.StreamReader) -> bytes:
+    try:
+        return await output.readline()
+    except ValueError:  # longer than any answer of ours; readline has thrown away what it read of it
+        return b"(a line too long to keep)\n"
 
 
 async def sweep(mark: str) -> None:

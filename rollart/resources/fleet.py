@@ -25,6 +25,7 @@ from rollart.resources.placement import Binding
 from rollart.resources.plan import Plan, plan
 from rollart.resources.ranks import TrainerRanks
 from rollart.resources.roofline import ModelShape
+from rollart.resources.workload import MEASURED
 from rollart.rewards.invokers import Rewards
 from rollart.rollout.router import Router
 from rollart.rollout.routing import policy
@@ -89,7 +90,7 @@ class Fleet:
             group.create_task(self._start_engines())
             if self._train:
                 group.create_task(self._start_trainer())
-        self._make_router()
+        self._make_router(placed)
 
     def _build(self, placed: Plan, launcher: Launcher) -> None:
         run, roles = self._run, {name: pool.role for name, pool in self._run.all_pools().items()}
@@ -157,7 +158,7 @@ class Fleet:
         self._stack.push_async_callback(self._trainer.stop)
         await self._trainer.start()
 
-    def _make_router(self) -> None:
+    def _make_router(self, placed: Plan) -> None:
         run, engines = self._run, self._engines
         hand_over = run.routing.hand_over
         self.router = Router(
@@ -170,13 +171,7 @@ class Fleet:
                 task.name: task.affinity if isinstance(task.affinity, str) else tuple(task.affinity)
                 for task in run.tasks
             },
-            shapes=TaskShapes(
-                {
-                    task.name: task.sampling.max_tokens * _PRIORS[task.affinity]
-                    for task in run.tasks
-                    if isinstance(task.affinity, str) and task.affinity in _PRIORS
-                }
-            ),
+            shapes=TaskShapes(_priors(run, placed)),
             on_lost=engines.kill,
             keeps_kv=run.engine.on_swap == "keep",
         )
@@ -204,6 +199,15 @@ class Fleet:
         if version != self.router.target or self.router.serving != version:
             await self.router.load(version)
         self._log.emit(RolledBack(version=version, reason=reason))
+
+
+def _priors(run: RunFile, placed: Plan) -> dict[str, float]:
+    """The tokens that a turn is expected to answer with: as an earlier run measured them, or as the user declares."""
+    measured = {task.task: task.shape.decode for task in placed.tasks if task.shape.source == MEASURED}
+    declared = {task.name: (task.sampling.max_tokens, str(task.affinity)) for task in run.tasks}
+    return {
+        name: most * _PRIORS[affinity] for name, (most, affinity) in declared.items() if affinity in _PRIORS
+    } | measured
 
 
 def _launcher(run: RunFile) -> Launcher:

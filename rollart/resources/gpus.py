@@ -8,7 +8,7 @@ import subprocess
 from rollart.errors import ServiceError
 from rollart.resources.devices import CATALOGUE
 
-DEADLINE_S = 10.0
+DEADLINE_S = 3.0
 
 
 @functools.cache

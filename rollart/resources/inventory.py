@@ -24,7 +24,7 @@ from rollart.resources.launcher import Launcher, Node
 from rollart.resources.local import LocalLauncher
 from rollart.yamltree import dotted, parse
 
-PATIENCE = 4.0
+PATIENCE = 3.0
 
 
 @dataclass(frozen=True, slots=True)

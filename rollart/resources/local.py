@@ -38,7 +38,7 @@ class LocalLauncher:
         return [self._node()]
 
     def _node(self) -> Node:
-        cores = float(os.cpu_count() or 1)
+        cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
         free = dict.fromkeys(self._devices, 0.0)
         for device, part in zip(self._devices, self._free, strict=True):
             free[device] += part

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rollart.config import Pool, RunFile
+from rollart.observe.shapes import measured as measured_in
 from rollart.resources.balance import balanced
 from rollart.resources.devices import DeviceClass, catalogue
 from rollart.resources.inventory import Inventory
@@ -57,8 +58,11 @@ class Plan:
 
 
 def plan(run: RunFile, inventory: Inventory, measured: Mapping[str, Shape] | None = None) -> Plan:
-    """Raises RollartError if the run cannot be placed."""
+    """`measured` are the shapes of tasks, if they are known otherwise than by the run that the run file names. Raises
+    RollartError if the run cannot be placed."""
     classes, model = catalogue(run), model_shape(run)
+    if measured is None and run.measured is not None:
+        measured = measured_in(run.measured)
     auto = Mapper(run, inventory, classes, model, measured).choices()
     warnings: list[str] = []
     requests: list[Request] = []

@@ -34,7 +34,7 @@ except ImportError as error:
 from rollart.errors import ServiceError
 from rollart.resources.launcher import Command, Node, Started, Unsatisfiable, Wish, all_or_none
 from rollart.resources.ray_caretaker import SILENT_S, Caretaker, RayStarted, Where, answer
-from rollart.resources.ray_nodes import Choice, RayNode, choices, ray_nodes
+from rollart.resources.ray_nodes import Choice, RayNode, choices, described, ray_nodes
 
 JOIN_S, REACH_S, ASK_S = 30.0, 3.0, 10.0
 PLACE_S = 15.0  # for Ray to place what there was room for a moment ago
@@ -81,7 +81,7 @@ class RayLauncher:
 
     async def nodes(self) -> Sequence[Node]:
         """Raises ServiceError."""
-        return [node.described() for node in await self._nodes()]
+        return described(await self._nodes())
 
     async def _nodes(self) -> list[RayNode]:
         async with self._joining:
@@ -99,13 +99,13 @@ class RayLauncher:
         return ray_nodes(told, free)
 
     async def launch(self, command: Command, wish: Wish) -> Started:
-        actor, where = await self._placed(command.name, wish)
+        actor, where, resource = await self._placed(command.name, wish)
 
         async def release() -> None:
             await asyncio.to_thread(ray.kill, actor)
 
         try:
-            return await self._start(actor, where, command, {}, release)
+            return await self._start(actor, where, resource, command, {}, release)
         except BaseException:
             await asyncio.shield(release())
             raise
@@ -141,14 +141,17 @@ class RayLauncher:
         port = await answer(actors[0].free_port.remote(places[0].address), ASK_S)
         common = {"world": len(commands), "rendezvous": f"{places[0].address}:{port}"}
         return await all_or_none(
-            self._start(actor, where, command, common | {"rank": rank}, partial(release, rank))
-            for rank, (actor, where, command) in enumerate(zip(actors, places, commands, strict=True))
+            self._start(actor, where, next(iter(bundle)), command, common | {"rank": rank}, partial(release, rank))
+            for rank, (actor, where, bundle, command) in enumerate(
+                zip(actors, places, group.bundle_specs, commands, strict=True)
+            )
         )
 
     async def _start(
-        self, actor: Any, where: Where, command: Command, more: Mapping[str, Any], release: Release
+        self, actor: Any, where: Where, resource: str, command: Command, more: Mapping[str, Any], release: Release
     ) -> RayStarted:
-        node = next((node for node in await self._nodes() if node.id == where.node_id), None)
+        asked = (where.node_id, resource)
+        node = next((node for node in await self._nodes() if (node.id, node.resource) == asked), None)
         if node is None:
             raise ServiceError(f"{command.name} was placed on a node that has gone since")
         told = {**more, "bind": where.address, "key": self.key}
@@ -166,20 +169,20 @@ class RayLauncher:
 
     # Placing
 
-    async def _placed(self, name: str, wish: Wish) -> tuple[Any, Where]:
-        async def attempt(first: Choice, rest: list[Choice]) -> tuple[Any, Where]:
+    async def _placed(self, name: str, wish: Wish) -> tuple[Any, Where, str]:
+        async def attempt(first: Choice, rest: list[Choice]) -> tuple[Any, Where, str]:
             actor = self._actor.options(
                 **_resources({first.resource: wish.count}),
                 label_selector=dict(first.selector),
                 fallback_strategy=[{"label_selector": dict(choice.selector)} for choice in rest] or None,
             ).remote()
             try:
-                return actor, await answer(actor.where.remote(), PLACE_S)
+                return actor, await answer(actor.where.remote(), PLACE_S), first.resource
             except BaseException:
                 await asyncio.shield(asyncio.to_thread(ray.kill, actor))
                 raise
 
-        placed: tuple[Any, Where] = await self._patiently(name, wish, 1, attempt)
+        placed: tuple[Any, Where, str] = await self._patiently(name, wish, 1, attempt)
         return placed
 
     async def _grouped(self, name: str, wish: Wish, times: int) -> PlacementGroup:
@@ -209,7 +212,7 @@ class RayLauncher:
             nodes = await self._nodes()
             able = [choice for choice in choices(wish, nodes) if choice.holds(wish.count, times)]
             if not able:
-                raise Unsatisfiable(name, wish, [node.described() for node in nodes])
+                raise Unsatisfiable(name, wish, described(nodes))
             free = [choice for choice in able if choice.has_room(wish.count, times)]
             if free:
                 same = [choice for choice in free[1:] if choice.resource == free[0].resource]
@@ -223,7 +226,7 @@ class RayLauncher:
                         hint = "is this version of rollart installed on its nodes?"
                         raise ServiceError(f"Ray could not start {name}; {hint} {error}") from error
             if clock() >= deadline:
-                there = "; ".join(str(node.described()) for node in nodes)
+                there = "; ".join(map(str, described(nodes)))
                 raise ServiceError(f"{name} needs {wish}, but after {self._patience:g} s they are in use: {there}")
             await asyncio.sleep(LOOK_AGAIN_S)
 

@@ -16,6 +16,7 @@ from rollart.resources.roofline import (
     prefill,
 )
 
+MEASURED = "measured"
 _LIKELY = 0.5  # of the limits in the run file, until something was measured
 
 
@@ -26,7 +27,7 @@ class Shape:
     prompt: float
     decode: float
     context: float = 0.0
-    source: str = "measured"
+    source: str = MEASURED
 
     @property
     def kind(self) -> str:

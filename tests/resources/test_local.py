@@ -47,6 +47,17 @@ def mirror(name: str = "mirror") -> Command:
     return Command(name, ("-c", MIRROR), {"own": 1})
 
 
+def test_what_a_library_prints_before_the_answer_goes_to_the_log(tmp_path: Path) -> None:
+    async def check(launcher: LocalLauncher) -> None:
+        chatty = "print('Welcome to libnoise 1.0')\nprint(42)\nprint('x' * 200_000)\n" + MIRROR
+        command = Command("chatty", ("-c", chatty), {"own": 1}, log=tmp_path / "chatty.log")
+        started = await launcher.launch(command, Wish())
+        assert started.answer["spec"]["own"] == 1
+        assert (tmp_path / "chatty.log").read_text().startswith("Welcome to libnoise 1.0\n42\n")
+
+    execute(check)
+
+
 def test_a_service_answers_only_those_who_have_the_key(tmp_path: Path) -> None:
     async def check(launcher: LocalLauncher) -> None:
         started = await launcher.launch(echo(tmp_path), Wish())

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rollart.resources.launcher import Wish
-from rollart.resources.ray_nodes import choices, ray_nodes
+from rollart.resources.ray_nodes import choices, described, ray_nodes
 
 
 def told(name: str, labels: dict[str, str] | None = None, alive: bool = True, **resources: float) -> dict[str, Any]:
@@ -38,11 +38,11 @@ def selectors(wish: Wish) -> list[tuple[str, dict[str, str]]]:
     return [(choice.resource, dict(choice.selector)) for choice in choices(wish, ray_nodes(CLUSTER, FREE))]
 
 
-def test_a_node_has_its_own_label_before_that_of_ray_and_gpus_before_cpus() -> None:
-    offers = {node.name[0]: dict(node.described().total) for node in ray_nodes(CLUSTER, FREE)}
+def test_a_node_has_its_own_label_before_that_of_ray_and_its_cpus_beside_its_gpus() -> None:
+    offers = {node.name[0]: dict(node.total) for node in described(ray_nodes(CLUSTER, FREE))}
     assert offers == {
-        "a": {"H800": 8},
-        "b": {"H20": 4},
+        "a": {"H800": 8, "cpu": 64},
+        "b": {"H20": 4, "cpu": 64},
         "c": {"H20": 2},
         "d": {"cpu": 32},
         "e": {"cpu": 16},
@@ -57,6 +57,7 @@ def test_classes_are_asked_for_by_label_in_order_of_preference() -> None:
         ("GPU", {"rollart.io/device": "H800"}),
         ("CPU", {"rollart.io/device": "cpu"}),
         ("CPU", {"ray.io/node-id": "in(eeeeeeee)"}),
+        ("CPU", {"ray.io/node-id": "in(aaaaaaaa,bbbbbbbb)"}),
     ]
 
 

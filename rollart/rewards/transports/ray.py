@@ -24,7 +24,7 @@ from rollart.config import Reward
 from rollart.errors import ServiceError
 from rollart.resources.launcher import Unsatisfiable, Wish
 from rollart.resources.ray import RayLauncher
-from rollart.resources.ray_nodes import choices, ray_nodes
+from rollart.resources.ray_nodes import choices, described, ray_nodes
 from rollart.rewards.transports.base import Reply
 from rollart.rewards.transports.http import HttpTransport
 
@@ -64,7 +64,7 @@ class ServeTransport:
         nodes = ray_nodes(await asyncio.to_thread(ray.nodes), {})
         able = [choice for choice in choices(wish, nodes) if choice.holds(wish.count)]
         if not able:
-            raise Unsatisfiable(f"the reward {self._reward.function!r}", wish, [node.described() for node in nodes])
+            raise Unsatisfiable(f"the reward {self._reward.function!r}", wish, described(nodes))
         gpu = able[0].resource == "GPU"
         return {"num_gpus": 1 if gpu else 0, "num_cpus": 0 if gpu else 1, "label_selector": dict(able[0].selector)}
 
