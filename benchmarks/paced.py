@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
-from rollart.envs.delayed import RESET, STEP, draw
+from rollart.envs.delayed import RESET, STEP, Delayed, draw
 
 BODY = 0.979  # of the resets are of the first mode
 FIRST_MODE = tuple((at / BODY, seconds) for at, seconds in RESET if at <= BODY)
@@ -55,3 +56,11 @@ class Gaussian:
 
     def close(self) -> None:
         pass
+
+
+class Ordinary(Delayed):
+    """Delayed, without the one reset in fifty that takes minutes."""
+
+    def reset(self, seed: int) -> Any:
+        time.sleep(self._scale * draw(FIRST_MODE, self._luck))
+        return self._env.reset(seed)

@@ -12,7 +12,7 @@ a turn, or open one, from within a message.
 import json
 import re
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ ASKED = Message("user", "x")
 ACTION = "Marker-of-an-action"
 CONTENT = "Marker-of-a-message"
 LONG = 100_000  # characters of an opening that is not worth keeping
+SHORT = 8_000  # characters that are rendered in a few milliseconds, whatever they are
+DENSE = 16  # characters a token that no text has which is worth reading
+PIECE, SEAM = 2000, 2  # characters, and the tokens that cutting them off may have added
 # What templates treat in a special way: surrounding space, nothing at all, text that looks like markup.
 PROBES = ("x", " two words \n", "\n\n# 1\n{{ x }}", "", "<tool_response>7</tool_response>", "<think>7</think> 8")
 
@@ -61,6 +64,27 @@ class ChatRenderer:
         glue = self._glue(messages[0].role) if len(messages) == 1 else None
         rest = glue[0] + messages[0].content + glue[1] if glue else self._after_action(messages)
         return self._encode(rest if finish == "stop" else self._close + rest)
+
+    def may_fit(self, messages: Sequence[Message], tokens: int) -> bool:
+        """Whether it is worth rendering: what is far too long is told by its length, the rest piece by piece."""
+        characters = sum(len(message.content) for message in messages)
+        if len(messages) > tokens:
+            return False
+        if characters <= max(SHORT, tokens):
+            return True
+        if characters > tokens * min(self._longest, DENSE):
+            return False
+        text, left = "\n".join(message.content for message in messages), tokens
+        for start in range(0, len(text), PIECE):
+            left -= len(self._encode(text[start : start + PIECE])) - SEAM
+            if left < 0:
+                return False
+        return True
+
+    @cached_property
+    def _longest(self) -> int:
+        """Characters that one token can stand for."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
 
     def text(self, tokens: Sequence[int]) -> str:
         text: str = self._backend.decode(tokens, skip_special_tokens=True)

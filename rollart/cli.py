@@ -12,8 +12,13 @@ import typer
 from rich.console import Console
 
 from rollart.commands import envs, reward
+from rollart.commands.calibrate import calibrate
 from rollart.commands.guard import guarded
+from rollart.commands.plan import plan
 from rollart.commands.play import play
+from rollart.commands.reproduce import reproduce
+from rollart.commands.serve import serve
+from rollart.commands.simulate import simulate
 from rollart.errors import RollartError
 
 app = typer.Typer(
@@ -34,6 +39,11 @@ app.add_typer(reward.app, name="reward", rich_help_panel="Prepare")
 TRAIN, LOOK, PREPARE = "Train", "Look at a run", "Prepare"
 
 app.command(rich_help_panel=LOOK)(play)
+app.command(rich_help_panel=TRAIN)(serve)
+app.command(rich_help_panel="Plan without hardware")(simulate)
+app.command(rich_help_panel="Plan without hardware")(reproduce)
+app.command(rich_help_panel="Plan without hardware")(calibrate)
+app.command(rich_help_panel="Plan without hardware")(plan)
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.")]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.")]

@@ -46,9 +46,8 @@ def find(module: str, more: Sequence[str] = ()) -> ModuleSpec | None:
         return ModuleSpec(module, None)
     path: list[str] | None = [*sys.path, str(Path.cwd()), *more]
     spec: ModuleSpec | None = None
-    parts = module.split(".")
-    for depth in range(len(parts)):
-        spec = PathFinder.find_spec(".".join(parts[: depth + 1]), path)
+    for part in module.split("."):  # not by the full name: a folder without __init__.py would want its parent imported
+        spec = PathFinder.find_spec(part, path)
         if spec is None:
             return None
         path = list(spec.submodule_search_locations or [])

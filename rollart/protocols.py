@@ -1,10 +1,11 @@
 """What the control plane needs from the world. Real services and modelled ones implement the same protocols."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Protocol
 
+from rollart.gateway.words import Captured
 from rollart.types import (
     Batch,
     Completion,
@@ -12,6 +13,7 @@ from rollart.types import (
     Episode,
     Finish,
     GenerationRequest,
+    Loaded,
     Message,
     RewardResult,
     Step,
@@ -33,8 +35,9 @@ class Engine(Protocol):
 
     async def abort(self, request_id: str) -> None: ...
 
-    async def load(self, version: int) -> None:
-        """Take `version` from the weight store and swap to it between two steps."""
+    async def load(self, version: int) -> Loaded:
+        """Take `version` from the weight store and swap to it between two steps. Raises EngineFailed: then it goes on
+        with the version that it has."""
         ...
 
     async def status(self) -> EngineStatus: ...
@@ -66,6 +69,24 @@ class EnvironmentPool(Protocol):
     def lease(self, task: str, held_out: bool) -> AbstractAsyncContextManager[LeasedEnvironment]: ...
 
 
+Generate = Callable[[GenerationRequest], Awaitable[Completion]]
+
+
+class LeasedAgent(Protocol):
+    """A program that drives one episode itself, asking for generations as it likes."""
+
+    async def play(
+        self, id: str, seed: int, held_out: bool, generate: Generate, captured: Callable[[Captured], None]
+    ) -> Step:
+        """The whole episode: its reward, if the program gives one. `captured` hears, however it ends, what was sampled.
+        Raises EnvironmentFailed, EngineFailed or RewardFailed."""
+        ...
+
+
+class AgentPool(Protocol):
+    def lease(self, task: str) -> AbstractAsyncContextManager[LeasedAgent]: ...
+
+
 class RewardInvoker(Protocol):
     async def score(self, task: str, episode: Episode) -> RewardResult:
         """Raises RewardFailed, never answers 0 for a failure."""
@@ -83,6 +104,10 @@ class Renderer(Protocol):
 
     def extend(self, finish: Finish, messages: Sequence[Message]) -> list[int]:
         """What follows an action that ended by `finish`: end of turn if missing, `messages`, start of next action."""
+        ...
+
+    def may_fit(self, messages: Sequence[Message], tokens: int) -> bool:
+        """False if the messages have more than so many tokens; found out without rendering much more than that."""
         ...
 
     def text(self, tokens: Sequence[int]) -> str:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,92 +81,96 @@ async def evaluate(run: RunFile, model: Path, *, directory: Path, on_log: OnLog 
 
 
 def task_plans(run: RunFile) -> list[TaskPlan]:
-    return [TaskPlan(task.name, task.weight, task.max_turns, task.max_context, _sampling(task)) for task in run.tasks]
+    return [
+        TaskPlan(task.name, task.weight, task.max_turns, task.max_context, _sampling(task), task.agent is not None)
+        for task in run.tasks
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Training:
+    """One run while its services are up. A trainer that is lost comes back at the last checkpoint, and all that was
+    ready by then is there again."""
+
+    run: RunFile
+    fleet: Fleet
+    ledger: Ledger
+    log: EventLog
+    checkpoints: Path
+
+    async def whole(self, recovery: Recovery, model: Path) -> None:
+        """Evaluate, take all steps, keep the model in `model`, evaluate again."""
+        steps, episodes = self.run.training.steps, self.run.evaluation.final_episodes
+        evaluator = Evaluator(
+            task_plans(self.run), _player(self.run, self.fleet, self.log, None), self.ledger, self.log
+        )
+        if recovery.version == 0:
+            await _supervised(self.fleet, evaluator.run(0, episodes, label="before", final=True), trainer=False)
+        await self._until_trained(evaluator, recovery)
+        _keep_model(self.checkpoints / f"{steps:06d}", model)  # whatever becomes of the last evaluation
+        await _supervised(self.fleet, evaluator.run(steps, episodes, label="after", final=True), trainer=False)
+
+    async def _until_trained(self, evaluator: Evaluator, recovery: Recovery) -> None:
+        """All steps, through losses of the trainer."""
+        losses, lost = 0, None
+        while True:
+            try:
+                if lost is not None:
+                    await self._revive(recovery.version, str(lost))
+                return await self._learn(evaluator, recovery)
+            except (ServiceError, BaseExceptionGroup) as error:
+                lost = _root(error)
+                if not isinstance(lost, TrainerLost):
+                    raise
+            before, recovery = recovery, self.ledger.recover()
+            losses = losses + 1 if recovery.version == before.version else 1
+            if losses > _LOSSES:
+                again = "`rollart train ... --resume` goes on from the last checkpoint"
+                raise ServiceError(
+                    f"the trainer was lost {losses} times at version {recovery.version}; {again}: {lost}"
+                )
+
+    async def _revive(self, version: int, reason: str) -> None:
+        """A trainer that is lost again before it has learnt anything is one more loss."""
+        try:
+            await self.fleet.revive_trainer(self.checkpoints / f"{version:06d}", version, reason)
+        except ServiceError as error:
+            raise TrainerLost(str(error)) from error
+
+    async def _learn(self, evaluator: Evaluator, recovery: Recovery) -> None:
+        run, fleet = self.run, self.fleet
+        scheduler = _scheduler(run, run.rollout.schedule(), fleet, self.ledger, self.log)
+        scheduler.recover(recovery)
+        pipeline = Pipeline(
+            plan=Plan(run.training.steps, run.checkpoint.every, run.evaluation.every, run.evaluation.episodes),
+            version=recovery.version,
+            scheduler=scheduler,
+            trainer=fleet.trainer,
+            router=fleet.router,
+            evaluator=evaluator,
+            ledger=self.ledger,
+            sink=self.log,
+            checkpoints=self.checkpoints,
+            on_saved=lambda version: _prune(self.checkpoints, version, run.checkpoint.keep, spare=fleet.version),
+        )
+        try:
+            async with _beside(_sample(scheduler, fleet, self.log)):
+                await _supervised(fleet, pipeline.run())
+        finally:
+            await scheduler.stop()
 
 
 async def _train(run: RunFile, directory: Path, ledger: Ledger, recovery: Recovery, log: EventLog) -> None:
     checkpoints = directory / "checkpoints"
     model = checkpoints / f"{recovery.version:06d}" if recovery.version else await _prepare(run, directory, log)
     async with Fleet(run, directory, log, model=model, version=recovery.version) as fleet:
-        evaluator = Evaluator(task_plans(run), _player(run, fleet, log, None), ledger, log)
-        if recovery.version == 0:
-            first = evaluator.run(0, run.evaluation.final_episodes, label="before", final=True)
-            await _supervised(fleet, first, trainer=False)
-        await _until_trained(run, fleet, evaluator, checkpoints, ledger, recovery, log)
-        steps, episodes = run.training.steps, run.evaluation.final_episodes
-        _keep_model(checkpoints / f"{steps:06d}", directory / "model")  # whatever becomes of the last evaluation
-        await _supervised(fleet, evaluator.run(steps, episodes, label="after", final=True), trainer=False)
-
-
-async def _until_trained(
-    run: RunFile,
-    fleet: Fleet,
-    evaluator: Evaluator,
-    checkpoints: Path,
-    ledger: Ledger,
-    recovery: Recovery,
-    log: EventLog,
-) -> None:
-    """All steps, through losses of the trainer: each goes on from the last checkpoint with all that is ready."""
-    losses, lost = 0, None
-    while True:
-        try:
-            if lost is not None:
-                await _revive(fleet, checkpoints, recovery.version, str(lost))
-            return await _learn(run, fleet, evaluator, checkpoints, ledger, recovery, log)
-        except (ServiceError, BaseExceptionGroup) as error:
-            lost = _root(error)
-            if not isinstance(lost, TrainerLost):
-                raise
-        before, recovery = recovery, ledger.recover()
-        losses = losses + 1 if recovery.version == before.version else 1
-        if losses > _LOSSES:
-            again = "`rollart train ... --resume` goes on from the last checkpoint"
-            raise ServiceError(f"the trainer was lost {losses} times at version {recovery.version}; {again}: {lost}")
-
-
-async def _revive(fleet: Fleet, checkpoints: Path, version: int, reason: str) -> None:
-    """A trainer that is lost again before it has learnt anything is one more loss."""
-    try:
-        await fleet.revive_trainer(checkpoints / f"{version:06d}", version, reason)
-    except ServiceError as error:
-        raise TrainerLost(str(error)) from error
-
-
-async def _learn(
-    run: RunFile,
-    fleet: Fleet,
-    evaluator: Evaluator,
-    checkpoints: Path,
-    ledger: Ledger,
-    recovery: Recovery,
-    log: EventLog,
-) -> None:
-    scheduler = _scheduler(run, run.rollout.schedule(), fleet, ledger, log)
-    scheduler.recover(recovery)
-    pipeline = Pipeline(
-        plan=Plan(run.training.steps, run.checkpoint.every, run.evaluation.every, run.evaluation.episodes),
-        version=recovery.version,
-        scheduler=scheduler,
-        trainer=fleet.trainer,
-        router=fleet.router,
-        evaluator=evaluator,
-        ledger=ledger,
-        sink=log,
-        checkpoints=checkpoints,
-        on_loaded=fleet.retire,
-        on_saved=lambda version: _prune(checkpoints, version, run.checkpoint.keep, spare=fleet.version),
-    )
-    try:
-        async with _beside(_sample(scheduler, fleet, log)):
-            await _supervised(fleet, pipeline.run())
-    finally:
-        await scheduler.stop()
+        await _Training(run, fleet, ledger, log, checkpoints).whole(recovery, directory / "model")
 
 
 def _player(run: RunFile, fleet: Fleet, log: EventLog, lockstep: Lockstep | None) -> Player:
     deadline = run.rollout.trajectory_deadline
-    return Player(fleet.environments, fleet.router, fleet.renderer, fleet.rewards, log, deadline, lockstep)
+    environments, router, renderer = fleet.environments, fleet.router, fleet.renderer
+    return Player(environments, router, renderer, fleet.rewards, log, deadline, lockstep, fleet.agents)
 
 
 def _scheduler(run: RunFile, schedule: Schedule, fleet: Fleet, ledger: Ledger, log: EventLog) -> Scheduler:
@@ -281,8 +286,8 @@ async def _sample(scheduler: Scheduler, fleet: Fleet, log: EventLog) -> None:
                 scoring=scheduler.scoring,
                 ready=scheduler.ready,
                 training=scheduler.training,
-                environments=fleet.environments.in_use,
-                slots=fleet.environments.slots,
+                environments=fleet.environments.in_use + (fleet.agents.in_use if fleet.agents else 0),
+                slots=fleet.environments.slots + (fleet.agents.slots if fleet.agents else 0),
             )
         )
         await asyncio.sleep(_SAMPLE_SECONDS)

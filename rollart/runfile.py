@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -11,11 +11,13 @@ from pydantic_core import ErrorDetails
 
 from rollart import importable
 from rollart.config import RunFile, Section, Task
+from rollart.engines.vllm import problems as vllm
 from rollart.envs import families
 from rollart.errors import ConfigError
 from rollart.yamltree import Dumper, KeyPath, Tree, did_you_mean, dotted, parse
 
 _MOST = 10
+R = TypeVar("R", bound=RunFile)
 
 
 def load(
@@ -23,6 +25,16 @@ def load(
 ) -> RunFile:
     """The run file with `overrides` (`a.b.c=value`) applied. Raises ConfigError with one sentence per problem; what
     tasks need is looked for in all of them, or in `only_task`."""
+    tree = read(path, overrides)
+    run = validated(tree, RunFile)
+    problems = list(_unusable(run, tree, need_model, only_task))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return run
+
+
+def read(path: Path, overrides: Sequence[str] = ()) -> Tree:
+    """The file as it is written, with `overrides`; nothing is checked but its form."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -33,11 +45,7 @@ def load(
         raise ConfigError(f"{path}: a run file is a list of `key: value` lines; `rollart schema` shows the keys")
     for override in overrides:
         tree.set(override)
-    run = _validate(tree)
-    problems = list(_unusable(run, tree, need_model, only_task))
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return run
+    return tree
 
 
 def dump(run: RunFile) -> str:
@@ -50,10 +58,10 @@ def schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunFile.model_json_schema()}
 
 
-def _validate(tree: Tree) -> RunFile:
+def validated(tree: Tree, kind: type[R]) -> R:
     # As JSON, strict mode refuses "3" for 3 but still takes text for a path and a list for a pair.
     try:
-        return RunFile.model_validate_json(json.dumps(tree.value), strict=True)
+        return kind.model_validate_json(json.dumps(tree.value), strict=True)
     except ValidationError as error:
         problems = [_sentence(tree, each) for each in _causes(error.errors(include_url=False))]
     more = [f"and {len(problems) - _MOST} more problems"] if len(problems) > _MOST else []
@@ -166,26 +174,30 @@ def _unusable(run: RunFile, tree: Tree, need_model: bool, only_task: str | None)
     if run.measured and not (run.measured / "events.jsonl").is_file():
         where = f"{tree.place(('measured',))}: measured {str(run.measured)!r}"
         yield f"{where} is not the folder of a run: it has no events.jsonl"
+    yield from (f"{tree.place(path)}: {wrong}" for path, wrong in vllm.problems(run))
+    hosts = run.pools_of("environment").values()
+    elsewhere = all(pool.urls for pool in hosts) and run.model.warm_up is None and only_task is None
     for index, task in enumerate(run.tasks):
         if only_task in (None, task.name):
-            for key, wrong in _unusable_keys(task, run.model.warm_up is not None):
+            for key, wrong in _unusable_keys(task, elsewhere):
                 yield f"{tree.place(('tasks', index, key))}: tasks.{task.name}.{key} {wrong}"
 
 
-def _unusable_keys(task: Task, warm_up: bool) -> Iterator[tuple[str, str]]:
-    here = task.reward.invoker in ("pool", "ray")  # elsewhere it may need what is not installed here
-    targets = {"env": task.env, "player": task.player, "reward": task.reward.function if here else None}
+def _unusable_keys(task: Task, elsewhere: bool) -> Iterator[tuple[str, str]]:
+    """`elsewhere`: no environment runs here, so hosts that we cannot look into must have what it needs."""
+    targets: dict[str, str | None] = {} if elsewhere else {"env": task.env, "player": task.player}
+    if task.agent is not None:
+        targets["agent"] = task.agent.function
+        for folder in (task.agent.files, *task.agent.see):
+            if folder and not folder.is_dir():
+                yield "agent", f"needs the folder {str(folder)!r}, which is not there"
+    if task.reward.invoker in ("pool", "ray"):  # elsewhere it may need what is not installed here
+        targets["reward"] = task.reward.function
     for key, target in targets.items():
         if target and (wrong := _unusable_target(task, key, target)):
             yield key, wrong
-    if task.family and (wrong := families.problem(task.family)):
+    if task.family and not elsewhere and (wrong := families.problem(task.family)):
         yield "family", wrong
-    if task.family and warm_up and importable.problem(task.env):
-        yield (
-            "family",
-            f"{task.family!r} is a Python of its own, where model.warm_up cannot play; leave the warm-up out and start "
-            "from a model that can chat",
-        )
 
 
 def _unusable_target(task: Task, key: str, target: str) -> str | None:

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from rollart.compact import lowest
+
 Finish = Literal["stop", "length", "abort"]
 
 
@@ -58,7 +60,8 @@ class Sampling:
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """`tokens` is the whole context; `session` names the conversation whose cached prefix may be reused. `kv_from` is
-    the address of an engine that keeps more of its KV: what is missing is fetched from there, not computed again."""
+    the address of an engine that keeps more of its KV: what is missing is fetched from there, not computed again. A
+    new conversation may be a `branch_of` another, whose beginning it shares."""
 
     id: str
     session: str
@@ -67,6 +70,7 @@ class GenerationRequest:
     tokens: list[int]
     sampling: Sampling
     kv_from: str | None = None
+    branch_of: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +110,25 @@ class EngineStatus:
     emulated: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Weights that an engine has taken: `transfer_s` is what it took to get and check them, while generation went on,
+    and `exposed_s` how long no step could run for it. `transport` is how they came. `recomputed` tokens of requests in
+    flight had KV of the old weights, which has to be made anew."""
+
+    version: int
+    transfer_s: float = 0.0
+    exposed_s: float = 0.0
+    bytes: int = 0
+    transport: str = ""
+    recomputed: int = 0
+
+
 class Turn(Struct, frozen=True, gc=False):
-    """Observation in, action out. `prompt` holds only the tokens that this observation added to the context."""
+    """Observation in, action out. `prompt` holds only the tokens that this observation added to the context.
+
+    Turns of one `segment` continue each other. An agent that alters its history, or has several conversations, begins
+    another segment, whose first prompt is the whole context: what it shares with an earlier one is trained there."""
 
     messages: tuple[Message, ...]
     prompt: tuple[int, ...]
@@ -119,6 +140,7 @@ class Turn(Struct, frozen=True, gc=False):
     reward: float | None = None
     generate_s: float = 0.0
     env_s: float = 0.0
+    segment: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +196,7 @@ class Trajectory:
     @property
     def oldest(self) -> int | None:
         """The oldest policy version that made one of its tokens."""
-        return min((version for turn in self.turns for version in turn.versions), default=None)
+        return min((lowest(turn.versions) for turn in self.turns if turn.versions), default=None)
 
     @property
     def action_tokens(self) -> int:
@@ -188,7 +210,8 @@ class Trajectory:
 @dataclass(frozen=True, slots=True)
 class Sample:
     """A trajectory as the trainer sees it: one token sequence. `mask` is 1 where the policy made the token, by sampling
-    at `temperature`: logprobs are those of the distribution that it was drawn from."""
+    at `temperature`: logprobs are those of the distribution that it was drawn from. Where a trajectory has several
+    segments, each is a sample, and `trajectory` says of what; their reward counts once."""
 
     id: str
     task: str
@@ -199,6 +222,12 @@ class Sample:
     reward: float
     truncated: bool = False
     temperature: float = 1.0
+    trajectory: str = ""
+
+    @property
+    def owner(self) -> str:
+        """The trajectory that it is, or is a segment of."""
+        return self.trajectory or self.id
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +235,11 @@ class SampleGroup:
     id: str
     task: str
     samples: tuple[Sample, ...]
+
+    @property
+    def rewards(self) -> dict[str, float]:
+        """By trajectory, each once."""
+        return {sample.owner: sample.reward for sample in self.samples}
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,11 +251,25 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class Gap:
+    """How far the engine's logprobs were from the trainer's, for the trained tokens of a task that are `age` versions
+    older than what was trained."""
+
+    task: str
+    age: int
+    tokens: int
+    mean: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """`version` is the one that the step made."""
+    """`version` is the one that the step made. `warnings` are sentences about what the trainer finds suspect."""
 
     version: int
     seconds: float
     tokens: int
     values: dict[str, float] = field(default_factory=dict)
     tasks: dict[str, dict[str, float]] = field(default_factory=dict)
+    gaps: tuple[Gap, ...] = ()
+    warnings: tuple[str, ...] = ()

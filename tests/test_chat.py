@@ -144,6 +144,33 @@ def test_every_stop_token_of_the_folder_is_honoured(tmp_path: Path) -> None:
     assert ChatRenderer(tmp_path).stop == (0, 9)
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["tiny", "chatml", "trimming"]),
+    st.lists(
+        st.tuples(st.sampled_from(["a", " ", "all ", "user\n\n", "\U0001f600"]), st.integers(0, 5000)), max_size=4
+    ),
+    st.integers(1, 20_000),
+)
+def test_only_messages_that_are_too_long_are_told_not_to_fit(
+    renderers: dict[str, ChatRenderer], name: str, parts: list[tuple[str, int]], room: int
+) -> None:
+    messages = [Message("user", "".join(text * times for text, times in parts))]
+    fits = renderers[name].may_fit(messages, room)
+    assert fits or len(renderers[name].extend("stop", messages)) > room
+
+
+def test_millions_of_characters_are_told_not_to_fit_without_tokenizing_them(
+    renderers: dict[str, ChatRenderer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renderer, encoded = renderers["chatml"], list[int]()
+    monkeypatch.setattr(renderer, "_encode", lambda text: encoded.append(len(text)) or [0] * len(text))
+    assert not renderer.may_fit([Message("user", "a" * 3_000_000)], 1000)
+    assert not renderer.may_fit([Message("user", "")] * 1001, 1000)
+    assert not renderer.may_fit([Message("user", "a" * 9_000)], 1000)
+    assert sum(encoded) <= 2_000  # of the last, which might have fitted
+
+
 def test_the_caller_may_change_what_it_got(renderers: dict[str, ChatRenderer]) -> None:
     messages = (Message("user", "a"),)
     first = renderers["tiny"].open(messages)

@@ -12,7 +12,7 @@ from rollart import run as controller
 from rollart import runfile
 from rollart.config import TinyModel
 from rollart.models.tiny import make
-from rollart.observe.events import Placed, TurnDone, read_events
+from rollart.observe.events import EngineSwapped, Placed, TurnDone, read_events
 from rollart.resources.external import KEY
 from rollart.resources.launcher import Wish, service
 from rollart.resources.local import LocalLauncher
@@ -64,19 +64,18 @@ def test_a_mixed_emulated_fleet_with_ranks_and_hand_over_trains(tmp_path: Path) 
 
 
 def test_an_engine_that_someone_else_runs_serves_as_a_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the same model, and seeing the same weight store."""
+    """Of the same model, and as if on another host: it does not see the memory that the trainer publishes to."""
     model = make(TinyModel(hidden=64, layers=2, context=256), tmp_path / "model", seed=1)
-    weights = tmp_path / "weights"
 
     async def main() -> dict[str, Any]:
         launcher = LocalLauncher()
         monkeypatch.setenv(KEY, launcher.key)
-        spec = {"model": str(model), "weights": str(weights / "pooled"), "config": {}, "seed": 0, "version": 0}
+        spec = {"model": str(model), "weights": str(tmp_path / "weights"), "config": {}, "seed": 0, "version": 0}
         engine = await launcher.launch(service("rollart.engines.service", spec, name="engine", logs=tmp_path), Wish())
         try:
             path = tmp_path / "run.yaml"
             url = engine.answer["url"]
-            more = f"weights: {weights}\npools:\n  partner: {{role: generate, device: cpu, urls: ['{url}']}}\n"
+            more = f"pools:\n  partner: {{role: generate, device: cpu, urls: ['{url}']}}\n"
             text = RUN.replace("model: {tiny: {hidden: 64, layers: 2, context: 256}}", f"model: {{path: {model}}}")
             path.write_text(text + more)
             return await controller.train(runfile.load(path, []), tmp_path / "run")
@@ -85,6 +84,8 @@ def test_an_engine_that_someone_else_runs_serves_as_a_pool(tmp_path: Path, monke
 
     summary = asyncio.run(main())
     assert (summary["version"], summary["phase"]) == (3, "finished")
-    turns = [event for event in read_events(tmp_path / "run" / "events.jsonl") if isinstance(event, TurnDone)]
-    assert {event.engine for event in turns} == {"partner-0"}
+    events = list(read_events(tmp_path / "run" / "events.jsonl"))
+    assert {event.engine for event in events if isinstance(event, TurnDone)} == {"partner-0"}
+    assert {event.transport for event in events if isinstance(event, EngineSwapped)} == {"http"}
+    assert not (tmp_path / "weights").exists()
     assert [place["node"][:7] for place in summary["places"] if place["role"] == "generate"] == ["http://"]

@@ -117,7 +117,12 @@ def test_a_misspelt_required_key_is_told_once(path: Path) -> None:
 
 
 def test_a_missing_key_names_its_section(path: Path) -> None:
-    assert problems(path, "    env: json:JSONEncoder\n") == "quick.yaml:14: key 'env' is missing in tasks.sums"
+    assert problems(path, "name: sums\n    env", "env") == "quick.yaml:14: key 'name' is missing in tasks.1"
+
+
+def test_a_task_without_environment_or_agent_is_told_what_it_needs(path: Path) -> None:
+    told = problems(path, "    env: json:JSONEncoder\n")
+    assert told == "quick.yaml:14: tasks.sums: task 'sums' needs either `env` or `agent`"
 
 
 def test_several_problems_are_told_line_by_line(path: Path) -> None:

@@ -1,5 +1,7 @@
-"""`rollart envs`: the families of environment packages, each with a virtual environment of its own."""
+"""`rollart envs`: the families of environment packages, each with a virtual environment of its own, and their hosts."""
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -9,8 +11,9 @@ from rich.table import Table
 
 from rollart.commands.guard import guarded
 from rollart.envs import families
+from rollart.errors import RollartError
 
-app = typer.Typer(invoke_without_command=True, help="List, add and remove families of environments.")
+app = typer.Typer(invoke_without_command=True, help="List, add, remove and serve families of environments.")
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The family; `rollart envs` lists them.")]
 
@@ -97,3 +100,33 @@ def python(name: Name) -> None:
     [dim]$(rollart envs python openenv) -m uvicorn my_server:app[/dim]
     """
     typer.echo(families.python_of(name))
+
+
+@app.command()
+@guarded
+def serve(
+    family: Annotated[str | None, typer.Option(metavar="NAME", help="Run it with the Python of this family.")] = None,
+    host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 for other machines.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 7070,
+    imports: Annotated[
+        list[str] | None,
+        typer.Option("--import", metavar="MODULE:CLASS", help="Import this once, for all; again for more."),
+    ] = None,
+) -> None:
+    """Serve environments to runs elsewhere, which name this host in `urls` of a pool.
+
+    Runs must show the key in ROLLART_WORKER_KEY. Keys and episodes travel in
+    the clear: use a network that you trust.
+
+    [dim]ROLLART_WORKER_KEY=secret rollart envs serve --host 0.0.0.0 --import my_envs:Lake
+    ROLLART_WORKER_KEY=secret rollart envs serve --family textarena[/dim]
+    """
+    from rollart.workers import serve as module
+
+    if not os.environ.get(module.KEY):
+        raise RollartError(module.NO_KEY)
+    interpreter = str(families.python_of(family)) if family else sys.executable
+    command = [interpreter, module.__file__, "--host", host, "--port", str(port)]
+    for path in imports or []:
+        command += ["--import", path]
+    os.execv(interpreter, command)  # it becomes the host, so signals are the host's own

@@ -1,5 +1,7 @@
-"""`devices`, `pools`, `engine` and `routing`: what runs where."""
+"""`devices`, `pools`, `engine`, `vllm` and `routing`: what runs where."""
 
+import os
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -8,6 +10,7 @@ from rollart.config.base import Conflict, Positive, Seconds, Section, TorchDevic
 
 POOL_NAME = r"^[A-Za-z][\w-]*$"
 AFFINITIES = ("auto", "prefill", "decode")
+VLLM_PYTHON = "ROLLART_VLLM_PYTHON"  # of the environment
 DEFAULT_POOLS = {"train": "trainer", "generate": "engine", "environment": "environments"}
 
 
@@ -21,6 +24,30 @@ class Engine(Section):
     device: TorchDevice = "auto"
     threads: Positive = 1
     deadline: Seconds = Field(120.0, description="seconds for one request")
+
+
+class Vllm(Section):
+    """How the engines of pools with `engine: vllm` are had."""
+
+    python: Path | None = Field(
+        None, description=f"a Python that has vLLM; absent: ${VLLM_PYTHON}, else what `make vllm` made"
+    )
+    container: str | None = Field(
+        None,
+        description="or a command that runs the Python of a container; {mounts} and {environment} in it become "
+        "--volume and --env options",
+    )
+    args: list[str] = Field(default_factory=list, description="more arguments of the server")
+    start_deadline: Seconds = Field(600.0, description="seconds until a server must answer")
+
+    def interpreter(self) -> Path:
+        return Path(self.python or os.environ.get(VLLM_PYTHON) or Path(".venv-vllm", "bin", "python")).absolute()
+
+    @model_validator(mode="after")
+    def _one_way(self) -> "Vllm":
+        if self.python and self.container:
+            raise Conflict("give either `python` or `container`, not both", "container")
+        return self
 
 
 class Device(Section):
@@ -40,6 +67,8 @@ class Pool(Section):
     role: Literal["train", "generate", "environment"]
     device: str | list[str] = Field("auto", description="a device class, several in order of preference, or auto")
     count: Positive = Field(1, description="train: ranks; generate: engines; environment: hosts of environments")
+    engine: Literal["torch", "vllm"] = Field("torch", description="generate: the embedded engine, or vLLM servers")
+    tensor_parallel: Positive = Field(1, description="vllm: devices of one node that serve as one engine")
     urls: list[str] = Field(
         default_factory=list, description="generate, environment: engines or hosts that someone else runs"
     )
@@ -58,6 +87,21 @@ class Pool(Section):
     @property
     def workers(self) -> int:
         return len(self.urls) or self.count
+
+    @property
+    def takes(self) -> int:
+        """Devices for all its workers."""
+        return self.count * self.tensor_parallel
+
+    @model_validator(mode="after")
+    def _engine_fits(self) -> "Pool":
+        if self.engine != "torch" and self.role != "generate":
+            raise Conflict(f"`engine` is for pools of role generate, not {self.role}", "engine")
+        if self.tensor_parallel > 1 and self.engine != "vllm":
+            raise Conflict("`tensor_parallel` needs engine: vllm; the embedded engine runs on one device", "engine")
+        if self.emulate and self.engine != "torch":
+            raise Conflict("only the embedded engine can be paced; leave `engine` out, or `emulate`", "emulate")
+        return self
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> "Pool":

@@ -56,7 +56,9 @@ class Environments(Section):
     hedges: Natural = Field(
         8, description="per task, beside the slots: second resets, begun once one takes longer than most do"
     )
-    hedge_after: float = Field(0.95, gt=0, lt=1, description="quantile of a task's resets after which one is slow")
+    hedge_after: float = Field(
+        0.9, gt=0, lt=1, description="quantile of a task's ordinary resets after which one is slow"
+    )
     warm: Natural = Field(2, description="per task, beside the slots: environments made ready before they are needed")
     quarantine: Quarantine = Quarantine()
 

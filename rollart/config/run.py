@@ -1,12 +1,12 @@
 """The whole run file, and what its sections ask of each other."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from rollart.config.base import Conflict, Natural, Section
-from rollart.config.hardware import AFFINITIES, DEFAULT_POOLS, POOL_NAME, Device, Engine, Pool, Routing
+from rollart.config.hardware import AFFINITIES, DEFAULT_POOLS, POOL_NAME, Device, Engine, Pool, Routing, Vllm
 from rollart.config.model import Model
 from rollart.config.rollout import Environments, Rewards, Rollout
 from rollart.config.task import Task
@@ -26,7 +26,7 @@ class RunFile(Section):
     rollout: Rollout = Rollout()
     cluster: str | None = Field(None, description="address of a Ray cluster; absent: this machine")
     weights: Path | None = Field(
-        None, description="folder for weights, which all nodes of a cluster see; absent: shared memory"
+        None, description="folder for weights, on every node that reads them; absent: in shared memory"
     )
     devices: dict[str, Device] = Field(default_factory=dict, description="device classes of your own")
     pools: dict[Annotated[str, Field(pattern=POOL_NAME)], Pool] = Field(
@@ -38,11 +38,13 @@ class RunFile(Section):
     )
     routing: Routing = Routing()
     engine: Engine = Engine()
+    vllm: Vllm = Vllm()
     environments: Environments = Environments()
     rewards: Rewards = Rewards()
     training: Training = Training()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
+    simulate: Any = Field(None, description="for `rollart simulate`; training takes no notice of it")
 
     def pools_of(self, role: str) -> dict[str, Pool]:
         """The pools of a role; what the run file leaves out runs on CPUs."""

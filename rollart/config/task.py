@@ -1,10 +1,13 @@
 """`tasks`: what the policy learns, and how an episode is scored."""
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from rollart.config.base import Conflict, ImportPath, Natural, Positive, Seconds, Section
+from rollart.sandbox.bubble import Limits
+from rollart.yamltree import did_you_mean
 
 
 class SamplingConfig(Section):
@@ -44,6 +47,9 @@ class Reward(Section):
         for key, invokers in takes.items():
             if getattr(self, key) is not None and self.invoker not in invokers:
                 raise Conflict(f"`{key}` is for the invoker {' or '.join(invokers)}, not {self.invoker}", key)
+        for key in ("hedge", "batch", "batch_window"):
+            if self.invoker == "pool" and getattr(self, key) != type(self).model_fields[key].default:
+                raise Conflict(f"`{key}` is for calls to elsewhere; the invoker pool calls local processes", key)
         needed = {"http": "url", "lambda": "name", "fc": "name"}.get(self.invoker)
         if needed and getattr(self, needed) is None:
             raise Conflict(f"the invoker {self.invoker} needs `{needed}`", "invoker")
@@ -56,12 +62,53 @@ def _by_name(value: Any) -> Any:
     return {"function": value} if isinstance(value, str) else value
 
 
+def _program(value: Any) -> Any:
+    return {"command": value} if isinstance(value, list) else _by_name(value)
+
+
+class Agent(Section):
+    """A program that drives itself: it asks the gateway for generations. `module:function` alone is one, and so is a
+    command and its arguments, as a list."""
+
+    function: ImportPath | None = Field(None, description="module:function of an endpoint and an episode")
+    command: list[str] | None = Field(
+        None, min_length=1, description="instead of `function`, a program and its arguments, which runs in a sandbox"
+    )
+    files: Path | None = Field(None, description="command: a folder, copied into the folder that it starts in")
+    see: list[Path] = Field(default=[], description="command: folders of this machine that it sees, read-only")
+    limits: dict[str, Positive] = Field(
+        default_factory=dict, description="command: of the sandbox: " + ", ".join(Limits.__dataclass_fields__)
+    )
+    deadline: Seconds | None = Field(None, description="seconds for an episode; absent: rollout.trajectory_deadline")
+    calls: Positive = Field(200, description="completions that one episode may have")
+    parallel: Positive = Field(16, description="requests of one episode at the same time; more are told to wait")
+
+    @model_validator(mode="after")
+    def _function_or_command(self) -> "Agent":
+        if (self.function is None) == (self.command is None):
+            raise Conflict("an agent needs either `function` or `command`", *(["command"] if self.command else []))
+        for key in ("files", "see", "limits"):
+            if self.command is None and getattr(self, key):
+                raise Conflict(f"`{key}` is for an agent with a `command`", key)
+        for key in self.limits:
+            if key not in Limits.__dataclass_fields__:
+                near = did_you_mean(key, list(Limits.__dataclass_fields__))
+                raise Conflict(f"the sandbox has no limit {key!r}{near}", "limits", key)
+        return self
+
+
+AgentInput = ImportPath | list[str] | Agent | None
+
+
 class Task(Section):
     """A named source of episodes."""
 
     name: str = Field(pattern=r"^[A-Za-z][\w-]*$")
-    env: ImportPath = Field(description="module:Class of an environment")
-    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
+    env: str = Field("", pattern=r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*)?$", description="module:Class of an environment")
+    agent: Annotated[Agent | None, BeforeValidator(_program, json_schema_input_type=AgentInput)] = Field(
+        None, description="instead of `env`, a program that drives itself: module:function, a command, or a section"
+    )
+    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment or the agent")
     family: str | None = Field(
         None, pattern=r"^[A-Za-z][\w-]*$", description="run it with the Python of this family; see `rollart envs`"
     )
@@ -77,3 +124,9 @@ class Task(Section):
     affinity: str | list[str] = Field(
         "auto", description="auto, prefill or decode; or a pool's name, or pools in order of preference: a pin"
     )
+
+    @model_validator(mode="after")
+    def _env_or_agent(self) -> "Task":
+        if bool(self.env) == (self.agent is not None):
+            raise Conflict(f"task {self.name!r} needs either `env` or `agent`", *(["agent"] if self.env else []))
+        return self

@@ -1,10 +1,11 @@
 """`training`, `evaluation` and `checkpoint`."""
 
+import re
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from rollart.config.base import Natural, Positive, Seconds, Section, TorchDevice
+from rollart.config.base import Conflict, Natural, Positive, Seconds, Section, TorchDevice
 
 
 class Algorithm(Section):
@@ -39,8 +40,19 @@ class Training(Section):
     pack_tokens: Positive = Field(8192, description="tokens in one forward pass")
     threads: Positive = 1
     device: TorchDevice = "auto"
+    transport: str = Field(
+        "http",
+        description="how weights reach other machines: http, nixl or mooncake://host:port; with http to fall back to",
+    )
     algorithm: Algorithm = Algorithm()
     deadline: Seconds = Field(600.0, description="seconds for one step")
+
+    @model_validator(mode="after")
+    def _known_transport(self) -> "Training":
+        if not re.fullmatch(r"http|nixl|mooncake://[^/]+:\d+(\?.*)?", self.transport):
+            message = f"transport must be http, nixl or mooncake://host:port, not {self.transport!r}"
+            raise Conflict(message, "transport")
+        return self
 
 
 class Evaluation(Section):

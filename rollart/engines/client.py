@@ -1,21 +1,36 @@
 """An engine in another process, spoken to over one connection."""
 
+from collections.abc import Callable
 from typing import TypeVar
 
 from rollart.errors import EngineFailed, EngineLost, ServiceError
 from rollart.services import rpc
-from rollart.types import Completion, EngineStatus, GenerationRequest
+from rollart.types import Completion, EngineStatus, GenerationRequest, Loaded
+from rollart.weights.manifest import Publication
 
 T = TypeVar("T")
 SHORT_S = 30.0
+LOAD_S = 3600.0  # a bucket that does not come ends a load much sooner
+
+
+def nothing_published(version: int) -> Publication:
+    raise EngineFailed(f"version {version} cannot be loaded: nothing is published")
 
 
 class EngineClient:
-    """`deadline` is for one generation request; a request that misses it is cancelled at the engine too."""
+    """`deadline` is for one generation request; a request that misses it is cancelled at the engine too. `published`
+    tells where a version is to be had; it raises EngineFailed."""
 
-    def __init__(self, client: rpc.Client, *, deadline: float = 120.0) -> None:
+    def __init__(
+        self,
+        client: rpc.Client,
+        *,
+        deadline: float = 120.0,
+        published: Callable[[int], Publication] = nothing_published,
+    ) -> None:
         self._client = client
         self._deadline = deadline
+        self._published = published
 
     @property
     def url(self) -> str:
@@ -31,8 +46,8 @@ class EngineClient:
     async def abort(self, request_id: str) -> None:
         await self._call("abort", request_id, type(None), SHORT_S)
 
-    async def load(self, version: int) -> None:
-        await self._call("load", version, type(None), self._deadline)
+    async def load(self, version: int) -> Loaded:
+        return await self._call("load", self._published(version), Loaded, LOAD_S)
 
     async def status(self) -> EngineStatus:
         return await self._call("status", None, EngineStatus, SHORT_S)

@@ -1,13 +1,13 @@
 """The embedded engine as a process: `python -m rollart.engines.service`, spec on stdin.
 
-The spec: `model` (a Hugging Face folder), `weights` (folder of the weight store), `config` (the run file's `engine`
-section), `seed`, and `version`, which is taken from the store if it is there and else names the model's own weights.
+The spec: `model` (a Hugging Face folder), `version` (that of its weights), `weights` (folder of the weight store on
+this node, made if it is not there), `config` (the run file's `engine` section) and `seed`.
 Optional: `emulate`, the `device` (fields of DeviceClass) whose roofline paces the engine, and its `slowdown`.
 """
 
 import sys
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +20,31 @@ from rollart.engines.torch.pace import label
 from rollart.resources.devices import DeviceClass
 from rollart.resources.roofline import ModelShape, Roofline
 from rollart.services.device import torch_device
-from rollart.services.process import main
+from rollart.services.process import LOOPBACK, main
 from rollart.services.rpc import Handler
-from rollart.weights.store import WeightStore
+from rollart.weights.reader import Weights
 
 
 @asynccontextmanager
 async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
     config = EngineConfig.model_validate(spec["config"])
     torch.set_num_threads(config.threads)
-    store = WeightStore(Path(spec["weights"]))
-    version = int(spec["version"])
     folder = Path(spec["model"])
     emulate = _emulated(spec["emulate"], folder) if spec.get("emulate") else None
     model = Model.open(folder, getattr(torch, config.dtype), torch_device(config.device, spec))
-    if version in store.versions():
-        model.replace(model.prepare(store.load(version)))
-    async with TorchEngine(
-        model, config, store=store, version=version, seed=int(spec["seed"]), emulate=emulate, key=spec.get("key")
-    ) as engine:
+    async with AsyncExitStack() as stack:
+        weights = stack.enter_context(closing(_weights(spec)))
+        engine = await stack.enter_async_context(
+            TorchEngine(
+                model,
+                config,
+                store=weights,
+                version=int(spec["version"]),
+                seed=int(spec["seed"]),
+                emulate=emulate,
+                key=spec.get("key"),
+            )
+        )
         yield {
             "generate": engine.generate,
             "prefill": engine.prefill,
@@ -48,6 +54,10 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
             "offer": engine.handover.offer,
             "more": engine.handover.more,
         }
+
+
+def _weights(spec: Mapping[str, Any]) -> Weights:
+    return Weights(Path(spec["weights"]), bind=spec.get("bind", LOOPBACK))
 
 
 def _emulated(emulate: Mapping[str, Any], folder: Path) -> Roofline:

@@ -1,6 +1,6 @@
 """A host of environments that someone else runs: known by its URL, reached and left, never started or stopped.
 
-`python -m rollart.workers.serve` is such a host. One connection to it stays open as long as we need it; when that
+`rollart envs serve` is such a host. One connection to it stays open as long as we need it; when that
 breaks, the host is lost, and `launch` tries to reach it again.
 """
 

@@ -6,16 +6,19 @@ The invariants:
 - A call that did not come to its end, because it failed, was cancelled or still runs, says only that it would have
   taken longer than it has so far; it is neither left out nor taken for its own length. So giving up slow calls does not
   make the others look slow, nor does it make slow ones look rare.
+- The quantile is of the ordinary calls. A few that hang, or fall into a second mode far beyond the first, are what it
+  is there to tell apart: counted in, each of them would let another slow call pass for an ordinary one.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 LEAST = 20  # calls that must have come to their end before anything is known
-SHORT = 0.05  # of the quantile: if so many calls more do not end, the longest that did has to do
+FAR = 4.0  # times the median; what takes longer, or never ends, is no ordinary call
+MOST = 0.05  # of all calls that are taken for such; while more have not ended, nothing is known
 WINDOW = 1000
 REFRESH_S = 0.2
 
@@ -28,9 +31,9 @@ class _Call:
 
 
 class Latencies:
-    """`at` is the quantile after which a call is slow."""
+    """`at` is the quantile of the ordinary calls after which a call is slow."""
 
-    def __init__(self, at: float = 0.95) -> None:
+    def __init__(self, at: float) -> None:
         self._at = at
         self._calls: deque[_Call] = deque(maxlen=WINDOW)
         self._slow_after: float | None = None
@@ -63,15 +66,24 @@ class Latencies:
 
 
 def quantile(calls: Iterable[tuple[float, bool]], at: float) -> float | None:
-    """By Kaplan and Meier: what share of those that took at least so long ended just then, again and again."""
+    """The length that a share `at` of the ordinary calls do not exceed."""
     order = sorted(calls)
-    if sum(finished for _, finished in order) < LEAST:
+    ends = [seconds for seconds, finished in order if finished]
+    if len(ends) < LEAST:
         return None
-    left, longest = 1.0, 0.0
+    curve = survival(order)
+    far = FAR * ends[len(ends) // 2]
+    beyond = min((left for seconds, left in curve if seconds <= far), default=1.0)
+    unusual = min(beyond, MOST)
+    enough = unusual + (1 - at) * (1 - unusual) + 1e-9
+    return next((seconds for seconds, left in curve if left <= enough), None)
+
+
+def survival(order: Sequence[tuple[float, bool]]) -> list[tuple[float, float]]:
+    """By Kaplan and Meier: at each end of a call, shortest first, what share of all takes longer than that."""
+    left, curve = 1.0, []
     for number, (seconds, finished) in enumerate(order):
         if finished:
             left *= 1 - 1 / (len(order) - number)
-            longest = seconds
-            if left <= 1 - at + 1e-9:
-                return seconds
-    return longest if left <= 1 - at + SHORT else None
+            curve.append((seconds, left))
+    return curve

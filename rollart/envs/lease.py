@@ -5,8 +5,8 @@ The invariants:
   a reward and never another exception.
 - A reset is tried again on a fresh process, with back-off, and on another host if one has room. A failed step is
   final: the state it belonged to is gone.
-- A reset that takes longer than most of them do (95%, unless configured) gets a second one, of the same seed, beside
-  it. The first that answers well is the environment; the other's process is killed. Both are over when the reset is.
+- A reset that takes longer than ordinary ones do (90% of them, unless configured) gets a second one, of the same seed,
+  beside it. The first that answers well is the environment; the other's process is killed. Both end with the reset.
 """
 
 import asyncio
@@ -18,9 +18,11 @@ from rollart.config import Environments, Task
 from rollart.envs.answers import WrongAnswer, observation, step
 from rollart.envs.latencies import Latencies
 from rollart.errors import EnvironmentFailed, ServiceError
+from rollart.observe.events import EnvironmentLost, EventSink, ResetHedged
 from rollart.types import Message, Step
+from rollart.workers.lease import Lease
 from rollart.workers.slot import CallRaised, SlotLost
-from rollart.workers.slots import Lease, SlotPool
+from rollart.workers.slots import SlotPool
 
 BACK_OFF_S = 0.1
 FLOOR_S = 0.1  # no reset is slow before
@@ -53,8 +55,13 @@ class TaskEnvironments:
     config: Environments
     pool: SlotPool
     latencies: Latencies
+    sink: EventSink | None = None
     counts: Counts = field(default_factory=Counts)
     reusable: bool | None = None
+
+    def tell(self, event: ResetHedged | EnvironmentLost) -> None:
+        if self.sink is not None:
+            self.sink.emit(event)
 
 
 class EnvironmentLease:
@@ -80,7 +87,9 @@ class EnvironmentLease:
                     return await self._hedged(seed, fresh=number > 0)
             except FAILURES as error:
                 failure = error
-            if number + 1 < tries:
+            again = number + 1 < tries
+            self._shared.tell(EnvironmentLost(task=task.name, call="reset", reason=str(failure), retried=again))
+            if again:
                 counts.retries += 1
                 await asyncio.sleep(BACK_OFF_S * 2**number)
         counts.failed_resets += 1
@@ -96,6 +105,7 @@ class EnvironmentLease:
         except FAILURES as error:
             self._lease.drop()
             self._shared.counts.failed_steps += 1
+            self._shared.tell(EnvironmentLost(task=task.name, call="step", reason=str(error)))
             raise EnvironmentFailed(f"the environment of task {task.name!r} failed in a step: {error}") from error
 
     @contextmanager
@@ -134,6 +144,7 @@ class EnvironmentLease:
         """The first of two that answers well; what the first raised if neither does."""
         counts = self._shared.counts
         counts.hedges += 1
+        won = False
         second = asyncio.create_task(self._second(spare, seed))
         try:
             while running := [task for task in (first, second) if not task.done()]:
@@ -143,11 +154,13 @@ class EnvironmentLease:
                     break
                 if second.done() and second.exception() is None:
                     counts.hedges_won += 1
+                    won = True
                     await _end(first)
                     self._lease.take_over(spare)
                     return second.result()
             return first.result()
         finally:
+            self._shared.tell(ResetHedged(task=self._shared.task.name, won=won))
             await _end(second)
 
     async def _second(self, spare: Lease, seed: int) -> Observation:

@@ -8,6 +8,7 @@ The invariants:
 """
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from rollart.envs.latencies import Latencies
 from rollart.envs.lease import Counts, EnvironmentLease, TaskEnvironments
 from rollart.envs.worker import host_spec
 from rollart.errors import EnvironmentFailed, ServiceError
+from rollart.observe.events import EventSink
 from rollart.resources.launcher import Launcher, Wish
 from rollart.resources.local import LocalLauncher
 from rollart.workers.process import Place
@@ -35,7 +37,7 @@ class EnvironmentPool:
     Each task has one host for each of the `wishes`, shared by the tasks, and a connection to each of the `urls`, where
     someone else runs a host; its slots are split over them in proportion to what is wished for, a URL counting as one.
     With neither, it has a single host. `launcher` starts them; without one they run on this machine. `tell` hears of
-    each host that started, and again, with the reason, when it died.
+    each host that started, and again, with the reason, when it died; `sink` of every process that was lost.
     """
 
     def __init__(
@@ -47,12 +49,16 @@ class EnvironmentPool:
         wishes: Sequence[Wish] = (),
         urls: Sequence[str] = (),
         tell: Tell | None = None,
+        sink: EventSink | None = None,
     ) -> None:
         self._config = config
+        self._sink = sink
         self._launcher = launcher or LocalLauncher()
-        self._share = 1 / len(tasks)
+        self._share = 1 / max(1, len(tasks))
         places = [self._place(wish) for wish in wishes or ([] if urls else [Wish()])]
         places += [Place(HostElsewhere(url), Wish()) for url in urls]
+        # Hosts that someone else runs have their own Python; only those that we start need that of the family.
+        self._python = sys.executable if urls and not wishes else None
         self._tasks = {task.name: self._environments(task, places, log, tell) for task in tasks}
 
     def _environments(
@@ -61,7 +67,7 @@ class EnvironmentPool:
         config = self._config
         made = {"env": task.env, "args": task.args, "held_out": False}
         pool = SlotPool(
-            host_spec(task, log),
+            host_spec(task, log, self._python),
             config.slots,
             farewell="close",
             farewell_s=config.close_deadline,
@@ -70,7 +76,7 @@ class EnvironmentPool:
             spares=config.hedges,
             warmth=Warmth(config.warm, "prepare", made, config.reset_deadline),
         )
-        return TaskEnvironments(task, config, pool, Latencies(config.hedge_after))
+        return TaskEnvironments(task, config, pool, Latencies(config.hedge_after), self._sink)
 
     def _place(self, wish: Wish) -> Place:
         return Place(self._launcher, replace(wish, count=wish.count * self._share))
@@ -105,11 +111,10 @@ class EnvironmentPool:
                 raise result
 
     async def watch(self) -> NoReturn:
-        """Wait until some task has no host left. Raises ServiceError."""
-        async with asyncio.TaskGroup() as group:
-            for task in self._tasks.values():
-                group.create_task(task.pool.watch())
-        raise AssertionError("unreachable")
+        """Wait until no task has a host left; if only one has none, its episodes fail at once, which is for quarantine
+        to notice. Raises ServiceError."""
+        lost = await asyncio.gather(*(task.pool.watch() for task in self._tasks.values()), return_exceptions=True)
+        raise ServiceError("; ".join(map(str, lost)))
 
     async def close(self) -> None:
         await asyncio.gather(*(task.pool.close() for task in self._tasks.values()))

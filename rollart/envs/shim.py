@@ -66,6 +66,20 @@ class EnvironmentShim:
         """What the scripted player would do now; `seed` is for its own luck."""
         return str(named(player)(self._environment, random.Random(seed), **args))
 
+    def demonstrate(
+        self, env: str, args: dict[str, Any], player: str, player_args: dict[str, Any], seed: int, turns: int
+    ) -> tuple[Any, list[tuple[str, Any]]]:
+        """A training episode by the scripted player: what `reset` answered, then each action and what `step` did."""
+        first = self.reset(env, args, False, seed)
+        act, rng = named(player), random.Random(seed)
+        played: list[tuple[str, Any]] = []
+        while len(played) < turns and not (played and over(played[-1][1])):
+            action = str(act(self._environment, rng, **player_args))
+            played.append((action, self._environment.step(action)))
+        if not self.reusable():
+            self.close()
+        return first, played
+
     def close(self) -> None:
         environment, self._environment, self._key = self._environment, None, None
         if environment is not None and hasattr(environment, "close"):
@@ -77,6 +91,13 @@ def make(env: str, args: dict[str, Any], held_out: bool) -> Any:
     if held_out and "held_out" in inspect.signature(maker).parameters:
         args = {**args, "held_out": True}
     return maker(**args)
+
+
+def over(answer: Any) -> bool:
+    """Whether a step was the last; one that is no step is."""
+    if isinstance(answer, dict):
+        return bool(answer.get("done") or answer.get("truncated"))
+    return not isinstance(answer, (tuple, list)) or len(answer) != 3 or bool(answer[2])
 
 
 def named(path: str) -> Any:

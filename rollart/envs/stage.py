@@ -10,8 +10,9 @@ from rollart.envs import answers
 from rollart.envs.worker import host_spec
 from rollart.errors import EnvironmentFailed, ServiceError
 from rollart.types import Message, Step
+from rollart.workers.lease import Lease
 from rollart.workers.slot import CallRaised, SlotLost
-from rollart.workers.slots import Lease, SlotPool
+from rollart.workers.slots import SlotPool
 
 T = TypeVar("T")
 
@@ -35,6 +36,12 @@ class Stage:
         """The next action of the task's scripted player, which may look inside the environment."""
         args = {"player": self._task.player, "args": self._task.player_args, "seed": seed}
         return str(await self._call("act", args, self._config.step_deadline))
+
+    async def demonstrate(self, seed: int, deadline: float) -> Any:
+        """A whole training episode by the scripted player, as it was answered; see the shim."""
+        task = self._task
+        args = {"env": task.env, "args": task.args, "player": task.player, "player_args": task.player_args}
+        return await self._call("demonstrate", {**args, "seed": seed, "turns": task.max_turns}, deadline)
 
     async def _call(self, name: str, args: Mapping[str, object], deadline: float) -> Any:
         try:

@@ -1,20 +1,25 @@
-"""Conversations of a task's scripted player with its environment, on training instances only, in this process."""
+"""Conversations of a task's scripted player with its environment, on training instances only.
 
-import importlib
-import random
+They are played in this process or, if the task has a family, in a process with the Python of that family.
+"""
+
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from rollart.config import Task
+from rollart.config import Environments, Task
 from rollart.envs import answers
-from rollart.envs.shim import make
+from rollart.envs.shim import EnvironmentShim
+from rollart.envs.stage import stage
 from rollart.errors import ConfigError, EnvironmentFailed
 from rollart.rollout.seeds import seed_of
 from rollart.types import Episode, EpisodeTurn, Step
 
-Player = Callable[..., str]
+Play = Callable[[int, float], Awaitable[Any]]
+"""An episode from its seed, within so many seconds, as the shim gives it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,45 +39,56 @@ def demonstrate(
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> Demonstrations:
     """Plays `count` episodes of at most `task.max_turns` turns; `deadline` bounds them all together, in seconds."""
-    player = _player(task)
-    environment = make(task.env, task.args, held_out=False)
-    episodes: list[Episode] = []
-    end = time.monotonic() + deadline
-    try:
-        for number in range(count):
-            if time.monotonic() > end:
-                raise EnvironmentFailed(
-                    f"{number} of {count} demonstrations of task {task.name!r} took {deadline:g} s; "
-                    "lower model.warm_up.demonstrations or use a faster environment"
-                )
-            episodes.append(_play(task, environment, player, seed_of(seed, task.name, "demonstration", number)))
-            on_progress(number + 1)
-    finally:
-        if hasattr(environment, "close"):
-            environment.close()
+    if task.player is None:
+        raise ConfigError(f"task {task.name!r} has no `player`, which demonstrations need")
+    episodes = asyncio.run(_play(task, count, seed, deadline, on_progress))
     known = [bool(episode.info["success"]) for episode in episodes if "success" in episode.info]
     return Demonstrations(tuple(episodes), sum(known) / len(known) if known else None)
 
 
-def _player(task: Task) -> Player:
-    if task.player is None:
-        raise ConfigError(f"task {task.name!r} has no `player`, which demonstrations need")
-    module, _, name = task.player.partition(":")
-    player: Player = getattr(importlib.import_module(module), name)
-    return player
+async def _play(
+    task: Task, count: int, seed: int, deadline: float, on_progress: Callable[[int], None]
+) -> list[Episode]:
+    end, episodes = time.monotonic() + deadline, list[Episode]()
+    async with _in_family(task) if task.family else _here(task) as play:
+        for number in range(count):
+            left = end - time.monotonic()
+            if left <= 0:
+                raise EnvironmentFailed(
+                    f"{number} of {count} demonstrations of task {task.name!r} took {deadline:g} s; "
+                    "lower model.warm_up.demonstrations or use a faster environment"
+                )
+            instance = seed_of(seed, task.name, "demonstration", number)
+            episodes.append(_episode(task, instance, *await play(instance, left)))
+            on_progress(number + 1)
+    return episodes
 
 
-def _play(task: Task, environment: Any, player: Player, seed: int) -> Episode:
-    # Many environments draw from the global generator, whatever seed they are given.
-    random.seed(seed)
-    rng = random.Random(seed)
+@asynccontextmanager
+async def _in_family(task: Task) -> AsyncIterator[Play]:
+    async with stage(task, Environments()) as env:
+        yield env.demonstrate
+
+
+@asynccontextmanager
+async def _here(task: Task) -> AsyncIterator[Play]:
+    shim = EnvironmentShim()
+
+    async def play(seed: int, deadline: float) -> Any:
+        return shim.demonstrate(task.env, task.args, str(task.player), task.player_args, seed, task.max_turns)
+
+    try:
+        yield play
+    finally:
+        shim.close()
+
+
+def _episode(task: Task, seed: int, first: Any, played: list[tuple[str, Any]]) -> Episode:
     turns: list[EpisodeTurn] = []
     step = Step(())
     try:
-        messages = answers.observation(environment.reset(seed))
-        while not step.done and len(turns) < task.max_turns:
-            action = player(environment, rng, **task.player_args)
-            answer = environment.step(action)
+        messages = answers.observation(first)
+        for action, answer in played:
             step = answers.step(list(answer) if isinstance(answer, tuple) else answer)
             turns.append(EpisodeTurn(messages, action, step.reward))
             messages = step.messages

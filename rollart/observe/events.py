@@ -6,11 +6,11 @@
 from collections.abc import Callable, Iterator
 from errno import ENOSPC
 from pathlib import Path
-from typing import BinaryIO, Protocol, Union
+from typing import BinaryIO, Literal, Protocol, Union
 
 import msgspec
 
-from rollart.types import Outcome
+from rollart.types import Gap, Outcome
 
 
 class Event(msgspec.Struct, tag_field="kind", tag=True, kw_only=True):
@@ -129,6 +129,23 @@ class EnvReset(Event):
     seconds: float
 
 
+class ResetHedged(Event):
+    """A reset was so slow that a second one began beside it; whether that one was the first to answer well."""
+
+    task: str
+    won: bool
+
+
+class EnvironmentLost(Event):
+    """A call of an environment failed or missed its deadline, and its process with all that it started is gone. A reset
+    may be `retried` on a fresh one."""
+
+    task: str
+    call: Literal["reset", "step"]
+    reason: str
+    retried: bool = False
+
+
 class TurnDone(Event):
     """Generation of `generate_s`, ended `env_s` before `t`, then an environment step of `env_s`. `why` the request went
     to this engine, and the `predicted_s` of it; `fetched` of the cached tokens came from the engine `prefilled_by`, or
@@ -177,6 +194,23 @@ class RewardCalled(Event):
     reason: str = ""
 
 
+class AgentPlayed(Event):
+    """What an agent asked for in an episode: its `completions` lie in so many `segments`. `forks` continued no
+    conversation to its end, `retries` asked the same again; `undelivered` answers met a client that was gone;
+    `mismatches` are answers whose text, tokenized again, would have given other tokens than were sampled."""
+
+    trajectory: str
+    task: str
+    requests: int
+    completions: int
+    segments: int
+    forks: int
+    retries: int
+    undelivered: int
+    mismatches: int
+    held_out: bool = False
+
+
 class TrajectoryEnded(Event):
     trajectory: str
     task: str
@@ -204,13 +238,14 @@ class BatchTaken(Event):
 
 
 class StepDone(Event):
-    """The optimizer step that made `version`."""
+    """The optimizer step that made `version`. `gaps` between the engine's logprobs and the trainer's."""
 
     version: int
     seconds: float
     tokens: int
     values: dict[str, float]
     tasks: dict[str, dict[str, float]]
+    gaps: tuple[Gap, ...] = ()
 
 
 class Published(Event):
@@ -219,9 +254,17 @@ class Published(Event):
 
 
 class EngineSwapped(Event):
+    """`seconds` from the order to the swap; of these, `transfer_s` to get and check the weights while generation went
+    on, and `exposed_s` in which no step could run. `recomputed` tokens in flight needed KV of the new weights."""
+
     engine: str
     version: int
     seconds: float
+    transfer_s: float = 0.0
+    exposed_s: float = 0.0
+    bytes: int = 0
+    transport: str = ""
+    recomputed: int = 0
 
 
 class EngineSample(Event):
@@ -286,9 +329,12 @@ AnyEvent = Union[  # noqa: UP007 (msgspec reads the union at run time)
     Released,
     TrajectoryStarted,
     EnvReset,
+    ResetHedged,
+    EnvironmentLost,
     TurnDone,
     Scored,
     RewardCalled,
+    AgentPlayed,
     TrajectoryEnded,
     BatchTaken,
     StepDone,

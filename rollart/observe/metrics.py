@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from rollart.observe import events as ev
+from rollart.observe.reliability import EnvironmentMetrics, RewardMetrics
 from rollart.observe.routes import RouteMetrics
 from rollart.observe.snapshot import STAGES, Ended, Pipeline, Point, Snapshot, StepPoint, Use, Where
+from rollart.observe.swaps import SwapMetrics
 from rollart.observe.task_metrics import TaskMetrics
 from rollart.observe.windows import Rate, mean
 
@@ -70,7 +72,9 @@ class Metrics:
         self._slowest: list[tuple[float, int, Ended]] = []
         self._count = 0
         self._routes = RouteMetrics()
+        self._environment_use, self._reward_use = EnvironmentMetrics(), RewardMetrics()
         self._places: dict[str, Where] = {}
+        self._swaps = SwapMetrics()
         self._folds: dict[type, Callable[[Any], None]] = {
             ev.RunStarted: self._run_started,
             ev.RunEnded: self._run_ended,
@@ -82,12 +86,17 @@ class Metrics:
             ev.GroupDropped: self._group_dropped,
             ev.TrajectoryStarted: self._trajectory_started,
             ev.EnvReset: self._env_reset,
+            ev.ResetHedged: self._environment_use.hedged,
+            ev.EnvironmentLost: self._environment_use.lost,
+            ev.RewardCalled: self._reward_use.called,
             ev.TurnDone: self._turn_done,
             ev.Scored: self._scored,
+            ev.AgentPlayed: self._agent_played,
             ev.TrajectoryEnded: self._trajectory_ended,
             ev.BatchTaken: self._batch_taken,
             ev.StepDone: self._step_done,
             ev.EngineSample: self._engine_sample,
+            ev.EngineSwapped: self._swaps.add,
             ev.PipelineSample: self._pipeline_sample,
             ev.Evaluated: self._evaluated,
             ev.Quarantined: self._quarantined,
@@ -181,6 +190,7 @@ class Metrics:
             self.phase = "evaluating"
 
     def _env_reset(self, event: ev.EnvReset) -> None:
+        self._environment_use.reset(event)
         if event.trajectory in self._open:
             started, stages = self._open[event.trajectory]
             stages["slot"] += max(0.0, event.t - event.seconds - started)
@@ -199,6 +209,10 @@ class Metrics:
     def _scored(self, event: ev.Scored) -> None:
         if event.trajectory in self._open:
             self._open[event.trajectory].stages["score"] += event.seconds
+
+    def _agent_played(self, event: ev.AgentPlayed) -> None:
+        if not event.held_out:
+            self._task(event.task).agent_played(event)
 
     def _trajectory_ended(self, event: ev.TrajectoryEnded) -> None:
         known = self._open.pop(event.trajectory, None)
@@ -244,6 +258,7 @@ class Metrics:
                 tokens_per_s=(self._tokens.total - before.tokens) / max(1e-9, event.t - before.t),
                 rewards={name: value for name, value in rewards.items() if value is not None},
                 values=event.values,
+                gaps=event.gaps,
             )
         )
         self.staleness.update(self.history[-1].staleness)
@@ -271,6 +286,7 @@ class Metrics:
         points.append(point)
 
     def _quarantined(self, event: ev.Quarantined) -> None:
+        self._environment_use.quarantined(event)
         self.warnings.append(f"task {event.task} is left out of the mixture: {event.reason}")
 
     def _released(self, event: ev.Released) -> None:
@@ -333,7 +349,10 @@ class Metrics:
             warnings=tuple(self.warnings),
             routes=self._routes.snapshot(),
             places=tuple(self._places.values()),
+            swaps=self._swaps.snapshot(),
             emulated=tuple(run.emulated),
+            environments=self._environment_use.snapshot(),
+            rewards=self._reward_use.snapshot(),
         )
 
 

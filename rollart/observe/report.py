@@ -9,7 +9,20 @@ from rich.table import Table
 from rich.text import Text
 
 from rollart.observe.draw import bar, clock, colour, count, label, number, percent, span, sparkline, stacked
-from rollart.observe.snapshot import STAGES, Ended, Route, Snapshot, Where, failure_ratio
+from rollart.observe.gaps import gaps
+from rollart.observe.snapshot import (
+    AGENT,
+    STAGES,
+    Ended,
+    EnvironmentUse,
+    RewardUse,
+    Route,
+    Snapshot,
+    Times,
+    Where,
+    failure_ratio,
+)
+from rollart.observe.swaps import weights
 from rollart.observe.tables import table
 
 _STAGE_STYLES = dict(zip(STAGES, ("red", "blue", "bright_black", "cyan", "magenta", "yellow", "white"), strict=True))
@@ -23,6 +36,10 @@ def report(shot: Snapshot, width: int = 100) -> RenderableType:
     if shot.history:
         parts += [Text(), _title("Learning curves"), *_curves(shot, width)]
         parts += [Text(), _title("Machinery during RL"), *_machinery(shot, width)]
+    if shot.swaps:
+        parts += [Text(), _title("New weights, while generation went on"), weights(shot.swaps)]
+    if any(point.gaps for point in shot.history):
+        parts += [Text(), _title("Logprobs of the engine against the trainer's"), gaps(shot.history)]
     if any(sum(task.stages.values()) for task in shot.tasks):
         parts += [Text(), _title("Where the time of a trajectory went"), *_stages(shot, width)]
     pools = {place.pool for place in shot.places if place.role == "generate"} | {route.pool for route in shot.routes}
@@ -30,6 +47,12 @@ def report(shot: Snapshot, width: int = 100) -> RenderableType:
         parts += [Text(), _title("Where it ran"), places(shot.places)]
     if len(pools) > 1:
         parts += [Text(), _title("Routing of requests"), routing(shot.routes)]
+    if any(task.agent for task in shot.tasks):
+        parts += [Text(), _title("What agents did with their history"), agents(shot)]
+    if shot.environments:
+        parts += [Text(), _title("Environments"), environments(shot.environments)]
+    if shot.rewards:
+        parts += [Text(), _title("Rewards"), rewards(shot.rewards)]
     parts += [Text(), _title("Dropped, never trained"), _drops(shot)]
     if shot.slowest:
         parts += [Text(), _title("Slowest trajectories"), trajectories(shot.slowest)]
@@ -160,6 +183,39 @@ def _drops(shot: Snapshot) -> RenderableType:
     for reason, dropped in shot.drops.items():
         rows.add_row(reason, str(dropped), f"{dropped / max(1, ended) * 100:.1f}%")
     return rows
+
+
+def agents(shot: Snapshot) -> Table:
+    """How often the conversations of agents were continued as they were, and how often not."""
+    rows = table("task", *AGENT)
+    for task in shot.tasks:
+        if task.agent:
+            rows.add_row(task.name, *(str(task.agent.get(name, 0)) for name in AGENT))
+    return rows
+
+
+def environments(use: Sequence[EnvironmentUse]) -> Table:
+    """By task: resets, second ones that raced and won, those tried again, processes lost, times in quarantine."""
+    rows = table("task", "resets", "p50", "p95", "p99", "hedged", "won", "again", "killed", "out")
+    for each in use:
+        counts = (each.hedged, each.won, each.retried, each.killed, each.quarantined)
+        rows.add_row(each.task, str(each.resets), *_spans(each.reset_s), *map(str, counts))
+    return rows
+
+
+def rewards(use: Sequence[RewardUse]) -> Table:
+    """Calls, what they took and what went wrong, by function; the last column is what its platform charges for."""
+    rows = table("name", "by", "calls", "p50", "p95", "cold", "hedged", "again", "failed", "billed")
+    for each in use:
+        counts = (each.cold, each.hedged, each.retried, each.failed)
+        name = each.function.rpartition(":")[2]
+        times = _spans(each.call_s)[:2]
+        rows.add_row(name, each.invoker, str(each.calls), *times, *map(str, counts), span(each.billed_s))
+    return rows
+
+
+def _spans(times: Times) -> tuple[str, str, str]:
+    return span(times.p50), span(times.p95), span(times.p99)
 
 
 def places(where: Sequence[Where]) -> Table:

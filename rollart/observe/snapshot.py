@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass, field
 
+from rollart.types import Gap
+
 # slot: waiting for a free environment; queue: waiting in the engine; other: all that no stage accounts for
+AGENT = ("requests", "completions", "segments", "forks", "retries", "undelivered", "mismatches")
 STAGES = ("slot", "reset", "queue", "generate", "step", "score", "other")
 
 
@@ -33,6 +36,7 @@ class StepPoint:
     tokens_per_s: float
     rewards: dict[str, float]
     values: dict[str, float]
+    gaps: tuple[Gap, ...] = ()
 
     @property
     def mean_staleness(self) -> float:
@@ -67,6 +71,7 @@ class TaskSnapshot:
     seconds: float | None
     outcomes: dict[str, int]
     stages: dict[str, float]
+    agent: dict[str, int] = field(default_factory=dict)
 
     @property
     def before(self) -> Point | None:
@@ -124,6 +129,59 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
+class Times:
+    """In seconds: what half, 95% and 99% of them did not exceed."""
+
+    p50: float = 0.0
+    p95: float = 0.0
+    p99: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentUse:
+    """What happened to the environments of one task. `killed` are processes that failed or hung in a call, `hedged` the
+    second resets, of which so many `won`."""
+
+    task: str
+    resets: int
+    reset_s: Times
+    hedged: int
+    won: int
+    retried: int
+    killed: int
+    quarantined: int
+
+
+@dataclass(frozen=True, slots=True)
+class RewardUse:
+    """What the calls of one reward function have cost, also those that failed. `billed_s` is what its platform charges
+    for."""
+
+    function: str
+    invoker: str
+    calls: int
+    call_s: Times
+    cold: int
+    hedged: int
+    retried: int
+    failed: int
+    billed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Swaps:
+    """New weights of one engine, by one transport; bytes, seconds and tokens are those of the mean swap."""
+
+    engine: str
+    transport: str
+    number: int
+    bytes: float
+    transfer_s: float
+    exposed_s: float
+    recomputed: float
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """`played`: held-out episodes since the last step; `recent_use` and the rates are over about half a minute."""
 
@@ -160,6 +218,9 @@ class Snapshot:
     routes: tuple[Route, ...] = ()
     places: tuple[Where, ...] = ()
     emulated: tuple[str, ...] = ()
+    environments: tuple[EnvironmentUse, ...] = ()
+    rewards: tuple[RewardUse, ...] = ()
+    swaps: tuple[Swaps, ...] = ()
 
     def task(self, name: str) -> TaskSnapshot:
         return next(task for task in self.tasks if task.name == name)

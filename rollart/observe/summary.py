@@ -60,6 +60,8 @@ def summarise(shot: Snapshot) -> dict[str, Any]:
                 "routes": shot.routes,
                 "places": shot.places,
                 "emulated": shot.emulated,
+                "environments": shot.environments,
+                "rewards": shot.rewards,
             }
         )
     )

@@ -3,7 +3,7 @@
 from collections import Counter, deque
 
 from rollart.observe import events as ev
-from rollart.observe.snapshot import STAGES, Ended, Point, TaskSnapshot
+from rollart.observe.snapshot import AGENT, STAGES, Ended, Point, TaskSnapshot
 from rollart.observe.windows import Moving
 
 _EXAMPLES = 3
@@ -18,8 +18,13 @@ class TaskMetrics:
         self.outcomes: Counter[str] = Counter()
         self.stages = dict.fromkeys(STAGES, 0.0)
         self.since_step: list[float] = []
+        self.agent: Counter[str] = Counter()
         self.good: deque[Ended] = deque(maxlen=_EXAMPLES)
         self.bad: deque[Ended] = deque(maxlen=_EXAMPLES)
+
+    def agent_played(self, event: ev.AgentPlayed) -> None:
+        for name in AGENT:
+            self.agent[name] += getattr(event, name)
 
     def ended(self, event: ev.TrajectoryEnded, stages: dict[str, float]) -> Ended:
         ended = Ended(
@@ -59,4 +64,5 @@ class TaskMetrics:
             seconds=self.seconds.mean,
             outcomes=dict(self.outcomes),
             stages=dict(self.stages),
+            agent=dict(self.agent),
         )

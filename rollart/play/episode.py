@@ -32,6 +32,8 @@ async def play(
 ) -> RewardResult | None:
     """The result, or None if the player left before the end. Raises RollartError."""
     task = _task(run, name)
+    if task.agent is not None:
+        raise ConfigError(f"task {name!r} is played by its agent; there is no environment for anybody else to act in")
     folder = None if who in ("human", "scripted") else Path(who)
     if folder is not None and not (folder / "config.json").is_file():
         raise ConfigError(f"--player is human, scripted or a model folder; {who} has no config.json")

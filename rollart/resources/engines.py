@@ -8,23 +8,25 @@ only when no engine is left. Engines that someone else runs are connected to, an
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rollart.config import RunFile
 from rollart.engines.client import EngineClient
 from rollart.errors import EngineFailed, EngineLost, ServiceError
-from rollart.observe.events import EngineSample, EventSink, Placed, ServiceEnded, ServiceStarted, Warned
+from rollart.observe.events import EngineSample, EventSink, ServiceEnded, ServiceStarted, Warned
 from rollart.resources.devices import DeviceClass
+from rollart.resources.engine_command import engine_command, url_of, wish_of
 from rollart.resources.external import External
-from rollart.resources.launcher import Launcher, Started, relaunch, service
+from rollart.resources.launcher import Launcher, Started, relaunch
 from rollart.resources.placement import Binding
 from rollart.resources.plan import acts_as
 from rollart.resources.roofline import ModelShape, Roofline
 from rollart.rollout.places import EnginePool
 from rollart.rollout.router import Router
 from rollart.services import rpc
+from rollart.weights.manifest import Publication
 
 SAMPLE_S = 1.0
 SETTLED_S = 60.0  # an engine that lived so long is not one that cannot start
@@ -47,7 +49,7 @@ class _Engine:
 
 
 class Engines:
-    """`spec` is what every engine is told: model, weights, seed, version."""
+    """`spec` is what every engine is told: model, weights, seed, version; `published` where a version is to be had."""
 
     def __init__(
         self,
@@ -58,11 +60,13 @@ class Engines:
         devices: Mapping[str, DeviceClass],
         shape: ModelShape,
         spec: Callable[[], dict[str, Any]],
+        published: Callable[[int], Publication],
         sink: EventSink,
         logs: Path,
     ) -> None:
         self._run, self._bindings, self._launcher, self._sink = run, bindings, launcher, sink
         self._devices, self._shape, self._spec, self._logs = devices, shape, spec, logs
+        self._published = published
         self._engines: dict[str, _Engine] = {}
         self._pools: dict[str, EnginePool] = {}
         self.router: Router
@@ -97,23 +101,24 @@ class Engines:
         clock = asyncio.get_running_loop().time
         began = clock()
         device_name, slowdown = acts_as(self._run, binding)
-        emulated = slowdown != 1.0
-        urls = self._run.all_pools()[binding.pool].urls
+        pool = self._run.all_pools()[binding.pool]
         stack = AsyncExitStack()
         started: Started
-        if urls:
-            external = External(binding.worker, urls[int(binding.worker.rpartition("-")[2])], device_name)
+        if pool.urls and pool.engine == "torch":
+            external = External(binding.worker, url_of(self._run, binding), device_name)
             client = await external.connect(stack)
             started = external
         else:
-            started = await self._launch(binding, device_name if emulated else None, slowdown, ended)
+            started = await self._launch(binding, ended)
+            if pool.urls:
+                started.device = device_name  # that of its server, wherever the service in front of it is
             try:
                 url = str(started.answer["url"])
                 client = await stack.enter_async_context(rpc.connected(url, key=self._launcher.key))
             except BaseException:
                 await started.stop()
                 raise
-        if not emulated:
+        if slowdown == 1.0:
             device_name = started.device
         device = self._devices[device_name]
         old = self._engines.get(binding.worker)
@@ -123,7 +128,7 @@ class Engines:
             device,
             slowdown,
             started,
-            EngineClient(client, deadline=self._run.engine.deadline),
+            EngineClient(client, deadline=self._run.engine.deadline, published=self._published),
             clock(),
             short_lives=old.short_lives if old is not None else 0,
             stack=stack,
@@ -132,16 +137,12 @@ class Engines:
         self._tell(engine, clock() - began)
         return engine
 
-    async def _launch(self, binding: Binding, emulated: str | None, slowdown: float, ended: Started | None) -> Started:
-        spec = {**self._spec(), "config": self._run.engine.model_dump(mode="json"), "classes": binding.choices}
-        if emulated is not None:
-            spec["emulate"] = {"device": asdict(self._devices[emulated]), "slowdown": slowdown}
-        command = service(
-            "rollart.engines.service", spec, name=binding.worker, logs=self._logs, threads=self._run.engine.threads
-        )
+    async def _launch(self, binding: Binding, ended: Started | None) -> Started:
+        command = engine_command(self._run, binding, self._spec(), self._devices, self._logs)
+        wish = wish_of(self._run, binding)
         if ended is None:
-            return await self._launcher.launch(command, binding.wish())
-        return await relaunch(self._launcher, command, binding.wish(), ended)
+            return await self._launcher.launch(command, wish)
+        return await relaunch(self._launcher, command, wish, ended)
 
     def _pool(self, binding: Binding, device: DeviceClass, slowdown: float) -> EnginePool:
         """Engines of one pool that got different classes are different to the router."""
@@ -154,24 +155,14 @@ class Engines:
         if label not in self._pools:
             here = replace(self._shape, number_bytes=4 if config.dtype == "float32" else 2)
             kv_tokens = (config.kv_megabytes << 20) // here.kv_bytes
-            roofline = Roofline(device, self._shape, slowdown)
+            roofline = Roofline(device, self._shape, slowdown, binding.devices)
             self._pools[label] = EnginePool(label, roofline, config.max_batch, kv_tokens, of=binding.pool)
         return self._pools[label]
 
     def _tell(self, engine: _Engine, seconds: float) -> None:
         started, binding = engine.started, engine.binding
         self._sink.emit(ServiceStarted(role="generate", name=binding.worker, pid=started.pid, seconds=seconds))
-        self._sink.emit(
-            Placed(
-                role="generate",
-                pool=engine.pool.name,
-                name=binding.worker,
-                wanted=binding.wanted,
-                device=started.device,
-                node=started.node,
-                why=binding.why,
-            )
-        )
+        self._sink.emit(binding.placed(started, engine.pool.name))
 
     # While the run goes on
 

@@ -6,17 +6,21 @@ checkpoint, with the engines at the same version.
 """
 
 import asyncio
+import shutil
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from rollart.agents.pool import AgentPool
 from rollart.chat import ChatRenderer
 from rollart.config import RunFile
 from rollart.envs.pool import EnvironmentPool
-from rollart.observe.events import EventLog, Placed, RolledBack, ServiceEnded
+from rollart.gateway.client import Gateway
+from rollart.observe.events import EventLog, RolledBack, ServiceEnded
 from rollart.resources.devices import catalogue
+from rollart.resources.engine_command import start_deadline
 from rollart.resources.engines import Engines
 from rollart.resources.inventory import Inventory
 from rollart.resources.launcher import Launcher, Started
@@ -31,7 +35,7 @@ from rollart.rollout.router import Router
 from rollart.rollout.routing import policy
 from rollart.rollout.shapes import TaskShapes
 from rollart.training.client import TrainerClient
-from rollart.weights.store import WeightStore
+from rollart.weights.store import shared_folder
 
 # What a declared affinity makes us expect of a task's answers, as a share of their longest, until they are measured.
 _PRIORS = {"prefill": 0.1, "decode": 0.8}
@@ -49,13 +53,13 @@ class Fleet:
         self._logs = (directory / "logs").absolute()
         self._logs.mkdir(exist_ok=True)
         self._stack = AsyncExitStack()
-        shared = WeightStore.shared
-        self.store = (
-            WeightStore(run.weights / run.name) if run.weights else shared(f"{run.name}-{directory.stat().st_ino}")
-        )
+        unique = f"{run.name}-{directory.stat().st_ino}"
+        self._weights = run.weights / run.name if run.weights else shared_folder(unique)
         self.renderer = ChatRenderer(model)
         self.rewards = Rewards(run.tasks, run.rewards, log=self._logs / "rewards.log", sink=log, cluster=run.cluster)
         self.environments: EnvironmentPool
+        self.agents: AgentPool | None = None
+        self._gateway: Gateway | None = None
         self.router: Router
         self._engines: Engines
         self._trainer: TrainerRanks
@@ -78,8 +82,9 @@ class Fleet:
         await self._stack.aclose()
 
     async def _start(self) -> None:
-        self.store.clear()  # what a killed run may have left
-        self._stack.callback(self.store.close)
+        remove = partial(shutil.rmtree, self._weights, ignore_errors=True)
+        remove()  # what a killed run may have left
+        self._stack.callback(remove)
         launcher = _launcher(self._run)
         self._stack.push_async_callback(launcher.close)
         placed = await _planned(self._run, launcher)
@@ -87,6 +92,9 @@ class Fleet:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._start_pool(self.environments))
             group.create_task(self._start_pool(self.rewards))
+            for pool in (self._gateway, self.agents):
+                if pool is not None:
+                    group.create_task(self._start_pool(pool))
             group.create_task(self._start_engines())
             if self._train:
                 group.create_task(self._start_trainer())
@@ -95,14 +103,16 @@ class Fleet:
     def _build(self, placed: Plan, launcher: Launcher) -> None:
         run, roles = self._run, {name: pool.role for name, pool in self._run.all_pools().items()}
         bindings = {role: [b for b in placed.bindings if roles[b.pool] == role] for role in set(roles.values())}
+        self._build_agents(launcher, bindings["environment"])
         self.environments = EnvironmentPool(
-            run.tasks,
+            [task for task in run.tasks if task.agent is None],
             run.environments,
             log=self._logs / "environments.log",
             launcher=launcher,
             wishes=[binding.wish() for binding in bindings["environment"] if not run.all_pools()[binding.pool].urls],
             urls=[url for pool in run.pools_of("environment").values() for url in pool.urls],
             tell=partial(self._tell_host, bindings["environment"][0]),
+            sink=self._log,
         )
         self._engines = Engines(
             run,
@@ -111,6 +121,7 @@ class Fleet:
             devices=catalogue(run),
             shape=ModelShape.of_folder(self._model),
             spec=lambda: self._spec(self._model, self.version),
+            published=lambda version: self.trainer.published(version),
             sink=self._log,
             logs=self._logs,
         )
@@ -123,30 +134,36 @@ class Fleet:
             logs=self._logs,
         )
 
+    def _build_agents(self, launcher: Launcher, bindings: list[Binding]) -> None:
+        run, tasks = self._run, [task for task in self._run.tasks if task.agent is not None]
+        if not tasks:
+            return
+        self._gateway = Gateway(self._model, launcher, self._log, self._logs)
+        self.agents = AgentPool(
+            tasks,
+            self._gateway,
+            launcher,
+            slots=run.environments.slots,
+            deadline=run.rollout.trajectory_deadline,
+            log=self._logs / "agents.log",
+            wishes=[binding.wish() for binding in bindings if not run.all_pools()[binding.pool].urls],
+            tell=partial(self._tell_host, bindings[0]),
+        )
+
     def _tell_host(self, binding: Binding, host: Started, ended: str | None) -> None:
         if ended is not None:
             self._log.emit(ServiceEnded(role="environment", name=host.name, reason=ended))
             return
-        self._log.emit(
-            Placed(
-                role="environment",
-                pool=binding.pool,
-                name=host.name,
-                wanted=binding.wanted,
-                device=host.device,
-                node=host.node,
-                why=binding.why,
-            )
-        )
+        self._log.emit(binding.placed(host))
 
     def _spec(self, model: Path, version: int) -> dict[str, Any]:
-        return {"model": str(model), "weights": str(self.store.root), "seed": self._run.seed, "version": version}
+        return {"model": str(model), "weights": str(self._weights), "seed": self._run.seed, "version": version}
 
     def _trainer_spec(self) -> dict[str, Any]:
         model, version = self._checkpoint
         return {**self._spec(model, version), "checkpoint": str(model) if version else None}
 
-    async def _start_pool(self, pool: EnvironmentPool | Rewards) -> None:
+    async def _start_pool(self, pool: EnvironmentPool | Rewards | Gateway | AgentPool) -> None:
         self._stack.push_async_callback(pool.close)
         await pool.start()
 
@@ -174,14 +191,11 @@ class Fleet:
             shapes=TaskShapes(_priors(run, placed)),
             on_lost=engines.kill,
             keeps_kv=run.engine.on_swap == "keep",
+            patience=start_deadline(run),
         )
         engines.router = self.router
 
     # While the run goes on
-
-    def retire(self, loaded: int) -> None:
-        """Every engine has `loaded`; older weights are of no use."""
-        self.store.retire(keep={loaded})
 
     async def supervise(self, trainer: bool = True) -> None:
         """Watch every service that is needed now; returns never, raises when the run cannot go on as it is."""
@@ -189,13 +203,17 @@ class Fleet:
             if self._train and trainer:
                 group.create_task(self._trainer.watch())
             group.create_task(self._engines.supervise())
-            group.create_task(self.environments.watch())
+            if self.environments.slots:
+                group.create_task(self.environments.watch())
+            if self._gateway is not None and self.agents is not None:
+                group.create_task(self._gateway.watch())
+                group.create_task(self.agents.watch())
 
     async def revive_trainer(self, checkpoint: Path, version: int, reason: str) -> None:
         """The trainer again, at `version`; the engines follow it there. Raises ServiceError."""
         self._checkpoint = (checkpoint.absolute() if version else self._model, version)
         await self._trainer.again()
-        await self.trainer.publish()  # the end of the last one may have taken the store along
+        await self.trainer.publish()
         if version != self.router.target or self.router.serving != version:
             await self.router.load(version)
         self._log.emit(RolledBack(version=version, reason=reason))

@@ -55,7 +55,7 @@ class Mapper:
         pools = self._run.all_pools()
         for pool in pools.values():
             if not pool.auto and not pool.emulate and not pool.urls:
-                left[pool.devices[0]] = left.get(pool.devices[0], 0.0) - pool.count
+                left[pool.devices[0]] = left.get(pool.devices[0], 0.0) - pool.takes
         auto = {name: pool for name, pool in pools.items() if pool.auto}
         chosen: dict[str, Choice] = {}
         for name, pool in auto.items():
@@ -63,7 +63,7 @@ class Mapper:
                 chosen[name] = Choice(("cpu",), "environments run on CPUs")
             elif pool.role == "train":  # before generation, which has more to choose from
                 chosen[name] = self._for_training(name, pool, left)
-                left[chosen[name].devices[0]] -= pool.count
+                left[chosen[name].devices[0]] -= pool.takes
         return chosen | self._for_generation({n: pool for n, pool in auto.items() if pool.role == "generate"}, left)
 
     def _able(self, name: str, pool: Pool) -> list[str]:
@@ -135,7 +135,7 @@ def _missing(mapping: Mapping[str, str], pools: Mapping[str, Pool], left: Mappin
     """Devices that the mapping wants beyond those that are left."""
     used = dict.fromkeys(mapping.values(), 0.0)
     for name, device in mapping.items():
-        used[device] += pools[name].count
+        used[device] += pools[name].takes
     return sum(max(0.0, number - max(0.0, left[device])) for device, number in used.items())
 
 

@@ -37,6 +37,7 @@ def need_of(run: RunFile, pool: Pool, model: ModelShape) -> Need:
             over = f", over {pool.count} ranks," if pool.count > 1 else ""
             return Need(held, f"weights, gradients and Adam's moments in float32{over}")
         case "generate":
-            held = model.parameters * model.number_bytes / 1e9 + run.engine.kv_megabytes / 1e3
-            return Need(held, f"weights in {run.engine.dtype} and {run.engine.kv_megabytes} MB of KV")
+            held = (model.parameters * model.number_bytes / 1e9 + run.engine.kv_megabytes / 1e3) / pool.tensor_parallel
+            over = f", over {pool.tensor_parallel} devices," if pool.tensor_parallel > 1 else ""
+            return Need(held, f"weights in {run.engine.dtype} and {run.engine.kv_megabytes} MB of KV{over}")
     return Need(0.0, "environments")

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 
+from rollart.observe.events import Placed
 from rollart.resources.inventory import Inventory
-from rollart.resources.launcher import Node, Wish
+from rollart.resources.launcher import Node, Started, Wish
 from rollart.resources.request import ROLES, PlacementError, Request, refusal_of
 
 _AS_NAMED = "as named"
@@ -22,7 +23,8 @@ _AS_NAMED = "as named"
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """One worker and its place. `choices` are the classes it may move to, best first; it takes `units` of `got`."""
+    """One worker and its place. `choices` are the classes it may move to, best first; it takes `units` of `got`, and
+    its work is shared by `devices`."""
 
     pool: str
     role: str
@@ -34,9 +36,22 @@ class Binding:
     units: float
     threads: int
     why: str
+    devices: int = 1
 
     def wish(self, apart: frozenset[str] = frozenset()) -> Wish:
         return Wish(self.choices, self.units, apart)
+
+    def placed(self, started: Started, pool: str | None = None) -> Placed:
+        """The event that tells where the worker really runs; `pool` is what the router calls its pool."""
+        return Placed(
+            role=self.role,
+            pool=pool or self.pool,
+            name=started.name,
+            wanted=self.wanted,
+            device=started.device,
+            node=started.node,
+            why=self.why,
+        )
 
 
 def place(requests: Sequence[Request], inventory: Inventory) -> tuple[Binding, ...]:
@@ -81,7 +96,7 @@ def replace(
 ) -> Binding:
     """The best place now for a worker that lost its own, on the `nodes` that are left. Raises PlacementError."""
     left = Inventory(tuple(node for node in nodes if node.name not in apart), "what is left", overcommit)
-    request = Request(binding.pool, binding.role, 1, binding.choices, binding.threads)
+    request = Request(binding.pool, binding.role, 1, binding.choices, binding.threads, devices=binding.devices)
     found = place([request], left)[0]
     why = f"{binding.node} is gone" if found.why == _AS_NAMED else f"{binding.node} is gone; {found.why}"
     return dataclasses.replace(found, worker=binding.worker, wanted=binding.wanted, choices=binding.choices, why=why)
@@ -122,6 +137,7 @@ class _Room:
                     units=request.takes(device),
                     threads=request.threads,
                     why=_why(request, device),
+                    devices=request.devices,
                 )
             )
             self._taken.setdefault(device, Counter())[request.pool] += math.ceil(request.takes(device))

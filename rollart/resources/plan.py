@@ -73,7 +73,9 @@ def plan(run: RunFile, inventory: Inventory, measured: Mapping[str, Shape] | Non
         else:
             choice = auto.get(name) or _named(run, name, pool, classes, model, warnings)
             threads = {"train": run.training.threads, "generate": run.engine.threads}.get(pool.role, 1)
-            requests.append(Request(name, pool.role, pool.count, choice.devices, threads, choice.why))
+            requests.append(
+                Request(name, pool.role, pool.count, choice.devices, threads, choice.why, pool.tensor_parallel)
+            )
     bindings = (*place(requests, inventory), *external)
     return Plan(
         inventory=inventory,
@@ -116,7 +118,9 @@ def _external(name: str, pool: Pool) -> Iterator[Binding]:
     for number, url in enumerate(pool.urls):
         device = pool.devices[0]
         about = "someone else runs it"
-        yield Binding(name, pool.role, f"{name}-{number}", device, pool.devices, device, url, 0.0, 0, about)
+        yield Binding(
+            name, pool.role, f"{name}-{number}", device, pool.devices, device, url, 0.0, 0, about, pool.tensor_parallel
+        )
 
 
 def _label(pool: Pool) -> str:
@@ -137,7 +141,7 @@ def _tasks(
     for binding in bindings:
         if binding.role == "generate":
             device, slowdown = acts_as(run, binding)
-            speeds.setdefault(binding.pool, []).append(Roofline(classes[device], model, slowdown))
+            speeds.setdefault(binding.pool, []).append(Roofline(classes[device], model, slowdown, binding.devices))
     shapes = {task.name: shape_of(task, measured) for task in run.tasks}
     seconds = {
         task.name: {
@@ -155,7 +159,7 @@ def _tasks(
 
 def _warnings(bindings: tuple[Binding, ...], inventory: Inventory, classes: Mapping[str, DeviceClass]) -> Iterator[str]:
     computing = [binding for binding in bindings if binding.role != "environment" and binding.got == "cpu"]
-    threads, cores = sum(binding.threads for binding in computing), inventory.total("cpu")
+    threads, cores = sum(binding.threads * binding.devices for binding in computing), inventory.total("cpu")
     if inventory.overcommit and threads > cores:
         yield (
             f"engines and trainer ask for {threads} threads, this machine has {cores:g} cores; "

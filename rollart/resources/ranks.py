@@ -8,7 +8,7 @@ from typing import Any
 
 from rollart.config import RunFile
 from rollart.errors import ServiceError
-from rollart.observe.events import EventSink, Placed, ServiceEnded, ServiceStarted, Warned
+from rollart.observe.events import EventSink, ServiceEnded, ServiceStarted, Warned
 from rollart.resources.launcher import Launcher, Started, Wish, service
 from rollart.resources.placement import Binding
 from rollart.services import rpc
@@ -49,6 +49,7 @@ class TrainerRanks:
         spec = {
             **self._spec(),
             "config": self._run.training.model_dump(mode="json"),
+            "engine_dtype": self._run.engine.dtype,
             "classes": self._bindings[0].choices,
         }
         names = ["trainer"] if len(self._bindings) == 1 else [binding.worker for binding in self._bindings]
@@ -74,17 +75,7 @@ class TrainerRanks:
 
     def _tell(self, binding: Binding, started: Started, seconds: float) -> None:
         self._sink.emit(ServiceStarted(role="train", name=started.name, pid=started.pid, seconds=seconds))
-        self._sink.emit(
-            Placed(
-                role="train",
-                pool=binding.pool,
-                name=started.name,
-                wanted=binding.wanted,
-                device=started.device,
-                node=started.node,
-                why=binding.why,
-            )
-        )
+        self._sink.emit(binding.placed(started))
 
     async def watch(self) -> None:
         """Raises TrainerLost as soon as one rank has ended, which leaves the others with nothing to do, or when the

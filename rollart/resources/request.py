@@ -31,8 +31,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`workers` of one pool, on the classes of `choices` in order of preference. A worker takes one device, or on
-    CPUs one for each of its `threads`. `why` these choices, if the user did not name them."""
+    """`workers` of one pool, on the classes of `choices` in order of preference. A worker takes `devices` of one node,
+    or on CPUs so many for each of its `threads`. `why` these choices, if the user did not name them."""
 
     pool: str
     role: str
@@ -40,9 +40,10 @@ class Request:
     choices: tuple[str, ...]
     threads: int = 1
     why: str = ""
+    devices: int = 1
 
     def takes(self, device: str) -> float:
-        return float(self.threads) if device == "cpu" else 1.0
+        return float(self.devices * (self.threads if device == "cpu" else 1))
 
 
 def refusal_of(
@@ -51,6 +52,8 @@ def refusal_of(
     """`placed` of its workers found a place after other pools had `taken` theirs; with `most`, all pools would."""
     wants = " or ".join(request.choices)
     each = f" of {request.threads} threads each" if "cpu" in request.choices and request.threads > 1 else ""
+    if request.devices > 1:
+        each = f", {request.devices} of one node for each{each}"
     unit = ROLES[request.role] + ("s" if request.workers > 1 else "")
     if request.workers > 1:
         room = f"there is room for {placed}" if placed else "there is room for none of them"
@@ -101,7 +104,9 @@ def _ways_out(
         ways.append(f"set {key}.count to {most}")
     lacks = request.workers - (0 if request.role == "train" else placed)
     left = {name: inventory.free(name) - sum(taken.get(name, {}).values()) for name in inventory.classes}
-    spare = [name for name in left if name != "cpu" and name not in request.choices and left[name] >= lacks]
+    spare = [
+        name for name in left if name != "cpu" and name not in request.choices and left[name] >= lacks * request.devices
+    ]
     if spare and request.role != "environment":
         best = max(spare, key=lambda name: left[name])
         listed = ", ".join([*request.choices, best])

@@ -33,6 +33,7 @@ class ModelShape:
     experts_per_token: int = 0
     number_bytes: int = 2
     lookup: int = 0
+    hidden: int = 0
 
     @property
     def parameters(self) -> int:
@@ -86,6 +87,7 @@ class ModelShape:
             experts_per_token=config.get("num_experts_per_tok") or 0,
             number_bytes=number_bytes,
             lookup=0 if config.get("tie_word_embeddings") else vocabulary * hidden,
+            hidden=hidden,
         )
 
     @classmethod

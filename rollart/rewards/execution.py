@@ -4,10 +4,9 @@ What the program should print is compared out here and never enters the sandbox,
 that ends early, or forges a verdict, has only failed its case. A sandbox that breaks is an error, never a reward of 0.
 """
 
-import io
 import re
-import tarfile
 
+from rollart.sandbox.archive import archive
 from rollart.sandbox.shell import Sandbox
 from rollart.types import Episode, RewardResult
 
@@ -44,15 +43,3 @@ def _passed(sandbox: Sandbox, number: int, wanted: str, seconds: float) -> bool:
 
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
-
-
-def archive(files: dict[str, str]) -> bytes:
-    """A tar of texts."""
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as tar:
-        for name, text in files.items():
-            data = text.encode(errors="replace")
-            entry = tarfile.TarInfo(name)
-            entry.size, entry.mode = len(data), 0o644
-            tar.addfile(entry, io.BytesIO(data))
-    return packed.getvalue()

@@ -11,9 +11,10 @@ from rollart.config import Rewards, Task
 from rollart.errors import RewardFailed, ServiceError
 from rollart.rewards.calls import Usage
 from rollart.types import Episode, RewardResult
+from rollart.workers.lease import Lease
 from rollart.workers.process import HostSpec
 from rollart.workers.slot import CallRaised, SlotLost
-from rollart.workers.slots import Lease, SlotPool
+from rollart.workers.slots import SlotPool
 
 SHIM = "{rollart}/rewards/shim.py:RewardShim"
 BACK_OFF_S = 0.1
@@ -73,6 +74,7 @@ async def _call(lease: Lease, args: dict[str, Any], deadline: float, usage: Usag
     began = clock()
     await lease.take(fresh=usage.tries > 0)
     usage.tries += 1
+    usage.cold = usage.cold or not lease.used
     taken = clock()
     try:
         return msgspec.convert(await lease.call("score", args, deadline), RewardResult)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from rollart.errors import RollartError
 from rollart.observe.events import Evaluated, EventSink, Warned
-from rollart.rollout.ledger import Ledger
+from rollart.rollout.ledger import Book
 from rollart.rollout.seeds import seed_of
 from rollart.rollout.trajectory import Attempt, Player, TaskPlan
 from rollart.types import Outcome, Trajectory
@@ -19,25 +19,33 @@ def succeeded(trajectory: Trajectory) -> bool:
 
 
 class Evaluator:
-    def __init__(self, tasks: Sequence[TaskPlan], player: Player, ledger: Ledger, sink: EventSink) -> None:
+    def __init__(self, tasks: Sequence[TaskPlan], player: Player, ledger: Book, sink: EventSink) -> None:
         self._tasks, self._player, self._ledger, self._sink = tasks, player, ledger, sink
 
     async def run(self, version: int, episodes: int, *, label: str = "eval", final: bool = False) -> list[Evaluated]:
         """Play `episodes` of every task. What the machinery failed to play is counted apart, never as a failure.
 
-        A task of which nothing could be played has no result: an error before and after RL, a warning in between."""
+        A task of which nothing could be played has no result, and a warning says so; if that is so of every task, it is
+        an error before and after RL."""
         results = await asyncio.gather(*(self._task(task, version, episodes, label, final) for task in self._tasks))
-        return [result for result in results if result is not None]
+        played = [result for result in results if isinstance(result, Evaluated)]
+        for result in results:
+            if isinstance(result, str):
+                if final and not played:
+                    raise RollartError(result)
+                self._sink.emit(Warned(message=result))
+        return played
 
-    async def _task(self, task: TaskPlan, version: int, episodes: int, label: str, final: bool) -> Evaluated | None:
+    async def _task(self, task: TaskPlan, version: int, episodes: int, label: str, final: bool) -> Evaluated | str:
+        """The result, or why there is none."""
         attempts = [self._attempt(task, version, number, label) for number in range(episodes)]
         trajectories = await asyncio.gather(*(self._player.run(attempt) for attempt in attempts))
         for trajectory in trajectories:
             self._ledger.add(trajectory, held_out=True)
         played = [trajectory for trajectory in trajectories if trajectory.outcome.trainable]
         if not played:
-            self._complain(task, trajectories[-1], final)
-            return None
+            how = f"the last ended as {trajectories[-1].outcome}: {trajectories[-1].reason}"
+            return f"no held-out episode of task {task.name} could be played; {how}"
         result = Evaluated(
             version=version,
             task=task.name,
@@ -49,14 +57,6 @@ class Evaluator:
         )
         self._sink.emit(result)
         return result
-
-    def _complain(self, task: TaskPlan, last: Trajectory, final: bool) -> None:
-        message = (
-            f"no held-out episode of task {task.name} could be played; the last ended as {last.outcome}: {last.reason}"
-        )
-        if final:
-            raise RollartError(message)
-        self._sink.emit(Warned(message=message))
 
     def _attempt(self, task: TaskPlan, version: int, number: int, label: str) -> Attempt:
         group = f"{label}-v{version:06d}-{task.name}"

@@ -8,9 +8,9 @@ contains are open again, and nothing that a checkpoint contains can be leased ag
 import sqlite3
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Protocol, Self
 
 import msgspec
 
@@ -18,6 +18,8 @@ from rollart.errors import RollartError
 from rollart.types import Outcome, Trajectory
 
 State = Literal["open", "leased", "consumed", "dropped"]
+
+_OUT = "out "  # before the name of a task, a key of `progress`
 
 _SCHEMA = """
 create table if not exists progress (key text primary key, value integer not null) without rowid;
@@ -56,11 +58,31 @@ class OpenGroup:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """Where a stopped run goes on: at the policy `version` of its last checkpoint."""
+    """Where a stopped run goes on: at the policy `version` of its last checkpoint. `out` are the tasks that were left
+    out of the mixture, and how often they had been."""
 
     version: int
     groups: tuple[OpenGroup, ...]
     next_index: dict[str, int]
+    out: dict[str, int] = field(default_factory=dict)
+
+
+class Book(Protocol):
+    """What the control plane needs of a ledger. A simulation has one that forgets."""
+
+    def start(self, group: GroupRecord) -> None: ...
+
+    def add(self, trajectory: Trajectory, *, held_out: bool = False) -> None: ...
+
+    def lease(self, step: int, groups: Iterable[str]) -> None: ...
+
+    def drop(self, group: str, reason: str) -> None: ...
+
+    def leave_out(self, task: str, times: int) -> None: ...
+
+    def take_back(self, task: str) -> None: ...
+
+    def commit(self, version: int) -> None: ...
 
 
 class Ledger:
@@ -129,6 +151,13 @@ class Ledger:
     def drop(self, group: str, reason: str) -> None:
         self._db.execute("update groups set state = 'dropped', reason = ? where id = ?", (reason, group))
 
+    def leave_out(self, task: str, times: int) -> None:
+        """The task is out of the mixture, or has failed a probe; `times` in all."""
+        self._db.execute("insert or replace into progress values (?, ?)", (_OUT + task, times))
+
+    def take_back(self, task: str) -> None:
+        self._db.execute("delete from progress where key = ?", (_OUT + task,))
+
     def commit(self, version: int) -> None:
         """The checkpoint of `version` is complete: the steps before it consumed their leases for good, power cuts
         included, because older checkpoints are deleted next."""
@@ -150,7 +179,12 @@ class Ledger:
             )
         ]
         indices = self._db.execute("select task, max(idx) + 1 from groups group by task").fetchall()
-        return Recovery(row[0] if row else 0, tuple(map(self._open_group, records)), dict(indices))
+        out = self._db.execute(
+            "select substr(key, ?), value from progress where key glob ?", (len(_OUT) + 1, _OUT + "*")
+        )
+        return Recovery(
+            row[0] if row else 0, tuple(map(self._open_group, records)), dict(indices), dict(out.fetchall())
+        )
 
     def _open_group(self, record: GroupRecord) -> OpenGroup:
         rows = self._db.execute(

@@ -1,8 +1,8 @@
 """The training loop: take a batch, train, publish, and go on while the engines fetch the new version.
 
-Invariants: the trainer does one thing at a time; at most one weight swap is under way, and it always aims at the newest
-version; a checkpoint is committed to the ledger only after it is complete; the swap and the evaluations run beside the
-loop, and a failure of either ends it.
+Invariants: the trainer does one thing at a time; every engine swaps to the newest version as soon as it can, and nobody
+waits for the slowest of them; a checkpoint is committed to the ledger only after it is complete; the swaps and the
+evaluations run beside the loop, and a failure of either ends it.
 """
 
 import asyncio
@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollart.observe.events import Checkpointed, EventSink, Published, StepDone
+from rollart.observe.events import Checkpointed, EventSink, Published, StepDone, Warned
 from rollart.protocols import Trainer
 from rollart.rollout.evaluation import Evaluator
-from rollart.rollout.ledger import Ledger
+from rollart.rollout.ledger import Book
 from rollart.rollout.router import Router
 from rollart.rollout.scheduler import Scheduler
 from rollart.types import Batch
@@ -39,16 +39,15 @@ class Pipeline:
         trainer: Trainer,
         router: Router,
         evaluator: Evaluator,
-        ledger: Ledger,
+        ledger: Book,
         sink: EventSink,
         checkpoints: Path,
-        on_loaded: Callable[[int], None],
         on_saved: Callable[[int], None],
     ) -> None:
         self.version = version
         self._plan, self._scheduler, self._trainer, self._router = plan, scheduler, trainer, router
         self._evaluator, self._ledger, self._sink = evaluator, ledger, sink
-        self._checkpoints, self._on_loaded, self._on_saved = checkpoints, on_loaded, on_saved
+        self._checkpoints, self._on_saved = checkpoints, on_saved
         self._published = asyncio.Event()
         self._evaluation: asyncio.Task[object] | None = None
         self._evaluated = version
@@ -75,8 +74,11 @@ class Pipeline:
                 tokens=metrics.tokens,
                 values=metrics.values,
                 tasks=metrics.tasks,
+                gaps=metrics.gaps,
             )
         )
+        for message in metrics.warnings:
+            self._sink.emit(Warned(message=message))
         began = clock()
         await self._trainer.publish()
         self.version = metrics.version
@@ -85,17 +87,21 @@ class Pipeline:
 
     async def _swap(self, group: asyncio.TaskGroup) -> None:
         """Bring the engines to the newest version, again and again, beside training; evaluate it when it is time."""
-        while self._router.target < self._plan.steps:
+        aimed = self._router.target
+        while aimed < self._plan.steps:
             await self._published.wait()
             self._published.clear()
-            if self._router.target >= self.version:
+            if aimed >= self.version:
                 continue
             if self._scheduler.schedule.swap_late:
                 await self._scheduler.quiet()
-            version = self.version
-            await self._router.load(version)
-            self._on_loaded(version)
-            self._evaluate_if_due(group, version)
+                self._router.floor = self.version  # what starts from here on is of this version
+            aimed = self.version
+            group.create_task(self._load(group, aimed))
+
+    async def _load(self, group: asyncio.TaskGroup, version: int) -> None:
+        await self._router.load(version)
+        self._evaluate_if_due(group, version)
 
     async def _save(self) -> None:
         clock = asyncio.get_running_loop().time

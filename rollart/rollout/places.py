@@ -1,5 +1,6 @@
 """Engines as the router sees them: pools of the same device class, and in them one place for each engine."""
 
+import asyncio
 import math
 from dataclasses import dataclass, field
 
@@ -44,6 +45,7 @@ class Place:
     foreign: int = 0
     foreign_kv: int = 0
     unexplained: tuple[int, int] = (0, 0)
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def usable(self, floor: int) -> bool:
         return self.alive and not self.draining and self.version >= floor

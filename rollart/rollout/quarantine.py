@@ -8,7 +8,7 @@ Invariants
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rollart.types import Outcome
@@ -51,6 +51,17 @@ class Quarantine:
     def active(self) -> list[str]:
         """Tasks in the mixture."""
         return list(self._in)
+
+    @property
+    def times(self) -> dict[str, int]:
+        """Tasks that are out, and how often they went out or failed a probe."""
+        return {task: health.times for task, health in self._out.items()}
+
+    def restore(self, times: Mapping[str, int], now: float) -> None:
+        """These tasks were out when an earlier run stopped. They can be probed at once, for a while has passed."""
+        for task, count in times.items():
+            health = self._out[task] = self._in.pop(task)
+            health.times, health.since, health.probe_at = count, now, now
 
     def saw(self, task: str, outcome: Outcome) -> str | None:
         """A trajectory ended; why its task must go out now, if it must."""

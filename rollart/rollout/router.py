@@ -2,15 +2,17 @@
 
 Invariants: a request goes only to an engine that lives, is not draining and has at least version `floor`; if there is
 none it waits, with a deadline. A lost engine gets nothing until it is replaced, and whoever owns it is told at once. A
-request is tried at most `attempts` times. `serving` is the oldest version that a new request could meet. Cancelling
-`generate` aborts the request at the engine. What a request adds to an engine's load is taken off again, once, however
-it ends.
+request is tried at most `attempts` times. `serving` is the oldest version that a new request could meet. An engine
+loads one version at a time, always the one aimed at; one that cannot keeps serving what it has for as long as that is
+not below `floor`, and is then taken for lost. Cancelling `generate` aborts the request at the engine. What a request
+adds to an engine's load is taken off again, once, however it ends.
 """
 
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from rollart.compact import fingerprint
 from rollart.errors import EngineFailed, EngineLost
 from rollart.observe.events import EngineSwapped, EventSink, Warned
 from rollart.protocols import Engine
@@ -19,8 +21,9 @@ from rollart.rollout.routing import Ask, Choice, Measured, Policy, Why
 from rollart.rollout.shapes import TaskShapes
 from rollart.types import Completion, EngineStatus, GenerationRequest
 
-_REVIVAL_DEADLINE = 120.0
+_PATIENCE_S = 120.0
 _OPENINGS = 4096
+_LOADS, _LOAD_AGAIN_S = 4, 0.5
 
 
 @dataclass(slots=True)
@@ -49,6 +52,7 @@ class Router:
 
     `on_lost` hears of an engine that cannot go on; `on_change`, which the scheduler sets, that `serving` may have
     moved. `target` is the newest version that engines were told to load. `keeps_kv`: KV survives a weight swap.
+    `patience`: how long a request waits for an engine that may have it.
     """
 
     def __init__(
@@ -64,8 +68,10 @@ class Router:
         on_lost: Callable[[str], None] = lambda name: None,
         attempts: int = 3,
         keeps_kv: bool = False,
+        patience: float = _PATIENCE_S,
     ) -> None:
         self.shapes = shapes or TaskShapes()
+        self._patience = patience
         self.target = version
         self.floor = 0
         self.on_change: Callable[[], None] = lambda: None
@@ -83,7 +89,8 @@ class Router:
 
     @property
     def serving(self) -> int:
-        return min((place.version for place in self._places.values() if place.alive), default=self.target)
+        living = [place.version for place in self._places.values() if place.alive]
+        return min((version for version in living if version >= self.floor), default=min(living, default=self.target))
 
     async def generate(self, request: GenerationRequest) -> Routed:
         """Raises EngineFailed after the last attempt."""
@@ -119,12 +126,13 @@ class Router:
         raise EngineFailed(f"{reason} (tried {self._attempts} times)")
 
     def _choose(self, request: GenerationRequest, now: float) -> Choice | None:
-        held = self._sessions.get(request.session)
+        held = self._sessions.get(request.session) or self._sessions.get(request.branch_of)
         cached, shared = 0, None
         if held is not None:
             cached = held.cached if self._keeps_kv or held.version == held.place.version else 0
+            cached = min(cached, len(request.tokens) - 1)  # a branch may be shorter than what it left
         elif request.turn == 0:
-            opened = self._openings.get(hash(tuple(request.tokens)))
+            opened = self._openings.get(fingerprint(request.tokens))
             if opened is not None and (self._keeps_kv or opened.version == opened.place.version):
                 shared = opened.place
         most = request.sampling.max_tokens
@@ -152,7 +160,7 @@ class Router:
         if request.turn == 0:
             if len(self._openings) >= _OPENINGS:
                 self._openings.pop(next(iter(self._openings)))
-            self._openings[hash(tuple(request.tokens))] = _Held(place, len(request.tokens) - 1, place.version)
+            self._openings[fingerprint(request.tokens)] = _Held(place, len(request.tokens) - 1, place.version)
         return busy.prefill_until
 
     async def _prefill(self, place: Place, request: GenerationRequest) -> GenerationRequest:
@@ -195,12 +203,12 @@ class Router:
         """Wait until some engine may have the request."""
         clock = asyncio.get_running_loop().time
         try:
-            async with asyncio.timeout(_REVIVAL_DEADLINE):
+            async with asyncio.timeout(self._patience):
                 while (choice := self._choose(request, clock())) is None:
                     self._revived.clear()
                     await self._revived.wait()
         except TimeoutError:
-            raise EngineFailed(f"no engine came back within {_REVIVAL_DEADLINE:g} s") from None
+            raise EngineFailed(f"no engine came back within {self._patience:g} s") from None
         return choice
 
     def forget(self, session: str) -> None:
@@ -269,20 +277,52 @@ class Router:
     # Weights
 
     async def load(self, version: int) -> None:
-        """Bring every living engine to `version`. One that cannot is left out until it is replaced."""
-        self.target = version
-        await asyncio.gather(*(self._load(place, version) for place in list(self._places.values()) if place.alive))
-        self._revived.set()
-        self.on_change()
+        """Bring every living engine to `version`, each as soon as it can. Returns when they have it, or a later one, or
+        were given up on."""
+        self.target, self.floor = version, min(self.floor, version)
+        await asyncio.gather(*(self._load(place) for place in list(self._places.values())))
 
-    async def _load(self, place: Place, version: int) -> None:
+    async def _load(self, place: Place) -> None:
+        async with place.loading:
+            failures = 0
+            while place.alive and place.version != self.target and failures < _LOADS:
+                version = self.target
+                reason = await self._try_load(place, version)
+                if reason is None:
+                    continue
+                failures = failures + 1 if version == self.target else 0
+                self._sink.emit(Warned(message=f"engine {place.name} stays at version {place.version}: {reason}"))
+                if version == self.target and failures < _LOADS:
+                    await asyncio.sleep(_LOAD_AGAIN_S * 2 ** (failures - 1))
+            if failures == _LOADS and place.version < self.floor:
+                self._lose(place, f"could not load version {self.target}, and version {place.version} is too old")
+
+    async def _try_load(self, place: Place, version: int) -> str | None:
+        """Why it could not, if so."""
         clock = asyncio.get_running_loop().time
         began = clock()
         try:
-            await place.engine.load(version)
-        except EngineFailed as error:
+            loaded = await place.engine.load(version)
+        except EngineLost as error:
             self._lose(place, f"could not load version {version}: {error}")
-            return
-        place.version = version
+            return str(error)
+        except EngineFailed as error:
+            return f"version {version} could not be loaded: {error}"
+        # One that was too old comes back only with what is served elsewhere: what started since counts on that.
+        if place.version >= self.floor or version >= self.serving:
+            place.version = version
+        self._sink.emit(
+            EngineSwapped(
+                engine=place.name,
+                version=version,
+                seconds=clock() - began,
+                transfer_s=loaded.transfer_s,
+                exposed_s=loaded.exposed_s,
+                bytes=loaded.bytes,
+                transport=loaded.transport,
+                recomputed=loaded.recomputed,
+            )
+        )
         self._revived.set()
-        self._sink.emit(EngineSwapped(engine=place.name, version=version, seconds=clock() - began))
+        self.on_change()
+        return None

@@ -1,22 +1,37 @@
 """From trajectories to what the trainer sees."""
 
 from rollart.rollout.groups import Group
-from rollart.types import Outcome, Sample, SampleGroup, Trajectory
+from rollart.types import Outcome, Sample, SampleGroup, Trajectory, Turn
 
 
 def sample_group(group: Group) -> SampleGroup:
-    return SampleGroup(group.id, group.task, tuple(sample(trajectory) for trajectory in group.done))
+    return SampleGroup(group.id, group.task, tuple(each for trajectory in group.done for each in samples(trajectory)))
 
 
-def sample(trajectory: Trajectory) -> Sample:
-    """The whole conversation as one sequence, so that shared history is trained once, not once a turn."""
+def samples(trajectory: Trajectory) -> list[Sample]:
+    """One per segment. A segment is one sequence, so that its history is trained once, not once a turn; and what it
+    shares with another is a prompt in one of them."""
     if trajectory.reward is None or not trajectory.outcome.trainable:
         raise ValueError(f"trajectory {trajectory.id} ended as {trajectory.outcome} and cannot be trained")
+    segments: dict[int, list[Turn]] = {}
+    for turn in trajectory.turns:
+        segments.setdefault(turn.segment, []).append(turn)
+    first, *others = segments.values() or [[]]
+    return [
+        _sample(trajectory, trajectory.reward, first, trajectory.id, ""),
+        *(
+            _sample(trajectory, trajectory.reward, turns, f"{trajectory.id}/{number}", trajectory.id)
+            for number, turns in enumerate(others, 1)
+        ),
+    ]
+
+
+def _sample(trajectory: Trajectory, reward: float, turns: list[Turn], id: str, owner: str) -> Sample:
     tokens: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []
     versions: list[int] = []
-    for turn in trajectory.turns:
+    for turn in turns:
         seen, made = len(turn.prompt), len(turn.tokens)
         tokens += turn.prompt + turn.tokens
         mask += [0] * seen + [1] * made
@@ -26,13 +41,5 @@ def sample(trajectory: Trajectory) -> Sample:
         versions += turn.versions
     truncated = trajectory.outcome is Outcome.TRUNCATED
     return Sample(
-        trajectory.id,
-        trajectory.task,
-        tokens,
-        mask,
-        logprobs,
-        versions,
-        trajectory.reward,
-        truncated,
-        trajectory.temperature,
+        id, trajectory.task, tokens, mask, logprobs, versions, reward, truncated, trajectory.temperature, owner
     )

@@ -12,7 +12,7 @@ Invariants
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from rollart.errors import RollartError
@@ -27,7 +27,7 @@ from rollart.observe.events import (
 )
 from rollart.rollout.batcher import choose
 from rollart.rollout.groups import Group
-from rollart.rollout.ledger import GroupRecord, Ledger, Recovery
+from rollart.rollout.ledger import Book, GroupRecord, Recovery
 from rollart.rollout.mixture import Mixture
 from rollart.rollout.quarantine import DEFAULT, Quarantine, Rule
 from rollart.rollout.router import Router
@@ -35,7 +35,9 @@ from rollart.rollout.samples import sample_group
 from rollart.rollout.schedule import Schedule
 from rollart.rollout.seeds import seed_of
 from rollart.rollout.trajectory import Attempt, Player, TaskPlan
-from rollart.types import Batch, Outcome, Trajectory
+from rollart.types import Batch, Outcome, SampleGroup, Trajectory
+
+_OUT = "its task is quarantined"
 
 
 class Scheduler:
@@ -51,9 +53,10 @@ class Scheduler:
         seed: int,
         player: Player,
         router: Router,
-        ledger: Ledger,
+        ledger: Book,
         sink: EventSink,
         rule: Rule = DEFAULT,
+        to_samples: Callable[[Group], SampleGroup] = sample_group,
     ) -> None:
         self.schedule = schedule
         self.mixture = Mixture({task.name: task.weight for task in tasks}, batch_groups)
@@ -62,6 +65,7 @@ class Scheduler:
         self._quarantine = Quarantine(self._tasks, rule)
         self._size, self._steps, self._retries, self._seed = group_size, steps, retries, seed
         self._player, self._router, self._ledger, self._sink = player, router, ledger, sink
+        self._to_samples = to_samples
         router.on_change = self.admit
         self._groups: dict[str, dict[str, Group]] = {task.name: {} for task in tasks}
         self._ready: Counter[str] = Counter()
@@ -97,11 +101,16 @@ class Scheduler:
     def recover(self, recovery: Recovery) -> None:
         """Go on where an earlier run stopped: nothing that was ready is lost, missing members are launched again."""
         self.next = recovery.version
+        self._set_floor()
         self._index.update(recovery.next_index)
+        self._restore_quarantine({task: times for task, times in recovery.out.items() if task in self._tasks})
         for past in recovery.groups:
             record = past.record
             if record.task not in self._groups:
                 self._ledger.drop(record.id, "the task is gone from the run file")
+                continue
+            if record.task in self._quarantine.times and len(past.trajectories) < record.size:
+                self._ledger.drop(record.id, _OUT)
                 continue
             group = Group(record.id, record.task, record.index, record.seed, record.size, record.version)
             group.launched = past.launched
@@ -120,8 +129,7 @@ class Scheduler:
         """Start what may start now. Call it whenever `next` or `serving` moved, or a group closed."""
         if self._stopped or self._error is not None:
             return
-        if not self.schedule.swap_late:
-            self._router.floor = self.next - self.schedule.alpha  # older tokens would be stale at birth
+        self._set_floor()
         last = min(self._router.serving + self.schedule.alpha, self._steps - 1)
         if self.schedule.one_batch:
             last = min(last, self.next)
@@ -134,6 +142,12 @@ class Scheduler:
         if last >= self.next:
             for task in self._quarantine.due(self._now()):
                 self._open(task, probe=True)
+
+    def _set_floor(self) -> None:
+        """What is older than `next - alpha` would be stale at birth. What is older than `serving` would break the
+        promise to groups that start now: an engine that was left behind may come back only with later weights."""
+        if not self.schedule.swap_late:
+            self._router.floor = max(self.next - self.schedule.alpha, self._router.serving)
 
     def _open(self, task: str, probe: bool = False) -> None:
         index = self._index[task]
@@ -155,7 +169,10 @@ class Scheduler:
         self._fill(group)
 
     def _fill(self, group: Group) -> None:
-        for _ in range(group.missing(self.schedule.extra_members)):
+        if not (missing := group.missing(self.schedule.extra_members)):
+            return
+        serving = self._router.serving
+        for _ in range(missing):
             member = group.launch()
             attempt = Attempt(
                 f"{group.id}.{member}",
@@ -163,7 +180,7 @@ class Scheduler:
                 group.id,
                 member,
                 group.seed,
-                self._router.serving,
+                serving,
                 on_version=partial(self._saw, group),
                 on_played=self._played,
             )
@@ -270,16 +287,32 @@ class Scheduler:
             return
         self.mixture.only(self._quarantine.active, self.next)
         for group in [group for group in self._groups[last.task].values() if not group.ready]:
-            self._drop(group, "its task is quarantined")
+            self._drop(group, _OUT)
         self._changed.set()
         self.admit()
 
+    def _restore_quarantine(self, times: dict[str, int]) -> None:
+        """What was left out stays out, unless that was every task and so the end of the run: then each has a chance."""
+        if len(times) == len(self._tasks):
+            for task in times:
+                self._ledger.take_back(task)
+        elif times:
+            self._stay_out(times)
+
+    def _stay_out(self, times: dict[str, int]) -> None:
+        self._quarantine.restore(times, self._now())
+        self.mixture.only(self._quarantine.active, self.next)
+        for task in times:
+            self._sink.emit(Quarantined(task=task, reason="it was left out before the run was resumed", wait_s=0.0))
+
     def _tell_out(self, wait: float, why: str, last: Trajectory) -> None:
+        self._ledger.leave_out(last.task, self._quarantine.times[last.task])
         self._sink.emit(Quarantined(task=last.task, reason=f"{why}, {_told(last)}", wait_s=wait))
 
     def _take_back(self, probe: Group) -> None:
         probe.probe = False
         seconds = self._quarantine.take_back(probe.task, self._now())
+        self._ledger.take_back(probe.task)
         self._sink.emit(Released(task=probe.task, seconds=seconds))
         self.mixture.only(self._quarantine.active, self.next)
         self._evict()  # the probe itself may have become too old
@@ -329,7 +362,7 @@ class Scheduler:
         self.next = step + 1
         self._evict()
         self.admit()
-        return Batch(step, tuple(sample_group(group) for group in groups))
+        return Batch(step, tuple(self._to_samples(group) for group in groups))
 
     def _evict(self) -> None:
         """Drop at once what no later batch could train within the bound."""

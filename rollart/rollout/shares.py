@@ -14,7 +14,7 @@ from rollart.rollout.places import EnginePool
 
 RATE = 0.1
 WEIGHT_RATE = 0.01
-EVERY = 16  # requests between two plans
+EVERY, SELDOM = 16, 256  # requests between two plans: at first, and when more is known
 TYPICAL_BATCH = 16
 WORTH = 0.65  # of its largest share; a task had better keep out of a pool where it would have less
 
@@ -34,15 +34,16 @@ class Shares:
     def __init__(self) -> None:
         self._tasks: dict[str, _Demand] = {}
         self._plan: dict[str, dict[str, float]] = {}
-        self._known: tuple[tuple[str, int], ...] = ()
-        self._count = 0
+        self._known: list[str] = []
+        self._count, self._until = 0, EVERY
 
     def of(self, task: str, pools: Sequence[EnginePool], floor: int) -> dict[str, float]:
         """Shares by name of the pools that the task should use, of those that have an engine for it now."""
-        able = tuple((pool.name, n) for pool in pools if (n := sum(place.usable(floor) for place in pool.places)))
-        if able != self._known or task not in self._plan or self._count >= EVERY:
+        able = [pool.name for pool in pools if any(place.usable(floor) for place in pool.places)]
+        if able != self._known or task not in self._plan or self._count >= self._until:
+            self._until = min(SELDOM, 2 * self._until)
             self._count, self._known = 0, able
-            self._make([pool for pool in pools if any(name == pool.name for name, _ in able)], dict(able))
+            self._make([pool for pool in pools if pool.name in able], floor)
         shares = self._plan.get(task, {})
         least = WORTH * max(shares.values(), default=0.0)
         return {name: share for name, share in shares.items() if share >= least}
@@ -53,6 +54,7 @@ class Shares:
         demand = self._tasks.get(task)
         if demand is None:
             self._tasks[task] = _Demand(new, context, decoded)
+            self._until = EVERY
             self._count = EVERY
             return
         demand.new += RATE * (new - demand.new)
@@ -71,7 +73,8 @@ class Shares:
         sent[pool] = sent.get(pool, 0.0) + 1.0
         return pool
 
-    def _make(self, pools: Sequence[EnginePool], engines: dict[str, int]) -> None:
+    def _make(self, pools: Sequence[EnginePool], floor: int) -> None:
+        engines = {pool.name: sum(place.usable(floor) for place in pool.places) for pool in pools}
         seconds = {
             task: {pool.name: demand.weight * _work(pool, demand) / engines[pool.name] for pool in pools}
             for task, demand in self._tasks.items()

@@ -11,9 +11,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import msgspec
+
+from rollart.compact import joined, kept, lowest
 from rollart.errors import EngineFailed, EnvironmentFailed, RewardFailed
-from rollart.observe.events import EnvReset, EventSink, Scored, TrajectoryEnded, TrajectoryStarted, TurnDone
-from rollart.protocols import EnvironmentPool, LeasedEnvironment, Renderer, RewardInvoker
+from rollart.observe.events import EnvReset, EventSink, Scored, TrajectoryEnded, TrajectoryStarted
+from rollart.protocols import AgentPool, EnvironmentPool, LeasedEnvironment, Renderer, RewardInvoker
+from rollart.rollout.driven import Driven, checked, turn_done
 from rollart.rollout.lockstep import Lockstep
 from rollart.rollout.router import Routed, Router
 from rollart.rollout.seeds import seed_of
@@ -33,13 +37,14 @@ from rollart.types import (
 
 @dataclass(frozen=True, slots=True)
 class TaskPlan:
-    """What the control plane knows of a task."""
+    """What the control plane knows of a task. `agent`: its episodes drive themselves."""
 
     name: str
     weight: float
     max_turns: int
     max_context: int
     sampling: Sampling
+    agent: bool = False
 
 
 @dataclass(slots=True)
@@ -82,6 +87,7 @@ class Player:
     sink: EventSink
     deadline: float
     lockstep: Lockstep | None = None
+    agents: AgentPool | None = None
 
     async def run(self, attempt: Attempt) -> Trajectory:
         """Never raises but for bugs: whatever happens to the attempt is in the outcome, cancellation included."""
@@ -121,15 +127,11 @@ class Player:
 
     async def _outcome(self, attempt: Attempt, blank: Trajectory) -> Trajectory:
         try:
-            attempt.phase = "waiting for an environment"
-            async with self.environments.lease(attempt.task.name, attempt.held_out) as environment:
-                with self.lockstep.member() if self.lockstep is not None else nullcontext():
-                    async with asyncio.timeout(self.deadline):
-                        outcome = await self._converse(attempt, environment)
+            outcome = await (self._drive(attempt) if attempt.task.agent else self._play(attempt))
             attempt.played = True
             if attempt.on_played:
                 await attempt.on_played()
-            return await self._score(attempt, replace(blank, outcome=outcome))
+            return await self._score(attempt, replace(blank, outcome=outcome, reason=attempt.reason))
         except EnvironmentFailed as error:
             return replace(blank, outcome=Outcome.ENV_FAILED, reason=str(error))
         except EngineFailed as error:
@@ -140,19 +142,43 @@ class Player:
             failed = Outcome.ENGINE_FAILED if attempt.phase == "generating" else Outcome.ENV_FAILED
             return replace(blank, outcome=failed, reason=f"still {attempt.phase} after {self.deadline:g} s")
 
+    async def _play(self, attempt: Attempt) -> Outcome:
+        attempt.phase = "waiting for an environment"
+        async with self.environments.lease(attempt.task.name, attempt.held_out) as environment:
+            with self.lockstep.member() if self.lockstep is not None else nullcontext():
+                async with asyncio.timeout(self.deadline):
+                    return await self._converse(attempt, environment)
+
+    async def _drive(self, attempt: Attempt) -> Outcome:
+        """The agent asks for what it wants; what it was given comes back when it has ended."""
+        assert self.agents is not None
+        attempt.phase = "waiting for a process of its agent"
+        driven = Driven(attempt.id, attempt.task.name, self.router, self.sink, attempt.on_version)
+        try:
+            async with self.agents.lease(attempt.task.name) as agent:
+                attempt.phase = "running its agent"
+                async with asyncio.timeout(self.deadline):
+                    told = partial(driven.captured, held_out=attempt.held_out)
+                    step = await agent.play(attempt.id, attempt.seed, attempt.held_out, driven.generate, told)
+        finally:
+            attempt.turns[:] = driven.turns
+            driven.forget()
+        attempt.info.update(step.info)
+        attempt.turns[-1] = msgspec.structs.replace(attempt.turns[-1], reward=step.reward)
+        return self._truncated(attempt, "by a limit of its task") if step.truncated else Outcome.FINISHED
+
     async def _converse(self, attempt: Attempt, environment: LeasedEnvironment) -> Outcome:
         clock = asyncio.get_running_loop().time
         began = clock()
         attempt.phase = "resetting its environment"
         messages = await environment.reset(attempt.seed)
         self.sink.emit(EnvReset(trajectory=attempt.id, task=attempt.task.name, seconds=clock() - began))
-        prompt = self._render(attempt, self.renderer.open, messages)
         context: list[int] = []
+        prompt = self._render(attempt, context, self.renderer.open, messages)
         while True:
-            context += prompt
-            if len(context) + attempt.task.sampling.max_tokens > attempt.task.max_context:
-                # An observation that leaves no room for an action; nothing was sampled that could be trained.
-                return Outcome.TRUNCATED if attempt.turns else self._too_long(attempt, len(context))
+            if prompt is None:
+                return self._no_room(attempt, messages)
+            context = joined(context, prompt)
             if self.lockstep is not None:
                 await self.lockstep.arrive()
             attempt.phase = "generating"
@@ -160,7 +186,7 @@ class Player:
             routed = await self.router.generate(self._request(attempt, context))
             generated = clock()
             completion = self._checked(attempt, routed)
-            context += completion.tokens
+            context = joined(context, completion.tokens)
             if self.lockstep is not None:
                 await self.lockstep.arrive()
             attempt.phase = "stepping its environment"
@@ -171,32 +197,40 @@ class Player:
             self._tell_turn(attempt, routed, generated - began, took - generated)
             attempt.info.update(step.info)
             if step.done:
-                return Outcome.TRUNCATED if step.truncated else Outcome.FINISHED
+                return self._truncated(attempt, "by its environment") if step.truncated else Outcome.FINISHED
             if len(attempt.turns) >= attempt.task.max_turns:
-                return Outcome.TRUNCATED
+                return self._truncated(attempt, f"after max_turns {attempt.task.max_turns}")
             messages = step.messages
-            prompt = self._render(attempt, partial(self.renderer.extend, completion.finish), messages)
+            prompt = self._render(attempt, context, partial(self.renderer.extend, completion.finish), messages)
 
     def _render(
         self,
         attempt: Attempt,
+        context: list[int],
         render: Callable[[tuple[Message, ...]], list[int]],
         messages: tuple[Message, ...],
-    ) -> list[int]:
+    ) -> list[int] | None:
+        """The prompt, or None if it leaves no room for an action: a huge one is not even rendered to the end."""
+        room = attempt.task.max_context - attempt.task.sampling.max_tokens - len(context)
         try:
-            return render(messages)
-        except (
-            Exception
-        ) as error:  # a chat template may refuse what an environment says: that is the environment's fault
+            prompt = render(messages) if self.renderer.may_fit(messages, room) else None
+        except Exception as error:  # a chat template may refuse what an environment says: the environment's fault
             raise EnvironmentFailed(
                 f"the model's chat template refuses a message of task {attempt.task.name}: {error}"
             ) from error
+        return prompt if prompt is not None and len(prompt) <= room else None
 
-    def _too_long(self, attempt: Attempt, tokens: int) -> Outcome:
-        raise EnvironmentFailed(
-            f"the first observation of task {attempt.task.name} has {tokens} tokens, which leaves no room for "
-            f"an action in max_context {attempt.task.max_context}"
-        )
+    def _no_room(self, attempt: Attempt, messages: tuple[Message, ...]) -> Outcome:
+        """Nothing was sampled that could be trained if not even the first action has room."""
+        said = f"an observation of {sum(len(message.content) for message in messages):,} characters leaves no room for "
+        said += f"an action in max_context {attempt.task.max_context}"
+        if not attempt.turns:
+            raise EnvironmentFailed(f"task {attempt.task.name} begins with {said}")
+        return self._truncated(attempt, f"because {said}")
+
+    def _truncated(self, attempt: Attempt, why: str) -> Outcome:
+        attempt.reason = f"truncated {why}"
+        return Outcome.TRUNCATED
 
     def _request(self, attempt: Attempt, context: list[int]) -> GenerationRequest:
         turn, asked = len(attempt.turns), attempt.task.sampling
@@ -205,10 +239,8 @@ class Player:
         return GenerationRequest(f"{attempt.id}/{turn}", attempt.id, attempt.task.name, turn, context, sampling)
 
     def _checked(self, attempt: Attempt, routed: Routed) -> Completion:
-        completion = routed.completion
-        if completion.finish == "abort" or not completion.tokens:
-            raise EngineFailed(f"engine {routed.engine} gave up turn {len(attempt.turns)} of {attempt.id}")
-        attempt.on_version(min(completion.versions))
+        completion = checked(routed, f"turn {len(attempt.turns)} of {attempt.id}")
+        attempt.on_version(lowest(completion.versions))
         return completion
 
     def _record(
@@ -225,11 +257,11 @@ class Player:
         attempt.turns.append(
             Turn(
                 messages,
-                tuple(prompt),
+                kept(prompt),
                 action,
-                tuple(completion.tokens),
-                tuple(completion.logprobs),
-                tuple(completion.versions),
+                kept(completion.tokens),
+                kept(completion.logprobs),
+                kept(completion.versions),
                 completion.finish,
                 step.reward,
                 generate_s,
@@ -238,29 +270,8 @@ class Player:
         )
 
     def _tell_turn(self, attempt: Attempt, routed: Routed, generate_s: float, env_s: float) -> None:
-        completion = routed.completion
-        self.sink.emit(
-            TurnDone(
-                trajectory=attempt.id,
-                task=attempt.task.name,
-                turn=len(attempt.turns) - 1,
-                engine=routed.engine,
-                prompt=completion.prompt,
-                cached=completion.cached,
-                tokens=len(completion.tokens),
-                version=completion.versions[-1],
-                queue_s=completion.queue_s,
-                generate_s=generate_s,
-                env_s=env_s,
-                pool=routed.pool,
-                why=routed.why,
-                predicted_s=routed.predicted_s,
-                prefill_s=completion.prefill_s,
-                decode_s=completion.decode_s,
-                fetched=completion.fetched,
-                prefilled_by=routed.prefilled_by,
-            )
-        )
+        turn = len(attempt.turns) - 1
+        self.sink.emit(turn_done(attempt.id, attempt.task.name, turn, routed, generate_s, env_s))
 
     async def _score(self, attempt: Attempt, trajectory: Trajectory) -> Trajectory:
         clock = asyncio.get_running_loop().time

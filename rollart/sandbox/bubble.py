@@ -78,11 +78,24 @@ class Limits:
     cpu_s: int = 120
 
 
+@dataclass(frozen=True)
+class Extras:
+    """What a sandbox has beyond the usual. `seen` are folders of this machine that are also inside, at the same paths
+    and read-only; `links` are names in its root folder for folders in the work folder."""
+
+    seen: tuple[str, ...] = ()
+    links: tuple[tuple[str, str], ...] = ()
+
+
+NO_EXTRAS = Extras()
+
+
 class Bubble:
     """The running sandbox: `ask` writes to its keeper, `answers` and `output` are read from; `keeper` is its pid."""
 
-    def __init__(self, limits: Limits, shell: str) -> None:
+    def __init__(self, limits: Limits, shell: str, extras: Extras = NO_EXTRAS) -> None:
         self.limits = limits
+        self._extras = extras
         self._ours: list[int] = []  # file descriptors
         self.requests, self.answers, self.output, self.keeper = -1, -1, -1, 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -111,9 +124,11 @@ class Bubble:
             self.output, stderr = self._pipe(theirs, ours=0)
             info, info_in = self._pipe(theirs, ours=0)
             user = _user()
+            for path in self._extras.seen:
+                _check_seen(Path(path), user)
             try:
                 self._process = subprocess.Popen(
-                    [bwrap, *arguments(self.limits, shell, filters.fileno(), info_in)],
+                    [bwrap, *arguments(self.limits, shell, filters.fileno(), info_in, self._extras)],
                     stdin=stdin,
                     stdout=stdout,
                     stderr=stderr,
@@ -236,11 +251,13 @@ class Bubble:
             process.wait(END_S)
 
 
-def arguments(limits: Limits, shell: str, filters: int, info: int) -> list[str]:
+def arguments(limits: Limits, shell: str, filters: int, info: int, extras: Extras = NO_EXTRAS) -> list[str]:
     """Of bwrap. The order matters: what is made read-only comes after what is put into it."""
     disk = str(limits.disk * 2**20)
     system = [part for path in SYSTEM for part in _same_as_host(path)]
     etc = [part for path in ETC for part in ("--ro-bind-try", path, path)]
+    seen = [part for path in extras.seen for part in ("--ro-bind", path, path)]
+    links = [part for name, folder in extras.links for part in ("--symlink", f"{WORK}/{folder}", name)]
     variables = [part for name, value in VARIABLES.items() for part in ("--setenv", name, value)]
     keeper = KEEPER.format(
         memory=limits.memory * 1024,
@@ -252,10 +269,10 @@ def arguments(limits: Limits, shell: str, filters: int, info: int) -> list[str]:
     return [
         *("--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"),
         *("--uid", "1000", "--gid", "1000", "--hostname", "sandbox", "--clearenv", *variables),
-        *("--ro-bind", "/usr", "/usr", *system, *etc),
+        *("--ro-bind", "/usr", "/usr", *system, *etc, *links),
         *("--proc", "/proc", "--remount-ro", "/proc"),
         *("--dev", "/dev", "--size", str(2**20), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
-        *("--size", disk, "--tmpfs", "/tmp", "--size", disk, "--tmpfs", WORK, "--remount-ro", "/"),
+        *("--size", disk, "--tmpfs", "/tmp", "--size", disk, "--tmpfs", WORK, *seen, "--remount-ro", "/"),
         *("--chdir", WORK, "--seccomp", str(filters), "--info-fd", str(info)),
         *("--", "bash", "--norc", "--noprofile", "-c", keeper, "keeper", shell),
     ]
@@ -267,6 +284,18 @@ def _same_as_host(path: str) -> list[str]:
     if here.is_symlink():
         return ["--symlink", str(here.readlink()), path]
     return ["--ro-bind", path, path] if here.is_dir() else []
+
+
+def _check_seen(path: Path, user: int | None) -> None:
+    """Raises SandboxError for a folder that the sandbox's user cannot go to."""
+    if not path.is_absolute() or not path.is_dir():
+        raise SandboxError(f"the sandbox is to see {path}, which is no folder")
+    closed = [above for above in (path, *path.parents) if not above.stat().st_mode & 0o001]
+    if closed and user is not None:
+        raise SandboxError(
+            f"the sandbox is to see {path}, but its user is nobody and may not enter {closed[-1]}; move it to a folder "
+            f"that all may enter, or run as another user than root"
+        )
 
 
 def _user() -> int | None:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rollart.sandbox.bubble import WORK, Bubble, Limits, SandboxError
+from rollart.sandbox.bubble import NO_EXTRAS, WORK, Bubble, Extras, Limits, SandboxError
 from rollart.sandbox.output import Output
 
 SHELL = """\
@@ -58,11 +58,13 @@ class WorkTooBig(Exception):
 class Sandbox:
     """Starts at once, with `archive` (a tar) unpacked in the work folder. Raises SandboxError."""
 
-    def __init__(self, archive: bytes = b"", limits: Limits = USUAL, output: int = 4000) -> None:
+    def __init__(
+        self, archive: bytes = b"", limits: Limits = USUAL, output: int = 4000, extras: Extras = NO_EXTRAS
+    ) -> None:
         self._output = output
         self._line = b""
         self._shell, self._shell_tag = 0, ""
-        self._bubble = Bubble(limits, SHELL)
+        self._bubble = Bubble(limits, SHELL, extras)
         try:
             if archive and not self.unpack(archive):
                 raise SandboxError("the files could not be put into the sandbox: they are too many or too big")

@@ -15,6 +15,7 @@ from rollart.types import (
     Episode,
     Finish,
     GenerationRequest,
+    Loaded,
     Message,
     RewardResult,
     Step,
@@ -62,9 +63,10 @@ class ModelledEngine:
     async def abort(self, request_id: str) -> None:
         self.aborted += 1
 
-    async def load(self, version: int) -> None:
+    async def load(self, version: int) -> Loaded:
         await asyncio.sleep(self.load_seconds(self.rng))
         self.version = version
+        return Loaded(version)
 
     async def status(self) -> EngineStatus:
         return EngineStatus(self.version, self.running, 0, 0, 0, 0, 0, 0, 0.0)
@@ -140,6 +142,9 @@ class ModelledRenderer:
 
     def extend(self, finish: Finish, messages: Sequence[Message]) -> list[int]:
         return [2, 3, 4]
+
+    def may_fit(self, messages: Sequence[Message], tokens: int) -> bool:
+        return True
 
     def text(self, tokens: Sequence[int]) -> str:
         return "act"

@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+from rollart.errors import EngineFailed
 from rollart.services.rpc import Client
 from rollart.types import Batch, StepMetrics
+from rollart.weights.manifest import Publication
 
 
 class TrainerClient:
@@ -12,12 +14,21 @@ class TrainerClient:
     def __init__(self, client: Client, deadline: float) -> None:
         self._client = client
         self._deadline = deadline
+        self._published: dict[int, Publication] = {}
 
     async def step(self, batch: Batch) -> StepMetrics:
         return await self._client.call("step", batch, returns=StepMetrics, deadline=self._deadline)
 
     async def publish(self) -> int:
-        return await self._client.call("publish", returns=int, deadline=self._deadline)
+        publication = await self._client.call("publish", returns=Publication, deadline=self._deadline)
+        self._published = {publication.version: publication}
+        return publication.version
+
+    def published(self, version: int) -> Publication:
+        """Where engines find `version`: only the newest is to be had. Raises EngineFailed."""
+        if version not in self._published:
+            raise EngineFailed(f"version {version} is not to be had: the trainer has published {[*self._published]}")
+        return self._published[version]
 
     async def save(self, path: Path) -> None:
         await self._client.call("save", str(path.absolute()), returns=type(None), deadline=self._deadline)

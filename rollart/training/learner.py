@@ -19,20 +19,29 @@ from rollart.training.metrics import Totals
 from rollart.training.microbatch import Item, MicroBatch, micro_batch
 from rollart.training.policy import Policy
 from rollart.training.ranks import Ranks, RanksLost
+from rollart.weights.publish import Publisher, Share
 
 Held = Literal["policy", "reference", "exp_avg", "exp_avg_sq"]
 MOMENTS: tuple[Held, ...] = ("exp_avg", "exp_avg_sq")
 
 
 class Learn(Struct, frozen=True, tag=True):
-    """A rank's passes. `rate` is the learning rate, but for the warm-up."""
+    """A rank's passes. `rate` is the learning rate, but for the warm-up; `cells` how many there are on all ranks."""
 
     passes: list[list[Item]]
     rate: float
+    cells: int
 
 
 class Gather(Struct, frozen=True, tag=True):
     what: Held
+
+
+class Publish(Struct, frozen=True, tag=True):
+    """Write the policy to the weight store, as `version`; `id` tells this publication from others of the version."""
+
+    version: int
+    id: str
 
 
 class Restore(Struct, frozen=True, tag=True):
@@ -50,16 +59,18 @@ class End(Struct, frozen=True, tag=True):
     """Rank 0 ends in order."""
 
 
-Order = Learn | Gather | Restore | Beat | End
+Order = Learn | Gather | Publish | Restore | Beat | End
 
 
 class Learner:
     """`folder` is the Hugging Face model that RL starts from, and the reference of the KL if that is asked for."""
 
-    def __init__(self, folder: Path, config: Training, ranks: Ranks, seed: int = 0) -> None:
+    def __init__(
+        self, folder: Path, config: Training, ranks: Ranks, seed: int = 0, publisher: Publisher | None = None
+    ) -> None:
         torch.set_num_threads(config.threads)
         torch.manual_seed(seed)
-        self.config, self.ranks = config, ranks
+        self.config, self.ranks, self._publisher = config, ranks, publisher
         self.updates = 0
         self.policy = Policy(folder, ranks)
         self.optimizer = make_optimizer(self.policy, config)
@@ -74,6 +85,8 @@ class Learner:
                         self.learn(order)
                     case Gather(what):
                         self.gather(what)
+                    case Publish() as order:
+                        self.publish(order)
                     case Restore() as order:
                         self.restore(order, {})
                     case Beat():
@@ -87,7 +100,7 @@ class Learner:
 
     def learn(self, order: Learn) -> Totals:
         """One update per epoch. The first one's logprobs are the proximal ones of the others: no extra forward."""
-        totals = Totals()
+        totals = Totals(order.cells, self.ranks.device)
         with self.ranks.device:
             micros = [micro_batch(items) for items in order.passes]
         if self.reference is not None:
@@ -98,7 +111,7 @@ class Learner:
             self._update(micros, order.rate, totals)
             if totals.skipped:
                 break
-        totals.merge(self.ranks.sums)
+        totals.merge(self.ranks.sums, self.ranks.largest)
         return totals
 
     def _update(self, micros: Sequence[MicroBatch], rate: float, totals: Totals) -> None:
@@ -138,7 +151,7 @@ class Learner:
         total.backward()  # type: ignore[no-untyped-call]
         totals.tokens(outcome.clipped, kl)
         if first:
-            totals.first_pass(entropy, micro.proximal - micro.behaviour, importance)
+            totals.first_pass(entropy, micro.proximal, micro.behaviour, micro.cell, importance)
         return total.item()
 
     def _policy_loss(self, current: Tensor, proximal: Tensor, micro: MicroBatch) -> losses.PolicyLoss:
@@ -164,6 +177,14 @@ class Learner:
             if self.ranks.rank == 0:
                 gathered[name] = whole
         return gathered
+
+    def publish(self, order: Publish) -> None:
+        """Each rank writes what it holds, at the same time as the others."""
+        assert self._publisher is not None
+        tensors = {**self.policy.parameters(), **self.policy.buffers()}
+        shares = [Share(name, tuple(tensor.shape), *self.ranks.share(tensor)) for name, tensor in tensors.items()]
+        aliases = {name: owner for name, owner in self.policy.names().items() if name != owner}
+        self._publisher.publish(order.version, order.id, shares, aliases)
 
     def steps(self) -> dict[str, float]:
         """How often the optimizer has moved each parameter that it has moved at all."""

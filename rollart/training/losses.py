@@ -80,22 +80,26 @@ def kl_to_reference(current: Tensor, reference: Tensor) -> Tensor:
     return torch.exp(difference) - difference - 1
 
 
-def token_weights(lengths: Sequence[int], groups: Sequence[int], aggregate: str) -> list[float]:
+def token_weights(
+    lengths: Sequence[int], groups: Sequence[int], aggregate: str, sequences: Sequence[int] | None = None
+) -> list[float]:
     """The weight of each token of every sequence, so that the loss of a batch is the weighted sum over its tokens.
 
     `token` is the mean over all tokens, `sequence` the mean over sequences of their means, `group` the mean over groups
-    of the mean over their tokens. `lengths` counts action tokens, `groups` names each sequence's group.
+    of the mean over their tokens. `lengths` counts action tokens, `groups` names each one's group and `sequences`,
+    where a sequence is in several pieces, what each is a piece of.
 
     >>> token_weights([1, 3, 4], [0, 0, 1], "token")
     [0.125, 0.125, 0.125]
     >>> token_weights([1, 3, 4], [0, 0, 1], "group")
     [0.125, 0.125, 0.125]
+    >>> token_weights([1, 3, 4], [0, 0, 1], "sequence", sequences=[0, 0, 1])
+    [0.125, 0.125, 0.125]
     """
     if aggregate == "token":
         return [1 / max(1, sum(lengths))] * len(lengths)
-    if aggregate == "sequence":
-        return [1 / (len(lengths) * max(1, length)) for length in lengths]
+    owners = groups if aggregate == "group" else range(len(lengths)) if sequences is None else sequences
     totals: dict[int, int] = {}
-    for group, length in zip(groups, lengths, strict=True):
-        totals[group] = totals.get(group, 0) + length
-    return [1 / (len(totals) * max(1, totals[group])) for group in groups]
+    for owner, length in zip(owners, lengths, strict=True):
+        totals[owner] = totals.get(owner, 0) + length
+    return [1 / (len(totals) * max(1, totals[owner])) for owner in owners]

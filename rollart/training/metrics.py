@@ -1,10 +1,11 @@
 """What a step says about itself: sums over action tokens, and a row per task."""
 
-from collections.abc import Callable, Sequence
 from statistics import fmean
 
+import torch
 from torch import Tensor
 
+from rollart.training.gaps import GapTotals, Merge
 from rollart.types import Batch, SampleGroup
 
 SPREAD = 1e-6
@@ -13,10 +14,12 @@ PER_TOKEN = ("entropy", "logprob_gap", "importance")
 
 
 class Totals:
-    """Sums over the tokens that were trained; those of samples without any advantage are not among them."""
+    """Sums over the tokens that were trained; those of samples without any advantage are not among them. `gaps` has
+    those of each of `cells` cells."""
 
-    def __init__(self) -> None:
+    def __init__(self, cells: int = 0, device: torch.device | None = None) -> None:
         self.skipped = False
+        self.gaps = GapTotals(cells, device)
         self._sums = dict.fromkeys(("passes", *PER_PASS, "action_tokens", *PER_TOKEN), 0.0)
         self._updates: list[tuple[float, float, float]] = []
 
@@ -27,20 +30,25 @@ class Totals:
         if kl is not None:
             self._add("kl", kl)
 
-    def first_pass(self, entropy: Tensor, log_ratio: Tensor, importance: Tensor) -> None:
+    def first_pass(
+        self, entropy: Tensor, proximal: Tensor, behaviour: Tensor, cell: Tensor, importance: Tensor
+    ) -> None:
         """Before the policy has moved: what it was, and how far the engine's was from it."""
+        entropy, gap = entropy.detach(), behaviour - proximal
         self._sums["action_tokens"] += len(entropy)
         self._add("entropy", entropy)
-        self._add("logprob_gap", log_ratio.abs())
+        self._add("logprob_gap", gap.abs())
         self._add("importance", importance)
+        self.gaps.add(cell, gap, proximal + entropy)
 
     def update(self, loss: float, norm: float, rate: float) -> None:
         """The whole loss and norm, of all ranks."""
         self._updates.append((loss, norm, rate))
 
-    def merge(self, sums: Callable[[Sequence[float]], list[float]]) -> None:
+    def merge(self, sums: Merge, largest: Merge) -> None:
         """Add up the tokens of all ranks."""
         self._sums = dict(zip(self._sums, sums(list(self._sums.values())), strict=True))
+        self.gaps.merge(sums, largest)
 
     def values(self) -> dict[str, float]:
         """`skipped` is 1 when the weights were left alone because something was not finite."""
@@ -71,14 +79,14 @@ def task_metrics(batch: Batch, solved: list[bool]) -> dict[str, dict[str, float]
 
 def _task_row(step: int, members: list[tuple[SampleGroup, bool]]) -> dict[str, float]:
     samples = [sample for group, _ in members for sample in group.samples]
-    rewards = [[sample.reward for sample in group.samples] for group, _ in members]
+    rewards = [list(group.rewards.values()) for group, _ in members]
     ages = [
         step - min(version for version, bit in zip(sample.versions, sample.mask, strict=True) if bit)
         for sample in samples
         if any(sample.mask)
     ]
     return {
-        "reward": fmean(sample.reward for sample in samples),
+        "reward": fmean(reward for group in rewards for reward in group),
         "spread": fmean(max(group) - min(group) > SPREAD for group in rewards),
         "solved": fmean(flag for _, flag in members),
         "staleness": fmean(ages) if ages else 0.0,

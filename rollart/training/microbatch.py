@@ -7,23 +7,26 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
+from rollart.training.gaps import Cells
 from rollart.training.losses import token_weights
 from rollart.training.packing import Packed, deal, pack
 from rollart.types import Batch, Sample
 
 
 class Item(Struct, frozen=True, array_like=True, gc=False):
-    """A sample as a rank trains it. `behaviour` has the engine's logprob of every action token."""
+    """A sample as a rank trains it. `behaviour` has the engine's logprob of every action token, `cells` the number of
+    the cell that its gap is counted in."""
 
     tokens: list[int]
     mask: list[int]
     behaviour: list[float]
+    cells: list[int]
     temperature: float
     advantage: float
     weight: float
 
 
-NOTHING = Item([0], [0], [], 1.0, 0.0, 0.0)
+NOTHING = Item([0], [0], [], [], 1.0, 0.0, 0.0)
 
 
 @dataclass(slots=True)
@@ -38,6 +41,7 @@ class MicroBatch:
     advantage: Tensor
     weight: Tensor
     behaviour: Tensor
+    cell: Tensor
     sequence: Tensor
     proximal: Tensor | None = None
     reference: Tensor | None = None
@@ -60,34 +64,41 @@ def check(batch: Batch) -> None:
 def deal_samples(
     batch: Batch,
     advantages: Sequence[Sequence[float]],
+    cells: Cells,
     aggregate: str,
     pack_tokens: int,
     *,
     keep_all: bool,
     ranks: int = 1,
 ) -> list[list[list[Item]]]:
-    """What each rank trains in each of its passes; they all have as many, and one of them may be empty.
+    """What each rank trains in each of its passes; they all have as many, and one of them may be empty. `cells` numbers
+    what it meets.
 
-    A sample of advantage 0 has no gradient and is left out, unless `keep_all` (KL, entropy).
+    There is one of the `advantages` for each trajectory of a group, which all its segments share. A sample of advantage
+    0 has no gradient and is left out, unless `keep_all` (KL, entropy).
     """
     samples: list[Sample] = []
     owners: list[int] = []
+    sequences: list[int] = []
     values: list[float] = []
+    known: dict[tuple[int, str], int] = {}
     for number, (group, members) in enumerate(zip(batch.groups, advantages, strict=True)):
+        scores = dict(zip(group.rewards, members, strict=True))
         samples += group.samples
         owners += [number] * len(group.samples)
-        values += members
+        sequences += [known.setdefault((number, sample.owner), len(known)) for sample in group.samples]
+        values += [scores[sample.owner] for sample in group.samples]
     lengths = [sum(sample.mask) for sample in samples]
-    weights = token_weights(lengths, owners, aggregate)
+    weights = token_weights(lengths, owners, aggregate, sequences)
     chosen = [i for i, length in enumerate(lengths) if length and (keep_all or values[i] != 0.0)]
-    items = [_item(samples[i], values[i], weights[i]) for i in chosen]
+    items = [_item(samples[i], cells, values[i], weights[i]) for i in chosen]
     hands = deal([len(item.tokens) for item in items], pack_tokens, ranks)
     return [[[items[i] for i in part] for part in passes] for passes in hands]
 
 
-def _item(sample: Sample, advantage: float, weight: float) -> Item:
+def _item(sample: Sample, cells: Cells, advantage: float, weight: float) -> Item:
     behaviour = [logprob for logprob, bit in zip(sample.logprobs, sample.mask, strict=True) if bit]
-    return Item(sample.tokens, sample.mask, behaviour, sample.temperature, advantage, weight)
+    return Item(sample.tokens, sample.mask, behaviour, cells.of(sample), sample.temperature, advantage, weight)
 
 
 def micro_batch(items: Sequence[Item]) -> MicroBatch:
@@ -100,5 +111,6 @@ def micro_batch(items: Sequence[Item]) -> MicroBatch:
         advantage=torch.tensor([item.advantage for item in items])[sequence],
         weight=torch.tensor([item.weight for item in items])[sequence],
         behaviour=torch.tensor([logprob for item in items for logprob in item.behaviour]),
+        cell=torch.tensor([number for item in items for number in item.cells], dtype=torch.long),
         sequence=sequence,
     )

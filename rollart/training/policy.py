@@ -56,11 +56,20 @@ class Policy:
         """By name, tied ones once. Spread over the ranks they are DTensors."""
         return dict(self.model.named_parameters())
 
-    def tied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """`tensors` by the names of parameters(), given under every name that the model knows them by."""
+    def names(self) -> dict[str, str]:
+        """Every name that the model knows its parameters by, and that of parameters() for it."""
         owners = {id(parameter): name for name, parameter in self.parameters().items()}
         state = self.model.state_dict(keep_vars=True)
-        return {name: tensors[owners[id(value)]] if id(value) in owners else value for name, value in state.items()}
+        return {name: owners[id(value)] for name, value in state.items() if id(value) in owners}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """What the model keeps besides its parameters. The same on every rank."""
+        known = self.names()
+        return {name: value for name, value in self.model.state_dict().items() if name not in known}
+
+    def tied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`tensors` by the names of parameters(), given under every name that the model knows them by."""
+        return {name: tensors[owner] for name, owner in self.names().items()} | self.buffers()
 
     def save(self, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
         """Make `folder` a Hugging Face folder that can be used as it is. `tensors`: the weights, if they are spread."""

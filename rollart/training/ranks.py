@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, distributed
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from rollart.errors import RollartError
 
@@ -132,10 +132,37 @@ class Ranks:
         distributed.all_reduce(total)
         return total.tolist()
 
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """Of each value, the largest among the ranks."""
+        if self._group is None:
+            return list(values)
+        most = torch.tensor(values, dtype=torch.float64)
+        distributed.all_reduce(most, distributed.ReduceOp.MAX)
+        return most.tolist()
+
     def whole(self, tensor: Tensor) -> Tensor:
         """All of a tensor that may be spread over the ranks; where it is, the result is a copy."""
         tensor = tensor.detach()
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def share(self, tensor: Tensor) -> tuple[Tensor, int]:
+        """What this rank has to tell of a tensor: its own rows if it is spread by rows, and the first of their elements
+        in the tensor's flat order. Of what all ranks have, rank 0 tells all and the others nothing."""
+        tensor = tensor.detach()
+        if isinstance(tensor, DTensor):
+            if list(tensor.placements) == [Shard(0)]:
+                local = tensor.to_local()
+                rows = -(-tensor.shape[0] // self.size) * self.rank
+                return local, min(rows, tensor.shape[0]) * (tensor.numel() // max(1, tensor.shape[0]))
+            tensor = tensor.full_tensor()
+        return (tensor, 0) if self.rank == 0 else (tensor.new_empty(0), 0)
+
+    def told(self, what: str, text: str) -> list[str]:
+        """What each rank said about `what`."""
+        if self._group is None:
+            return [text]
+        self._group.store.set(f"{what} {self.rank}", text)
+        return [self._group.store.get(f"{what} {rank}").decode() for rank in range(self.size)]
 
     def spread(self, tensor: Tensor | None, like: Tensor) -> Tensor:
         """What rank 0 holds whole, and the others need not have, spread over the ranks as `like` is."""

@@ -1,9 +1,8 @@
 """The trainer as a service of its own process: `python -m rollart.training.service`.
 
 Invariants: everything that touches the trainer runs in one thread, in the order of the calls, so a step never overlaps
-a save or a snapshot; the event loop only waits, so the service answers while a step runs. `publish` takes a copy of the
-weights in that thread and writes it in a second one: the next step waits for a memcpy, not for the store. `publish`
-answers once the version is in the store, and versions are written in order.
+a save or a publication; the event loop only waits, so the service answers while a step runs. `publish` writes straight
+from the weights to where engines read them, which is as fast as a copy of them would be, and answers when all is there.
 
 Several ranks are as many such processes, each with `{"rank": 1, "ranks": 2, "address": "host:port of rank 0"}` in the
 spec, as its `group`. Rank 0 is the trainer. The others serve no methods: their thread does what rank 0 orders. Each
@@ -34,7 +33,12 @@ from rollart.training.learner import Learner
 from rollart.training.ranks import BEAT_SECONDS, Place, Ranks, RanksLost
 from rollart.training.trainer import Trainer
 from rollart.types import Batch, StepMetrics
-from rollart.weights.store import WeightStore
+from rollart.weights.manifest import Publication
+from rollart.weights.publish import Publisher, new_id
+from rollart.weights.server import WeightServer
+from rollart.weights.store import Store
+from rollart.weights.transports import sender
+from rollart.weights.transports.offers import Offers
 
 T = TypeVar("T")
 FAREWELL_DEADLINE = 1.0
@@ -44,17 +48,29 @@ END_GRACE = 0.5
 class TrainerService:
     def __init__(self, spec: dict[str, Any]) -> None:
         self._spec = spec
-        self._store = WeightStore(Path(spec["weights"]))
+        self._store = Store(Path(spec["weights"]))
+        self._sources: tuple[tuple[str, ...], ...] = ()
         self._training = ThreadPoolExecutor(1, "trainer")
-        self._writing = ThreadPoolExecutor(1, "weights")
         self._pulse: asyncio.Task[None] | None = None
+        self._publisher: Publisher | None = None
         self._trainer: Trainer
 
     async def open(self) -> None:
         def build() -> Trainer:
             spec, config = self._spec, _config(self._spec)
             ranks = _join(spec, config)
-            trainer = Trainer(Path(spec["model"]), config, seed=spec["seed"], version=spec["version"], ranks=ranks)
+            server = _serve(self._store, spec)
+            self._sources = _sources(ranks, server)
+            self._publisher = _publisher(self._store, spec, ranks, server)
+            trainer = Trainer(
+                Path(spec["model"]),
+                config,
+                seed=spec["seed"],
+                version=spec["version"],
+                ranks=ranks,
+                engine_dtype=spec.get("engine_dtype", "float32"),
+                publisher=self._publisher,
+            )
             if spec.get("checkpoint"):
                 load_checkpoint(trainer, Path(spec["checkpoint"]))
             return trainer
@@ -68,17 +84,18 @@ class TrainerService:
         if self._pulse is not None:
             self._pulse.cancel()
             await self._farewell()
+        if self._publisher is not None:
+            self._publisher.close()
         self._store.close()
-        for executor in (self._training, self._writing):
-            executor.shutdown(wait=False, cancel_futures=True)
+        self._training.shutdown(wait=False, cancel_futures=True)
 
     async def step(self, batch: Batch) -> StepMetrics:
         return await self._train(lambda: self._trainer.step(batch))
 
-    async def publish(self) -> int:
-        version, tensors = await self._train(self._trainer.snapshot)
-        await asyncio.get_running_loop().run_in_executor(self._writing, self._store.publish, version, tensors)
-        return version
+    async def publish(self) -> Publication:
+        id = new_id()
+        version = await self._train(lambda: self._trainer.publish(id))
+        return Publication(version, id, self._sources, self._spec.get("key"))
 
     async def save(self, path: str) -> None:
         await self._train(lambda: save_checkpoint(self._trainer, Path(path)))
@@ -107,7 +124,11 @@ async def _follow(spec: dict[str, Any], thread: ThreadPoolExecutor) -> None:
     config = _config(spec)
 
     def build() -> Learner:
-        return Learner(Path(spec["model"]), config, _join(spec, config), spec["seed"])
+        ranks, store = _join(spec, config), Store(Path(spec["weights"]))
+        server = _serve(store, spec)
+        _sources(ranks, server)
+        publisher = _publisher(store, spec, ranks, server)
+        return Learner(Path(spec["model"]), config, ranks, spec["seed"], publisher)
 
     def follow() -> None:
         _in_step(learner.follow)
@@ -130,6 +151,23 @@ def _place(spec: Mapping[str, Any]) -> Place:
 
 def _join(spec: Mapping[str, Any], config: Training) -> Ranks:
     return Ranks.join(_place(spec), torch_device(config.device, spec), patience=config.deadline)
+
+
+def _publisher(store: Store, spec: Mapping[str, Any], ranks: Ranks, server: WeightServer) -> Publisher:
+    """Raises TransferFailed if the transport of the run file cannot be had here."""
+    transport, dtype = _config(spec).transport, spec.get("engine_dtype")
+    senders = [] if transport == "http" else [Offers([sender(transport)], server.offer)]
+    return Publisher(store, shard=ranks.rank, shards=ranks.size, dtype=dtype, senders=senders)
+
+
+def _serve(store: Store, spec: Mapping[str, Any]) -> WeightServer:
+    """For engines on other hosts; it ends with the process."""
+    return WeightServer(store, spec.get("bind", process.LOOPBACK), spec.get("key"))
+
+
+def _sources(ranks: Ranks, server: WeightServer) -> tuple[tuple[str, ...], ...]:
+    """Where each rank's shard is to be had."""
+    return tuple((url,) for url in ranks.told("weights", server.url))
 
 
 def _in_step(work: Callable[[], T]) -> T:

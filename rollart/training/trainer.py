@@ -14,24 +14,36 @@ from torch import Tensor
 from rollart.config import Training
 from rollart.errors import RollartError
 from rollart.training.advantages import UNSEEN, RewardRange, advantages
-from rollart.training.learner import Beat, End, Gather, Held, Learn, Learner, Restore
+from rollart.training.gaps import Cells, table
+from rollart.training.guard import Guard
+from rollart.training.learner import Beat, End, Gather, Held, Learn, Learner, Publish, Restore
 from rollart.training.metrics import task_metrics
 from rollart.training.microbatch import check, deal_samples
 from rollart.training.ranks import Ranks
 from rollart.types import Batch, StepMetrics
+from rollart.weights.publish import Publisher
 
 
 class Trainer:
-    """`folder` is the Hugging Face model that RL starts from, and the reference of the KL if that is asked for."""
+    """`folder` is the Hugging Face model that RL starts from, and the reference of the KL if that is asked for.
+    `engine_dtype` tells how closely the engine's logprobs can agree with the trainer's."""
 
     def __init__(
-        self, folder: Path, config: Training, seed: int = 0, version: int = 0, ranks: Ranks | None = None
+        self,
+        folder: Path,
+        config: Training,
+        seed: int = 0,
+        version: int = 0,
+        ranks: Ranks | None = None,
+        engine_dtype: str = "float32",
+        publisher: Publisher | None = None,
     ) -> None:
         self.config = config
         self.version = version
         self.ranges: dict[str, RewardRange] = {}
         self.ranks = ranks or Ranks.alone()
-        self.learner = Learner(folder, config, self.ranks, seed)
+        self.learner = Learner(folder, config, self.ranks, seed, publisher)
+        self._guard = Guard(engine_dtype)
 
     def step(self, batch: Batch) -> StepMetrics:
         if batch.step != self.version:
@@ -39,14 +51,16 @@ class Trainer:
         check(batch)
         began = time.perf_counter()
         algorithm = self.config.algorithm
-        rewards = [[sample.reward for sample in group.samples] for group in batch.groups]
+        rewards = [list(group.rewards.values()) for group in batch.groups]
         for group, values in zip(batch.groups, rewards, strict=True):
             self.ranges[group.task] = self.ranges.get(group.task, UNSEEN).including(values)
         ranges = [self.ranges[group.task] for group in batch.groups]
         scores, solved = advantages(algorithm.advantage, rewards, ranges, algorithm.solved)
+        cells = Cells(batch.step)
         hands = deal_samples(
             batch,
             scores,
+            cells,
             algorithm.aggregate,
             self.config.pack_tokens,
             keep_all=algorithm.kl > 0 or algorithm.entropy > 0,
@@ -54,16 +68,19 @@ class Trainer:
         )
         informative = [any(group) and not known for group, known in zip(scores, solved, strict=True)]
         rate = self._rate(evidence=sum(informative) / len(informative))
-        orders = [Learn(passes, rate) for passes in hands]
+        orders = [Learn(passes, rate, len(cells)) for passes in hands]
         with self.ranks.together(orders):
             totals = self.learner.learn(orders[0])
         self.version += 1
+        rows = cells.rows(totals.gaps)
         return StepMetrics(
             version=self.version,
             seconds=time.perf_counter() - began,
             tokens=sum(len(sample.tokens) for group in batch.groups for sample in group.samples),
             values=totals.values(),
             tasks=task_metrics(batch, solved),
+            gaps=table(rows),
+            warnings=self._guard.check(batch.step, rows),
         )
 
     def snapshot(self) -> tuple[int, dict[str, Tensor]]:
@@ -72,6 +89,13 @@ class Trainer:
         if self.ranks.size == 1:
             weights = {name: tensor.clone() for name, tensor in weights.items()}
         return self.version, self.learner.policy.tied(weights)
+
+    def publish(self, id: str) -> int:
+        """The present version goes to the weight store; returns it."""
+        order = Publish(self.version, id)
+        with self.ranks.together([order] * self.ranks.size):
+            self.learner.publish(order)
+        return self.version
 
     def gather(self, what: Held) -> dict[str, Tensor]:
         """The tensors of all ranks, by the names of the parameters. Those of one rank alone are not copies."""

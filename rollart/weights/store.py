@@ -1,102 +1,277 @@
-"""The weight store: every version of the policy is one safetensors file in shared memory.
+"""The weight store: versions of the policy in a folder that processes of one host share, shared memory as a rule.
 
-Invariants: a version appears all at once (written aside, then renamed) and never changes; a reader maps the file, so
-retiring a version takes its name away but not the pages of those who already hold it. Any number of processes may read
-while one publishes. Nothing here needs torch until tensors move, so a controller can retire without loading it.
+Invariants: a version never changes. A shard is three files, `{version}-{id}.{shard}.` followed by `manifest`, which
+appears when there is something to read; `sums`, which grows by the checksum of each bucket once that is final; and
+`data`. A shard with fewer sums than buckets is being written, by the process that holds the exclusive lock of `sums`;
+if nobody holds it, the writer died and the shard will never be complete. A new version takes the pages of one that is
+neither the newest complete one nor held by a reader; what else is old and held by nobody is removed. So there are at
+most the versions that readers hold, the newest, and the one that is being written.
 """
 
 import contextlib
-import json
+import fcntl
 import os
+import re
 import tempfile
-from collections.abc import Collection, Mapping
+import time
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rollart.errors import RollartError
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from rollart.weights.manifest import Manifest
+from rollart.weights.pages import PageCache, Pages, reserve, try_lock
 
 SHARED_MEMORY = Path("/dev/shm")
-SUFFIX = ".safetensors"
+SUM_BYTES = 8
+POLL_S, LONGEST_POLL_S = 0.0005, 0.01
+STEM = re.compile(r"(\d{8})-([0-9a-f]+)\.(\d+)")
 
 
 class MissingVersion(RollartError):
-    """The version was never published here, or has been retired."""
+    """The version is not here: never published, retired, or its publisher died."""
 
 
-class WeightStore:
+class BeingWritten(RollartError):
+    """Another process is writing the same shard."""
+
+
+def shared_folder(name: str) -> Path:
+    """A folder in a machine's shared memory if it has any, else in its folder for temporary files."""
+    base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    return base / f"rollart-{name}"
+
+
+class Store:
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.cache = PageCache()
         root.mkdir(parents=True, exist_ok=True)
 
-    @classmethod
-    def shared(cls, name: str) -> "WeightStore":
-        """In the machine's shared memory if it has any, else in its folder for temporary files."""
-        base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-        return cls(base / f"rollart-{name}")
+    def path(self, version: int, id: str, shard: int, kind: str) -> Path:
+        return self.root / f"{version:08d}-{id}.{shard}.{kind}"
 
-    def publish(self, version: int, tensors: Mapping[str, "Tensor"]) -> None:
-        """Tensors that share their memory are written once; their other names are kept in the file's header."""
-        from safetensors.torch import save_file
+    def shards(self) -> list[tuple[int, str, int]]:
+        """Version, id and shard of what there is to read, the newest first."""
+        found = []
+        for path in self.root.glob("*.manifest"):
+            if match := STEM.match(path.name):
+                with contextlib.suppress(FileNotFoundError):  # retired just now
+                    found.append((path.stat().st_mtime_ns, int(match[1]), match[2], int(match[3])))
+        return [(version, id, shard) for _, version, id, shard in sorted(found, reverse=True)]
 
-        first: dict[tuple[int, tuple[int, ...]], str] = {}
-        aliases: dict[str, str] = {}
-        for name, tensor in tensors.items():
-            owner = first.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)
-            if owner != name:
-                aliases[name] = owner
-        unique = {name: tensor.detach().contiguous() for name, tensor in tensors.items() if name not in aliases}
-        path = self._path(version)
-        aside = path.with_suffix(f".{os.getpid()}.part")
+    def open(self, version: int, id: str, shard: int) -> "Shard":
+        """Raises MissingVersion."""
         try:
-            save_file(unique, aside, metadata={"aliases": json.dumps(aliases)})
-            aside.rename(path)
-        except OSError as error:
-            raise RollartError(f"version {version} could not be written to {self.root}: {error}") from error
-        finally:
-            aside.unlink(missing_ok=True)
-
-    def load(self, version: int) -> dict[str, "Tensor"]:
-        """Mapped, not read: pages come in when they are touched. Raises MissingVersion."""
-        from safetensors import safe_open
-
-        path = self._path(version)
-        try:
-            with safe_open(path, framework="pt") as file:
-                tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                aliases: dict[str, str] = json.loads((file.metadata() or {}).get("aliases", "{}"))
+            manifest = Manifest.decode(self.path(version, id, shard, "manifest").read_bytes())
+            sums = os.open(self.path(version, id, shard, "sums"), os.O_RDONLY)
         except FileNotFoundError:
-            raise MissingVersion(
-                f"version {version} is not in the weight store {self.root}; it has {self.versions() or 'none'}"
-            ) from None
-        return tensors | {name: tensors[owner] for name, owner in aliases.items()}
+            raise MissingVersion(f"version {version} ({id}) is not in {self.root}") from None
+        try:
+            pages = self.cache.hold(self.path(version, id, shard, "data"))
+        except FileNotFoundError:
+            pages = None
+        if pages is None:
+            os.close(sums)
+            raise MissingVersion(f"version {version} ({id}) has just been retired from {self.root}")
+        opened = Shard(self.cache, manifest, pages, sums)
+        try:
+            opened.check()
+        except MissingVersion:
+            opened.release()
+            raise
+        return opened
 
-    def versions(self) -> list[int]:
-        return sorted(int(path.stem) for path in self.root.glob(f"*{SUFFIX}"))
+    def create(self, manifest: Manifest) -> "Writing":
+        """Begin a shard. Raises BeingWritten and NoRoom."""
+        version, id, shard = manifest.version, manifest.id, manifest.shard
+        self.root.mkdir(parents=True, exist_ok=True)  # a run that begins removes what an earlier one left
+        sums = os.open(self.path(version, id, shard, "sums"), os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        if not try_lock(sums, fcntl.LOCK_EX):
+            os.close(sums)
+            raise BeingWritten(f"version {version} is being written to {self.root} by another process")
+        try:
+            os.ftruncate(sums, 0)
+            data = self.path(version, id, shard, "data")
+            data.unlink(missing_ok=True)  # of a writer that died
+            self._pages_for(manifest, data)
+            pages = self.cache.hold(data, writable=True)
+            assert pages is not None  # nobody else takes the pages of a version that is being written
+            aside = self.path(version, id, shard, "part")
+            aside.write_bytes(manifest.encode())
+            aside.rename(aside.with_suffix(".manifest"))
+        except BaseException:
+            self.path(version, id, shard, "sums").unlink(missing_ok=True)
+            os.close(sums)
+            raise
+        return Writing(self.cache, manifest, pages, sums)
 
-    def latest(self) -> int | None:
-        return max(self.versions(), default=None)
+    def _pages_for(self, manifest: Manifest, target: Path) -> None:
+        """Make `target` a file of the right size: the first that nobody needs, else a new one."""
+        taken = False
+        for data in self._unneeded(manifest.shard):
+            try:
+                fd = os.open(data, os.O_RDWR)
+            except FileNotFoundError:  # another process took it
+                continue
+            try:
+                if not try_lock(fd, fcntl.LOCK_EX):
+                    continue
+                free = self._retire(data)  # who has just found it will see that its name is gone
+                if taken:
+                    free.unlink()
+                    continue
+                reserve(fd, manifest.size, self.root, f"version {manifest.version} of the weights")
+                free.rename(target)
+                taken = True
+            finally:
+                os.close(fd)
+        if not taken:
+            self._fresh(manifest, target)
 
-    def retire(self, keep: Collection[int]) -> list[int]:
-        """Remove the versions older than the newest of `keep` and not in it; returns them."""
-        newest = max(keep, default=0)
-        old = [version for version in self.versions() if version < newest and version not in keep]
-        for version in old:
-            self._path(version).unlink(missing_ok=True)
-        return old
+    def _fresh(self, manifest: Manifest, target: Path) -> None:
+        fd = os.open(target, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            reserve(fd, max(1, manifest.size), self.root, f"version {manifest.version} of the weights")
+        except BaseException:
+            target.unlink()
+            raise
+        finally:
+            os.close(fd)
+
+    def _unneeded(self, shard: int) -> Iterator[Path]:
+        """Data files of `shard` but for the newest complete one's and those being written; readers may hold some."""
+        known = [(version, id) for version, id, number in self.shards() if number == shard]
+        newest = next((one for one in known if self._state(*one, shard) == "complete"), None)
+        for data in self.root.glob(f"*.{shard}.data"):
+            match = STEM.match(data.name)
+            if match is None:
+                yield data
+                continue
+            one = int(match[1]), match[2]
+            if one != newest and self._state(*one, shard) != "written":
+                yield data
+
+    def _state(self, version: int, id: str, shard: int) -> str:
+        """`complete`, being `written`, or `broken`."""
+        try:
+            sums = os.open(self.path(version, id, shard, "sums"), os.O_RDONLY)
+        except FileNotFoundError:
+            return "broken"
+        try:
+            if not try_lock(sums, fcntl.LOCK_SH):
+                return "written"
+            manifest = Manifest.decode(self.path(version, id, shard, "manifest").read_bytes())
+            return "complete" if os.fstat(sums).st_size >= manifest.buckets * SUM_BYTES else "broken"
+        except FileNotFoundError:
+            return "broken"
+        finally:
+            os.close(sums)
+
+    def _retire(self, data: Path) -> Path:
+        """Take away the name under which a shard is found; its data is then at the path that is returned."""
+        for kind in (".manifest", ".sums", ".part"):
+            data.with_suffix(kind).unlink(missing_ok=True)
+        shard = data.name.split(".")[-2]
+        free = self.root / f"free-{uuid.uuid4().hex}.{shard}.data"
+        data.rename(free)
+        return free
 
     def clear(self) -> None:
-        for path in (*self.root.glob(f"*{SUFFIX}"), *self.root.glob("*.part")):
-            path.unlink()
+        """Remove all versions. Readers keep what they hold."""
+        for kind in ("manifest", "sums", "data", "part"):
+            for path in self.root.glob(f"*.{kind}"):
+                path.unlink(missing_ok=True)
+
+    def tidy(self) -> None:
+        """Remove what nobody in any process holds or writes, and the folder if that was all."""
+        for data in self.root.glob("*.data"):
+            fd = os.open(data, os.O_RDWR)
+            try:
+                if try_lock(fd, fcntl.LOCK_EX):
+                    self._retire(data).unlink()
+            finally:
+                os.close(fd)
+        with contextlib.suppress(OSError):  # there is something left
+            self.root.rmdir()
 
     def close(self) -> None:
-        """Remove the store and all its versions. Readers keep what they have mapped."""
+        """Remove the store and all its versions."""
         if self.root.exists():
             self.clear()
             with contextlib.suppress(OSError):  # whatever else is in there is not ours
                 self.root.rmdir()
+        self.cache.clear()
 
-    def _path(self, version: int) -> Path:
-        return self.root / f"{version:08d}{SUFFIX}"
+
+class Shard:
+    """A shard that is held for reading until `release`. `data` may only be looked at where `sum` has answered."""
+
+    def __init__(self, cache: PageCache, manifest: Manifest, pages: Pages, sums: int) -> None:
+        self.manifest = manifest
+        self.data = pages.view[: manifest.size].toreadonly()
+        self._cache, self._pages, self._sums = cache, pages, sums
+
+    @property
+    def ready(self) -> int:
+        """The buckets that are final."""
+        return os.fstat(self._sums).st_size // SUM_BYTES
+
+    @property
+    def fd(self) -> int:
+        """The file of `data`."""
+        return self._pages.fd
+
+    def sum(self, bucket: int, patience: float) -> int:
+        """The checksum of a bucket, once that is final. Raises MissingVersion after `patience` seconds."""
+        if not self.wait(bucket, patience):
+            version = self.manifest.version
+            raise MissingVersion(f"bucket {bucket} of version {version} was not published within {patience:g} s")
+        return int.from_bytes(os.pread(self._sums, SUM_BYTES, bucket * SUM_BYTES), "little")
+
+    def sums(self, first: int) -> bytes:
+        """Those of all final buckets from `first` on."""
+        return os.pread(self._sums, self.manifest.buckets * SUM_BYTES, first * SUM_BYTES)
+
+    def wait(self, bucket: int, seconds: float) -> bool:
+        """Whether a bucket is final, within so many seconds. Raises MissingVersion as soon as it never will be."""
+        deadline, pause = time.monotonic() + seconds, POLL_S
+        while self.ready <= bucket:
+            self.check()
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(LONGEST_POLL_S, pause * 2)
+        return True
+
+    def check(self) -> None:
+        """Raises MissingVersion if it is not complete and nobody writes it any more."""
+        if self.ready < self.manifest.buckets and try_lock(self._sums, fcntl.LOCK_SH):
+            fcntl.flock(self._sums, fcntl.LOCK_UN)
+            if self.ready < self.manifest.buckets:
+                version = self.manifest.version
+                raise MissingVersion(f"version {version} will never be complete: its publisher ended half-way")
+
+    def release(self) -> None:
+        self._cache.release(self._pages)
+        os.close(self._sums)
+
+
+class Writing:
+    """A shard that is being written. Use as a context manager: what is not complete at its end never will be."""
+
+    def __init__(self, cache: PageCache, manifest: Manifest, pages: Pages, sums: int) -> None:
+        self.manifest = manifest
+        self.data = pages.view[: manifest.size]
+        self._cache, self._pages, self._sums = cache, pages, sums
+
+    def __enter__(self) -> "Writing":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._cache.release(self._pages)
+        os.close(self._sums)
+
+    def finish(self, checksum: int) -> None:
+        """The next bucket is final."""
+        os.write(self._sums, checksum.to_bytes(SUM_BYTES, "little"))

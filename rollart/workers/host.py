@@ -36,6 +36,7 @@ from typing import Any, NoReturn
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux
 END_S = 5.0  # for killed processes to be gone
 KEY_S = 10.0  # for a caller to show the key
+PAUSE_S = 0.05  # before another connection is taken, after one could not be
 PACKAGE = str(Path(__file__).resolve().parent.parent)
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # a forked process has lost the others
 LIBC = ctypes.CDLL(None)
@@ -156,7 +157,12 @@ class Host:
         self._end()
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:  # the caller is gone already, or too many files are open until a slot ends
+            print(f"a connection could not be taken: {error}", file=sys.stderr)
+            time.sleep(PAUSE_S)
+            return
         host = os.getpid()
         try:
             pid = os.fork()

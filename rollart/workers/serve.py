@@ -1,14 +1,15 @@
 """A host of environments for runs elsewhere: listens on a port, and starts a process for each connection with the key.
 
-    ROLLART_WORKER_KEY=... python -m rollart.workers.serve --port 7070 --import my_envs:Lake
+    ROLLART_WORKER_KEY=... rollart envs serve --host 0.0.0.0 --port 7070 --import my_envs:Lake
 
 A run reaches it by a pool in its run file, with the same key in its environment:
 
     pools: {lakes: {role: environment, device: cpu, urls: ["tcp://10.0.0.7:7070"]}}
 
-Needs the standard library only, so a Python without rollart can run it by its path. What is imported at the start is
-shared by all processes; anything else that this Python can import is imported by each process that needs it. It ends by
-SIGTERM or Ctrl-C, with all that it started. Keys and episodes travel in the clear: use it in a network that you trust.
+Needs the standard library only, so the Python of a family, or one without rollart, can run it by its path. What is
+imported at the start is shared by all processes; anything else that this Python can import is imported by each process
+that needs it. It ends by SIGTERM or Ctrl-C, with all that it started. Keys and episodes travel in the clear: use it in
+a network that you trust.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 KEY = "ROLLART_WORKER_KEY"
+NO_KEY = f"set {KEY} to a secret that runs must show: whoever can reach the port can run code here"
 SHIM = "{rollart}/envs/shim.py:EnvironmentShim"
 
 
@@ -36,13 +38,13 @@ def host_module() -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog=f"The key is taken from {KEY}.")
-    parser.add_argument("--bind", default="0.0.0.0", help="address to listen on")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=7070, help="0: any that is free")
     parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE:NAME")
     parser.add_argument("--limit", type=int, default=4_000_000, help="bytes of one message")
     given = parser.parse_args()
     if not os.environ.get(KEY):
-        sys.exit(f"set {KEY} to a secret that runs must show: whoever can reach the port can run code here")
+        sys.exit(NO_KEY)
     serve(given)
 
 
@@ -54,7 +56,7 @@ def serve(given: argparse.Namespace) -> None:
         os.environ.setdefault(name, "1")
     try:
         target = host.prepare({"path": [str(Path.cwd())], "imports": [SHIM, *given.imports], "target": SHIM})
-        listener = host.listen({"socket": None, "key": key, "bind": given.bind, "port": given.port})
+        listener = host.listen({"socket": None, "key": key, "bind": given.host, "port": given.port})
     except (ImportError, OSError) as error:
         sys.exit(str(error))
     address, port = listener.getsockname()

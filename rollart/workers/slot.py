@@ -39,6 +39,11 @@ class Slot(asyncio.Protocol):
         self.ended: asyncio.Future[str] = self._loop.create_future()  # why it is lost
         self.lost = ""
 
+    @property
+    def used(self) -> bool:
+        """Whether anything was ever asked of it."""
+        return self._serial > 0
+
     async def call(self, name: str, args: Mapping[str, object], deadline: float) -> Any:
         """Raises SlotLost or CallRaised."""
         if self.lost or self._transport is None:

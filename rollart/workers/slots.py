@@ -14,7 +14,7 @@ The invariants:
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from itertools import chain
 from typing import Any, NoReturn
@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from rollart.errors import RollartError, ServiceError
 from rollart.resources.launcher import Wish
 from rollart.resources.local import LocalLauncher
+from rollart.workers.lease import Lease
 from rollart.workers.process import HostSpec, Place
 from rollart.workers.seat import Seat, Tell
 from rollart.workers.seating import Seating
@@ -33,48 +34,6 @@ RESTARTS, BACK_OFF_S, HEALTHY_S = 5, 1.0, 60.0
 TRIES = 3  # hosts that one `take` may find dead
 
 logger = logging.getLogger(__name__)
-
-
-class Lease:
-    """The right to one process. It holds one after `take`, until it is lost, dropped, or the lease ends."""
-
-    def __init__(self, pool: "SlotPool", seat: Seat) -> None:
-        self._pool = pool
-        self._slot: Slot | None = None
-        self.seat: Seat | None = seat  # None while it waits for another
-        self.reusable = True  # may another lease have the process after this one?
-
-    @property
-    def held(self) -> bool:
-        return self._slot is not None and not self._slot.lost
-
-    async def take(self, fresh: bool = False) -> None:
-        """Hold an idle process or a new one. If `fresh`, surely a new one, and on another host if there is room.
-        Raises SlotLost or ServiceError."""
-        self.drop()
-        self._slot = await self._pool._slot(self, fresh)
-
-    async def call(self, name: str, args: Mapping[str, object], deadline: float) -> Any:
-        """Raises SlotLost or CallRaised."""
-        if self._slot is None:
-            raise SlotLost("the lease holds no process; take one first")
-        return await self._slot.call(name, args, deadline)
-
-    def drop(self, reason: str = "it was given up") -> None:
-        """End the process that the lease holds, if any."""
-        if self._slot is not None:
-            self._slot.kill(reason)
-            self._slot = None
-
-    def take_over(self, spare: "Lease") -> None:
-        """Hold the process of a spare lease of the same pool, in place of our own."""
-        self.drop("another was faster")
-        self._pool._move(self, spare)
-        self._slot, spare._slot = spare._slot, None
-
-    def _give_back(self) -> Slot | None:
-        slot, self._slot = self._slot, None
-        return slot if slot is not None and not slot.lost else None
 
 
 class SlotPool:
@@ -169,7 +128,7 @@ class SlotPool:
             yield lease
         finally:
             self._leases.discard(lease)
-            slot = lease._give_back()
+            slot = lease.give_back()
             if slot is not None and not lease.reusable:
                 self._beside(self._retire([slot]))  # its place is free at once, however long it takes to end
             if lease.seat is not None:
@@ -210,7 +169,10 @@ class SlotPool:
         await self._retire([*chain(*warm), *(slot for seat in seats for _, slot in seat.idle)])
         await asyncio.gather(*(seat.stop() for seat in seats))
 
-    async def _slot(self, lease: Lease, fresh: bool) -> Slot:
+    # For leases
+
+    async def slot(self, lease: Lease, fresh: bool) -> Slot:
+        """A process for the lease to hold. Raises SlotLost or ServiceError."""
         for number in range(TRIES):
             seat = await self._seated(lease, elsewhere=fresh)
             try:
@@ -242,7 +204,7 @@ class SlotPool:
         lease.seat = await self._seating.sit(first=True)
         return lease.seat
 
-    def _move(self, lease: Lease, spare: Lease) -> None:
+    def move(self, lease: Lease, spare: Lease) -> None:
         """The lease counts where the spare one, which did not count, was."""
         if spare.seat is not None and spare.seat is not lease.seat:
             spare.seat.leases += 1

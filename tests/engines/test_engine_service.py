@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plain_weights import at
 from tiny_decoders import decoder, request, worst
 
 from rollart.engines.client import EngineClient
@@ -19,13 +20,15 @@ from rollart.errors import EngineFailed
 from rollart.resources.devices import device_class
 from rollart.resources.roofline import ModelShape, Roofline, decode
 from rollart.services import rpc
-from rollart.weights.store import WeightStore
+from rollart.weights.manifest import Publication
+from rollart.weights.publish import publish
 
 DEADLINE_S = 120.0
+Published = dict[int, Publication]
 
 
 @asynccontextmanager
-async def service(spec: dict[str, Any]) -> AsyncIterator[EngineClient]:
+async def service(spec: dict[str, Any], published: Published = {}) -> AsyncIterator[EngineClient]:  # noqa: B006
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "rollart.engines.service"),
         stdin=asyncio.subprocess.PIPE,
@@ -36,7 +39,7 @@ async def service(spec: dict[str, Any]) -> AsyncIterator[EngineClient]:
     try:
         process.stdin.write(json.dumps(spec).encode() + b"\n")
         ready = json.loads(await process.stdout.readline())
-        client = EngineClient(await rpc.connect(ready["url"]), deadline=DEADLINE_S)
+        client = EngineClient(await rpc.connect(ready["url"]), deadline=DEADLINE_S, published=published.__getitem__)
         yield client
         await client.close()
         process.stdin.close()
@@ -50,14 +53,12 @@ async def service(spec: dict[str, Any]) -> AsyncIterator[EngineClient]:
 @pytest.mark.slow
 def test_an_engine_process_serves_swaps_aborts_and_ends_with_its_parent(tmp_path: Path) -> None:
     networks = {3: decoder(seed=1), 4: decoder(seed=2)}
-    decoder(seed=9).save_pretrained(tmp_path / "model")
-    store = WeightStore(tmp_path / "weights")
-    for version, network in networks.items():
-        store.publish(version, network.state_dict())
+    networks[3].save_pretrained(tmp_path / "model")
+    published = {4: publish(tmp_path / "weights", 4, networks[4].state_dict()), 9: at(9)}
     spec = {"model": str(tmp_path / "model"), "weights": str(tmp_path / "weights"), "seed": 1, "version": 3}
 
     async def body() -> None:
-        async with service({**spec, "config": {"max_batch": 8, "prefill_chunk": 16}}) as engine:
+        async with service({**spec, "config": {"max_batch": 8, "prefill_chunk": 16}}, published) as engine:
             group = [request(str(index), [index] * 30, max_tokens=12) for index in range(12)]
             for completion, asked in zip(await asyncio.gather(*map(engine.generate, group)), group, strict=True):
                 assert set(completion.versions) == {3}
@@ -80,7 +81,7 @@ def test_an_engine_process_serves_swaps_aborts_and_ends_with_its_parent(tmp_path
 
 
 @pytest.mark.slow
-def test_a_model_folder_serves_its_own_weights_when_the_store_has_none(tmp_path: Path) -> None:
+def test_a_model_folder_serves_its_own_weights_until_others_are_loaded(tmp_path: Path) -> None:
     network = decoder("llama", seed=4)
     network.save_pretrained(tmp_path / "model")
     spec = {"model": str(tmp_path / "model"), "weights": str(tmp_path / "weights"), "seed": 1, "version": 0}

@@ -2,15 +2,15 @@
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from plain_weights import at, versions
 from served_engines import peer, served
 from tiny_decoders import VOCABULARY, decoder, request, twin, worst
-from torch import Tensor
 
 from rollart.config import Engine as EngineConfig
 from rollart.engines.torch import fetch, handover
@@ -47,17 +47,6 @@ async def same(network: Any, asked: GenerationRequest, got: Completion) -> None:
     assert got.tokens == expected.tokens
     assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
     assert worst(dict.fromkeys(got.versions, network), asked, got) <= 1e-4
-
-
-class Versions:
-    """A weight store of two networks."""
-
-    def __init__(self, *networks: Any) -> None:
-        self._networks = networks
-
-    def load(self, version: int) -> Mapping[str, Tensor]:
-        state: Mapping[str, Tensor] = self._networks[version].state_dict()
-        return state
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "qwen3_moe"])
@@ -178,7 +167,7 @@ def test_kv_that_is_evicted_while_it_is_fetched_is_used_as_far_as_it_came(monkey
 @pytest.mark.parametrize("swapped", ["a", "b", "b while fetching"])
 def test_kv_of_other_weights_is_never_used(swapped: str) -> None:
     networks = decoder(seed=1), decoder(seed=2)
-    store = Versions(*networks)
+    store = versions(*networks)
     offered = []
 
     async def scenario() -> None:
@@ -188,16 +177,16 @@ def test_kv_of_other_weights_is_never_used(swapped: str) -> None:
                 part = await a.handover.offer(wanted)
                 offered.append(part.count)
                 if swapped == "b while fetching":
-                    await b.load(1)
+                    await b.load(at(1))
                 return part
 
             async with served({"offer": offer}) as url:
                 asked = replace(request("1", PROMPT, max_tokens=10, seed=1), kv_from=url)
                 await a.prefill(plain(asked))
                 if swapped == "a":
-                    await a.load(1)
+                    await a.load(at(1))
                 if swapped == "b":
-                    await b.load(1)
+                    await b.load(at(1))
                 done = await b.generate(asked)
                 now = 0 if swapped == "a" else 1
                 assert offered == [59 if swapped == "b while fetching" else 0]
@@ -210,15 +199,15 @@ def test_kv_of_other_weights_is_never_used(swapped: str) -> None:
 
 def test_engines_that_keep_kv_over_a_swap_still_hand_it_over() -> None:
     networks = decoder(seed=1), decoder(seed=2)
-    store = Versions(*networks)
+    store = versions(*networks)
 
     async def scenario() -> None:
         keeping = {"store": store, "on_swap": "keep"}
         async with peer(networks[0], **keeping) as (a, url), peer(networks[0], **keeping) as (b, _):
             asked = replace(request("1", PROMPT, max_tokens=2, seed=1), kv_from=url)
             await a.prefill(plain(asked))
-            await a.load(1)
-            await b.load(1)
+            await a.load(at(1))
+            await b.load(at(1))
             assert (await b.generate(asked)).fetched == 59
 
     drive(scenario)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_weights import Made, at
 from tiny_decoders import decoder, request, twin, worst
 from torch import Tensor
 
@@ -12,7 +13,8 @@ from rollart.engines.torch.engine import TorchEngine
 from rollart.engines.torch.model import Model
 from rollart.errors import EngineFailed
 from rollart.types import Completion
-from rollart.weights.store import WeightStore
+from rollart.weights.publish import publish
+from rollart.weights.reader import Weights
 
 DEADLINE_S = 60.0
 
@@ -50,36 +52,75 @@ def test_requests_from_many_coroutines_share_the_steps() -> None:
 
 def test_weights_are_swapped_under_requests_in_flight(tmp_path: Any) -> None:
     networks = {0: decoder(seed=1), 1: decoder(seed=2)}
-    store = WeightStore(tmp_path / "weights")
-    store.publish(1, networks[1].state_dict())
+    publications = [publish(tmp_path, version, networks[1].state_dict()) for version in (1, 2)]
 
     async def scenario(engine: TorchEngine) -> None:
         asked = request("1", [1, 2, 3], max_tokens=400, seed=1)
         running = asyncio.create_task(engine.generate(asked))
         await until_generating(engine)
-        await engine.load(1)
+        loaded = await engine.load(publications[0])
         completion = await running
         assert completion.versions == sorted(completion.versions) and set(completion.versions) == {0, 1}
         assert worst(networks, asked, completion) <= 1e-4
         status = await engine.status()
         assert (status.version, status.swaps) == (1, 1)
+        size = sum(tensor.nbytes for tensor in {t.data_ptr(): t for t in networks[1].state_dict().values()}.values())
+        assert loaded.transport == "shared memory" and size <= loaded.bytes < 1.1 * size
+        assert 0 < loaded.exposed_s < loaded.transfer_s
 
-    drive(networks[0], scenario, store=store)
+    drive(networks[0], scenario, store=Weights(tmp_path))
+
+
+def test_an_engine_computes_with_the_published_memory_itself_and_lets_go_of_it_at_the_next_swap(tmp_path: Any) -> None:
+    networks = {0: decoder(seed=1), 1: decoder(seed=2), 2: decoder(seed=3)}
+    weights = Weights(tmp_path)
+
+    async def scenario(engine: TorchEngine) -> None:
+        for version in (1, 2):
+            await engine.load(publish(tmp_path, version, networks[version].state_dict()))
+            held = engine._held
+            assert held is not None
+            for name, tensor in engine._model.network.state_dict().items():
+                assert tensor.data_ptr() == held.tensors[name].data_ptr()
+            asked = request(f"{version}", [1, 2, 3], max_tokens=5, seed=1)
+            assert worst(networks, asked, await engine.generate(asked)) <= 1e-4
+        await engine.load(publish(tmp_path, 3, networks[2].state_dict()))
+        assert len(list(tmp_path.glob("*.data"))) == 2
+
+    drive(networks[0], scenario, store=weights)
 
 
 def test_a_version_that_is_not_there_leaves_the_engine_on_its_own(tmp_path: Any) -> None:
     async def scenario(engine: TorchEngine) -> None:
         with pytest.raises(EngineFailed, match="version 7 was not loaded"):
-            await engine.load(7)
+            await engine.load(at(7))
         assert (await engine.generate(request("1", [1], max_tokens=2))).versions == [0, 0]
 
-    drive(decoder(), scenario, store=WeightStore(tmp_path / "weights"))
+    drive(decoder(), scenario, store=Weights(tmp_path))
+
+
+def test_a_damaged_version_is_not_loaded_and_generation_goes_on_with_the_old_one(tmp_path: Any) -> None:
+    networks = {0: decoder(seed=1), 1: decoder(seed=2)}
+    publication = publish(tmp_path, 1, networks[1].state_dict())
+    (data,) = tmp_path.glob("*.data")
+    with open(data, "rb+") as file:
+        file.seek(1000)
+        file.write(b"wrong")
+
+    async def scenario(engine: TorchEngine) -> None:
+        with pytest.raises(EngineFailed, match=r"version 1 was not loaded: bucket 0 of shard 0 .* its checksum"):
+            await engine.load(publication)
+        asked = request("1", [1, 2, 3], max_tokens=5, seed=1)
+        completion = await engine.generate(asked)
+        assert set(completion.versions) == {0} and worst(networks, asked, completion) <= 1e-4
+
+    drive(networks[0], scenario, store=Weights(tmp_path))
 
 
 def test_an_engine_without_a_store_says_so() -> None:
     async def scenario(engine: TorchEngine) -> None:
         with pytest.raises(EngineFailed, match="without a weight store"):
-            await engine.load(1)
+            await engine.load(at(1))
 
     drive(decoder(), scenario)
 
@@ -163,13 +204,12 @@ def test_reading_new_weights_does_not_hold_up_generation() -> None:
         loop = asyncio.get_running_loop()
         finished = asyncio.Event()
 
-        class Slow:
-            def load(self, version: int) -> Mapping[str, Tensor]:
-                asyncio.run_coroutine_threadsafe(finished.wait(), loop).result(DEADLINE_S)
-                return {name: tensor + torch.tensor(0.01) for name, tensor in network.state_dict().items()}
+        def slow(version: int) -> Mapping[str, Tensor]:
+            asyncio.run_coroutine_threadsafe(finished.wait(), loop).result(DEADLINE_S)
+            return {name: tensor + torch.tensor(0.01) for name, tensor in network.state_dict().items()}
 
-        async with TorchEngine(Model(twin(network)), EngineConfig(), store=Slow()) as engine:
-            loading = asyncio.create_task(engine.load(1))
+        async with TorchEngine(Model(twin(network)), EngineConfig(), store=Made(slow)) as engine:
+            loading = asyncio.create_task(engine.load(at(1)))
             completion = await engine.generate(request("1", [1], max_tokens=50))
             finished.set()
             await loading

@@ -11,13 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rollart import runfile
 from rollart.config import Environments, Pool, Task
 from rollart.envs.elsewhere import KEY
 from rollart.envs.pool import EnvironmentPool
-from rollart.errors import EnvironmentFailed, ServiceError
+from rollart.errors import ConfigError, EnvironmentFailed, ServiceError
 from rollart.workers import slots
 
-SERVE = [sys.executable, "-m", "rollart.workers.serve", "--bind", "127.0.0.1", "--port", "0"]
+SERVE = [str(Path(sys.executable).with_name("rollart")), "envs", "serve", "--port", "0"]
 QUICK = Environments(slots=2, retries=0)
 
 
@@ -114,9 +115,8 @@ def test_a_lost_host_fails_its_episodes_and_ends_the_run_if_it_does_not_come_bac
             with pytest.raises(EnvironmentFailed):
                 while True:
                     await environment.step("who")
-            with pytest.raises(ExceptionGroup) as caught:
+            with pytest.raises(ServiceError, match="no host of t environments is left"):
                 await environments.watch()
-            assert "no host of t environments is left" in str(caught.value.exceptions[0])
 
     with serving() as (host, url):
         asyncio.run(run(host, url))
@@ -125,8 +125,23 @@ def test_a_lost_host_fails_its_episodes_and_ends_the_run_if_it_does_not_come_bac
 def test_a_host_without_a_key_does_not_start():
     environment = {name: value for name, value in os.environ.items() if name != KEY}
     ended = subprocess.run(SERVE, env=environment, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert f"set {KEY}" in ended.stderr
+
+
+def test_a_family_that_only_the_host_has_need_not_be_here(monkeypatch, tmp_path):
+    monkeypatch.setenv("ROLLART_ENVS", str(tmp_path))
+    task = Task(name="t", env="hostile_envs:Plain", family="textarena")
+    with pytest.raises(ConfigError, match="rollart envs add textarena"):
+        EnvironmentPool([task], QUICK)
+    EnvironmentPool([task], QUICK, urls=["tcp://10.0.0.7:7070"])
+    text = "model: {path: MODEL}\ntasks: [{name: t, env: 'a.b:C', family: textarena}]\n"
+    hosts = "pools: {far: {role: environment, device: cpu, urls: ['tcp://10.0.0.7:7070']}}\n"
+    for name, content in (("here", text), ("there", text + hosts)):
+        (tmp_path / f"{name}.yaml").write_text(content.replace("MODEL", str(tmp_path)))
+    with pytest.raises(ConfigError, match="rollart envs add textarena"):
+        runfile.load(tmp_path / "here.yaml", need_model=False)
+    runfile.load(tmp_path / "there.yaml", need_model=False)
 
 
 def test_a_pool_of_environments_may_have_urls_and_one_of_trainers_may_not():

@@ -1,13 +1,16 @@
 import asyncio
+import contextlib
 import random
 from contextlib import asynccontextmanager
 
+import psutil
 import pytest
 
 from rollart.config import Environments, Task
 from rollart.envs.pool import EnvironmentPool
 from rollart.errors import EnvironmentFailed, ServiceError
 from rollart.types import Message, Step
+from rollart.workers import slots
 
 QUICK = Environments(slots=4, reset_deadline=20, step_deadline=20, retries=1)
 
@@ -142,3 +145,32 @@ def test_idle_environments_are_closed_properly_at_the_end(tmp_path):
 
     asyncio.run(run())
     assert (tmp_path / "closed").exists()
+
+
+def test_a_task_that_has_lost_its_last_host_fails_at_once_and_the_others_go_on(monkeypatch):
+    monkeypatch.setattr(slots, "RESTARTS", 0)
+
+    def kill(environments, name):
+        psutil.Process(environments._tasks[name].pool.host_pids[0]).kill()
+
+    async def until_lost(environments):
+        while True:
+            async with environments.lease("lost", held_out=False) as environment:
+                with contextlib.suppress(EnvironmentFailed):  # the loss is not known yet
+                    await environment.reset(1)
+
+    async def run():
+        async with pool(task("Plain", "lost"), task("Plain", "sound")) as environments, asyncio.timeout(60):
+            await environments.start()
+            watching = asyncio.create_task(environments.watch())
+            kill(environments, "lost")
+            with pytest.raises(EnvironmentFailed, match="'lost' has no environment: no host of lost environments"):
+                await until_lost(environments)
+            async with environments.lease("sound", held_out=False) as environment:
+                assert await environment.reset(1)
+            assert not watching.done()
+            kill(environments, "sound")
+            with pytest.raises(ServiceError, match=r"no host of lost .* no host of sound"):
+                await watching
+
+    asyncio.run(run())

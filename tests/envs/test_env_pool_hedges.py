@@ -10,13 +10,18 @@ from rollart.config import Environments, Task
 from rollart.envs.latencies import LEAST
 from rollart.envs.pool import EnvironmentPool
 from rollart.errors import EnvironmentFailed
+from rollart.observe.events import ResetHedged
 
 SLOW = 99
 
 
+class Told(list):
+    emit = list.append
+
+
 @asynccontextmanager
-async def pool(env, config, **args):
-    environments = EnvironmentPool([Task(name="t", env=f"hostile_envs:{env}", args=args)], config)
+async def pool(env, config, told=None, **args):
+    environments = EnvironmentPool([Task(name="t", env=f"hostile_envs:{env}", args=args)], config, sink=told)
     try:
         async with asyncio.timeout(60):
             await environments.start()
@@ -86,9 +91,11 @@ def test_without_hedges_a_slow_reset_runs_into_its_deadline_and_is_tried_again(t
 
 
 def test_when_both_resets_hang_both_end_and_the_reset_is_tried_again(tmp_path):
+    told = Told()
+
     async def run():
         config = Environments(slots=1, hedges=1, warm=0, reset_deadline=0.5, retries=1)
-        async with pool("Stuck", config, folder=str(tmp_path), seed=SLOW, times=2) as environments:
+        async with pool("Stuck", config, told, folder=str(tmp_path), seed=SLOW, times=2) as environments:
             await learn(environments)
             async with environments.lease("t", held_out=False) as environment:
                 await environment.reset(SLOW)
@@ -97,6 +104,9 @@ def test_when_both_resets_hang_both_end_and_the_reset_is_tried_again(tmp_path):
 
     counts = asyncio.run(run())
     assert (counts.hedges, counts.hedges_won, counts.failed_tries, counts.retries) == (1, 0, 2, 1)
+    hedged, lost = told
+    assert hedged == ResetHedged(task="t", won=False)
+    assert (lost.call, lost.retried) == ("reset", True) and "did not answer within 0.5 s" in lost.reason
 
 
 def test_a_cancelled_race_leaves_neither_process_nor_place_behind(tmp_path):

@@ -5,17 +5,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollart.envs.delayed import RESET, draw
-from rollart.envs.latencies import LEAST, SHORT, Latencies, quantile
+from rollart.envs.latencies import LEAST, Latencies, quantile
 from rollart.simulate.clock import run
 
-LENGTHS = st.lists(st.floats(0.001, 1000.0), min_size=LEAST, max_size=300)
+LENGTHS = st.lists(st.floats(1.0, 4.0), min_size=LEAST, max_size=300)
 
 
 @given(LENGTHS)
-def test_of_calls_that_all_ended_it_is_the_plain_quantile(lengths):
+def test_of_ordinary_calls_that_all_ended_it_is_the_plain_quantile(lengths):
     found = quantile([(seconds, True) for seconds in lengths], 0.95)
     assert sum(seconds <= found for seconds in lengths) >= 0.95 * len(lengths) - 1e-6
     assert sum(seconds < found for seconds in lengths) < 0.95 * len(lengths) + 1e-6
+
+
+def test_calls_of_a_second_mode_do_not_move_it_whether_they_ended_or_were_given_up():
+    ordinary = [(1 + n / 1000, True) for n in range(960)]
+    wanted = quantile(ordinary, 0.95)
+    for rare in [(400.0, True)] * 40, [(2.5, False)] * 40, [(400.0, True)] * 20 + [(3.0, False)] * 20:
+        assert quantile([*ordinary, *rare], 0.95) == wanted
 
 
 @given(LENGTHS, st.integers(0, 100))
@@ -33,9 +40,10 @@ def test_nothing_is_known_of_few_calls_nor_while_many_are_not_over():
     assert quantile(first_wave, 0.95) is None
 
 
-def test_if_some_never_end_the_longest_of_the_others_has_to_do():
-    lost = round(100 * (0.05 + SHORT)) - 1
-    assert quantile([(n / 100, True) for n in range(100 - lost)] + [(9.0, False)] * lost, 0.95) == (99 - lost) / 100
+def test_more_than_a_few_that_do_not_end_are_no_exception_but_unknown():
+    ends = [(1 + n / 1000, True) for n in range(900)]
+    assert quantile([*ends, *[(9.0, False)] * 90], 0.95) is not None
+    assert quantile([*ends, *[(9.0, False)] * 110], 0.95) is None
 
 
 def test_giving_up_what_is_slow_again_and_again_keeps_the_estimate_where_it_was():
@@ -43,7 +51,7 @@ def test_giving_up_what_is_slow_again_and_again_keeps_the_estimate_where_it_was(
     would seem ever rarer or the estimate fall with every round."""
 
     async def main():
-        rng, latencies, estimates = random.Random(1), Latencies(), []
+        rng, latencies, estimates = random.Random(1), Latencies(0.95), []
         for _ in range(4000):
             try:
                 async with asyncio.timeout(latencies.slow_after):
@@ -56,4 +64,4 @@ def test_giving_up_what_is_slow_again_and_again_keeps_the_estimate_where_it_was(
         return estimates
 
     estimates = run(main())
-    assert 33.0 < min(estimates[1000:]) <= max(estimates[1000:]) < 52.0  # p90 and p98; the true p95 is 40.6
+    assert 33.0 < min(estimates[1000:]) <= max(estimates[1000:]) < 52.0  # p90 and p98; of ordinary ones the p95 is 38.6

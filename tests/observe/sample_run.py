@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass, field
 
 from rollart.observe import events as ev
-from rollart.types import Outcome
+from rollart.types import Gap, Outcome
 
 SLOTS = 24
 
@@ -187,7 +187,12 @@ class SampleRun:
         self.put(
             end,
             ev.StepDone(
-                version=step + 1, seconds=seconds, tokens=900, values={"loss": 1 / (step + 1), "entropy": 0.7}, tasks={}
+                version=step + 1,
+                seconds=seconds,
+                tokens=900,
+                values={"loss": 1 / (step + 1), "entropy": 0.7},
+                tasks={},
+                gaps=tuple(Gap(task, age, 100 + 100 * step, 0.01 * age, 0.1) for task in self.tasks for age in (0, 1)),
             ),
         )
         self.put(end + 0.05, ev.Published(version=step + 1, seconds=0.05))

@@ -27,6 +27,7 @@ def test_tensorboard_reads_back_the_curves(tmp_path: Path) -> None:
     assert scalars[0].wall_time > 1.7e9
     assert [scalar.step for scalar in board.Scalars("trainer/loss")] == list(range(1, 21))
     assert {"reward/arithmetic", "rollout/staleness", "speed/tokens_per_s"} <= set(board.Tags()["scalars"])
+    assert [round(scalar.value, 3) for scalar in board.Scalars("logprob_gap/sokoban, 1 old")] == [0.01] * 20
 
 
 def test_a_resume_hides_the_steps_that_are_made_again(tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from rollart.config import Environments, Task  # noqa: E402
 from rollart.envs.pool import EnvironmentPool  # noqa: E402
 from rollart.errors import EnvironmentFailed, ServiceError  # noqa: E402
 from rollart.resources.launcher import Command, Unsatisfiable, Wish, relaunch, service  # noqa: E402
+from rollart.resources.local import free_port  # noqa: E402
 from rollart.resources.ray import RayLauncher  # noqa: E402
 from rollart.services import rpc  # noqa: E402
 
@@ -249,3 +252,48 @@ def test_environments_of_a_killed_node_move_to_other_hosts(cluster: Cluster) -> 
     asyncio.run(main())
     assert sorted(device for device, reason in told if not reason) == ["H20", "H800", "cpu"]
     assert [device for device, reason in told if reason] == ["H20"]
+
+
+def listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    time.sleep(0.1)
+    return False
+
+
+THROUGH_A_CLIENT = """
+import asyncio, json, sys
+from rollart.resources.launcher import Command, Wish
+from rollart.resources.ray import RayLauncher
+from rollart.services import rpc
+
+async def main(address, services):
+    launcher = RayLauncher(address)
+    try:
+        async with asyncio.timeout(90):
+            command = Command("echo", ("-m", "echo_service"), {"word": "hello"}, environment={"PYTHONPATH": services})
+            started = await launcher.launch(command, Wish(("H800",)))
+            async with rpc.connected(started.answer["url"], key=launcher.key) as client:
+                word = await client.call("word", returns=str, deadline=10)
+            print(json.dumps([started.device, word, sorted(d for node in await launcher.nodes() for d in node.total)]))
+    finally:
+        await launcher.close()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+def test_a_cluster_is_joined_from_outside_through_its_client_port(cluster: Cluster) -> None:
+    port = free_port("127.0.0.1")
+    serve = [sys.executable, "-m", "ray.util.client.server", "--host", "127.0.0.1", "--port", str(port)]
+    server = subprocess.Popen([*serve, "--address", cluster.address], start_new_session=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not listens(port):
+            assert server.poll() is None and time.monotonic() < deadline
+        outside = [sys.executable, "-c", THROUGH_A_CLIENT, f"ray://127.0.0.1:{port}", SERVICES]
+        told = subprocess.run(outside, capture_output=True, text=True, timeout=150, check=True).stdout
+        assert told.splitlines()[-1] == '["H800", "hello", ["H800", "cpu"]]'
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()

@@ -1,6 +1,11 @@
 """A real Ray cluster with Ray Serve: from no replica to some, and nothing left behind."""
 
 import asyncio
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
 from local_platform import episode
@@ -62,6 +67,46 @@ def test_a_reward_runs_on_its_device_class_from_no_replica_at_all(cluster):
     try:
         assert replicas() == []
     finally:
+        ray.shutdown()
+
+
+CONTROLLER = """
+import asyncio, sys
+from rollart.config import Rewards as Config, Task
+from rollart.rewards.invokers import Rewards
+
+async def main(address):
+    reward = {"function": "hostile_rewards:answer", "invoker": "ray", "device": "H20"}
+    made = Rewards([Task(name="t", env="a:B", reward=reward)], Config(), cluster=address)
+    await made.start()
+    print("started", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main(sys.argv[1]))
+"""
+
+
+def test_a_controller_that_is_killed_leaves_no_application_behind(cluster):
+    here = Path(__file__).parent
+    controller = subprocess.Popen(
+        [sys.executable, "-c", CONTROLLER, cluster.address], cwd=here, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert "started\n" in controller.stdout
+        ray.init(cluster.address, log_to_driver=False)
+        assert replicas() == [0]
+        controller.kill()
+        deadline = time.monotonic() + 60
+        while replicas():
+            assert time.monotonic() < deadline, "the application is still there"
+            threading.Event().wait(0.5)
+        assert not [
+            actor for actor in ray.util.list_named_actors(all_namespaces=True) if "rollart" in actor["namespace"]
+        ]
+    finally:
+        controller.kill()
+        controller.wait()
+        controller.stdout.close()
         ray.shutdown()
 
 

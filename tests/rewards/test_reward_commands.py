@@ -121,7 +121,7 @@ def test_a_package_has_the_needed_files_and_no_more(user):
     assert files == {
         *("Dockerfile", "README.md", "main.py", "handler.py", "requirements.txt", "requirements-handler.txt"),
         *("my_rewards.py", "helpers/words.py"),
-        *("rollart/__init__.py", "rollart/types.py", "rollart/rewards/__init__.py"),
+        *("rollart/__init__.py", "rollart/types.py", "rollart/compact.py", "rollart/rewards/__init__.py"),
         *("rollart/rewards/runtime.py", "rollart/rewards/wire.py"),
     }
     assert [line.partition("==")[0] for line in (user / "out/requirements.txt").read_text().splitlines()] == [

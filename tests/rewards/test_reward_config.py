@@ -47,6 +47,8 @@ def test_the_invoker_is_one_line_of_the_run_file_and_comes_back_from_its_dump(tm
         ("{url: 'http://example.com'}", "`url` is for the invoker http or lambda or fc, not pool"),
         ("{invoker: http, url: 'http://x', device: H20}", "`device` is for the invoker ray"),
         ("{invoker: http, url: 'http://x', secret: 'my secret'}", "tasks.sums.reward.secret must match"),
+        ("{batch: 8}", "`batch` is for calls to elsewhere"),
+        ("{hedge: false}", "`hedge` is for calls to elsewhere"),
         ("{invoker: htp}", "did you mean 'http'?"),
         ("{invokr: http}", "unknown key 'invokr' in tasks.sums.reward; did you mean 'invoker'?"),
         ("nonsense", "tasks.sums.reward.function must look like package.module:Name"),

@@ -265,6 +265,19 @@ def test_an_evaluation_that_cannot_be_played_is_an_error_before_rl_and_a_warning
     run(main())
 
 
+def test_one_task_that_cannot_be_played_does_not_cost_the_last_evaluation_of_the_others(tmp_path: Path) -> None:
+    async def main() -> None:
+        ledger = Ledger.open(tmp_path / "ledger.sqlite")
+        made = build(preset("rollart", 1, 2.0, 0, 0), ledger, broken={"b": (0.0, 1e9)})
+        results = await made.evaluator.run(2, 3, final=True)
+        assert [result.task for result in results] == ["a"]
+        assert [event.message.split(";")[0] for event in made.recorder.of(Warned)] == [
+            "no held-out episode of task b could be played"
+        ]
+
+    run(main())
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(worlds(), st.lists(st.floats(0.1, 30.0), min_size=1, max_size=4))
 def test_stops_at_any_moment_lose_nothing_and_train_nothing_twice(world: dict[str, Any], stops: list[float]) -> None:

@@ -1,19 +1,22 @@
 """Tasks that fail for a while: the state machine alone, and the whole control plane on virtual time."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_pipeline import PRESETS, check_nothing_leaks, check_outcomes, play, worlds
-from world import World
+from world import World, build
 
 from rollart.errors import RollartError
 from rollart.observe.events import BatchTaken, GroupDropped, GroupStarted, Quarantined, Released, TrajectoryEnded
+from rollart.rollout.ledger import Ledger
 from rollart.rollout.mixture import Mixture
 from rollart.rollout.quarantine import LONGEST, Quarantine, Rule
 from rollart.rollout.schedule import preset
+from rollart.simulate.clock import run
 from rollart.types import Outcome
 
 RULE = Rule(rate=0.5, window=10, least=4, groups=3, wait=10.0)
@@ -184,3 +187,42 @@ def test_a_task_below_the_limit_stays_in() -> None:
     assert not made.recorder.of(Quarantined)
     counts = Counter(event.outcome for event in made.recorder.of(TrajectoryEnded))
     assert counts[Outcome.ENV_FAILED] > 0
+
+
+@pytest.mark.parametrize("works_after", [0.0, 1e9])
+def test_a_task_that_was_out_stays_out_over_a_resume_and_is_probed_at_once(tmp_path: Path, works_after: float) -> None:
+    async def main() -> tuple[World, World]:
+        ledger = Ledger.open(tmp_path / "ledger.sqlite")
+        first = build(OURS, ledger, steps=30, retries=2, broken={"b": (0.0, 1e9)}, rule=RULE)
+        await first.pipeline.run()
+        await first.scheduler.stop()
+        second = build(OURS, ledger, steps=45, retries=2, broken={"b": (0.0, works_after)}, rule=RULE)
+        await second.pipeline.run()
+        await second.scheduler.stop()
+        return first, second
+
+    first, second = run(main())
+    times = len(first.recorder.of(Quarantined))
+    again, *later = second.recorder.of(Quarantined)
+    assert (again.task, again.wait_s) == ("b", 0.0) and "before the run was resumed" in again.reason
+    shares = [event.groups for event in second.recorder.of(BatchTaken)]
+    if works_after:
+        assert later and later[0].wait_s == RULE.wait * 2**times
+        assert shares == [{"a": 4}] * len(shares)
+    else:
+        assert not later and [event.task for event in second.recorder.of(Released)] == ["b"]
+        assert shares[-1] == {"a": 2, "b": 2}
+
+
+def test_after_a_run_that_ended_because_every_task_failed_each_has_a_new_chance(tmp_path: Path) -> None:
+    async def main() -> World:
+        ledger = Ledger.open(tmp_path / "ledger.sqlite")
+        for task in ("a", "b"):
+            ledger.leave_out(task, 3)
+        made = build(OURS, ledger, steps=4, rule=RULE)
+        await made.pipeline.run()
+        await made.scheduler.stop()
+        assert ledger.recover().out == {}
+        return made
+
+    assert not run(main()).recorder.of(Quarantined)

@@ -6,10 +6,11 @@ import pytest
 from world import Recorder
 
 from rollart.errors import EngineFailed, EngineLost
+from rollart.observe.events import Warned
 from rollart.rollout.router import Routed, Router
 from rollart.simulate.clock import run
 from rollart.simulate.modelled import ModelledEngine
-from rollart.types import Completion, EngineStatus, GenerationRequest, Sampling
+from rollart.types import Completion, EngineStatus, GenerationRequest, Loaded, Sampling
 
 
 def request(session: str, turn: int = 0) -> GenerationRequest:
@@ -21,7 +22,7 @@ def engine(**settings: Any) -> ModelledEngine:
 
 
 class Broken(ModelledEngine):
-    async def load(self, version: int) -> None:
+    async def load(self, version: int) -> Loaded:
         raise EngineFailed("no such version")
 
 
@@ -107,14 +108,36 @@ def test_serving_is_the_oldest_version_that_a_request_could_meet() -> None:
     run(main())
 
 
-def test_an_engine_that_cannot_load_a_version_is_left_out() -> None:
+def test_an_engine_that_cannot_load_a_version_keeps_serving_its_own_until_that_is_too_old() -> None:
     async def main() -> None:
-        recorder = Recorder()
-        router = Router({"x": Broken(random.Random(0)), "y": engine()}, 0, recorder)
+        recorder, lost = Recorder(), []
+        router = Router({"x": Broken(random.Random(0)), "y": engine()}, 0, recorder, on_lost=lost.append)
         await router.load(1)
+        assert router.serving == 0 and not lost
+        assert {(await router.generate(request(session))).engine for session in "abc"} == {"x", "y"}
+        warned = [event.message for event in recorder.events if isinstance(event, Warned)]
+        assert warned == ["engine x stays at version 0: version 1 could not be loaded: no such version"] * 4
+        router.floor = 1
         assert router.serving == 1
-        assert {(await router.generate(request(session))).engine for session in "abc"} == {"y"}
-        assert "could not load version 1" in recorder.events[0].message
+        assert {(await router.generate(request(session))).engine for session in "def"} == {"y"}
+        await router.load(2)
+        assert lost == ["x"] and router.serving == 2
+
+    run(main())
+
+
+def test_a_fast_engine_goes_on_to_the_next_version_while_a_slow_one_still_loads_the_last() -> None:
+    async def main() -> None:
+        slow, fast = engine(load_seconds=lambda rng: 5.0), engine(load_seconds=lambda rng: 0.1)
+        router = Router({"slow": slow, "fast": fast}, 0, Recorder())
+        first = asyncio.create_task(router.load(1))
+        await asyncio.sleep(1)
+        second = asyncio.create_task(router.load(2))
+        await asyncio.sleep(1)
+        assert (slow.version, fast.version) == (0, 2)
+        await asyncio.gather(first, second)
+        assert (slow.version, fast.version, router.serving) == (2, 2, 2)
+        assert asyncio.get_running_loop().time() == pytest.approx(10, abs=0.5)
 
     run(main())
 

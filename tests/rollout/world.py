@@ -155,7 +155,6 @@ def build(
         ledger=ledger,
         sink=recorder,
         checkpoints=Path("checkpoints"),
-        on_loaded=lambda version: None,
         on_saved=lambda version: None,
     )
     return World(

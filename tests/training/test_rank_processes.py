@@ -11,7 +11,7 @@ from tiny_models import make_batch, save_tiny
 from rollart.config import Training
 from rollart.errors import ServiceError
 from rollart.training.trainer import Trainer
-from rollart.weights.store import WeightStore
+from rollart.weights.reader import Weights
 
 pytestmark = pytest.mark.slow
 
@@ -32,16 +32,24 @@ def spec(tmp_path: Path) -> dict[str, Any]:
 
 def test_rank_0_serves_for_all_and_takes_them_along_when_it_ends(tmp_path: Path, spec: dict[str, Any]) -> None:
     alone = Trainer(tmp_path / "model", Training())
-    store = WeightStore(tmp_path / "weights")
-
     async def body() -> None:
         async with spread_trainer(spec, 2, tmp_path) as (trainer, ranks):
             for step in range(3):
                 got, expected = await trainer.step(make_batch(step, REWARDS)), alone.step(make_batch(step, REWARDS))
                 assert got.values == pytest.approx(expected.values, abs=1e-4)
             assert await trainer.publish() == 3
-            for name, tensor in alone.snapshot()[1].items():
-                assert torch.allclose(store.load(3)[name], tensor, atol=1e-4)
+            assert len(trainer.published(3).sources) == 2
+            # Here both shards are found in memory, elsewhere both are fetched from the rank that has them.
+            for root in (tmp_path / "weights", tmp_path / "another host"):
+                held = (reader := Weights(root)).fetch(trainer.published(3))
+                assert held.transport == ("shared memory" if root.name == "weights" else "http")
+                expected_tensors = alone.snapshot()[1]
+                assert held.tensors.keys() == expected_tensors.keys()
+                for name, tensor in expected_tensors.items():
+                    assert torch.allclose(held.tensors[name], tensor, atol=1e-4)
+                held.release()
+                if root.name != "weights":
+                    reader.close()
             await trainer.save(tmp_path / "checkpoint")
             with pytest.raises(ServiceError, match="is not there"):
                 await trainer.load(tmp_path / "nothing")

@@ -27,6 +27,9 @@ def distance(left: Weights, right: Weights) -> float:
 
 
 def same(left: StepMetrics, right: StepMetrics) -> bool:
+    sizes = [[size for gap in metrics.gaps for size in (gap.mean, gap.max)] for metrics in (left, right)]
+    names = [[(gap.task, gap.age, gap.tokens) for gap in metrics.gaps] for metrics in (left, right)]
+    assert names[0] == names[1] and sizes[0] == pytest.approx(sizes[1], abs=TOLERANCE)
     return left.values == pytest.approx(right.values, abs=TOLERANCE) and left.tasks == right.tasks
 
 

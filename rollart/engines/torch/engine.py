@@ -9,10 +9,13 @@ its request aborted.
 """
 
 import asyncio
+import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -23,23 +26,42 @@ from torch import Tensor
 from rollart.config import Engine as EngineConfig
 from rollart.engines.torch.fetch import Fetcher
 from rollart.engines.torch.handover import Handover, KVWanted
-from rollart.engines.torch.model import Model
+from rollart.engines.torch.model import Model, Weights
 from rollart.engines.torch.pace import Link, Pacer, label
 from rollart.engines.torch.parked import Part
 from rollart.engines.torch.sequence import Sequence
 from rollart.engines.torch.stepper import Stepper
 from rollart.errors import EngineFailed, RollartError
 from rollart.resources.roofline import Roofline
-from rollart.types import Completion, EngineStatus, GenerationRequest
+from rollart.types import Completion, EngineStatus, GenerationRequest, Loaded
+from rollart.weights.manifest import Publication
 
 T = TypeVar("T")
 CLOSE_S = 30.0
+NICE = 10
+
+
+class HeldWeights(Protocol):
+    """The tensors of a version, which stay as they are until `release`."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def transport(self) -> str: ...
+
+    def release(self) -> None: ...
 
 
 class WeightSource(Protocol):
-    """Where versions come from; the weight store is one."""
+    """Where versions come from; `rollart.weights.reader.Weights` is one."""
 
-    def load(self, version: int) -> Mapping[str, Tensor]: ...
+    def fetch(self, publication: Publication) -> HeldWeights:
+        """Blocks until all of it is there and checked. Raises RollartError."""
+        ...
 
 
 class TorchEngine:
@@ -72,6 +94,8 @@ class TorchEngine:
         self._open: dict[str, tuple[Sequence, asyncio.Future[Completion]]] = {}
         self._thread = threading.Thread(target=self._run, name="stepper", daemon=True)
         self._loading = asyncio.Lock()
+        self._fetching_thread = ThreadPoolExecutor(1, "weights", initializer=_give_way)
+        self._held: HeldWeights | None = None  # what the model's weights are
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> "TorchEngine":
@@ -94,12 +118,15 @@ class TorchEngine:
         for _, fetch in self._fetching.values():
             fetch.cancel()
         await self._fetcher.close()
+        self._fetching_thread.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._thread.join, CLOSE_S)
         if self._thread.is_alive():
             raise EngineFailed(f"the engine's current step did not end within {CLOSE_S:g} s")
         for _, future in self._open.values():
             if not future.done():
                 future.set_exception(EngineFailed("the engine was closed"))
+        if self._held is not None:
+            self._held.release()
 
     async def generate(self, request: GenerationRequest) -> Completion:
         return await self._run_through(self._stepper.accept(request), request.kv_from)
@@ -156,17 +183,35 @@ class TorchEngine:
         sequence.finish, sequence.ended = "abort", time.perf_counter()
         self._deliver([sequence])
 
-    async def load(self, version: int) -> None:
-        """Reads while generation goes on; only the copy into the model is done between two steps."""
-        store = self._store
-        if store is None:
+    async def load(self, publication: Publication) -> Loaded:
+        """Gets and checks the weights while generation goes on; only the swap is done between two steps."""
+        version = publication.version
+        if self._store is None:
             raise EngineFailed(f"version {version} cannot be loaded: this engine was made without a weight store")
         async with self._loading:
+            began = time.perf_counter()
             try:
-                weights = await asyncio.to_thread(lambda: self._model.prepare(store.load(version)))
+                loop = asyncio.get_running_loop()
+                held, weights = await loop.run_in_executor(self._fetching_thread, self._fetch, self._store, publication)
             except RollartError as error:
                 raise EngineFailed(f"version {version} was not loaded: {error}") from error
-            await self._between_steps(partial(self._stepper.swap, version, weights))
+            seconds = time.perf_counter() - began
+            try:
+                swapped = await self._between_steps(partial(self._stepper.swap, version, weights))
+            finally:
+                # Whether it swapped or not, a version that may be in use is not let go of before the next swap.
+                before, self._held = self._held, held
+            if before is not None:
+                before.release()
+            return replace(swapped, transfer_s=seconds, bytes=held.bytes, transport=held.transport)
+
+    def _fetch(self, store: WeightSource, publication: Publication) -> tuple[HeldWeights, Weights]:
+        held = store.fetch(publication)
+        try:
+            return held, self._model.prepare(held.tensors)
+        except BaseException:
+            held.release()
+            raise
 
     async def status(self) -> EngineStatus:
         status = await self._between_steps(self._stepper.status)
@@ -230,6 +275,12 @@ class TorchEngine:
                 future.set_result(sequence.completion())
             except EngineFailed as error:
                 future.set_exception(error)
+
+
+def _give_way() -> None:
+    """To the stepping thread: priorities are those of threads on Linux, and of processes elsewhere."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def _post(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:

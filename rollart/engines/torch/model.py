@@ -45,7 +45,8 @@ class Model:
         return logits[0]
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Weights:
-        """Checks weights and brings them to our device and type, so that `replace` only copies. From any thread."""
+        """Checks weights and brings them to our type, so that `replace` has little to do. From any thread. They are
+        used where they are if they can be: `replace` then only points to them, and nothing may change them."""
         prepared: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in tensors.items():
             weight = self._weights.get(name)
@@ -55,22 +56,28 @@ class Model:
                     f"the new weights have {name!r} of shape {list(tensor.shape)} where the model {has}; "
                     "publish weights of the same model"
                 )
-            if weight.data_ptr() not in prepared:
-                # A copy on purpose: reading a mapped file belongs here, not between two steps.
-                prepared[weight.data_ptr()] = name, tensor.to(device=weight.device, dtype=weight.dtype, copy=True)
-        missing = [name for name, weight in self._weights.items() if weight.data_ptr() not in prepared]
+            if id(weight) not in prepared:
+                here = tensor.to(dtype=weight.dtype)
+                # Pinned, a copy to a GPU need not wait for the CPU; the pages of a file are not.
+                prepared[id(weight)] = name, here.pin_memory() if weight.is_cuda else here
+        missing = [name for name, weight in self._weights.items() if id(weight) not in prepared]
         if missing:
             raise EngineFailed(f"the new weights lack {', '.join(missing)}; publish all weights of the model")
         return dict(prepared.values())
 
     def replace(self, prepared: Weights) -> None:
+        """On a device of its own the model keeps its memory, as there is seldom room for a second set."""
         for name, tensor in prepared.items():
-            self._weights[name].copy_(tensor)
+            weight = self._weights[name]
+            if weight.device == tensor.device:
+                weight.data = tensor
+            else:
+                weight.copy_(tensor, non_blocking=True)
 
 
 def _weights(network: nn.Module) -> Weights:
-    """Where each weight lives; tied ones are there under all of their names."""
-    return {name: tensor.detach() for name, tensor in network.state_dict().items()}
+    """The weights themselves; tied ones are there under all of their names."""
+    return dict(network.state_dict(keep_vars=True))
 
 
 @torch.inference_mode()

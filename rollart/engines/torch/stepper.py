@@ -25,7 +25,7 @@ from rollart.engines.torch.sampler import sample
 from rollart.engines.torch.sequence import Sequence, accepted
 from rollart.engines.torch.step import Step, build
 from rollart.errors import EngineFailed
-from rollart.types import EngineStatus, Finish, GenerationRequest, Sampling
+from rollart.types import EngineStatus, Finish, GenerationRequest, Loaded, Sampling
 
 # How far down the queue to look for a sequence that need not wait for another's prefill.
 DEFERRED = 128
@@ -117,8 +117,9 @@ class Stepper:
                 return
 
     @torch.inference_mode()
-    def swap(self, version: int, weights: Weights) -> None:
+    def swap(self, version: int, weights: Weights) -> Loaded:
         """New weights, with requests in flight. What to do with KV of the old ones is the configuration's choice."""
+        began = time.perf_counter()
         for running in self.batch.running:
             running.stamp(self.version)
         self._model.replace(weights)
@@ -126,9 +127,11 @@ class Stepper:
         self.counters.swaps += 1
         keep = self._config.on_swap == "keep"
         self.parked.renew(version, keep=keep)
+        recomputed = 0 if keep else sum(running.computed for running in self.batch.running)
         if not keep:
             self.batch.restart()
             self._live.clear()
+        return Loaded(version, exposed_s=time.perf_counter() - began, recomputed=recomputed)
 
     @torch.inference_mode()
     def step(self) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import bfcl_eval
+from bfcl_eval.constants.default_prompts import DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_FC as MORE_TOOLS
 from bfcl_eval.constants.executable_backend_config import MULTI_TURN_FUNC_DOC_FILE_MAPPING
 from bfcl_eval.eval_checker.multi_turn_eval import multi_turn_checker, multi_turn_utils
 
@@ -23,11 +24,11 @@ from rollart.envs.adapters.mcp_client import McpClient
 
 DATA = Path(bfcl_eval.__file__).parent / "data"
 SERVER = Path(__file__).with_name("bfcl_server.py")
-CATEGORIES = ("base", "long_context", "miss_param")
+CATEGORIES = ("base", "long_context", "miss_param", "miss_func")
 
 
 class Bfcl(McpTools):
-    """One entry in five is held out."""
+    """One entry in five is held out. In `miss_func` a tool that is needed comes only after it was missed."""
 
     def __init__(self, category: str = "base", max_calls: int = 40, held_out: bool = False) -> None:
         job, job_args = "rollart.envs.adapters.bfcl:Conversation", {"category": category}
@@ -52,21 +53,27 @@ class Conversation:
             self.entries[belongs_to_held_out(entry["id"])].append(entry)
         self.entry: dict[str, Any] = {}
         self.round = 0
+        self.client: McpClient
 
     def begin(self, client: McpClient, seed: int) -> str:
         known = self.entries[bool(seed % 2)]
         self.entry, self.round = known[seed // 2 % len(known)], 0
+        self.client = client
         begin = {
             "classes": self.entry["involved_classes"],
             "config": self.entry["initial_config"],
             "long_context": self.category == "long_context",
             "without": self.entry.get("excluded_function", []),
+            "later": [name for names in self.entry.get("missed_function", {}).values() for name in names],
         }
         client.call("_begin", begin)
         return self._asked()
 
     def follow(self, answer: str) -> str | None:
         self.round += 1
+        if missed := self.entry.get("missed_function", {}).get(str(self.round)):
+            self.client.call("_offer", {"names": missed})
+            return str(MORE_TOOLS)
         return self._asked() if self.round < len(self.entry["question"]) else None
 
     def score(self, client: McpClient, calls: list[Call], answer: str) -> float:

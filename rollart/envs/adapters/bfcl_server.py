@@ -1,6 +1,7 @@
 """BFCL's multi-turn back ends as an MCP server on stdio: the tools are those of the entry that was begun last.
 
-Run by path with the Python of the `bfcl` family. `_begin` is not listed: it is for the environment, not for the agent.
+Run by path with the Python of the `bfcl` family. `_begin` and `_offer` are not listed: they are for the environment and
+not for the agent.
 """
 
 from __future__ import annotations
@@ -25,15 +26,19 @@ class BackEnds(MCPServer):  # type: ignore[misc]  # its package is not in our ow
         super().__init__("bfcl")
         self._instances: dict[str, Any] = {}
         self._tools: dict[str, tuple[Any, Tool]] = {}
+        self._later: set[str] = set()  # tools that are there, but not offered yet
 
     async def list_tools(self) -> list[Tool]:
-        return [tool for _, tool in self._tools.values()]
+        return [tool for name, (_, tool) in self._tools.items() if name not in self._later]
 
     async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> CallToolResult:
         if name == "_begin":
             self._begin(**arguments)
             return _said("ready")
-        if name not in self._tools:
+        if name == "_offer":
+            self._later -= set(arguments["names"])
+            return _said("ready")
+        if name not in self._tools or name in self._later:
             return _said(f"There is no tool {name!r}.", wrong=True)
         try:
             answer = getattr(self._tools[name][0], name)(**arguments)
@@ -41,8 +46,10 @@ class BackEnds(MCPServer):  # type: ignore[misc]  # its package is not in our ow
             return _said(f"Error during execution: {error}", wrong=True)
         return _said(answer if isinstance(answer, str) else json.dumps(answer, default=str))
 
-    def _begin(self, classes: list[str], config: dict[str, Any], long_context: bool, without: list[str]) -> None:
-        self._tools = {}
+    def _begin(
+        self, classes: list[str], config: dict[str, Any], long_context: bool, without: list[str], later: list[str]
+    ) -> None:
+        self._tools, self._later = {}, set(later)
         for name in classes:
             instance = getattr(importlib.import_module(backends.CLASS_FILE_PATH_MAPPING[name]), name)()
             if name not in backends.STATELESS_CLASSES:

@@ -37,7 +37,8 @@ class Job(Protocol):
         ...
 
     def follow(self, answer: str) -> str | None:
-        """What the user says to an answer; None: nothing, the episode is over."""
+        """What the user says to an answer; None: nothing, the episode is over. Tools that the server has only now are
+        shown to the agent with it."""
         ...
 
     def score(self, client: McpClient, calls: list[Call], answer: str) -> float:
@@ -76,9 +77,9 @@ class McpTools:
 
     def reset(self, seed: int) -> list[dict[str, str]]:
         asked = self.job.begin(self.client, instance(seed, self.held_out))
-        self.tools = {tool["name"]: tool for tool in self.client.tools()}
+        self.tools = {}
         self.calls, self.tries, self.round = [], 0, 0
-        return [_message("system", RULES + "\n".join(map(_described, self.tools.values()))), _message("user", asked)]
+        return [_message("system", RULES + "\n".join(self._new_tools())), _message("user", asked)]
 
     def step(self, action: str) -> dict[str, Any]:
         wanted = parse(action)
@@ -93,6 +94,11 @@ class McpTools:
 
     def close(self) -> None:
         self.client.close()
+
+    def _new_tools(self) -> list[str]:
+        """Descriptions of those that were not there when we asked last."""
+        before, self.tools = self.tools, {tool["name"]: tool for tool in self.client.tools()}
+        return [_described(tool) for name, tool in self.tools.items() if name not in before]
 
     def _call(self, name: str, arguments: dict[str, Any]) -> str:
         if name not in self.tools:  # servers may have others, which are not for the agent
@@ -109,7 +115,7 @@ class McpTools:
         if follow is None:
             return self._over(answer, truncated=False)
         self.round += 1
-        return {"messages": follow, "reward": 0.0, "done": False}
+        return {"messages": "\n".join([*self._new_tools(), follow]), "reward": 0.0, "done": False}
 
     def _over(self, answer: str, truncated: bool) -> dict[str, Any]:
         score = float(self.job.score(self.client, self.calls, answer))

@@ -1,4 +1,5 @@
-"""Games of TextArena, for one player or for several, where we have one seat and scripted opponents have the others.
+"""Games of TextArena, for one player or for several, where we have one seat and opponents, scripted or frozen models,
+have the others.
 
 The plain (`-raw`) games are used: they tell each player only what is new. TextArena rewards at the end alone.
 """
@@ -7,27 +8,21 @@ from __future__ import annotations
 
 import importlib
 import random
-import re
 from collections.abc import Callable
 from typing import Any
 
 import textarena
 
 from rollart.envs.adapters import instance
+from rollart.envs.adapters.opponents import AnyMove
 
-MOVE = re.compile(r"\[[^\[\]\n]{1,40}\]")
 Opponent = Callable[[str, random.Random], str]
 
 
-def any_move(observation: str, rng: random.Random) -> str:
-    """The opponent by default: one of the moves in square brackets that were shown last."""
-    moves = [line for line in map(MOVE.findall, observation.splitlines()) if line]
-    return rng.choice(moves[-1]) if moves else "[0]"
-
-
 class TextArena:
-    """`opponent` is `module:function` of what was told since its last move and a random generator, and gives a move; a
-    frozen model is one that asks a server. `seat` None: any, by the seed. A win is a success; so is a reward of 1."""
+    """`opponent` is `module:Class`, made with `opponent_args` for each other seat in each game: what was told since its
+    last move and a random generator go in, its move comes out. `seat` None: any, by the seed. A win is a success; so is
+    a reward of 1."""
 
     reusable = True
 
@@ -35,7 +30,8 @@ class TextArena:
         self,
         game: str,
         players: int = 1,
-        opponent: str = "rollart.envs.adapters.textarena:any_move",
+        opponent: str = "rollart.envs.adapters.opponents:AnyMove",
+        opponent_args: dict[str, Any] | None = None,
         seat: int | None = None,
         options: dict[str, Any] | None = None,
         held_out: bool = False,
@@ -44,7 +40,9 @@ class TextArena:
             raise ValueError(f"`seat` {seat} is not one of the {players} seats, which count from 0")
         self.game = textarena.make(game if game.endswith("-raw") else f"{game}-raw", **(options or {}))
         module, _, name = opponent.partition(":")
-        self.opponent: Opponent = getattr(importlib.import_module(module), name)
+        self.opponent: Callable[..., Opponent] = getattr(importlib.import_module(module), name)
+        self.opponent_args = opponent_args or {}
+        self.others: dict[int, Opponent] = {}
         self.players, self.wanted_seat, self.held_out = players, seat, held_out
         self.seat = 0
         self.seen = ""
@@ -53,11 +51,14 @@ class TextArena:
     def reset(self, seed: int) -> str:
         seed = instance(seed, self.held_out)
         self.rng = random.Random(f"textarena {seed}")
-        self.seat = self.rng.randrange(self.players) if self.wanted_seat is None else self.wanted_seat
-        self.game.reset(num_players=self.players, seed=seed)
-        if self._others_move():
-            raise ValueError("the game was over before it was our turn; choose another seat or opponent")
-        return self.seen
+        drawn = self.rng.randrange(self.players)
+        # An opponent may lose before it is our turn; then there is a new game, which we begin.
+        for seat in (drawn, 0) if self.wanted_seat is None else (self.wanted_seat,):
+            self.seat, self.others = seat, {}
+            self.game.reset(num_players=self.players, seed=seed)
+            if not self._others_move():
+                return self.seen
+        raise ValueError("the game was over before it was our turn; choose another `seat` or `opponent`")
 
     def step(self, action: str) -> dict[str, Any]:
         over, _ = self.game.step(action)
@@ -82,7 +83,9 @@ class TextArena:
             if player == self.seat:
                 self.seen = text or "It is your turn."
                 return False
-            over, _ = self.game.step(self.opponent(text, self.rng))
+            if player not in self.others:
+                self.others[player] = self.opponent(**self.opponent_args)
+            over, _ = self.game.step(self.others[player](text, self.rng))
             if over:
                 return True
 
@@ -95,7 +98,7 @@ def player(env: TextArena, rng: random.Random, *, skill: float = 1.0) -> str:
     """Bisects in GuessTheNumber with probability `skill`; otherwise, and elsewhere, any move that was shown."""
     state = env.game.state.game_state
     if "guess_history" not in state or "game_number" not in state or rng.random() >= skill:
-        return any_move(env.seen, rng)
+        return AnyMove()(env.seen, rng)
     low, high = env.game.min_number, env.game.max_number
     for guess, hint in state["guess_history"]:
         low, high = (guess + 1, high) if hint == "higher" else (low, guess - 1)

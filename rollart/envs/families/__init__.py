@@ -55,6 +55,12 @@ class Installed:
         return [str(path) for path in sorted((self.folder / "lib").glob("python3*/site-packages"))]
 
     @property
+    def seen(self) -> list[str]:
+        """The folders that a sandbox must see for its Python to run there: its own, and that of the Python it is of."""
+        base = self.python.resolve().parent.parent
+        return [str(self.folder), *([] if base == Path("/usr") else [str(base)])]
+
+    @property
     def megabytes(self) -> float:
         return sum(path.lstat().st_size for path in self.folder.rglob("*")) / 1e6
 

@@ -2,13 +2,18 @@
 
 Serve is started and asked from inside the cluster, by a small task on the head node, so that it works from anywhere
 that the cluster can be joined from; the calls are HTTP to Serve's proxy there, signed with a secret of this run.
-Afterwards the application is deleted, and Serve itself ended if it was started for it and nobody else uses it.
+Afterwards the application is deleted, and Serve itself ended if it was started for it and nobody else uses it. If the
+controller is killed, a warden that Ray keeps alive without us does the same: it sees that our mark in the cluster, an
+actor that ends with our job, is gone.
 """
 
 import asyncio
+import os
 import secrets
 import socket
 import sys
+import threading
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -32,6 +37,8 @@ HEAD = {"node:__internal_head__": 0.001}
 DEPLOY_S = 120.0
 IDLE_S = 15.0  # until the last replica ends; the others end sooner
 ONGOING = 4  # calls that one replica has under way before there is another
+SPACE = "rollart-rewards"  # of the names of marks and wardens
+LOOK_S = 5.0
 
 
 class ServeTransport:
@@ -44,6 +51,8 @@ class ServeTransport:
         self._secret = secrets.token_urlsafe(32)
         self._http: HttpTransport | None = None
         self._first = False
+        self._mark: Any = None
+        self._warden: Any = None
 
     async def start(self) -> None:
         await self._launcher.nodes()  # joins
@@ -55,7 +64,10 @@ class ServeTransport:
             "actor": await self._place(),
             "replicas": max(1, self._reward.concurrency // ONGOING),
         }
+        self._mark = _actor(Mark).options(name=self._name, namespace=SPACE).remote()
         url, self._first = await self._inside(deploy, app)
+        detached = _actor(Warden).options(lifetime="detached", resources=HEAD)
+        self._warden = detached.remote(self._name, self._first)
         self._http = HttpTransport(url, secret=self._secret)
 
     async def _place(self) -> dict[str, Any]:
@@ -84,8 +96,40 @@ class ServeTransport:
     async def close(self) -> None:
         if self._http is not None:
             await self._http.close()
+            ray.kill(self._warden)
             await self._inside(remove, self._name, self._first)
         await self._launcher.close()
+
+
+def _actor(kind: type) -> Any:
+    return ray.remote(num_cpus=0)(kind)
+
+
+class Mark:
+    """Lives as long as the controller's job."""
+
+
+class Warden:
+    """Runs on the head node for as long as the application is there, whatever becomes of the controller."""
+
+    def __init__(self, name: str, first: bool) -> None:
+        threading.Thread(target=self._watch, args=(name, first), daemon=True).start()
+
+    def _watch(self, name: str, first: bool) -> None:
+        while _marked(name):
+            time.sleep(LOOK_S)
+        try:
+            remove(name, first)
+        finally:
+            os._exit(0)  # a detached actor ends only so, and is not started again
+
+
+def _marked(name: str) -> bool:
+    try:
+        ray.get_actor(name, SPACE)
+    except ValueError:
+        return False
+    return True
 
 
 class Served:

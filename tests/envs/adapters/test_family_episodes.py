@@ -1,16 +1,26 @@
 """Real episodes of packages that have a Python of their own, in processes such as a run uses."""
 
 import asyncio
+import importlib.util
 import itertools
-from collections.abc import Callable, Sequence
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollart.config import Environments, Task
+from rollart.config import Environments, Task, TinyModel
+from rollart.envs.elsewhere import KEY
 from rollart.envs.pool import EnvironmentPool
 from rollart.envs.stage import Stage, stage
+from rollart.errors import EnvironmentFailed
+from rollart.models import tiny
+from rollart.models.demonstrations import demonstrate
 from rollart.types import Message, Step
 
 ADAPTERS = "rollart.envs.adapters"
@@ -52,6 +62,19 @@ async def episode(env: Stage, seed: int, held_out: bool = False, turns: int = 60
     raise AssertionError(f"the episode was not over after {turns} turns")
 
 
+@contextmanager
+def served(command: list[str], lines: int = 1, **environment: str) -> Iterator[list[str]]:
+    """A `rollart` command that serves, and the words of its first lines."""
+    rollart = str(Path(sys.executable).with_name("rollart"))
+    process = subprocess.Popen([rollart, *command], stdout=subprocess.PIPE, text=True, env=os.environ | environment)
+    try:
+        assert process.stdout is not None
+        yield " ".join(itertools.islice(process.stdout, lines)).split()
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+
+
 @each
 def test_a_scripted_player_solves_every_episode(case: Case, family: Callable[[str], str]) -> None:
     async def play() -> list[Step]:
@@ -78,6 +101,24 @@ def test_a_seed_is_the_same_episode_in_any_process_and_held_out_ones_differ(
     if case.family != "gem":  # the towers always begin alike
         assert training[0] != training[1]
         assert not any(seen in training for seen in asyncio.run(play(True)))
+
+
+@each
+def test_after_an_episode_that_was_left_in_the_middle_a_reused_environment_is_as_good_as_new(
+    case: Case, family: Callable[[str], str]
+) -> None:
+    async def play() -> tuple[Sequence[Message], Sequence[Message]]:
+        async with stage(case.task(), CONFIG) as env:
+            new, _ = await episode(env, 4)
+            await env.reset(5, held_out=False)
+            await env.step(await env.scripted(0))
+            await env.step("x" * 2000)
+            used, _ = await episode(env, 4)
+            return new, used
+
+    family(case.family)
+    new, used = asyncio.run(play())
+    assert new == used
 
 
 @each
@@ -110,6 +151,27 @@ def test_the_pool_of_a_run_uses_the_python_of_the_family(family: Callable[[str],
     assert asyncio.run(play()).done  # the same guess twice is against the rules of the game
 
 
+def test_a_run_without_the_family_plays_in_a_host_that_has_it(
+    family: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    case = next(case for case in CASES if case.family == "gem")
+    family(case.family)
+    monkeypatch.setenv(KEY, "secret")
+
+    async def play(url: str) -> Sequence[Message]:
+        pool = EnvironmentPool([case.task()], CONFIG, urls=[url])
+        try:
+            await pool.start()
+            async with pool.lease("game", held_out=False) as env:
+                return await env.reset(0)
+        finally:
+            await pool.close()
+
+    with served(["envs", "serve", "--port", "0", "--family", case.family]) as words:
+        monkeypatch.setenv("ROLLART_ENVS", str(tmp_path))  # where there is none
+        assert "tower" in asyncio.run(play(words[-1]))[0].content.lower()
+
+
 def test_two_players_take_turns_and_either_may_begin(family: Callable[[str], str]) -> None:
     case = Case("textarena", "textarena:TextArena", {"game": "TicTacToe-v0", "players": 2})
 
@@ -127,6 +189,67 @@ def test_two_players_take_turns_and_either_may_begin(family: Callable[[str], str
         told = "\n".join(message.content for message in seen)
         assert f"You are Player {mine}" in told and f"You are Player {other}" not in told
         assert f"Player {other}: [" in told and f"Player {mine}: [" not in told
+
+
+def test_a_frozen_policy_of_ours_can_be_the_opponent(
+    family: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Untrained, it never finds a move and loses by the rules; games that it loses as the first to move begin again."""
+    tiny.make(TinyModel(layers=1, hidden=32, heads=2, context=4096), tmp_path / "rival", seed=0)
+    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+
+    async def play(url: str) -> list[tuple[Sequence[Message], Step]]:
+        opponent = {"opponent": f"{ADAPTERS}.opponents:Served", "opponent_args": {"url": url, "model": "rival"}}
+        args = {"game": "TicTacToe-v0", "players": 2, **opponent}
+        async with stage(Case("textarena", "textarena:TextArena", args).task(), CONFIG) as env:
+            return [await episode(env, seed) for seed in range(4)]
+
+    family("textarena")
+    with served(["serve", "--model", str(tmp_path / "rival"), "--port", "0"], 2, ROLLART_API_KEY="sesame") as words:
+        url = words[-1]
+        games = asyncio.run(play(url))
+    assert all(step.reward == 1.0 and "does not follow the correct format" in step.info["reason"] for _, step in games)
+    assert {step.info["seat"] for _, step in games} == {0}
+    with pytest.raises(EnvironmentFailed, match="the opponent rival gave no answer at"):
+        asyncio.run(play(url))
+
+
+def test_a_warm_up_has_its_demonstrations_from_the_family_of_the_task(family: Callable[[str], str]) -> None:
+    case = next(case for case in CASES if case.family == "gem")
+    family(case.family)
+    assert importlib.util.find_spec("gem") is None, "the test shows nothing if our own Python has the package"
+    done: list[int] = []
+    made, again = (demonstrate(case.task(max_turns=20), 3, seed=0, on_progress=done.append) for _ in range(2))
+    assert made == again and done == [1, 2, 3] * 2
+    assert made.success == 1.0 and all(len(episode.turns) > 1 for episode in made.episodes)
+
+
+def test_a_tool_that_was_missed_is_shown_when_it_comes_and_cannot_be_called_before(
+    family: Callable[[str], str],
+) -> None:
+    case = Case("bfcl", "bfcl:Bfcl", {"category": "miss_func"})
+
+    async def play(seed: int) -> tuple[str, Sequence[Message], Step]:
+        async with stage(case.task(), CONFIG) as env:
+            begin = await env.reset(seed, False)
+            tools = {line.split('"')[3] for line in begin[0].content.splitlines() if line.startswith('{"name"')}
+            seen, last = await episode(env, seed)
+            new = next(
+                line.split('"')[3]
+                for message in seen[2:]
+                for line in message.content.splitlines()
+                if line.startswith('{"name"')
+            )
+            assert new not in tools
+            early = await env.reset(seed, False) and await env.step(f'{{"name": "{new}", "arguments": {{}}}}')
+            return early.messages[0].content, seen, last
+
+    family("bfcl")
+    for seed in range(3):
+        early, seen, last = asyncio.run(play(seed))
+        assert early.startswith("There is no tool")
+        assert any(message.content.endswith("What about now?") for message in seen)
+        assert last.info["success"] is True and last.reward == 1.0
 
 
 def test_bfcl_rewards_the_state_that_was_asked_for_and_nothing_less(family: Callable[[str], str]) -> None:

@@ -1,0 +1,150 @@
+"""What telling a version as a delta to the one before saves, for real training steps at several learning rates.
+
+    python benchmarks/delta.py
+
+A model is trained with the trainer of a run, on batches whose rewards are a function of their tokens. Between one step
+and the next it is counted which numbers changed, and which bytes of them, as published in bfloat16 and in float32; the
+delta of each pair is made, applied and compared. Speeds are per CPU second of one core. A link is better served with
+the delta if it is slower than `pays below`. The last line is one JSON object.
+"""
+
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice, pairwise
+from math import log
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, TypeVar
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+
+from rollart.config import TinyModel, Training
+from rollart.models import tiny
+from rollart.observe.tables import table
+from rollart.training.trainer import Trainer
+from rollart.types import Batch, Sample, SampleGroup
+from rollart.weights.delta import changed_shares, decode, encode
+from rollart.weights.delta_cost import Codec, break_even, predicted_bytes
+
+T = TypeVar("T")
+RATES = "1e-7,1e-6,1e-5,1e-4,1e-3"
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+GROUPS, MEMBERS, LENGTH, VOCABULARY = 4, 4, 48, 64
+MOMENTUM = 5  # steps before the first pair: the first ones of Adam are larger than the others
+REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Between two versions: shares of elements and bytes that changed, the delta as a share of the whole, GB/s."""
+
+    changed: float
+    bytes_changed: float
+    delta: float
+    predicted: float
+    encode: float
+    decode: float
+
+    @property
+    def pays_below(self) -> float:
+        """Megabytes a second."""
+        whole = 1 << 30
+        return break_even(whole, round(self.delta * whole), Codec(self.encode * 1e9, self.decode * 1e9)) / 1e6
+
+
+def batches() -> Iterator[Batch]:
+    """A sample is rewarded with the share of even tokens in it."""
+    draw, step = random.Random(0), 0
+    while True:
+        yield Batch(step, tuple(group(draw, f"{step}-{number}") for number in range(GROUPS)))
+        step += 1
+
+
+def group(draw: random.Random, name: str) -> SampleGroup:
+    mask = [0] * 8 + [1] * (LENGTH - 8)
+    samples = []
+    for member in range(MEMBERS):
+        tokens = [draw.randrange(VOCABULARY) for _ in mask]
+        reward = fmean(token % 2 == 0 for token in tokens)
+        logprobs = [-log(VOCABULARY)] * LENGTH
+        samples.append(Sample(f"{name}-{member}", "even", tokens, mask, logprobs, [0] * LENGTH, reward))
+    return SampleGroup(name, "even", tuple(samples))
+
+
+def versions(folder: Path, rate: float) -> Iterator[torch.Tensor]:
+    """All weights in one row, after each step."""
+    trainer = Trainer(folder, Training(lr=rate, lr_warm_up=0))
+    for number, batch in enumerate(batches(), start=1):
+        trainer.step(batch)
+        if number >= MOMENTUM:
+            weights = trainer.gather("policy").values()
+            yield torch.cat([weight.detach().reshape(-1) for weight in weights])
+
+
+def measure(old: torch.Tensor, new: torch.Tensor) -> Pair:
+    base, made = (tensor.view(torch.uint8).numpy().data for tensor in (old, new))
+    item, size = old.element_size(), old.nbytes
+    changed, planes = changed_shares(base, made, item)
+    encoding, delta = timed(lambda: encode(base, made, item))
+    if delta is None:
+        raise SystemExit("a delta is longer than what it tells: this should not happen between two steps")
+    into = np.zeros(size, np.uint8)
+    decoding, _ = timed(lambda: decode(delta, base, into.data))
+    assert into.data == made
+    return Pair(
+        changed,
+        fmean(planes),
+        len(delta) / size,
+        predicted_bytes(base, made, item) / size,
+        size / encoding / 1e9,
+        size / decoding / 1e9,
+    )
+
+
+def timed(work: Callable[[], T]) -> tuple[float, T]:
+    """CPU seconds, the best of several, and the result."""
+    times = []
+    for _ in range(REPEATS):
+        began = time.thread_time()
+        result = work()
+        times.append(time.thread_time() - began)
+    return min(times), result
+
+
+def mean(pairs: Sequence[Pair]) -> Pair:
+    return Pair(**{name: fmean(asdict(pair)[name] for pair in pairs) for name in asdict(pairs[0])})
+
+
+def main(
+    model: Annotated[Path | None, typer.Option(help="A Hugging Face folder; absent: a tiny model.")] = None,
+    pairs: Annotated[int, typer.Option(help="Pairs of versions for each learning rate.")] = 3,
+    rates: Annotated[str, typer.Option(help="Learning rates, with commas.")] = RATES,
+) -> None:
+    torch.set_num_threads(1)
+    shown = table("name", "lr", "changed", "of bytes", "delta", "predicted", "encode", "decode", "pays below")
+    results: dict[str, dict[str, dict[str, float]]] = {name: {} for name in DTYPES}
+    parameters = 0
+    with tempfile.TemporaryDirectory() as place:
+        folder = model or tiny.make(TinyModel(hidden=384, layers=6), Path(place) / "model", seed=0)
+        for rate in rates.split(","):
+            made = list(islice(versions(folder, float(rate)), pairs + 1))
+            parameters = made[0].numel()
+            for name, dtype in DTYPES.items():
+                pair = mean([measure(old.to(dtype), new.to(dtype)) for old, new in pairwise(made)])
+                results[name][rate] = asdict(pair) | {"pays_below_MB_s": pair.pays_below}
+                shares = (pair.changed, pair.bytes_changed, pair.delta, pair.predicted)
+                speeds = (f"{pair.encode:.2f} GB/s", f"{pair.decode:.2f} GB/s", f"{pair.pays_below:.0f} MB/s")
+                shown.add_row(name, rate, *(f"{share:.1%}" for share in shares), *speeds)
+    Console(width=110).print(f"{parameters / 1e6:.1f} M parameters, {pairs} pairs of versions a rate\n", shown)
+    print(json.dumps({"parameters": parameters, "pairs": pairs, **results}))
+
+
+if __name__ == "__main__":
+    typer.run(main)

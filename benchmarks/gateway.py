@@ -1,0 +1,294 @@
+"""The gateway under 500 agents at once: what it adds to a request, and whether anything is lost or mixed up on the way.
+
+    python benchmarks/gateway.py                prints one JSON object, on the last line
+    chrt -r 1 python benchmarks/gateway.py      the same on a machine that others keep busy, if you may
+
+Four processes, as in a run: the agents, the gateway, the controller with its router, and an engine.
+
+First an engine of fixed pace: each answer takes it the same time and costs it next to no CPU, so that the difference
+between two latencies is the way and not the work. All agents hold 10-turn conversations over HTTP; beside them some
+callers ask the same engine directly, over the connection that the controller would use. `overhead_ms` is the
+difference between both latencies at the same quantile; it holds for a machine that has CPU to spare, and `load_before`
+tells whether this one had. `gateway_cpu_ms` and `controller_cpu_ms` are CPU time per request, which does not depend on
+that. The engine's answers are a function of their context, so every
+token that was captured can be checked: against the engine (`token_mismatches`), and for the words of another agent
+(`cross_talk`).
+
+Then the embedded engine on a tiny model, for `prefix_reuse`: of the tokens that a request repeats from earlier turns,
+the share that was not prefilled again.
+"""
+
+import asyncio
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from rollart import collector
+from rollart.config import Engine as EngineConfig
+from rollart.config import TinyModel
+from rollart.engines.client import EngineClient
+from rollart.gateway.client import Gateway
+from rollart.gateway.words import Captured, Terms
+from rollart.models import tiny
+from rollart.observe.events import AnyEvent
+from rollart.resources.launcher import Command, Wish, service
+from rollart.resources.local import LocalLauncher
+from rollart.rollout.driven import Driven
+from rollart.rollout.router import Router
+from rollart.rollout.samples import samples
+from rollart.services import process, rpc
+from rollart.types import Completion, GenerationRequest, Outcome, Sampling, Trajectory
+
+AGENTS, TURNS, DIRECT = 500, 10, 50
+ANSWER, PACE_S = 60, 6.0  # tokens and seconds of an answer: 10 tokens a second
+LETTERS = range(7 + 34, 7 + 34 + 57)  # of the tiny tokenizer
+DEADLINE_S = 600.0
+
+
+def answer_to(context: list[int]) -> list[int]:
+    """What the engine of fixed pace says in this context."""
+    rng = random.Random(hash(tuple(context)))
+    return [*rng.choices(LETTERS, k=ANSWER - 1), tiny.SPECIAL.index(tiny.END)]
+
+
+@asynccontextmanager
+async def paced_engine(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
+    async def generate(request: GenerationRequest) -> Completion:
+        tokens = answer_to(request.tokens)
+        await asyncio.sleep(PACE_S)
+        return Completion(tokens, [-1.0] * len(tokens), [0] * len(tokens), "stop", len(request.tokens))
+
+    yield {"generate": generate}
+
+
+# The agents, in a process of their own
+
+
+@dataclass
+class Agent:
+    number: int
+    url: str
+    key: str
+    session: aiohttp.ClientSession
+
+    async def play(self, turns: int, spread: float) -> dict[str, Any]:
+        """A conversation in which every message names the agent."""
+        rng = random.Random(self.number)
+        await asyncio.sleep(rng.random() * spread)
+        messages: list[dict[str, str]] = [{"role": "system", "content": f"You talk to agent {self.number}. Be brief."}]
+        seconds: list[float] = []
+        history = cached = known = 0
+        for turn in range(turns):
+            messages.append({"role": "user", "content": f"Agent {self.number}, turn {turn}: {rng.random()}"})
+            took, answer = await self._ask(messages)
+            seconds.append(took)
+            messages.append(answer["choices"][0]["message"])
+            usage = answer["usage"]
+            if turn:
+                history += known
+                cached += min(known, usage["prompt_tokens_details"]["cached_tokens"])
+            known = usage["prompt_tokens"] + usage["completion_tokens"]
+        return {"seconds": seconds, "messages": messages, "history": history, "cached": cached}
+
+    async def _ask(self, messages: list[dict[str, str]]) -> tuple[float, Any]:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        headers = {"Authorization": f"Bearer {self.key}"}
+        body = {"model": "policy", "messages": messages}
+        async with self.session.post(f"{self.url}/v1/chat/completions", json=body, headers=headers) as response:
+            answer = await response.json()
+        if response.status != 200:
+            raise RuntimeError(f"agent {self.number} was answered {answer}")
+        return clock() - began, answer
+
+
+async def direct(client: EngineClient, number: int, turns: int, spread: float) -> list[float]:
+    """The same load, asked of the engine itself."""
+    clock, rng = asyncio.get_running_loop().time, random.Random(-number)
+    await asyncio.sleep(rng.random() * spread)
+    context, seconds = rng.choices(LETTERS, k=80), []
+    for turn in range(turns):
+        request = GenerationRequest(f"d{number}/{turn}", f"d{number}", "direct", turn, context, Sampling(max_tokens=60))
+        began = clock()
+        completion = await client.generate(request)
+        seconds.append(clock() - began)
+        context += completion.tokens + rng.choices(LETTERS, k=40)
+    return seconds
+
+
+async def agents(spec: dict[str, Any]) -> dict[str, Any]:
+    collector.calm()
+    connector = aiohttp.TCPConnector(limit=0)
+    async with AsyncExitStack() as stack:
+        session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+        plays = [
+            Agent(number, spec["url"], key, session).play(spec["turns"], spec["spread"])
+            for number, key in enumerate(spec["keys"])
+        ]
+        beside = []
+        if spec["engine"]:
+            client = EngineClient(
+                await stack.enter_async_context(rpc.connected(spec["engine"], key=spec["engine_key"]))
+            )
+            beside = [direct(client, number, spec["turns"], spec["spread"]) for number in range(DIRECT)]
+        played, asked = await asyncio.gather(asyncio.gather(*plays), asyncio.gather(*beside))
+    return {"agents": played, "direct": asked}
+
+
+async def run_agents(spec: dict[str, Any]) -> Any:
+    """In a child, so that the clients' work is not on the gateway's way."""
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, __file__, "agents"), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            out, _ = await child.communicate(json.dumps(spec).encode())
+    finally:
+        if child.returncode is None:
+            child.kill()
+    if child.returncode:
+        raise RuntimeError("the agents failed")
+    return json.loads(out)
+
+
+# The controller
+
+
+class Silent:
+    def emit(self, event: AnyEvent) -> None:
+        pass
+
+
+@dataclass
+class Bench:
+    """The controller's side: a launcher, a gateway, and one engine behind a router."""
+
+    launcher: LocalLauncher
+    folder: Path
+    logs: Path
+
+    async def play(self, command: Command, turns: int, spread: float, sampling: Sampling, beside: bool) -> Any:
+        """What the agents saw and what was captured of each."""
+        engine = await self.launcher.launch(command, Wish())
+        url = str(engine.answer["url"])
+        gateway = Gateway(self.folder, self.launcher, Silent(), self.logs)
+        captured: list[Captured] = []
+        try:
+            async with rpc.connected(url, key=self.launcher.key) as client, AsyncExitStack() as stack:
+                await gateway.start()
+                router = Router({"engine": EngineClient(client)}, 0, Silent())
+                keys, opened = [], []
+                for number in range(AGENTS):
+                    terms = Terms(f"agent-{number}", "bench", number, sampling, 8192)
+                    driven = Driven(terms.id, "bench", router, Silent(), lambda version: None)
+                    episode = await stack.enter_async_context(gateway.episode(terms, driven.generate))
+                    opened.append(episode)
+                    keys.append(episode.endpoint.key)
+                spec = {"url": gateway.url, "keys": keys, "turns": turns, "spread": spread}
+                spec |= {"engine": url if beside else "", "engine_key": self.launcher.key if beside else ""}
+                before = cpu_ms(gateway.pid), cpu_ms(os.getpid())
+                seen = await run_agents(spec)
+                used = cpu_ms(gateway.pid) - before[0], cpu_ms(os.getpid()) - before[1]
+                seen["gateway_cpu_ms"], seen["controller_cpu_ms"] = (ms / (AGENTS * turns) for ms in used)
+                await stack.aclose()
+                captured = [episode.captured for episode in opened if episode.captured is not None]
+        finally:
+            await gateway.close()
+            await engine.stop()
+        return seen, captured
+
+
+def check(seen: list[dict[str, Any]], captured: list[Captured], texts: Any) -> dict[str, int]:
+    """Of what would be trained: tokens that the engine did not say there, and words of another agent's."""
+    wrong = mixed = forks = 0
+    for number, (agent, capture) in enumerate(zip(seen, captured, strict=True)):
+        said = [message["content"] for message in agent["messages"] if message["role"] == "assistant"]
+        mixed += [turn.action for turn in capture.turns] != said
+        forks += capture.counts.forks
+        for sample in samples(Trajectory("t", "t", "g", 0, 0, Outcome.FINISHED, capture.turns, 0.0)):
+            mixed += f"agent {number}. " not in texts(sample.tokens)
+            at = 0
+            while 1 in sample.mask[at:]:
+                begin = sample.mask.index(1, at)
+                expected = answer_to(sample.tokens[:begin])
+                at = begin + len(expected)
+                got = sample.tokens[begin:at]
+                wrong += sum(a != b for a, b in zip(got, expected, strict=False)) + len(expected) - len(got)
+    return {"token_mismatches": wrong, "cross_talk": mixed, "forks": forks}
+
+
+def cpu_ms(pid: int | None) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system) * 1000
+
+
+def quantile(values: list[float], share: float) -> float:
+    return statistics.quantiles(values, n=1000)[int(share * 1000) - 1] * 1000
+
+
+async def bench() -> dict[str, Any]:
+    from rollart.gateway.template import ChatTemplate
+
+    collector.calm()
+    load = round(os.getloadavg()[0], 1)
+    with tempfile.TemporaryDirectory() as made:
+        folder, launcher = Path(made) / "model", LocalLauncher()
+        tiny.make(TinyModel(hidden=32, layers=1, heads=1, kv_heads=1, context=8192), folder, seed=0)
+        template = ChatTemplate(folder)
+        bench = Bench(launcher, folder, Path(made))
+        try:
+            paced = Command("paced engine", (__file__, "engine"), {}, Path(made) / "engine.log")
+            seen, captured = await bench.play(paced, TURNS, PACE_S, Sampling(max_tokens=ANSWER), beside=True)
+            checked = check(seen["agents"], captured, template.text)
+            config = EngineConfig(kv_megabytes=1024, max_batch=128)
+            spec = {"model": str(folder), "weights": f"{made}/weights", "seed": 0, "version": 0}
+            spec["config"] = config.model_dump(mode="json")
+            torch = service("rollart.engines.service", spec, name="engine", logs=Path(made))
+            reuse, _ = await bench.play(torch, TURNS, 1.0, Sampling(max_tokens=8), beside=False)
+        finally:
+            await launcher.close()
+    through = [second for agent in seen["agents"] for second in agent["seconds"]]
+    asked = [second for caller in seen["direct"] for second in caller]
+    history = sum(agent["history"] for agent in reuse["agents"])
+    return {
+        "agents": AGENTS,
+        "requests": len(through),
+        "requests_per_s": round(AGENTS / statistics.fmean(through), 1),
+        **{
+            f"overhead_ms_p{share}": round(quantile(through, share / 100) - quantile(asked, share / 100), 2)
+            for share in (50, 95, 99)
+        },
+        "direct_ms_p50": round(quantile(asked, 0.5), 2),
+        "gateway_cpu_ms": round(seen["gateway_cpu_ms"], 3),
+        "controller_cpu_ms": round(seen["controller_cpu_ms"], 3),
+        "load_before": load,
+        **checked,
+        "prefix_reuse": round(sum(agent["cached"] for agent in reuse["agents"]) / history, 4),
+    }
+
+
+def main() -> None:
+    match sys.argv[1:]:
+        case ["engine"]:
+            process.main(paced_engine)
+        case ["agents"]:
+            print(json.dumps(asyncio.run(agents(json.load(sys.stdin)))))
+        case _:
+            print(json.dumps(asyncio.run(bench())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""Weights from a trainer to two engine processes, against plain copies of the same bytes.
+
+`python benchmarks/weights.py [--sizes 100,1000,4000] [--rounds 5]` publishes versions of so many megabytes and lets two
+engine processes take them: by shared memory, where each checks every byte and then computes with the memory as it is,
+and by HTTP, as if each were a host of its own, the second fed by the first. In the same rounds the same processes do
+what it is measured against: a memcpy of the same bytes in each, at the same time, and a copy of them through a bare
+loopback socket. Rates are wall-clock GB/s, ratios are medians over the rounds; the first two versions, whose pages are
+new, are told apart. The last line is one JSON object.
+"""
+
+import argparse
+import json
+import multiprocessing
+import shutil
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from rollart.weights.held import Held
+from rollart.weights.manifest import Publication
+from rollart.weights.publish import Publisher, Share, new_id
+from rollart.weights.reader import Weights
+from rollart.weights.server import WeightServer
+from rollart.weights.store import Store, shared_folder
+
+MB = 1 << 20
+WINDOW = 512 * MB  # of a private buffer that copies go to: more would not fit beside 4 GB of weights
+TENSOR = 16 * MB
+CHUNK = 8 * MB
+STREAMS = (1, 4)
+FRESH = 2
+DEADLINE_S = 600.0
+
+
+def timed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+class Window:
+    """A memcpy of any number of bytes, to private memory that has been touched before."""
+
+    def __init__(self, size: int) -> None:
+        self._bytes = torch.ones(min(size, WINDOW), dtype=torch.uint8)
+
+    def copy(self, sources: list[Tensor]) -> None:
+        at = 0
+        for source in sources:
+            flat = source.view(-1).view(torch.uint8)
+            if at + len(flat) > len(self._bytes):
+                at = 0
+            self._bytes[at : at + len(flat)].copy_(flat)
+            at += len(flat)
+
+    def receive(self, port: int, size: int) -> None:
+        """Its share of a bare socket copy."""
+        into, got = self._bytes.numpy().data, 0
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            while got < size:
+                at = got % len(into)
+                count = connection.recv_into(into[at : at + min(CHUNK, size - got)])
+                if not count:
+                    raise OSError("the sender has gone")
+                got += count
+
+
+def anonymous() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+class Engine:
+    """One engine process: it keeps the version that it computes with until it has the next."""
+
+    def __init__(self, near: Path, far: Path, size: int) -> None:
+        self.near, self.far, self.size = Weights(near), Weights(far), size
+        self.held: Held | None = None
+        self.window = Window(size)
+        self.private = anonymous()
+
+    def take(self, publication: Publication, far: bool) -> float:
+        seconds = timed(lambda: self._hold((self.far if far else self.near).fetch(publication)))
+        if self.held is None or self.held.transport != ("http" if far else "shared memory"):
+            raise RuntimeError("it came by another way")
+        return seconds
+
+    def _hold(self, held: Held) -> None:
+        before, self.held = self.held, held
+        if before is not None:
+            before.release()
+
+    def memcpy(self) -> float:
+        held = self.held
+        assert held is not None
+        return timed(lambda: self.window.copy(list(held.tensors.values())))
+
+    def receive(self, port: int, streams: int) -> float:
+        part = self.size // streams
+        threads = [threading.Thread(target=self.window.receive, args=(port, part)) for _ in range(streams)]
+
+        def run() -> None:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+        return timed(run)
+
+    def grown(self) -> int:
+        return anonymous() - self.private
+
+    def close(self) -> None:
+        if self.held is not None:
+            self.held.release()
+            self.held = None
+        self.far.close()
+
+
+def engine_process(connection: Connection, near: Path, far: Path, size: int) -> None:
+    torch.set_num_threads(1)
+    engine = Engine(near, far, size)
+    while True:
+        name, arguments = connection.recv()
+        connection.send(getattr(engine, name)(*arguments))
+        if name == "close":
+            return
+
+
+class Bench:
+    def __init__(self, size: int, stack: ExitStack) -> None:
+        self.size = size - size % TENSOR or size
+        root = shared_folder(f"bench-{new_id()}")
+        folders = [root, *(root.with_name(f"{root.name}-host-{number}") for number in range(2))]
+        for folder in folders:
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        self.store = Store(root)
+        self.server = WeightServer(self.store)
+        stack.callback(self.server.close)
+        self.publisher = Publisher(self.store)
+        count = max(1, self.size // TENSOR)
+        self.tensors = [torch.randn(self.size // count // 4) for _ in range(count)]
+        self.window = Window(self.size)
+        self.engines = [self._start(root, folder, stack) for folder in folders[1:]]
+        self.version = 0
+        self.peak = 0
+
+    def _start(self, near: Path, far: Path, stack: ExitStack) -> Connection:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=engine_process, args=(theirs, near, far, self.size), daemon=True)
+        process.start()
+        theirs.close()
+        stack.callback(process.join, 10)
+        stack.callback(process.kill)
+        return ours
+
+    def ask(self, name: str, *arguments: Any, only: int | None = None) -> list[Any]:
+        """All engines at the same time, or one."""
+        asked = self.engines if only is None else [self.engines[only]]
+        for engine in asked:
+            engine.send((name, arguments))
+        answers = []
+        for engine in asked:
+            if not engine.poll(DEADLINE_S):
+                raise TimeoutError(f"{name} was not answered")
+            answers.append(engine.recv())
+        return answers
+
+    def publish(self) -> tuple[float, Publication]:
+        self.version, id = self.version + 1, new_id()
+        for tensor in self.tensors:  # every byte, so that there is nothing to save by telling differences
+            tensor.view(torch.int32).bitwise_xor_(0x01020304 * (1 + self.version % 7))
+        shares = [Share(f"t{i}", tuple(tensor.shape), tensor) for i, tensor in enumerate(self.tensors)]
+        seconds = timed(lambda: self.publisher.publish(self.version, id, shares))
+        self.peak = max(self.peak, sum(path.stat().st_size for path in self.store.root.glob("*.data")))
+        return seconds, Publication(self.version, id, ((self.server.url,),))
+
+    def near(self) -> dict[str, float]:
+        """One round in shared memory."""
+        copied = timed(lambda: self.window.copy(self.tensors))
+        published, publication = self.publish()
+        fetched = max(self.ask("take", publication, False))
+        theirs = max(self.ask("memcpy"))
+        return {"memcpy": copied, "publish": published, "engine_memcpy": theirs, "fetch": fetched}
+
+    def far(self) -> dict[str, float]:
+        """One round over HTTP: to one engine from the publisher, then to the other, which the first relays to."""
+        _, publication = self.publish()
+        bare = min(self._bare(streams) for streams in STREAMS)
+        first = self.ask("take", publication, True, only=0)[0]
+        second = self.ask("take", publication, True, only=1)[0]
+        return {"socket": bare, "http": first, "relayed": second}
+
+    def _bare(self, streams: int) -> float:
+        part = self.size // streams
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            threads = [
+                threading.Thread(target=self._send, args=(listener, part, number), daemon=True)
+                for number in range(streams)
+            ]
+            for thread in threads:
+                thread.start()
+            seconds: float = self.ask("receive", listener.getsockname()[1], streams, only=0)[0]
+            for thread in threads:
+                thread.join(DEADLINE_S)
+        return seconds
+
+    def _send(self, listener: socket.socket, size: int, number: int) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            sent = 0
+            while sent < size:
+                piece = self.tensors[(number + sent // TENSOR) % len(self.tensors)].numpy().data.cast("B")
+                piece = piece[: size - sent]
+                connection.sendall(piece)
+                sent += len(piece)
+
+
+def rates(size: int, rounds: list[dict[str, float]]) -> dict[str, float]:
+    return {key: size / statistics.median(one[key] for one in rounds) / 1e9 for key in rounds[0]}
+
+
+def measure(size: int, count: int) -> dict[str, Any]:
+    with ExitStack() as stack:
+        bench = Bench(size, stack)
+        first = [bench.near() for _ in range(FRESH)]
+        rounds = [bench.near() for _ in range(count)]
+        result: dict[str, Any] = {
+            "megabytes": bench.size // MB,
+            "first_GBps": rates(bench.size, first[:1]),
+            "GBps": rates(bench.size, rounds),
+            "publish_vs_memcpy": statistics.median(one["memcpy"] / one["publish"] for one in rounds),
+            "fetch_vs_memcpy": statistics.median(one["engine_memcpy"] / one["fetch"] for one in rounds),
+            "peak_extra_bucket_sets": bench.peak / bench.size - 1,
+            "engine_private_growth_MB": max(bench.ask("grown")) / MB,
+        }
+        need = 4 * bench.size + 2048 * MB
+        if psutil.virtual_memory().available < need:
+            print(f"{size // MB} MB over HTTP to two hosts needs {need / 1e9:.0f} GB of free memory; left out")
+        else:
+            for _ in range(FRESH):
+                bench.far()
+            far = [bench.far() for _ in range(count)]
+            result["http_GBps"] = rates(bench.size, far)
+            result["http_vs_socket"] = statistics.median(one["socket"] / one["http"] for one in far)
+            result["relayed_vs_socket"] = statistics.median(one["socket"] / one["relayed"] for one in far)
+        bench.ask("close")
+        return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", default="100,1000,4000", help="megabytes of weights")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    results = {}
+    for megabytes in map(int, options.sizes.split(",")):
+        results[megabytes] = result = measure(megabytes * MB, options.rounds)
+        for key, value in result.items():
+            told = ", ".join(f"{k} {v:.2f}" for k, v in value.items()) if isinstance(value, dict) else f"{value:.2f}"
+            print(f"{megabytes:>5} MB  {key:<26} {told}")
+    bars = ("publish_vs_memcpy", "fetch_vs_memcpy", "http_vs_socket", "peak_extra_bucket_sets")
+    print(json.dumps({str(size): {bar: round(r[bar], 3) for bar in bars if bar in r} for size, r in results.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,2 @@
+#!/bin/bash
+grep -c ERROR /data/app.log > /app/answer.txt

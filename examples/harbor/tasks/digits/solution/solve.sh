@@ -1,0 +1,2 @@
+#!/bin/bash
+echo 0123456789 > /app/answer.txt

@@ -1,0 +1,65 @@
+"""How the agent of a task is run: which class plays an episode in the forked process, and what it is told.
+
+A driver is a class for the forking host, standard library only, with one method:
+
+    def run(self, agent, endpoint: dict, episode: dict) -> dict
+
+`agent` is what the task names, as JSON; `endpoint` and `episode` are the fields of `Endpoint` and `AgentEpisode`. It
+answers with `reward`, `success` and `info`, all optional, and raises if the program fails.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollart.config import Agent, Task
+from rollart.envs import families
+from rollart.errors import ConfigError
+from rollart.workers.process import HostSpec
+
+LENDER = "{rollart}/envs/shim.py:EnvironmentShim"  # imported first, it lets any Python import our modules
+FUNCTION = "{rollart}/agents/function.py:FunctionAgent"
+COMMAND = "{rollart}/agents/command.py:CommandAgent"
+LONGEST_S = 86_400.0  # for a command; the episode's own deadline comes first
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """`imports` are made once, in the host, so that every episode is forked with them loaded."""
+
+    target: str
+    agent: Any
+    imports: tuple[str, ...] = ()
+
+
+def driver_of(task: Task) -> Driver:
+    if task.agent is None:
+        raise ConfigError(f"task {task.name!r} has no agent")
+    if task.agent.function is not None:
+        return Driver(FUNCTION, task.agent.function, (task.agent.function,))
+    return Driver(COMMAND, command_of(task, task.agent))
+
+
+def command_of(task: Task, agent: Agent) -> dict[str, Any]:
+    """What `CommandAgent` is told. If the task has a family, its Python is the first that the program finds."""
+    family = families.installed(task.family) if task.family else None
+    return {
+        "command": agent.command,
+        "files": None if agent.files is None else str(agent.files.absolute()),
+        "see": [str(path.absolute()) for path in agent.see] + (family.seen if family else []),
+        "path": [str(family.python.parent)] if family else [],
+        "limits": agent.limits,
+        "deadline": agent.deadline or LONGEST_S,
+    }
+
+
+def host_spec(task: Task, log: Path | None = None) -> HostSpec:
+    """Raises ConfigError if the task's family is not installed."""
+    driver = driver_of(task)
+    return HostSpec(
+        driver.target,
+        (LENDER, driver.target, *driver.imports),
+        python=families.python_of(task.family) if task.family else None,
+        log=log,
+        name=f"host of {task.name} agents",
+    )

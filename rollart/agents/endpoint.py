@@ -1,0 +1,58 @@
+"""What an agent is given: where to ask for generations, and which episode it plays. Standard library only.
+
+A Python that has neither rollart nor its dependencies can import this, so agents may live in environments of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """`url` is the gateway, without a path. The key is valid until the episode ends. `tokenizer` is the policy's, a
+    folder, for clients that send tokens."""
+
+    url: str
+    key: str = field(repr=False)
+    model: str = "policy"
+    tokenizer: str = ""
+
+    @property
+    def base_url(self) -> str:
+        """For clients of OpenAI's APIs."""
+        return f"{self.url}/v1"
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """For clients of Anthropic's API, which add `/v1` themselves."""
+        return self.url
+
+    @property
+    def keyed_url(self) -> str:
+        """For clients that cannot send a key: it is in the path. Add `/v1` for OpenAI's."""
+        return f"{self.url}/k/{self.key}"
+
+    def environ(self) -> dict[str, str]:
+        """The variables that clients look for."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_BASE": self.base_url,
+            "OPENAI_API_KEY": self.key,
+            "OPENAI_MODEL": self.model,
+            "ANTHROPIC_BASE_URL": self.anthropic_base_url,
+            "ANTHROPIC_API_KEY": self.key,
+            "ANTHROPIC_MODEL": self.model,
+        }
+
+
+@dataclass(frozen=True)
+class AgentEpisode:
+    """`seed` names the episode: members of a group share it. `args` are the task's."""
+
+    id: str
+    task: str
+    seed: int
+    held_out: bool = False
+    args: dict[str, Any] = field(default_factory=dict)

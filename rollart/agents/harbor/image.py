@@ -1,0 +1,168 @@
+"""What a task's Dockerfile makes, as far as a sandbox can: folders, files, variables and commands.
+
+The system is this machine's own /usr, whatever FROM says, and nobody inside is root: a RUN that installs packages
+fails, and the task with it, unless RUN is skipped because they are here already.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import posixpath
+import re
+import shlex
+import tarfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollart.sandbox.archive import OWNER
+from rollart.sandbox.bubble import Extras
+from rollart.sandbox.shell import Sandbox
+
+WORKDIR = "/app"
+CONVENTION = ("/agent", "/app", "/logs", "/solution", "/tests")
+SYSTEM = {"/", "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/proc", "/dev", "/tmp", "/sys", "/task"}
+IDLE = {"FROM", "CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "USER", "HEALTHCHECK", "VOLUME", "STOPSIGNAL", "MAINTAINER"}
+VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)\}")
+ROOT = re.compile(r"(?<![\w./\-}])/[A-Za-z]\w*")  # the first part of an absolute path
+BUILD_S = 600.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """Files to put at places in the sandbox, or a command to run, in `workdir`."""
+
+    workdir: str
+    copies: tuple[tuple[Path, str], ...] = ()
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class Image:
+    workdir: str
+    variables: dict[str, str]
+    steps: tuple[Step, ...]
+    roots: tuple[str, ...] = CONVENTION
+
+    @property
+    def extras(self) -> Extras:
+        """The folders of its root lie in the work folder, which is all that is carried to the verifier."""
+        return Extras(links=tuple((root, root[1:]) for root in self.roots))
+
+    def build(self, sandbox: Sandbox) -> None:
+        """Raises ValueError for a command that fails."""
+        folders = " ".join(shlex.quote(folder) for _, folder in self.extras.links)
+        sandbox.run(f"mkdir -p {folders}")
+        for step in self.steps:
+            if step.copies and not sandbox.unpack(_packed(step.copies)):
+                raise ValueError("the files of its Dockerfile do not fit into the sandbox; raise `limits: {disk: MB}`")
+            if step.command:
+                self._run(sandbox, step)
+        sandbox.run(f"mkdir -p {shlex.quote(self.workdir)}")
+
+    def _run(self, sandbox: Sandbox, step: Step) -> None:
+        place = shlex.quote(step.workdir)
+        result = sandbox.run(f"mkdir -p {place} && cd {place} && {{ {step.command}\n}}", BUILD_S)
+        if result.exit_code != 0:
+            raise ValueError(
+                f"`RUN {step.command[:100]}` of its Dockerfile fails in a sandbox, where there is no network and no "
+                f"root; if this machine has what it installs, give `skip_run: true`. It wrote: {result.output[-300:]}"
+            )
+
+    def enter(self) -> str:
+        """What a shell does first."""
+        exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in self.variables.items())
+        return f"{exports}cd {shlex.quote(self.workdir)}"
+
+
+def image_of(folder: Path, skip_run: bool = False, texts: Sequence[str] = ()) -> Image:
+    """With every folder of the root that the Dockerfile or `texts` name. Raises ValueError for what a sandbox cannot be
+    made to have."""
+    file = folder / "Dockerfile"
+    workdir, variables = "/", dict[str, str]()
+    steps: list[Step] = []
+    text = file.read_text() if file.is_file() else ""
+    for word, rest in _instructions(text):
+        rest = rest if word == "RUN" else _expanded(rest, variables)
+        if word == "WORKDIR":
+            workdir = _place(posixpath.join(workdir, rest.strip()), file)
+        elif word in ("ENV", "ARG"):
+            variables |= _variables(rest)
+        elif word in ("COPY", "ADD"):
+            steps.append(Step(workdir, _copies(rest, folder, workdir, file)))
+        elif word == "RUN" and not skip_run:
+            exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in variables.items())
+            steps.append(Step(workdir if workdir != "/" else WORKDIR, command=exports + _command(rest)))
+        elif word not in IDLE and word != "RUN":
+            raise ValueError(f"{file} has {word}, which the sandbox does not know")
+    named = {found[0] for each in (text, *texts) for found in ROOT.finditer(each)}
+    return Image(
+        WORKDIR if workdir == "/" else workdir, variables, tuple(steps), tuple(sorted({*CONVENTION, *named} - SYSTEM))
+    )
+
+
+def _expanded(text: str, variables: dict[str, str]) -> str:
+    return VARIABLE.sub(lambda found: variables.get(found[1] or found[2], found[0]), text)
+
+
+def _instructions(text: str) -> list[tuple[str, str]]:
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\[ \t]*\n", " ", "\n".join(lines))
+    return [
+        (word.upper(), rest.strip())
+        for word, _, rest in (line.strip().partition(" ") for line in joined.splitlines())
+        if word
+    ]
+
+
+def _variables(rest: str) -> dict[str, str]:
+    parts = shlex.split(rest)
+    if parts and "=" not in parts[0]:  # the old form: one name, and all else is its value
+        return {parts[0]: " ".join(parts[1:])} if len(parts) > 1 else {}
+    return dict(part.split("=", 1) for part in parts if "=" in part)
+
+
+def _command(rest: str) -> str:
+    if rest.startswith("["):
+        return shlex.join(json.loads(rest))
+    if "<<" in rest:
+        raise ValueError(f"`RUN {rest[:60]}` has text of its own, which is not understood")
+    return rest
+
+
+def _copies(rest: str, context: Path, workdir: str, file: Path) -> tuple[tuple[Path, str], ...]:
+    parts = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+    flags = [part for part in parts if part.startswith("--")]
+    if any(flag.startswith("--from") for flag in flags):
+        raise ValueError(f"{file} copies from another image, which the sandbox does not have")
+    *sources, target = (part for part in parts if part not in flags)
+    copies = []
+    for source in sources:
+        found = sorted(context.glob(source.lstrip("/"))) if source not in (".", "./") else [context]
+        if not found:
+            raise ValueError(f"{file} copies {source}, which is not in {context}")
+        for path in found:
+            into = target.endswith("/") or target == "." or len(sources) + len(found) > 2
+            name = posixpath.join(target, path.name) if into and path.is_file() else target
+            copies.append((path, _place(posixpath.join(workdir if workdir != "/" else WORKDIR, name), file)))
+    return tuple(copies)
+
+
+def _place(path: str, file: Path) -> str:
+    path = posixpath.normpath(path)
+    if path != "/" and "/" + path.split("/")[1] in SYSTEM:
+        raise ValueError(f"{file} writes to {path}, which is read-only in the sandbox")
+    return path
+
+
+def _packed(copies: tuple[tuple[Path, str], ...]) -> bytes:
+    def theirs(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+        entry.uid = entry.gid = OWNER
+        return entry
+
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as tar:
+        for path, place in copies:
+            tar.add(path, place.lstrip("/"), filter=theirs)
+    return made.getvalue()

@@ -1,0 +1,62 @@
+"""A Harbor task folder: what is asked, where it is done, and how it is verified."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollart.agents.harbor.image import Image, image_of
+
+OTHERS = ("docker-compose.yaml", "docker-compose.yml")
+
+
+@dataclass(frozen=True)
+class HarborTask:
+    """`agent_s` and `verifier_s` are the seconds that the task gives to each; `variables` are of the verifier."""
+
+    folder: Path
+    instruction: str
+    image: Image
+    agent_s: float
+    verifier_s: float
+    variables: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+
+def load(folder: Path, skip_run: bool = False) -> HarborTask:
+    """Raises ValueError for one that cannot be played here, FileNotFoundError for one that is not whole."""
+    about = tomllib.loads((folder / "task.toml").read_text())
+    unknown = [name for name in OTHERS if (folder / "environment" / name).exists()]
+    servers = ["mcp_servers"] if about.get("environment", {}).get("mcp_servers") else []
+    for wanted in [*unknown, *servers, *(["steps"] if about.get("steps") else [])]:
+        raise ValueError(f"the Harbor task {folder} needs {wanted}, which the sandbox does not have")
+    if not (folder / "tests" / "test.sh").is_file():
+        raise FileNotFoundError(f"the Harbor task {folder} has no tests/test.sh to verify it with")
+    verifier = about.get("verifier", {})
+    instruction = (folder / "instruction.md").read_text()
+    tests = [path.read_text(errors="replace") for path in sorted((folder / "tests").glob("*.*")) if path.is_file()]
+    return HarborTask(
+        folder,
+        instruction,
+        image_of(folder / "environment", skip_run, [instruction, *tests]),
+        _seconds(about, "agent"),
+        _seconds(about, "verifier"),
+        {name: str(value) for name, value in verifier.get("env", {}).items()},
+    )
+
+
+def _seconds(about: dict[str, Any], section: str) -> float:
+    return float(about.get(section, {}).get("timeout_sec", 600.0))
+
+
+def folders(path: Path) -> list[Path]:
+    """A task's own folder, or those in a folder of tasks, by name. Raises ValueError if there are none."""
+    found = [path] if (path / "task.toml").is_file() else sorted(each.parent for each in path.glob("*/task.toml"))
+    if not found:
+        raise ValueError(f"{path} is no Harbor task, nor a folder of them: there is no task.toml")
+    return found

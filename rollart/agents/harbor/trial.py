@@ -1,0 +1,109 @@
+"""One trial of a Harbor task: its environment in a sandbox, an agent in it, and the verifier in another one.
+
+The invariants:
+- The agent sees neither tests nor solution: they come into a sandbox of their own, with a copy of the agent's files.
+- The reward is what the verifier wrote to /logs/verifier after the agent had ended; what was there before is removed.
+  Without it there is no reward.
+"""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+
+from rollart.agents import command
+from rollart.agents.demo import chat
+from rollart.agents.endpoint import AgentEpisode, Endpoint
+from rollart.agents.harbor.task import HarborTask, folders, load
+from rollart.agents.split import choose
+from rollart.envs.terminal.environment import RULES, observation, parse
+from rollart.sandbox.bubble import Limits
+from rollart.sandbox.shell import Sandbox, WorkTooBig
+from rollart.sandbox.verdict import verdict
+
+AGENT, LOGS = "/agent", "/logs/verifier"
+OUTPUT = 8000
+REFUSED = 400  # by the gateway: the episode has had its tokens or its calls
+Play = Callable[[Sandbox], dict[str, Any]]
+
+
+def trial(endpoint: Endpoint, episode: AgentEpisode) -> dict[str, Any]:
+    """An agent of the arguments `folder` (a task, or a folder of tasks), `agent` (a command that runs in the sandbox,
+    where the folder `files` is /agent; without it the policy itself gives one command a turn), `turns`, `seconds` for
+    each of these, `rules` (of the shell, before the instruction), `reward` (the name of the value to learn from),
+    `limits` of the sandbox, and `skip_run`."""
+    args = dict(episode.args)
+    found = folders(Path(args.pop("folder")))
+    chosen = found[choose([path.name for path in found], episode.seed, episode.held_out)]
+    task = load(chosen, args.pop("skip_run", False))
+    limits, key = Limits(**args.pop("limits", {})), args.pop("reward", "reward")
+    program, files = args.pop("agent", None), args.pop("files", None)
+
+    def play(sandbox: Sandbox) -> dict[str, Any]:
+        if program is not None:
+            if files and not sandbox.unpack(command.packed(files, AGENT[1:])):
+                raise ValueError(
+                    f"the agent's files, {files}, do not fit into the sandbox; raise `limits: {{disk: MB}}`"
+                )
+            variables = {**task.image.variables, "HARBOR_INSTRUCTION": task.instruction}
+            return command.run(sandbox, program, endpoint, variables, task.agent_s, task.image.workdir)
+        return converse(endpoint, task, sandbox, **args)
+
+    result = played(task, limits, play, key)
+    return dict(result, info={"harbor_task": task.name, **result["info"]})
+
+
+def played(task: HarborTask, limits: Limits, play: Play, key: str = "reward") -> dict[str, Any]:
+    """What the verifier says of what `play` did."""
+    try:
+        with Sandbox(limits=limits, output=OUTPUT, extras=task.image.extras) as sandbox:
+            task.image.build(sandbox)
+            sandbox.run(task.image.enter())
+            info = play(sandbox)
+            work = sandbox.pack()
+    except WorkTooBig as error:
+        return {"reward": None, "info": {"no_reward": str(error)}}
+    found = verified(task, limits, work, key)
+    return dict(found, info={**info, **found["info"]})
+
+
+def verified(task: HarborTask, limits: Limits, work: bytes, key: str) -> dict[str, Any]:
+    with Sandbox(limits=limits, output=OUTPUT, extras=task.image.extras) as sandbox:
+        if not sandbox.unpack(work):
+            return {"reward": None, "info": {"no_reward": "the agent's files do not fit into the verifier's sandbox"}}
+        sandbox.run("cd /task && chmod -R u+w tests logs; rm -rf tests logs solution && mkdir -p logs/verifier")
+        if not sandbox.unpack(command.packed(str(task.folder / "tests"), "tests")):
+            return {"reward": None, "info": {"no_reward": "the tests do not fit into the verifier's sandbox"}}
+        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in task.variables.items())
+        result = sandbox.run(f"{task.image.enter()}; {variables} bash /tests/test.sh", task.verifier_s)
+        found = verdict(sandbox, f"{LOGS}/reward.json", f"{LOGS}/reward.txt", key=key)
+    if found["reward"] is None:
+        print(f"{task.name}: {found['info']['no_reward']}; the verifier wrote: {result.output}", flush=True)
+        return found
+    return dict(found, success=found["reward"] >= 1)
+
+
+def converse(
+    endpoint: Endpoint, task: HarborTask, sandbox: Sandbox, turns: int = 10, seconds: float = 10.0, rules: bool = True
+) -> dict[str, Any]:
+    """The policy itself: it answers with a command, and is told what that wrote, until it is done or may not go on."""
+    end = time.monotonic() + task.agent_s
+    opening = RULES.format(turns=turns, seconds=seconds) if rules else ""
+    messages = [{"role": "user", "content": opening + task.instruction}]
+    for turn in range(turns):
+        try:
+            said = chat(endpoint, messages)
+        except HTTPError as error:
+            if error.code != REFUSED or turn == 0:
+                raise
+            return {"turns": turn}
+        action = parse(said)
+        if not action or time.monotonic() > end:
+            return {"turns": turn + 1}
+        shown = observation(sandbox.run(action, seconds))
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": shown}]
+    return {"turns": turns}

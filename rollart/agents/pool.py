@@ -1,0 +1,163 @@
+"""Agents: programs that drive themselves, each episode in a process of its own that can be killed.
+
+The invariants:
+- An episode is one process, forked for it and ended with it, and one key at the gateway, valid for as long.
+- However an episode ends, `captured` hears once what was sampled in it, unless the gateway itself was lost.
+- A failure of the program or of its deadline is EnvironmentFailed; one that followed a failure of the engines is
+  EngineFailed; a reward that nobody gives is RewardFailed. None of them is a reward.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rollart.agents.drivers import driver_of, host_spec
+from rollart.agents.endpoint import AgentEpisode
+from rollart.config import Reward, Task
+from rollart.errors import EngineFailed, EnvironmentFailed, RewardFailed, ServiceError
+from rollart.gateway.client import Gateway, Generate
+from rollart.gateway.words import Captured, Terms
+from rollart.resources.launcher import Launcher, Wish
+from rollart.types import Completion, GenerationRequest, Sampling, Step
+from rollart.workers.lease import Lease
+from rollart.workers.process import Place
+from rollart.workers.seat import Tell
+from rollart.workers.slot import CallRaised, SlotLost
+from rollart.workers.slots import SlotPool
+
+
+class AgentPool:
+    """Implements `rollart.protocols.AgentPool`. At most `slots` episodes of a task at the same time, split over hosts,
+    one for each of the `wishes`; each of at most `deadline` seconds unless its task says otherwise. What agents print
+    goes to `log`."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        gateway: Gateway,
+        launcher: Launcher,
+        *,
+        slots: int,
+        deadline: float,
+        wishes: Sequence[Wish] = (),
+        log: Path | None = None,
+        tell: Tell | None = None,
+    ) -> None:
+        self._gateway, self._deadline, self._slots = gateway, deadline, slots
+        self._tasks = {task.name: task for task in tasks}
+        places = [Place(launcher, replace(wish, count=wish.count / len(tasks))) for wish in wishes or [Wish()]]
+        self._pools = {task.name: SlotPool(host_spec(task, log), slots, places=places, tell=tell) for task in tasks}
+
+    @property
+    def in_use(self) -> int:
+        return sum(pool.in_use for pool in self._pools.values())
+
+    @property
+    def slots(self) -> int:
+        return self._slots * len(self._pools)
+
+    async def start(self) -> None:
+        """Raises ServiceError, for example for a module that cannot be imported."""
+        results = await asyncio.gather(*(pool.start() for pool in self._pools.values()), return_exceptions=True)
+        for task, result in zip(self._pools, results, strict=True):
+            if isinstance(result, ServiceError):
+                raise ServiceError(f"the agent of task {task!r} cannot start: {result}") from result
+            if result is not None:
+                raise result
+
+    async def watch(self) -> NoReturn:
+        """Wait until some task has no host left. Raises ServiceError."""
+        async with asyncio.TaskGroup() as group:
+            for pool in self._pools.values():
+                group.create_task(pool.watch())
+        raise AssertionError("unreachable")
+
+    async def close(self) -> None:
+        await asyncio.gather(*(pool.close() for pool in self._pools.values()))
+
+    @asynccontextmanager
+    async def lease(self, task: str) -> AsyncIterator["LeasedAgent"]:
+        """Raises EnvironmentFailed when there is no host any more."""
+        try:
+            async with self._pools[task].lease() as lease:
+                lease.reusable = False
+                await lease.take()
+                yield LeasedAgent(self._tasks[task], self._gateway, lease, self._deadline)
+        except (SlotLost, ServiceError) as error:
+            raise EnvironmentFailed(f"task {task!r} has no process for its agent: {error}") from error
+
+
+class LeasedAgent:
+    """A process in which one episode will be played."""
+
+    def __init__(self, task: Task, gateway: Gateway, lease: Lease, deadline: float) -> None:
+        assert task.agent is not None
+        self._task, self._gateway, self._lease = task, gateway, lease
+        self._deadline = task.agent.deadline or deadline
+
+    async def play(
+        self, id: str, seed: int, held_out: bool, generate: Generate, captured: Callable[[Captured], None]
+    ) -> Step:
+        """The whole episode. Raises EnvironmentFailed, EngineFailed or RewardFailed."""
+        watched = _Watched(generate)
+        episode = AgentEpisode(id, self._task.name, seed, held_out, self._task.args)
+        opened = None
+        try:
+            async with self._gateway.episode(self._terms(id, seed), watched.generate) as opened:
+                endpoint = asdict(opened.endpoint)
+                args = {"agent": driver_of(self._task).agent, "endpoint": endpoint, "episode": asdict(episode)}
+                answer = await self._run(args, watched)
+        finally:
+            if opened is not None and opened.captured is not None:
+                captured(opened.captured)
+        return self._step(answer, opened.captured)
+
+    def _terms(self, id: str, seed: int) -> Terms:
+        agent, asked = self._task.agent, self._task.sampling
+        assert agent is not None
+        sampling = Sampling(asked.temperature, asked.top_p, asked.top_k, asked.max_tokens)
+        return Terms(id, self._task.name, seed, sampling, self._task.max_context, agent.calls, agent.parallel)
+
+    async def _run(self, args: dict[str, Any], watched: "_Watched") -> dict[str, Any]:
+        try:
+            answer = await self._lease.call("run", args, self._deadline)
+        except (SlotLost, CallRaised) as error:
+            told = str(error).replace(args["endpoint"]["key"], "(its key)")  # it may be part of a URL
+            failed = f"the agent of task {self._task.name!r} failed: {told}"
+            if watched.failure is not None:
+                raise EngineFailed(f"{failed}; before that, {watched.failure}") from error
+            raise EnvironmentFailed(failed) from error
+        if not isinstance(answer, dict):
+            raise EnvironmentFailed(f"the agent of task {self._task.name!r} answered {answer!r}, not a dict")
+        return answer
+
+    def _step(self, answer: dict[str, Any], captured: Captured | None) -> Step:
+        name, reward = self._task.name, answer.get("reward")
+        if captured is None:
+            raise EnvironmentFailed(f"the gateway was lost when the agent of task {name!r} had ended")
+        if not captured.turns:
+            raise EnvironmentFailed(f"the agent of task {name!r} ended without a single answer of the policy")
+        if reward is None and self._task.reward.function == Reward().function:
+            raise RewardFailed(f"the agent of task {name!r} returned no reward, and the task names no reward function")
+        info = dict(answer.get("info") or {})
+        if answer.get("success") is not None:
+            info["success"] = bool(answer["success"])
+        return Step((), reward, done=True, truncated=captured.truncated, info=info)
+
+
+class _Watched:
+    """Remembers that generation failed, for a program that ends because of it."""
+
+    def __init__(self, generate: Generate) -> None:
+        self._generate = generate
+        self.failure: EngineFailed | None = None
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        try:
+            return await self._generate(request)
+        except EngineFailed as error:
+            self.failure = error
+            raise

@@ -1,0 +1,53 @@
+"""`rollart simulate`: a scenario on virtual time."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from rollart.commands.guard import guarded
+
+
+@guarded
+def simulate(
+    scenario: Annotated[Path, typer.Argument(metavar="SCENARIO.yaml", help="A run file with a `simulate` section.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one key; again for more.")
+    ] = None,
+    preset: Annotated[str | None, typer.Option(help="sync, sync_plus, one_off, start_bound or rollart.")] = None,
+    workload: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Lay this file over the `simulate` section.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="The first seed; default: the scenario's.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="So many seeds, one after the other.")] = 1,
+    output: Annotated[Path | None, typer.Option(metavar="DIR", help="Make the run folder in here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line.")] = False,
+) -> None:
+    """Predict step time, throughput, idle times and cost of a run, without its hardware.
+
+    The scheduler of real runs schedules modelled engines, environments,
+    rewards and training on a virtual clock. The event log goes into a run
+    folder, so `rollart show` and `rollart timeline` work on it.
+
+    [dim]rollart simulate examples/paper/end_to_end.yaml
+    rollart simulate examples/paper/end_to_end.yaml --preset sync_plus --seeds 3[/dim]
+    """
+    from rollart import runfolder
+    from rollart.simulate import scenario as scenarios
+    from rollart.simulate.report import report, summary
+    from rollart.simulate.simulation import simulate as run
+
+    asked = scenarios.load(scenario, overrides or [], workload)
+    if preset is not None:
+        asked = asked.with_preset(preset)
+    first = asked.seed if seed is None else seed
+    folder = runfolder.create(output or asked.output, asked.name) if asked.simulate.log == "full" else None
+    results = [run(asked, folder=None if number else folder, seed=first + number) for number in range(seeds)]
+    console = Console(stderr=as_json, highlight=False)
+    console.print(report(results))
+    if folder is not None:
+        console.print(f"run folder: {folder}", soft_wrap=True, markup=False)
+    if as_json:
+        typer.echo(json.dumps({**summary(results), "folder": str(folder) if folder else None}))

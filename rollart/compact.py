@@ -1,0 +1,80 @@
+"""Sequences of numbers that are only counted: equal numbers in a row are kept once.
+
+A simulated answer of ten thousand tokens has no tokens to speak of, only their number and the versions that made them.
+Such sequences go through the control plane in the place of lists. The helpers here treat both alike.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, repeat
+from typing import TypeVar
+
+from msgspec import Struct
+
+T = TypeVar("T")
+
+
+class Runs(Struct, frozen=True, gc=False):
+    """`spans` are pairs of a number and how often it comes; `length` is the length of all.
+
+    >>> list(Runs.of(7, 2) + Runs.of(8, 1)), len(Runs.of(7, 3) + Runs.of(7, 4))
+    ([7, 7, 8], 7)
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    length: int
+
+    @classmethod
+    def of(cls, value: int, count: int) -> "Runs":
+        return cls(((value, count),), count)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __bool__(self) -> bool:
+        return self.length > 0
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(repeat(value, count) for value, count in self.spans)
+
+    def __getitem__(self, index: int | slice) -> "int | Runs":
+        if isinstance(index, slice):
+            if index != slice(None):
+                raise TypeError("a compact sequence can be copied whole, not in part")
+            return self
+        if index == -1:
+            return self.spans[-1][0]
+        return list(self)[index]
+
+    def __add__(self, other: "Runs") -> "Runs":
+        mine, more = self.spans, other.spans
+        if mine and more and mine[-1][0] == more[0][0]:
+            last = (more[0][0], mine[-1][1] + more[0][1])
+            return Runs((*mine[:-1], last, *more[1:]), self.length + other.length)
+        return Runs(mine + more, self.length + other.length)
+
+    @property
+    def lowest(self) -> int:
+        return min(value for value, _ in self.spans)
+
+
+def lowest(values: "Sequence[int] | Runs") -> int:
+    """The least of them; raises ValueError if there is none."""
+    return values.lowest if isinstance(values, Runs) else min(values)
+
+
+def kept(values: Sequence[T]) -> tuple[T, ...]:
+    """To be kept as it is: a list as a tuple; a compact sequence never changes."""
+    return tuple(values) if isinstance(values, list) else values  # type: ignore[return-value]
+
+
+def fingerprint(values: Sequence[int]) -> int:
+    """Equal sequences have equal ones."""
+    return hash(tuple(values)) if isinstance(values, list) else hash(values)
+
+
+def joined(context: list[int], more: list[int]) -> list[int]:
+    """`context` and then `more`. A list grows in place."""
+    if isinstance(more, list):
+        context += more
+        return context
+    return context + more if context else more

@@ -1,0 +1,176 @@
+"""vLLM's HTTP API, as far as it is used here, over connections that stay open.
+
+What vLLM answers with an error raises EngineFailed with its message. So does a server that is gone, but only after a
+while: whoever watches the server ends the process meanwhile, and then all callers know at once that more is lost than
+their request. Every call but a generation has a deadline of its own; a generation ends when its caller gives up, which
+closes its connection and so aborts it at the server.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from rollart.errors import EngineFailed
+
+GENERATE = "/inference/v1/generate"
+UNIX = "unix:"
+SHORT_S = 30.0
+SWAP_S = 600.0
+
+
+class Chosen(msgspec.Struct):
+    token_id: int
+    logprob: float
+
+
+class Logprobs(msgspec.Struct):
+    content: list[Chosen] | None = None
+
+
+class Span(msgspec.Struct):
+    """Tokens `start` to `end` were made by the weights of that label."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    logprobs: Logprobs | None = None
+    weight_versions: list[Span] | None = None
+
+
+class Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    prompt_tokens_details: Details | None = None
+
+
+class Fault(msgspec.Struct):
+    message: str = ""
+
+
+class Answer(msgspec.Struct):
+    """A part of a streamed answer, or all of one that is not."""
+
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    error: Fault | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+_answer = msgspec.json.Decoder(Answer)
+_encode = msgspec.json.Encoder().encode
+
+
+class Api:
+    """`url` is that of a server, or `unix:` and the path of its socket; `grace` are the seconds after which a lost
+    connection is told. Use as an async context manager."""
+
+    def __init__(self, url: str, *, key: str | None = None, grace: float = 0.0) -> None:
+        self.url, self._grace = url, grace
+        unix = url.startswith(UNIX)
+        self._base = "http://vllm" if unix else url.rstrip("/")
+        connector = (
+            aiohttp.UnixConnector(url.removeprefix(UNIX), limit=0) if unix else aiohttp.TCPConnector(limit=0)
+        )  # as many connections as there are requests
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._session = aiohttp.ClientSession(
+            connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=None), read_bufsize=1 << 20
+        )
+
+    async def __aenter__(self) -> "Api":
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._session.close()
+
+    async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Answer, None]:
+        """The parts of an answer, as they come."""
+        asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        async with self._response("POST", GENERATE, asked) as response:
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    answer = _answer.decode(line[6:])
+                    if answer.error is not None:
+                        raise EngineFailed(f"vLLM failed: {answer.error.message}")
+                    yield answer
+
+    async def generate(self, body: Mapping[str, Any]) -> Answer:
+        async with self._response("POST", GENERATE, body) as response:
+            return _answer.decode(await response.read())
+
+    async def abort(self, ids: list[str]) -> None:
+        await self.post("/inference/v1/abort_requests", {"request_ids": ids})
+
+    async def healthy(self, deadline: float = SHORT_S) -> bool:
+        try:
+            async with asyncio.timeout(deadline), self._response("GET", "/health") as response:
+                return response.status == 200
+        except (EngineFailed, TimeoutError):
+            return False
+
+    async def metrics(self) -> str:
+        async with self._deadline("/metrics", SHORT_S), self._response("GET", "/metrics") as response:
+            return await response.text()
+
+    async def label(self) -> str:
+        """The version of the weights, as the server calls it."""
+        async with self._deadline("/weight_info", SHORT_S), self._response("GET", "/weight_info") as response:
+            return str((await response.json())["weight_version"])
+
+    async def workers(self, method: str, **arguments: Any) -> None:
+        """Call a method of every worker, between two steps."""
+        await self.post("/collective_rpc", {"method": method, "kwargs": arguments}, deadline=SWAP_S)
+
+    async def post(self, path: str, body: Any = None, *, deadline: float = SHORT_S) -> None:
+        async with self._deadline(path, deadline), self._response("POST", path, body) as response:
+            await response.read()
+
+    @asynccontextmanager
+    async def _deadline(self, path: str, seconds: float) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(seconds):
+                yield
+        except TimeoutError:
+            raise EngineFailed(f"vLLM did not answer {path} within {seconds:g} s") from None
+
+    @asynccontextmanager
+    async def _response(self, method: str, path: str, body: Any = None) -> AsyncIterator[aiohttp.ClientResponse]:
+        data = None if body is None else _encode(body)
+        try:
+            async with await self._sent(method, path, data) as response:
+                if response.status >= 400:
+                    raise EngineFailed(f"vLLM refused {path}: {_message(await response.read(), response.status)}")
+                yield response
+        except aiohttp.ClientError as error:
+            await asyncio.sleep(self._grace)
+            raise EngineFailed(f"the vLLM server at {self.url} is gone: {error}") from error
+        except msgspec.MsgspecError as error:
+            raise EngineFailed(f"vLLM answered {path} in a way that is not understood here: {error}") from error
+
+    async def _sent(self, method: str, path: str, data: bytes | None) -> aiohttp.ClientResponse:
+        """A server may close an idle connection at the moment at which it is used again; once, that is no error."""
+        try:
+            return await self._session.request(method, self._base + path, data=data)
+        except aiohttp.ServerDisconnectedError:
+            return await self._session.request(method, self._base + path, data=data)
+
+
+def _message(body: bytes, status: int) -> str:
+    """vLLM's errors are `{"error": {"message": ...}}`, those of its web framework `{"detail": ...}`."""
+    try:
+        told = msgspec.json.decode(body)
+        error = told.get("error", told.get("detail", told))
+        return str(error.get("message", error) if isinstance(error, dict) else error)
+    except (msgspec.MsgspecError, AttributeError):
+        return f"status {status}: {body[:200].decode(errors='replace')}"

@@ -1,0 +1,51 @@
+"""What keeps a run from having its vLLM engines, as far as it can be seen from here before anything starts."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rollart.config import Pool, RunFile
+from rollart.models import tiny
+
+HOW = "`make vllm` makes a Python with vLLM for CPUs; on GPUs, name one that has vLLM in `vllm.python`"
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that vLLM's CPU build can compute with
+
+
+def problems(run: RunFile) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Each with the key of the run file that it is about."""
+    pools = {name: pool for name, pool in run.pools.items() if pool.engine == "vllm" and not pool.urls}
+    for name, pool in pools.items():
+        if wrong := _unfit(run, pool):
+            yield ("pools", name, "engine"), f"pools.{name}: {wrong}"
+    if pools and run.cluster is None and not run.vllm.container and (wrong := missing(run.vllm.interpreter())):
+        yield ("vllm", "python"), f"pool {next(iter(pools))!r} has engine: vllm, but {wrong}; {HOW}"
+
+
+def missing(python: Path) -> str | None:
+    """Why this Python will not do. Only a virtual environment is looked into."""
+    if not os.access(python, os.X_OK):
+        return f"there is no Python at {python}"
+    home = python.parent.parent
+    if (home / "pyvenv.cfg").exists() and not any(home.glob("lib*/python*/site-packages/vllm")):
+        return f"{python} has no vLLM"
+    return None
+
+
+def _unfit(run: RunFile, pool: Pool) -> str | None:
+    config = _config(run)
+    heads = int(config.get("num_attention_heads") or 1)
+    size = int(config.get("head_dim") or config.get("hidden_size", 0) // heads)
+    if pool.devices == ("cpu",) and size and size not in CPU_HEADS:
+        return f"vLLM on CPUs computes with heads of {', '.join(map(str, CPU_HEADS))}; those of the model have {size}"
+    if heads % pool.tensor_parallel:
+        return f"the model's {heads} attention heads cannot be divided over tensor_parallel {pool.tensor_parallel}"
+    return None
+
+
+def _config(run: RunFile) -> dict[str, Any]:
+    if run.model.tiny:
+        return tiny.sizes(run.model.tiny)
+    file = (run.model.path or Path()) / "config.json"
+    return dict(json.loads(file.read_text())) if file.is_file() else {}

@@ -1,0 +1,138 @@
+"""A vLLM server as a child process.
+
+Invariants: it ends with this process, however this ends: it gets a signal from the kernel if it is left alone, and all
+its processes are in one group, which is killed. Its output goes to our log; the lines that tell why it ended are kept.
+"""
+
+import asyncio
+import collections
+import ctypes
+import os
+import re
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from rollart.config import Vllm
+from rollart.engines.vllm import command
+from rollart.engines.vllm.api import UNIX, Api
+from rollart.engines.vllm.problems import HOW
+from rollart.errors import ServiceError
+from rollart.resources.child import describe
+
+LOOK_AGAIN_S = 0.25
+ASK_S = 2.0
+END_S, LAST_WORDS_S = 5.0, 1.0
+_TOLD = 200
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1  # of Linux
+_CAUSE = re.compile(r"\b\w*(?:Error|Exception|No module named)\b.*")
+_NOISE = ("See stack trace", "See root cause", "Engine core initialization failed")
+
+
+class Server:
+    """Made by `started`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._said: collections.deque[str] = collections.deque(maxlen=_TOLD)
+        self._copying = asyncio.create_task(self._copy())
+
+    async def ended(self) -> str:
+        """Why, once it has."""
+        code = await self._process.wait()
+        self.kill()  # what it has left
+        await asyncio.wait([self._copying], timeout=LAST_WORDS_S)
+        causes = [found[0] for line in self._said if (found := _CAUSE.search(line)) and not _noise(line)]
+        why = causes[-1] if causes else " / ".join(list(self._said)[-3:])
+        return f"the vLLM server ended with {describe(code)}" + (f": {why}" if why else "")
+
+    async def _copy(self) -> None:
+        assert self._process.stdout is not None
+        while line := await _line(self._process.stdout):
+            sys.stderr.buffer.write(line)
+            sys.stderr.buffer.flush()
+            self._said.append(line.decode(errors="replace").strip())
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def stop(self) -> None:
+        if self._process.returncode is None:
+            self._process.terminate()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(END_S):
+                    await self._process.wait()
+        self.kill()
+        await self._process.wait()
+        self._copying.cancel()
+        await asyncio.wait([self._copying])
+
+
+@asynccontextmanager
+async def started(spec: Mapping[str, Any]) -> AsyncIterator[tuple[Server, str]]:
+    """A server that answers, and its address. Raises ServiceError."""
+    settings = Vllm.model_validate(spec["vllm"])
+    with tempfile.TemporaryDirectory(prefix="rollart-vllm-") as folder:
+        socket = Path(folder) / "socket"
+        argv = command.argv(spec, socket)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=command.inherited() | command.environment(spec),
+                cwd=folder,
+                process_group=0,
+                preexec_fn=_end_with_parent,
+            )
+        except OSError as error:
+            raise ServiceError(f"vLLM cannot be started: {argv[0]} cannot be run: {error.strerror}; {HOW}") from error
+        server = Server(process)
+        try:
+            await _answers(server, f"{UNIX}{socket}", settings.start_deadline)
+            yield server, f"{UNIX}{socket}"
+        finally:
+            await server.stop()
+
+
+async def _answers(server: Server, url: str, deadline: float) -> None:
+    ended = asyncio.create_task(server.ended())
+    try:
+        async with asyncio.timeout(deadline), Api(url) as api:
+            while not await api.healthy(ASK_S):
+                await asyncio.wait([ended], timeout=LOOK_AGAIN_S)
+                if ended.done():
+                    why = ended.result()
+                    hint = f"; {HOW}" if "No module named" in why else ""
+                    raise ServiceError(f"{why.replace('server ended', 'server ended while it started,')}{hint}")
+    except TimeoutError:
+        raise ServiceError(
+            f"the vLLM server did not answer within {deadline:g} s; vllm.start_deadline in the run file gives it longer"
+        ) from None
+    finally:
+        ended.cancel()
+
+
+async def _line(stream: asyncio.StreamReader) -> bytes:
+    """A line, or as much of one as is no longer than the reader's limit."""
+    try:
+        return await stream.readuntil()
+    except asyncio.IncompleteReadError as rest:
+        return rest.partial
+    except asyncio.LimitOverrunError as long:
+        return await stream.read(long.consumed)
+
+
+def _end_with_parent() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def _noise(line: str) -> bool:
+    return any(words in line for words in _NOISE)

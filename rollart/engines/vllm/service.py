@@ -1,0 +1,102 @@
+"""The service in front of a vLLM server: `python -m rollart.engines.vllm.service`, spec on stdin.
+
+The spec is that of `rollart.engines.service`, and: `vllm` (that section of the run file), `tensor_parallel`,
+`hand_over` (whether KV may be handed over), and `url`, if the server is one that someone else runs. When the server
+ends, so does the service: whoever started it starts both again.
+"""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+
+from rollart.config import Engine as EngineConfig
+from rollart.engines.vllm import located
+from rollart.engines.vllm.api import Api
+from rollart.engines.vllm.engine import VllmEngine
+from rollart.engines.vllm.handover import Peers
+from rollart.engines.vllm.server import Server, started
+from rollart.errors import RollartError, ServiceError
+from rollart.resources.external import KEY
+from rollart.resources.local import free_port
+from rollart.resources.roofline import ModelShape
+from rollart.services.process import LOOPBACK, main
+from rollart.services.rpc import Handler
+from rollart.weights.reader import Weights
+
+HEALTH_S, SICK = 3.0, 3  # a server that someone else runs is asked so often, and given up after so many silences
+GRACE_S = (SICK + 1) * 2 * HEALTH_S  # by then it is known whether the server is lost
+
+
+@asynccontextmanager
+async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
+    async with AsyncExitStack() as stack:
+        try:
+            engine = await _engine(spec, stack)
+        except RollartError as error:
+            print(json.dumps({"error": str(error)}), flush=True)
+            raise
+        yield {
+            "generate": engine.generate,
+            "prefill": engine.prefill,
+            "abort": engine.abort,
+            "load": engine.load,
+            "status": engine.status,
+            "handed": engine.notes.handed,
+            "received": engine.notes.received,
+        }
+
+
+async def _engine(spec: dict[str, Any], stack: AsyncExitStack) -> VllmEngine:
+    config, folder = EngineConfig.model_validate(spec["config"]), Path(spec["model"])
+    server: Server | None = None
+    if "url" not in spec:
+        told = spec | {"side_channel": free_port(spec.get("bind", LOOPBACK))}
+        server, url = await stack.enter_async_context(started(told))
+        api = await stack.enter_async_context(Api(url, grace=GRACE_S))
+    else:
+        api = await stack.enter_async_context(Api(spec["url"], key=os.environ.get(KEY), grace=GRACE_S))
+        if not await api.healthy(HEALTH_S):
+            raise ServiceError(f"no vLLM server answers at {spec['url']}")
+
+    def broken(reason: str) -> None:
+        """Nothing can be saved: end, so that all requests fail at once and somebody starts anew."""
+        print(reason, file=sys.stderr, flush=True)
+        if server is not None:
+            server.kill()
+        os._exit(1)
+
+    watching = asyncio.create_task(_watch(api, server, broken))
+    stack.callback(watching.cancel)
+    peers = Peers(spec.get("key"))
+    stack.push_async_callback(peers.close)
+    engine = VllmEngine(
+        api,
+        config,
+        weights=stack.enter_context(closing(Weights(Path(spec["weights"]), bind=spec.get("bind", "127.0.0.1")))),
+        version=int(spec["version"]),
+        token_bytes=ModelShape.of_folder(folder, 4 if config.dtype == "float32" else 2).kv_bytes,
+        peers=peers,
+        on_broken=broken,
+    )
+    # A server that was there before us may have any weights.
+    await engine.adopt(located.in_folder(folder) if server is None else None)
+    return engine
+
+
+async def _watch(api: Api, server: Server | None, broken: Any) -> None:
+    if server is not None:
+        broken(await server.ended())
+    silences = 0
+    while silences < SICK:
+        await asyncio.sleep(HEALTH_S)
+        silences = 0 if await api.healthy(HEALTH_S) else silences + 1
+    broken(f"the vLLM server at {api.url} does not answer any more")
+
+
+if __name__ == "__main__":
+    main(build)

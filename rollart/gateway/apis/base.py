@@ -1,0 +1,77 @@
+"""What the APIs share: each turns bytes into an `Ask`, and an answer or an error into its own JSON."""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from rollart.gateway.errors import ApiError, invalid
+from rollart.gateway.tenant import Tenant
+from rollart.gateway.words import Answer, Ask, Choice, Said
+
+T = TypeVar("T")
+SLICE = 48  # characters of one streamed piece
+_AT = re.compile(r" - at `\$\.?(.*)`$")
+encode = msgspec.json.Encoder().encode
+
+
+class Api(Protocol):
+    def parse(self, body: bytes, tenant: Tenant) -> Ask:
+        """Raises ApiError."""
+        ...
+
+    def whole(self, ask: Ask, answer: Answer) -> Any: ...
+
+    def stream(self, ask: Ask, answer: Answer) -> Iterator[bytes]:
+        """Server-sent events."""
+        ...
+
+    def error(self, error: ApiError) -> Any: ...
+
+    def served(self, ask: Ask, answer: Answer, tenant: Tenant) -> None:
+        """The answer was delivered."""
+        ...
+
+
+class Part(msgspec.Struct):
+    """A piece of a message. Only text can be read."""
+
+    type: str = "text"
+    text: str | None = None
+
+
+def read(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        found = _AT.search(str(error))
+        raise invalid(_AT.sub("", str(error)), param=found[1] if found else None) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid(f"the body is not JSON: {error}") from None
+
+
+def text_of(content: str | Sequence[Part] | None, param: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    other = next((part.type for part in content if part.text is None), None)
+    if other is not None:
+        raise invalid(f"content of type {other!r} cannot be read here: this model knows text only", param)
+    return "".join(part.text or "" for part in content)
+
+
+def event(data: Any, name: str | None = None) -> bytes:
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + encode(data) + b"\n\n"
+
+
+def slices(text: str) -> Iterator[str]:
+    yield from (text[at : at + SLICE] for at in range(0, len(text), SLICE))
+
+
+def texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def conversation(ask: Ask, choice: Choice) -> tuple[Said, ...]:
+    return (*ask.messages, Said("assistant", choice.text, choice.calls))

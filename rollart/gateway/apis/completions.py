@@ -1,0 +1,121 @@
+"""OpenAI completions: POST /v1/completions. The prompt is text or tokens, as it stands."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec import Struct
+from msgspec.json import Decoder
+
+from rollart.gateway.apis.base import event, read, slices, texts
+from rollart.gateway.apis.openai import Count, Heat, OpenAI, Seed, Several, Share, usage
+from rollart.gateway.errors import invalid
+from rollart.gateway.tenant import Tenant
+from rollart.gateway.words import Answer, Ask, Choice
+
+
+class _StreamOptions(Struct):
+    include_usage: bool = False
+
+
+class _Request(Struct):
+    prompt: str | list[str | int | list[int]]
+    model: str = ""
+    max_tokens: Count | None = None
+    temperature: Heat | None = None
+    top_p: Share | None = None
+    top_k: int | None = None
+    n: Several | None = None
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    return_token_ids: bool | None = None
+
+
+class Completions(OpenAI):
+    _decoder = Decoder(_Request)
+
+    def parse(self, body: bytes, tenant: Tenant) -> Ask:
+        request = read(self._decoder, body)
+        for name in ("echo", "suffix"):
+            if getattr(request, name):
+                raise invalid(f"{name} is not offered here", name)
+        text, tokens = _prompt(request.prompt)
+        return Ask(
+            model=request.model,
+            text=text,
+            tokens=tokens,
+            n=request.n or 1,
+            seed=request.seed,
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            stop=texts(request.stop),
+            logprobs=request.logprobs is not None,
+            token_ids=bool(request.return_token_ids),
+            stream=bool(request.stream),
+            usage_in_stream=request.stream_options is not None and request.stream_options.include_usage,
+        )
+
+    def whole(self, ask: Ask, answer: Answer) -> Any:
+        choices = [self._choice(ask, answer, number) for number in range(len(answer.choices))]
+        return {**self._head(answer), "choices": choices, "usage": usage(answer)}
+
+    def _head(self, answer: Answer) -> dict[str, Any]:
+        return {
+            "id": f"cmpl-{answer.id}",
+            "object": "text_completion",
+            "created": answer.created,
+            "model": answer.model,
+        }
+
+    def _choice(self, ask: Ask, answer: Answer, number: int) -> dict[str, Any]:
+        choice = answer.choices[number]
+        said: dict[str, Any] = {
+            "index": number,
+            "text": choice.text,
+            "logprobs": self._listed(choice) if ask.logprobs else None,
+            "finish_reason": choice.finish,
+        }
+        if ask.token_ids:
+            said |= {"token_ids": choice.tokens, "prompt_token_ids": answer.prompt}
+        return said
+
+    def _listed(self, choice: Choice) -> dict[str, Any]:
+        pieces = [self._template.piece(token) for token in choice.tokens]
+        offsets = [0]
+        for piece in pieces[:-1]:
+            offsets.append(offsets[-1] + len(piece))
+        return {
+            "tokens": pieces,
+            "token_logprobs": choice.logprobs,
+            "top_logprobs": None,
+            "text_offset": offsets[: len(pieces)],
+        }
+
+    def stream(self, ask: Ask, answer: Answer) -> Iterator[bytes]:
+        head = self._head(answer)
+        for number, choice in enumerate(answer.choices):
+            for piece in slices(choice.text):
+                yield event({**head, "choices": [{"index": number, "text": piece, "finish_reason": None}]})
+            last = {**self._choice(ask, answer, number), "text": ""}
+            yield event({**head, "choices": [last]})
+        if ask.usage_in_stream:
+            yield event({**head, "choices": [], "usage": usage(answer)})
+        yield b"data: [DONE]\n\n"
+
+
+def _prompt(prompt: str | list[str | int | list[int]]) -> tuple[str | None, list[int] | None]:
+    if isinstance(prompt, str):
+        return prompt, None
+    tokens = [each for each in prompt if isinstance(each, int)]
+    if prompt and len(tokens) == len(prompt):
+        return None, tokens
+    if len(prompt) != 1:
+        raise invalid("one prompt per request, please", "prompt")
+    only = prompt[0]
+    return (only, None) if isinstance(only, str) else (None, only if isinstance(only, list) else [only])

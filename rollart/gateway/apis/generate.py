@@ -1,0 +1,77 @@
+"""Tokens in, tokens out: POST /inference/v1/generate, as vLLM offers it and training clients speak it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec import Struct
+from msgspec.json import Decoder
+
+from rollart.gateway.apis.base import event, read, texts
+from rollart.gateway.apis.openai import Count, Heat, OpenAI, Seed, Several, Share, usage
+from rollart.gateway.errors import invalid
+from rollart.gateway.tenant import Tenant
+from rollart.gateway.words import Answer, Ask, Choice
+
+
+class _Sampling(Struct):
+    max_tokens: Count | None = None
+    temperature: Heat | None = None
+    top_p: Share | None = None
+    top_k: int | None = None
+    n: Several | None = None
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    logprobs: int | None = None
+
+
+class _Request(Struct):
+    token_ids: list[int]
+    sampling_params: _Sampling
+    model: str | None = None
+    request_id: str | None = None
+    stream: bool | None = None
+
+
+class Generate(OpenAI):
+    _decoder = Decoder(_Request)
+
+    def parse(self, body: bytes, tenant: Tenant) -> Ask:
+        request = read(self._decoder, body)
+        asked = request.sampling_params
+        if not request.token_ids:
+            raise invalid("token_ids is empty", "token_ids")
+        return Ask(
+            model=request.model or "",
+            tokens=request.token_ids,
+            n=asked.n or 1,
+            seed=asked.seed,
+            max_tokens=asked.max_tokens,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=asked.top_k,
+            stop=texts(asked.stop),
+            stop_tokens=tuple(asked.stop_token_ids or ()),
+            logprobs=asked.logprobs is not None,
+            stream=bool(request.stream),
+        )
+
+    def whole(self, ask: Ask, answer: Answer) -> Any:
+        choices = [self._choice(ask, number, choice) for number, choice in enumerate(answer.choices)]
+        return {"request_id": answer.id, "choices": choices, "prompt_logprobs": None, "usage": usage(answer)}
+
+    def _choice(self, ask: Ask, number: int, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": number,
+            "token_ids": choice.tokens,
+            "logprobs": self.logprobs(choice) if ask.logprobs else None,
+            "finish_reason": choice.finish,
+        }
+
+    def piece(self, token: int, logprob: float) -> dict[str, Any]:
+        """Tokens are named by their numbers: several may have the same text."""
+        return {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+
+    def stream(self, ask: Ask, answer: Answer) -> Iterator[bytes]:
+        yield event(self.whole(ask, answer))
+        yield b"data: [DONE]\n\n"

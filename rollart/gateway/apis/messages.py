@@ -1,0 +1,213 @@
+"""Anthropic messages: POST /v1/messages."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+from msgspec.json import Decoder
+
+from rollart.gateway.apis.base import Part, event, read, slices, text_of
+from rollart.gateway.apis.openai import Count, Share, arguments
+from rollart.gateway.errors import ApiError, invalid
+from rollart.gateway.tenant import Tenant
+from rollart.gateway.tools import value
+from rollart.gateway.words import Answer, Ask, Choice, Said, Tool, ToolCall
+
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    529: "overloaded_error",
+}
+_UNSEEN = ("thinking", "redacted_thinking")
+
+
+class _Block(Struct):
+    type: str
+    text: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[Part] | None = None
+
+
+class _Message(Struct):
+    role: str
+    content: str | list[_Block]
+
+
+class _Tool(Struct):
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class _ToolChoice(Struct):
+    type: str
+    name: str | None = None
+
+
+class _Request(Struct):
+    messages: list[_Message]
+    max_tokens: Count
+    model: str = ""
+    system: str | list[Part] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_p: Share | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: _ToolChoice | None = None
+
+
+class _CountRequest(_Request):
+    max_tokens: Count = 1
+
+
+class Messages:
+    _decoder: "Decoder[Any]" = Decoder(_Request)
+
+    def parse(self, body: bytes, tenant: Tenant) -> Ask:
+        request = read(self._decoder, body)
+        if not request.messages:
+            raise invalid("there must be at least one message", "messages")
+        said = [one for number, message in enumerate(request.messages) for one in _said(message, number)]
+        if system := text_of(request.system, "system"):
+            said.insert(0, Said("system", system))
+        prefix = ""
+        if said[-1].role == "assistant" and not said[-1].calls:
+            prefix = said.pop().text  # the model goes on with what it is made to have said
+        tools = tuple(Tool(tool.name, tool.description or "", tool.input_schema or {}) for tool in request.tools or ())
+        force, calls = _wanted(request.tool_choice, tools)
+        return Ask(
+            model=request.model,
+            messages=tuple(said),
+            tools=tools,
+            force=force,
+            calls=calls,
+            prefix=prefix,
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            stop=tuple(request.stop_sequences or ()),
+            stream=bool(request.stream),
+        )
+
+    def whole(self, ask: Ask, answer: Answer) -> Any:
+        choice = answer.choices[0]
+        return {
+            **self._head(answer),
+            "content": _blocks(choice),
+            "stop_reason": _reason(choice),
+            "stop_sequence": choice.stopped_by,
+            "usage": _usage(answer, answer.made),
+        }
+
+    def _head(self, answer: Answer) -> dict[str, Any]:
+        return {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": answer.model}
+
+    def stream(self, ask: Ask, answer: Answer) -> Iterator[bytes]:
+        choice = answer.choices[0]
+        start = {**self._head(answer), "content": [], "stop_reason": None, "stop_sequence": None}
+        yield _event("message_start", message={**start, "usage": _usage(answer, 0)})
+        for index, block in enumerate(_blocks(choice)):
+            if block["type"] == "text":
+                empty: dict[str, Any] = {"type": "text", "text": ""}
+                deltas: Iterator[dict[str, Any]] = (
+                    {"type": "text_delta", "text": piece} for piece in slices(block["text"])
+                )
+            else:
+                empty = {**block, "input": {}}
+                said = choice.calls[index - bool(choice.text)].arguments
+                deltas = ({"type": "input_json_delta", "partial_json": piece} for piece in slices(said))
+            yield _event("content_block_start", index=index, content_block=empty)
+            for delta in deltas:
+                yield _event("content_block_delta", index=index, delta=delta)
+            yield _event("content_block_stop", index=index)
+        end = {"stop_reason": _reason(choice), "stop_sequence": choice.stopped_by}
+        yield _event("message_delta", delta=end, usage={"output_tokens": answer.made})
+        yield _event("message_stop")
+
+    def error(self, error: ApiError) -> Any:
+        kind = _KINDS.get(error.status, "api_error")
+        where = f"{error.param}: " if error.param else ""
+        return {"type": "error", "error": {"type": kind, "message": f"{where}{error}"}}
+
+    def served(self, ask: Ask, answer: Answer, tenant: Tenant) -> None:
+        """Nothing to remember: clients repeat the conversation."""
+
+
+class CountTokens(Messages):
+    """POST /v1/messages/count_tokens: only parsed, never generated."""
+
+    _decoder = Decoder(_CountRequest)
+
+
+def _event(kind: str, **data: Any) -> bytes:
+    return event({"type": kind, **data}, kind)
+
+
+def _said(message: _Message, number: int) -> Iterator[Said]:
+    """An assistant's message stays one; results of tools become messages of their own, before what the user says."""
+    if isinstance(message.content, str):
+        yield Said(message.role, message.content)
+        return
+    param = f"messages.{number}.content"
+    texts, calls = [], []
+    for block in message.content:
+        match block.type:
+            case "text":
+                texts.append(block.text or "")
+            case "tool_use":
+                calls.append(ToolCall(block.name or "", arguments(block.input or {}), block.id or ""))
+            case "tool_result":
+                yield Said("tool", text_of(block.content, param), answers=block.tool_use_id or "")
+            case kind if kind not in _UNSEEN:
+                raise invalid(f"content of type {kind!r} cannot be read here: this model knows text only", param)
+    if texts or calls:
+        yield Said(message.role, "".join(texts), tuple(calls))
+
+
+def _wanted(choice: _ToolChoice | None, tools: tuple[Tool, ...]) -> tuple[str | None, bool]:
+    kind = choice.type if choice is not None else "auto"
+    if kind in ("auto", "none"):
+        return None, kind == "auto"
+    name = (choice.name or "") if choice is not None and kind == "tool" else ""
+    if kind not in ("any", "tool"):
+        raise invalid(f"the type is auto, any, tool or none, not {kind!r}", "tool_choice.type")
+    if not tools or (name and name not in [tool.name for tool in tools]):
+        raise invalid(f"{name or 'a tool'} is asked for, which is not among the tools", "tool_choice")
+    return name, True
+
+
+def _blocks(choice: Choice) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = [{"type": "text", "text": choice.text}] if choice.text or not choice.calls else []
+    for call in choice.calls:
+        said = value(call.arguments)
+        inputs = said if isinstance(said, dict) else {"arguments": said}
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": inputs})
+    return blocks
+
+
+def _reason(choice: Choice) -> str:
+    if choice.calls:
+        return "tool_use"
+    if choice.stopped_by is not None:
+        return "stop_sequence"
+    return "end_turn" if choice.finish == "stop" else "max_tokens"
+
+
+def _usage(answer: Answer, made: int) -> dict[str, int]:
+    return {
+        "input_tokens": len(answer.prompt) - answer.cached,
+        "cache_read_input_tokens": answer.cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": made,
+    }

@@ -1,0 +1,210 @@
+"""OpenAI responses: POST /v1/responses. A conversation may be continued by the id of an earlier response of the key."""
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+from msgspec import Struct
+from msgspec.json import Decoder
+
+from rollart.gateway.apis.base import Part, conversation, event, read, slices, text_of
+from rollart.gateway.apis.openai import Count, Heat, OpenAI, Share, arguments, wanted
+from rollart.gateway.errors import ApiError, invalid
+from rollart.gateway.tenant import Tenant
+from rollart.gateway.words import Answer, Ask, Choice, Said, Tool, ToolCall
+
+
+class _Item(Struct):
+    type: str = "message"
+    role: str | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | dict[str, Any] | None = None
+    output: str | list[Part] | None = None
+
+
+class _Tool(Struct):
+    type: str = "function"
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Request(Struct):
+    input: str | list[_Item]
+    model: str = ""
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: Count | None = None
+    temperature: Heat | None = None
+    top_p: Share | None = None
+    stream: bool | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+
+class Responses(OpenAI):
+    _decoder = Decoder(_Request)
+
+    def parse(self, body: bytes, tenant: Tenant) -> Ask:
+        request = read(self._decoder, body)
+        before: tuple[Said, ...] = ()
+        if request.previous_response_id is not None:
+            found = tenant.responses.get(request.previous_response_id)
+            if found is None:
+                raise ApiError(
+                    404,
+                    f"there is no response {request.previous_response_id!r} of this key",
+                    param="previous_response_id",
+                    code="previous_response_not_found",
+                )
+            before = found
+        if request.instructions:
+            before = (Said("system", request.instructions), *(said for said in before if said.role != "system"))
+        items = [_Item(role="user", content=request.input)] if isinstance(request.input, str) else request.input
+        messages = (*before, *_merged(items))
+        if not messages:
+            raise invalid("input is empty", "input")
+        tools = tuple(_tools(request.tools or []))
+        force, calls = wanted(request.tool_choice, tools)
+        return Ask(
+            model=request.model,
+            messages=messages,
+            tools=tools,
+            force=force,
+            calls=calls,
+            max_tokens=request.max_output_tokens,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            stream=bool(request.stream),
+        )
+
+    def served(self, ask: Ask, answer: Answer, tenant: Tenant) -> None:
+        tenant.remember(f"resp_{answer.id}", conversation(ask, answer.choices[0]))
+
+    def whole(self, ask: Ask, answer: Answer) -> Any:
+        choice = answer.choices[0]
+        short = choice.finish == "length" and not choice.calls
+        return {
+            **_head(ask, answer),
+            "status": "incomplete" if short else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if short else None,
+            "output": _output(answer.id, choice),
+            "usage": _usage(answer),
+        }
+
+    def stream(self, ask: Ask, answer: Answer) -> Iterator[bytes]:
+        numbers = count()
+
+        def told(kind: str, **data: Any) -> bytes:
+            return event({"type": kind, "sequence_number": next(numbers), **data}, kind)
+
+        whole = self.whole(ask, answer)
+        begun = {**whole, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+        yield told("response.created", response=begun)
+        yield told("response.in_progress", response=begun)
+        for index, item in enumerate(whole["output"]):
+            at = {"item_id": item["id"], "output_index": index}
+            if item["type"] == "message":
+                part = item["content"][0]
+                yield told(
+                    "response.output_item.added",
+                    output_index=index,
+                    item={**item, "status": "in_progress", "content": []},
+                )
+                at["content_index"] = 0
+                yield told("response.content_part.added", part={**part, "text": ""}, **at)
+                for piece in slices(part["text"]):
+                    yield told("response.output_text.delta", delta=piece, logprobs=[], **at)
+                yield told("response.output_text.done", text=part["text"], logprobs=[], **at)
+                yield told("response.content_part.done", part=part, **at)
+            else:
+                said = item["arguments"]
+                begun = {**item, "status": "in_progress", "arguments": ""}
+                yield told("response.output_item.added", output_index=index, item=begun)
+                for piece in slices(said):
+                    yield told("response.function_call_arguments.delta", delta=piece, **at)
+                yield told("response.function_call_arguments.done", arguments=said, name=item["name"], **at)
+            yield told("response.output_item.done", output_index=index, item=item)
+        yield told(f"response.{whole['status']}", response=whole)
+
+
+def _merged(items: list[_Item]) -> list[Said]:
+    """Calls belong to the assistant's message before them, as they did when they were made."""
+    said: list[Said] = []
+    for number, item in enumerate(items):
+        param = f"input[{number}]"
+        match item.type:
+            case "message":
+                said.append(Said(item.role or "user", text_of(item.content, f"{param}.content")))
+            case "function_call":
+                call = ToolCall(item.name or "", arguments(item.arguments or "{}"), item.call_id or "")
+                if said and said[-1].role == "assistant":
+                    said[-1] = Said("assistant", said[-1].text, (*said[-1].calls, call))
+                else:
+                    said.append(Said("assistant", "", (call,)))
+            case "function_call_output":
+                said.append(Said("tool", text_of(item.output, f"{param}.output"), answers=item.call_id or ""))
+            case kind if kind != "reasoning":
+                raise invalid(f"an item of type {kind!r} is not offered here", f"{param}.type")
+    return said
+
+
+def _tools(tools: list[_Tool]) -> Iterator[Tool]:
+    for number, tool in enumerate(tools):
+        if tool.type != "function" or not tool.name:
+            raise invalid(f"a tool of type {tool.type!r} is not offered here, only functions", f"tools[{number}].type")
+        yield Tool(tool.name, tool.description or "", tool.parameters or {})
+
+
+def _head(ask: Ask, answer: Answer) -> dict[str, Any]:
+    return {
+        "id": f"resp_{answer.id}",
+        "object": "response",
+        "created_at": answer.created,
+        "model": answer.model,
+        "error": None,
+        "instructions": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "temperature": ask.temperature,
+        "top_p": ask.top_p,
+        "tool_choice": "auto" if ask.calls else "none",
+        "tools": [
+            {"type": "function", "name": tool.name, "description": tool.description, "parameters": tool.parameters}
+            for tool in ask.tools
+        ],
+    }
+
+
+def _output(number: str, choice: Choice) -> list[dict[str, Any]]:
+    output: list[dict[str, Any]] = []
+    if choice.text or not choice.calls:
+        part = {"type": "output_text", "text": choice.text, "annotations": [], "logprobs": []}
+        output.append(
+            {"type": "message", "id": f"msg_{number}", "status": "completed", "role": "assistant", "content": [part]}
+        )
+    for index, call in enumerate(choice.calls):
+        output.append(
+            {
+                "type": "function_call",
+                "id": f"fc_{number}_{index}",
+                "call_id": call.id,
+                "name": call.name,
+                "arguments": call.arguments,
+                "status": "completed",
+            }
+        )
+    return output
+
+
+def _usage(answer: Answer) -> dict[str, Any]:
+    prompt = len(answer.prompt)
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": answer.cached},
+        "output_tokens": answer.made,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + answer.made,
+    }

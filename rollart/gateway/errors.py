@@ -1,0 +1,21 @@
+"""What a client did wrong, or could not have. Every API tells it in a shape of its own."""
+
+from rollart.errors import RollartError
+
+
+class ApiError(RollartError):
+    """`param` is the field that is wrong, `code` a word for programs, `retry_after` seconds that are worth waiting."""
+
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None, retry_after: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.retry_after = status, code, param, retry_after
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def busy(message: str, seconds: int = 1) -> ApiError:
+    return ApiError(429, message, code="rate_limit_exceeded", retry_after=seconds)

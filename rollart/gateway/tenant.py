@@ -1,0 +1,293 @@
+"""One holder of a key, an episode as a rule: what it may ask, what it was answered, and nothing of any other.
+
+The invariants:
+- A request is answered from the exact tokens of the conversation that it continues; text that this holder was never
+  given is rendered and belongs to the prompt.
+- An answer is a claim until it is delivered. What was not delivered is not kept: it is neither trained nor matched.
+- At most `terms.parallel` requests are under way; more are told to wait. Closing a tenant cancels what is under way.
+"""
+
+import asyncio
+import secrets
+import time
+from bisect import bisect_left
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from rollart.errors import EngineFailed
+from rollart.gateway.drawing import sampling_of, too_long
+from rollart.gateway.errors import ApiError, busy, invalid
+from rollart.gateway.history import History, digests
+from rollart.gateway.segments import Claim, Segment, Segments
+from rollart.gateway.template import ChatTemplate
+from rollart.gateway.words import Answer, Ask, Captured, Choice, Counts, Said, Terms, ToolCall
+from rollart.rollout.seeds import seed_of
+from rollart.types import Completion, GenerationRequest, Message, Sampling, Turn
+
+Generate = Callable[[GenerationRequest], Awaitable[Completion]]
+REMEMBERED = 10_000
+KEPT = 256  # conversations of a holder whose answers are not recorded
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """One completion, before anybody knows whether it will be delivered; `used` of its tokens are the answer."""
+
+    claim: Claim
+    completion: Completion
+    used: int
+    choice: Choice
+    said: Said
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """An answer, and what there is to keep once it is delivered: `new` are the messages that it adds, if it came as
+    messages, and `chain` the digests of all that it answers."""
+
+    ask: Ask
+    answer: Answer
+    drafts: tuple[Draft, ...]
+    new: tuple[Message, ...]
+    chain: list[bytes]
+
+
+class Tenant:
+    def __init__(self, terms: Terms, template: ChatTemplate, generate: Generate) -> None:
+        self.terms = terms
+        self.counts = Counts()
+        self.truncated = False
+        self.responses: dict[str, tuple[Said, ...]] = {}  # conversations by the id of their last answer, the last few
+        self._template, self._generate = template, generate
+        self._segments = Segments(None if terms.record else KEPT)
+        self._history = History(self._segments)
+        self._turns: list[Turn] = []
+        self._asked = self._open = 0
+        self._tasks: set[asyncio.Task[Draft]] = set()
+        self._closed = False
+
+    # A request
+
+    async def serve(self, ask: Ask) -> Served:
+        """Raises ApiError. Every answer must be given to `delivered` or `lost` in the end."""
+        self._admit(ask.n)
+        began = self._asked
+        self._asked += ask.n
+        self._open += 1
+        try:
+            chain = digests(ask.messages, ask.tools)
+            new, context, after, sampling = self._prepared(ask, chain)
+            self._count(chain)
+            claims = [self._segments.claim(context, after, anew=number > 0) for number in range(ask.n)]
+            drafts = await self._drafts(ask, claims, sampling, began)
+        finally:
+            self._open -= 1
+        first = drafts[0].completion
+        answer = Answer(
+            secrets.token_hex(12),
+            int(time.time()),
+            ask.model,
+            [draft.choice for draft in drafts],
+            context,
+            min(first.cached, len(context)),
+        )
+        return Served(ask, answer, tuple(drafts), new, chain)
+
+    def delivered(self, served: Served) -> None:
+        """The client has it all."""
+        ask = served.ask
+        for draft in served.drafts:
+            fresh = draft.claim.segment.turns == 0
+            self.counts.segments += fresh
+            self.counts.forks += fresh and self.counts.segments > 1
+            position = self._segments.keep(draft.claim, draft.completion, draft.used)
+            if ask.messages:
+                self._history.answered(served.chain, draft.said, position)
+            elif ask.text is not None:
+                self._history.answered_text(ask.text + draft.said.text, position)
+            if self.terms.record and not self._closed:
+                self._turns.append(self._turn(served, draft))
+        self.counts.completions += len(served.drafts)
+
+    def lost(self, served: Served) -> None:
+        """The client was gone before it had it all."""
+        for draft in served.drafts:
+            self._segments.drop(draft.claim)
+        self.counts.undelivered += len(served.drafts)
+
+    def remember(self, id: str, conversation: tuple[Said, ...]) -> None:
+        """For a client that names an answer instead of repeating what was said."""
+        self.responses[id] = conversation
+        if len(self.responses) > REMEMBERED:
+            del self.responses[next(iter(self.responses))]
+
+    def count_tokens(self, ask: Ask) -> int:
+        return len(self._context(ask, digests(ask.messages, ask.tools))[1])
+
+    def close(self) -> Captured:
+        """No answer counts from here on."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        return Captured(tuple(self._turns), self.counts, self.truncated)
+
+    # What stands before the answer
+
+    def _admit(self, n: int) -> None:
+        if self._closed:
+            raise ApiError(401, "this key was revoked: its episode is over", code="invalid_api_key")
+        if self._asked + n > self.terms.calls:
+            self.truncated = True
+            raise invalid(f"this episode has had its {self.terms.calls} completions", code="max_calls_exceeded")
+        if self._open >= self.terms.parallel:
+            raise busy(f"this key has {self._open} requests under way, as many as it may; wait for one to end")
+
+    def _count(self, chain: list[bytes]) -> None:
+        self.counts.requests += 1
+        if chain and self._history.asked(chain):
+            self.counts.retries += 1
+
+    def _prepared(
+        self, ask: Ask, chain: list[bytes]
+    ) -> tuple[tuple[Message, ...], list[int], Segment | None, Sampling]:
+        try:
+            new, context, after = self._context(ask, chain)
+            return new, context, after, sampling_of(ask, self.terms, self._template.stop, len(context))
+        except ApiError as error:
+            self.truncated = self.truncated or error.code == "context_length_exceeded"
+            raise
+
+    def _context(self, ask: Ask, chain: list[bytes]) -> tuple[tuple[Message, ...], list[int], Segment | None]:
+        """The messages that are new, all tokens up to where the model goes on, and the segment that they are from."""
+        template = self._template
+        if ask.tokens is not None:
+            return (), list(ask.tokens), None
+        if ask.text is not None:
+            known, position = self._history.find_text(ask.text)
+            self._fits((Message("prompt", ask.text),))
+            if position is None:
+                return (), template.encode(ask.text), None
+            before = position.tokens[:-1] if position.ended else position.tokens  # the client's text has no end of turn
+            return (), before + template.encode(ask.text[known:]), position.segment
+        known, position = self._history.find(ask.messages, chain)
+        if position is None:
+            new = self._fits(template.flat(ask.messages, ask.tools))
+            context = template.opening(ask.messages, ask.tools)
+        else:
+            rest = ask.messages[known:]
+            new = self._fits(template.flat(rest), position.length)
+            context = position.tokens + template.following(position.ended, rest, ask.tools)
+        beginning = self._beginning(ask)
+        if beginning:
+            context = context + template.encode(beginning)
+        return new, context, position.segment if position is not None else None
+
+    def _beginning(self, ask: Ask) -> str:
+        """What is put into the model's mouth."""
+        return ask.prefix if ask.force is None else self._template.format.begin(ask.force)
+
+    def _fits(self, messages: tuple[Message, ...], before: int = 0) -> tuple[Message, ...]:
+        """The same, if rendering them is worth it: a text that is far too long would take the gateway from all others.
+        Raises ApiError."""
+        if not self._template.may_fit(messages, self.terms.max_context - before):
+            raise too_long(f"{sum(len(message.content) for message in messages):,} more characters", self.terms)
+        return messages
+
+    # The answer
+
+    async def _drafts(self, ask: Ask, claims: Sequence[Claim], sampling: Sampling, began: int) -> list[Draft]:
+        """All or none; a client that gives up gives up all of them."""
+        tasks = [
+            asyncio.ensure_future(self._draft(ask, claim, sampling, began + index, index))
+            for index, claim in enumerate(claims)
+        ]
+        self._tasks.update(tasks)
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BaseException as error:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for claim in claims:
+                self._segments.drop(claim)
+            if isinstance(error, asyncio.CancelledError) and self._closed:
+                raise ApiError(401, "this key was revoked: its episode is over", code="invalid_api_key") from None
+            raise
+        finally:
+            self._tasks.difference_update(tasks)
+
+    async def _draft(self, ask: Ask, claim: Claim, sampling: Sampling, number: int, index: int) -> Draft:
+        """`number` counts the completions of the tenant, `index` those of the request."""
+        terms = self.terms
+        seed = seed_of(terms.id, terms.seed, number) if sampling.seed is None else sampling.seed + index
+        drawn = Sampling(
+            sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens, sampling.stop, seed % 2**31
+        )
+        request = GenerationRequest(
+            f"{terms.id}/{number}",
+            f"{terms.id}~{claim.segment.number}",
+            terms.task,
+            claim.segment.turns,
+            claim.context,
+            drawn,
+            branch_of="" if claim.branch_of is None else f"{terms.id}~{claim.branch_of.number}",
+        )
+        clock = asyncio.get_running_loop().time
+        start = clock()
+        try:
+            completion = await self._generate(request)
+        except EngineFailed as error:
+            raise ApiError(503, f"no engine could answer: {error}", code="engine_failed", retry_after=1) from error
+        if completion.finish == "abort" or not completion.tokens:
+            raise ApiError(503, "the engine gave this request up", code="engine_failed", retry_after=1)
+        return self._read(ask, claim, completion, clock() - start)
+
+    def _read(self, ask: Ask, claim: Claim, completion: Completion, seconds: float) -> Draft:
+        """The completion as the client is to see it."""
+        text, used, stopped_by = self._cut(completion, ask.stop)
+        ended = stopped_by is not None or completion.finish == "stop"
+        whole = self._beginning(ask) + text if ask.force is not None else text
+        calls: tuple[ToolCall, ...] = ()
+        if ask.tools and ask.calls:
+            whole, found = self._template.format.read(whole)
+            calls = tuple(ToolCall(name, arguments, f"call_{secrets.token_hex(12)}") for name, arguments in found)
+        choice = Choice(
+            whole,
+            calls,
+            "stop" if ended else "length",
+            stopped_by,
+            completion.tokens[:used],
+            completion.logprobs[:used],
+        )
+        return Draft(claim, completion, used, choice, Said("assistant", ask.prefix + whole, calls), seconds)
+
+    def _cut(self, completion: Completion, stops: Sequence[str]) -> tuple[str, int, str | None]:
+        """The text up to the first stop string, and the tokens that it took to say that string, too."""
+        template, tokens = self._template, completion.tokens
+        text = template.text(tokens)
+        found = [(at, stop) for stop in stops if stop and (at := text.find(stop)) >= 0]
+        if not found:
+            return text, len(tokens), None
+        at, stop = min(found)
+        used = bisect_left(range(len(tokens)), True, key=lambda n: stop in template.text(tokens[: n + 1])) + 1
+        return text[:at], used, stop
+
+    def _turn(self, served: Served, draft: Draft) -> Turn:
+        completion, used, template = draft.completion, draft.used, self._template
+        tokens = completion.tokens[:used]
+        text = template.text(tokens)
+        sampled = tokens[:-1] if completion.finish == "stop" and used == len(completion.tokens) else tokens
+        self.counts.mismatches += template.encode(text) != sampled
+        whole = used == len(completion.tokens)
+        return Turn(
+            served.new or (Message("prompt", template.text(draft.claim.prompt)),),
+            tuple(draft.claim.prompt),
+            text,
+            tuple(tokens),
+            tuple(completion.logprobs[:used]),
+            tuple(completion.versions[:used]),
+            completion.finish if whole else "length",
+            generate_s=draft.seconds,
+            segment=draft.claim.segment.number,
+        )

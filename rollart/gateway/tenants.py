@@ -1,0 +1,31 @@
+"""Who may ask: tenants by their keys, of which only digests are kept."""
+
+from hashlib import sha256
+
+from rollart.gateway.template import ChatTemplate
+from rollart.gateway.tenant import Generate, Tenant
+from rollart.gateway.words import Captured, Terms
+
+
+class Tenants:
+    def __init__(self, template: ChatTemplate, generate: Generate) -> None:
+        self._template, self._generate = template, generate
+        self._tenants: dict[bytes, Tenant] = {}
+
+    def open(self, key: str, terms: Terms) -> None:
+        """The key holds from now on."""
+        digest = _digest(key)
+        if digest in self._tenants:
+            raise ValueError("this key is in use already")
+        self._tenants[digest] = Tenant(terms, self._template, self._generate)
+
+    def find(self, key: str) -> Tenant | None:
+        return self._tenants.get(_digest(key))
+
+    def close(self, key: str) -> Captured:
+        """The key is revoked. Raises KeyError if it never held."""
+        return self._tenants.pop(_digest(key)).close()
+
+
+def _digest(key: str) -> bytes:
+    return sha256(key.encode("utf-8", "surrogateescape")).digest()

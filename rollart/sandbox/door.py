@@ -1,0 +1,143 @@
+"""A door in a sandbox without a network: one port on its own loopback that leads to one address of ours.
+
+A socket belongs to the network in which it was made, whoever holds it. So one that listens inside is made by a child
+of ours that enters the sandbox's network for a moment, and is served by us, outside: nothing in the sandbox has to
+help, and nobody in it can reach anything else. Linux, standard library only.
+
+The invariants:
+- A connection inside is one connection to `address`, and nothing else can be asked for.
+- There are at most `MOST` at the same time; others are closed at once.
+- All of them, and the port, end with `close`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import fcntl
+import os
+import socket
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from rollart.sandbox.bubble import SandboxError
+
+NS_GET_USERNS = 0xB701
+CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
+MOST = 128
+CONNECT_S, END_S = 10.0, 10.0
+PIECE = 65536
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class Door:
+    """Open until it is closed, at 127.0.0.1 and the port of `address` inside. `keeper` is the sandbox's process 1."""
+
+    def __init__(self, keeper: int, address: tuple[str, int]) -> None:
+        self._address = address
+        self._open: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._server = self._loop.run_until_complete(
+            asyncio.start_server(self._enter, sock=listener(keeper, address[1]))
+        )
+        self._thread = threading.Thread(target=self._serve, name="door", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Door:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(END_S)
+        if self._thread.is_alive():
+            raise SandboxError("the sandbox's door could not be closed")
+
+    def _serve(self) -> None:
+        self._loop.run_forever()
+        self._server.close()
+        for task in self._open:
+            task.cancel()
+        self._loop.run_until_complete(_ended(self._open))
+        self._loop.close()
+
+    async def _enter(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        if len(self._open) >= MOST:
+            writer.close()
+            return
+        self._open.add(task)
+        try:
+            there, back = await asyncio.wait_for(asyncio.open_connection(*self._address), CONNECT_S)
+            try:
+                await asyncio.gather(_carry(reader, back), _carry(there, writer))
+            finally:
+                back.close()
+        except (OSError, asyncio.TimeoutError):  # noqa: UP041 - in Python 3.9 they are two; whoever is inside sees it close
+            pass
+        finally:
+            writer.close()
+            self._open.discard(task)
+
+
+async def _ended(tasks: Iterable[asyncio.Task[None]]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Until the sender says that there is no more."""
+    while piece := await reader.read(PIECE):
+        writer.write(piece)
+        await writer.drain()
+    with suppress(OSError):
+        writer.write_eof()
+
+
+def listener(keeper: int, port: int) -> socket.socket:
+    """A socket that listens on 127.0.0.1 inside. Raises SandboxError."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        user = Path(f"/proc/{keeper}/ns").stat().st_uid
+        network = os.open(f"/proc/{keeper}/ns/net", os.O_RDONLY)
+        owner = fcntl.ioctl(network, NS_GET_USERNS)
+        try:
+            child = os.fork()
+            if child == 0:
+                _send_listener(theirs, user, owner, network, port)
+        finally:
+            os.close(network)
+            os.close(owner)
+        ours.settimeout(CONNECT_S)
+        theirs.close()
+        try:
+            said, sockets, _, _ = socket.recv_fds(ours, 1000, 1)
+        finally:
+            os.waitpid(child, 0)
+        if not sockets:
+            raise SandboxError(f"the sandbox cannot be given a way to port {port}: {said.decode(errors='replace')}")
+        return socket.socket(fileno=sockets[0])
+
+
+def _send_listener(to: socket.socket, user: int, owner: int, network: int, port: int) -> None:
+    """In the child, which ends here. Whoever made the sandbox's namespaces may enter them."""
+    try:
+        if os.geteuid() == 0:
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
+        for namespace, kind in ((owner, CLONE_NEWUSER), (network, CLONE_NEWNET)):
+            if LIBC.setns(namespace, kind) != 0:
+                raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
+        made = socket.socket()
+        made.bind(("127.0.0.1", port))
+        made.listen(MOST)
+        socket.send_fds(to, [b"here"], [made.fileno()])
+    except BaseException as error:
+        to.sendall(str(error).encode()[:1000])
+    finally:
+        os._exit(0)

@@ -1,0 +1,158 @@
+"""Calibration: the scenario that a real run was, with its workload and paces as its event log measured them.
+
+The scenario is the run file of the run with a `simulate` section. Resets and rewards were measured with the run's own
+retries and second resets in them, so the scenario has none of its own.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+from rollart import runfile
+from rollart.errors import RollartError
+from rollart.simulate import fit
+from rollart.simulate.constants import STORE_PULL_EFFICIENCY
+from rollart.simulate.measured import Measured, TaskLog, measured
+from rollart.simulate.scenario import Scenario, Simulate, Transfer, Workload
+from rollart.simulate.spread import Distribution, mean_of
+from rollart.yamltree import Dumper, Tree
+
+_CHUNK = 512
+_LINK = "measured"
+_AT_ONCE = 1e6  # GB/s: the time of a push is in the trainer's own
+_HEAD = "# Calibrated on the run in {folder}. `rollart simulate` takes it as it is; --set and --preset ask what if.\n"
+
+Spreads = dict[str, tuple[Sequence[float], float | Distribution]]
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What was `found` in the log of `folder`, and the `scenario` that follows from it."""
+
+    folder: Path
+    found: Measured
+    scenario: Scenario
+    engines: dict[str, fit.EngineFit]
+    tree: dict[str, Any]
+
+    def text(self) -> str:
+        """The scenario file."""
+        body = yaml.dump(
+            self.tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110, default_flow_style=None
+        )
+        return _HEAD.format(folder=self.folder) + body
+
+    def spreads(self, task: str) -> Spreads:
+        """By key of the workload: what was measured, and its fit."""
+        workload = self.scenario.workload(task)
+        return {key: (data, getattr(workload, key)) for key, data in _data(self.found.tasks[task]).items() if data}
+
+
+def calibrate(folder: Path, run_file: Path | None = None) -> Calibration:
+    """From a run folder; `run_file` in place of the one in it. Raises RollartError."""
+    found = measured(folder)
+    path = run_file or folder / "run.yaml"
+    if not path.is_file():
+        raise RollartError(f"{folder} has no run.yaml; name the run file of this run with --run-file")
+    tree = _as_measured(runfile.read(path), found)
+    blank = runfile.validated(tree, Scenario)
+    every = [each for generations in found.generations.values() for each in generations]
+    engines = {
+        pool: fit.engine(generations, found.trainings, blank.engine.prefill_chunk or _CHUNK)
+        for pool, generations in found.generations.items()
+    }
+    contention = max((each.contention for each in engines.values()), default=0.0)
+    weights, links = _transfer(blank, found.swaps)
+    section = Simulate(
+        workloads={name: _workload(log) for name, log in found.tasks.items()},
+        engines={pool: each.pace for pool, each in engines.items()},
+        train=fit.trainer(found.trainings, contention, fit.busy_shares(found.trainings, every)),
+        contention=contention,
+        weights=weights,
+        links=links,
+    )
+    tree.value["simulate"] = section.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    return Calibration(folder, found, runfile.validated(tree, Scenario), engines, tree.value)
+
+
+def _as_measured(tree: Tree, found: Measured) -> Tree:
+    """The run file without what is in the measured times already, and with the devices that pools were given."""
+    run = tree.value
+    for key in ("simulate", "measured"):
+        run.pop(key, None)
+    run.setdefault("environments", {}).update(retries=0, hedges=0)
+    run.setdefault("rewards", {}).update(retries=0)
+    for name, pool in run.get("pools", {}).items():
+        if name in found.devices:
+            pool["device"] = found.devices[name]
+    for task in run["tasks"]:
+        if not task.get("env"):  # an agent, whose part of a turn is an environment step like any other
+            task.pop("env", None)
+            task.pop("agent", None)
+    return tree
+
+
+def _data(log: TaskLog) -> dict[str, Sequence[float]]:
+    return {
+        "turns": fit.uncut(log.turns, log.cut_turns),
+        "prompt": log.prompts,
+        "observation": log.observations,
+        "response": log.responses,
+        "reset": fit.uncut(log.resets, log.cut_resets),
+        "step": log.steps,
+        "delay": log.overheads,
+        "reward": log.rewards,
+    }
+
+
+_WHOLE = ("turns", "prompt", "observation", "response")
+
+
+def _workload(log: TaskLog) -> Workload:
+    fitted: dict[str, Any] = {key: fit.spread(data, key in _WHOLE) for key, data in _data(log).items() if data}
+    return Workload(
+        **fitted,
+        reset_failures=_share(log.failed_resets, len(log.resets)),
+        step_failures=_share(log.failed_steps, len(log.steps)),
+        reward_failures=_share(log.failed_rewards, len(log.rewards)),
+    )
+
+
+def _share(failed: int, well: int) -> float:
+    return float(f"{failed / (failed + well):.4g}") if failed and well else 0.0
+
+
+def _transfer(scenario: Scenario, swaps: list[float]) -> tuple[Transfer, dict[str, float]]:
+    """A link on which the weights of this model take as long as they took."""
+    seconds = median(swaps) if swaps else 0.0
+    if seconds <= 0:
+        return Transfer(), {}
+    size = scenario.shape.parameters * scenario.shape.number_bytes
+    rate = float(f"{size / (seconds * STORE_PULL_EFFICIENCY) / 1e9:.4g}")
+    return Transfer(push="at_once", pull=_LINK), {"at_once": _AT_ONCE, _LINK: rate}
+
+
+def told(spread: float | Distribution) -> str:
+    """In a few words."""
+    if not isinstance(spread, Distribution):
+        return f"always {spread:.3g}"
+    cut = "" if spread.most is None else f", at most {spread.most:.3g}"
+    if spread.normal is not None:
+        return f"normal, mean {spread.normal.mean:.3g}, sd {spread.normal.sd:.3g}{cut}"
+    if spread.lognormal is not None:
+        return f"log-normal, median {spread.lognormal.median or 0:.3g}, sigma {spread.lognormal.sigma:.3g}{cut}"
+    if spread.exponential is not None:
+        return f"exponential, mean {spread.exponential:.3g}{cut}"
+    if spread.mixture is not None:
+        if all(not isinstance(part.of, Distribution) for part in spread.mixture):
+            return f"{len(spread.mixture)} values, mean {mean_of(spread):.3g}"
+        return "; or ".join(f"{part.share:.1%} {told(part.of)}" for part in spread.mixture)
+    return f"quantiles, mean {mean_of(spread):.3g}{_tail(spread.quantiles or ())}"
+
+
+def _tail(quantiles: Iterable[tuple[float, float]]) -> str:
+    return "".join(f", p{100 * p:g} {value:.3g}" for p, value in quantiles if p in (0.5, 0.95, 1.0))

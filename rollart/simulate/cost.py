@@ -1,0 +1,80 @@
+"""How long the forward passes of a modelled engine take, in closed form.
+
+A decode pass costs `fixed + slope * context`, and every pass adds one token to each sequence. So any number of passes is
+a sum of an arithmetic series, and how many passes fit into some seconds is the root of a quadratic: an engine is never
+stepped token by token.
+"""
+
+import math
+from dataclasses import dataclass
+
+from rollart.resources.roofline import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY, Roofline
+from rollart.simulate.constants import ALL_REDUCE_S, PASS_S
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """A measured engine, in place of a roofline: seconds of a pass, of each computed token and of each token of KV."""
+
+    fixed: float
+    token: float
+    context: float = 0.0
+
+
+class PassCost:
+    """Of one engine: `roofline.devices` devices share the model's layers, or a measured `pace`."""
+
+    __slots__ = ("_attend", "_bytes_s", "_kv", "_overhead", "_reduce", "_shape", "_token", "kv_bytes", "link")
+
+    def __init__(self, roofline: Roofline, pace: Pace | None = None) -> None:
+        shape, device, count = roofline.shape, roofline.device, roofline.devices
+        self._shape, self.kv_bytes = shape, shape.kv_bytes
+        self.link = roofline.transfer_seconds(1)
+        if pace is not None:
+            self._overhead, self._token, self._attend, self._kv = pace.fixed, pace.token, 0.0, pace.context
+            self._bytes_s = self._reduce = 0.0
+            return
+        compute = roofline.slowdown / (device.tflops * 1e12 * COMPUTE_EFFICIENCY * count)
+        self._bytes_s = roofline.slowdown / (device.bandwidth * 1e9 * MEMORY_EFFICIENCY * count)
+        self._token, self._attend = shape.token_flops * compute, shape.attention_flops * compute
+        self._kv = shape.kv_bytes * self._bytes_s
+        self._overhead = PASS_S * roofline.slowdown
+        self._reduce = 0.0
+        if count > 1:
+            self._overhead += 2 * shape.layers * ALL_REDUCE_S * roofline.slowdown
+            sent = 2 * (count - 1) / count * shape.hidden * shape.number_bytes
+            self._reduce = 2 * shape.layers * sent * roofline.slowdown / (device.link * 1e9 * MEMORY_EFFICIENCY)
+
+    def decode(self, batch: int, context: float) -> tuple[float, float]:
+        """`fixed` and `slope` of a decode pass while contexts are about so long in all."""
+        around = self._overhead + batch * self._reduce
+        computed, read = batch * self._token, self._weights(batch)
+        if self._bytes_s == 0.0:  # measured: everything adds up
+            return around + computed, self._kv
+        if computed + context * self._attend > read + context * self._kv:
+            return around + computed, self._attend
+        return around + read, self._kv
+
+    def mixed(self, tokens: int, attended: float, kv: float, passes: float, batch: int, context: float) -> float:
+        """Seconds of `passes` passes that prefill `tokens` in all and decode `batch` sequences in each."""
+        around = passes * self._overhead + (tokens + passes * batch) * self._reduce
+        computed = (tokens + passes * batch) * self._token + (attended + passes * context) * self._attend
+        each = tokens / passes + batch
+        read = passes * (self._weights(math.ceil(each)) + context * self._kv) + kv * self._kv
+        return around + (computed + read if self._bytes_s == 0.0 else max(computed, read))
+
+    def _weights(self, tokens: int) -> float:
+        return self._shape.weight_bytes(tokens) * self._bytes_s if self._bytes_s else 0.0
+
+
+def seconds_of(steps: float, fixed: float, slope: float, batch: int, context: float) -> float:
+    """So many decode passes, the contexts growing by one token a sequence and pass."""
+    return steps * (fixed + slope * (context + batch * (steps - 1) / 2)) if steps > 0 else 0.0
+
+
+def steps_in(seconds: float, fixed: float, slope: float, batch: int, context: float) -> float:
+    """The inverse of `seconds_of`."""
+    a, b = slope * batch / 2, fixed + slope * (context - batch / 2)
+    if a < 1e-18:
+        return seconds / b
+    return (math.sqrt(b * b + 4 * a * seconds) - b) / (2 * a)

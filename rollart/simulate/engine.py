@@ -1,0 +1,439 @@
+"""A modelled engine: continuous batching in closed form, from one event to the next.
+
+Invariants
+- All decoding sequences gain tokens at the same pace, so one counter, `_steps`, tells the progress of all: a sequence
+  that joined at step j and wants n more tokens ends at step j + n. The next to end is on top of a heap.
+- Time is cut into phases. In a phase of its own the engine prefills a chunk for some sequences while the others decode
+  along, stands still for new weights, or computes KV again under them; outside, it only decodes. State changes at
+  arrivals while it only decodes, at ends of phases and of sequences, and never in between.
+- `_context` is the KV of decoding sequences in tokens. When it, the prefilled and the parked do not fit, parked KV goes
+  first, the least recently used; then the sequence that joined last starts again later.
+- KV of a finished turn is parked under its session, and comes back with the session's next turn. Members of a group that
+  meet on an engine prefill their common prompt once.
+"""
+
+import asyncio
+import heapq
+import math
+from bisect import bisect_right
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from rollart.compact import Runs
+from rollart.simulate.cost import PassCost, seconds_of, steps_in
+from rollart.simulate.weights import Weights
+from rollart.types import Completion, EngineStatus, GenerationRequest, Loaded
+
+_CLOSE = 1e-6  # of a step: rounding
+_OPENINGS = 512
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """`length` tokens of context, `new` of them to prefill, `wanted` to answer with; `made` and `spans` before it had to
+    start again. `base` is its context when it joined the decoding ones at step `joined`."""
+
+    request: GenerationRequest
+    answer: "asyncio.Future[Completion]"
+    length: int
+    new: int
+    wanted: int
+    finish: str
+    began: float
+    cached: int = 0
+    fetched: int = 0
+    admitted: float = -1.0
+    first: float = -1.0
+    made: float = 0.0
+    base: float = 0.0
+    joined: float = 0.0
+    decoding: bool = False
+    gone: bool = False
+    spans: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Times:
+    """Seconds of an engine by what it did. The rest it was idle."""
+
+    prefill: float = 0.0
+    decode: float = 0.0
+    weights: float = 0.0
+
+    @property
+    def busy(self) -> float:
+        return self.prefill + self.decode
+
+
+class FluidEngine:
+    """`answer` says how many tokens a request will be answered with, and how it ends. `url` is for other engines that
+    fetch KV from here."""
+
+    def __init__(
+        self,
+        url: str,
+        cost: PassCost,
+        weights: Weights,
+        answer: Callable[[GenerationRequest], tuple[int, str]],
+        *,
+        max_batch: int,
+        chunk: int,
+        kv_tokens: int,
+        keeps_kv: bool = False,
+    ) -> None:
+        self.url, self.version, self.times = url, 0, Times()
+        self.prefilled = self.generated = self.preempted = 0
+        self._cost, self._weights, self._answer = cost, weights, answer
+        self._max_batch, self._chunk, self._kv_tokens, self._keeps_kv = max_batch, chunk, kv_tokens, keeps_kv
+        self._clock: Callable[[], float] = asyncio.get_running_loop().time
+        self._waiting: deque[_Sequence] = deque()
+        self._ends: list[tuple[float, int, _Sequence]] = []
+        self._order = 0
+        self._batch, self._context, self._steps, self._at = 0, 0.0, 0.0, self._clock()
+        self._group: list[_Sequence] = []
+        self._phase, self._phase_end, self._rate = "", 0.0, 0.0
+        self._standstill: tuple[float, int, asyncio.Future[None]] | None = None
+        self._recompute = False
+        self._slowdown = 1.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
+        self._swaps: list[tuple[float, int]] = [(0.0, 0)]
+        self._parked: OrderedDict[str, int] = OrderedDict()
+        self._parked_tokens = 0
+        self._openings: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def idle(self) -> bool:
+        return not self._batch and not self._phase
+
+    # Requests
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        wanted, finish = self._answer(request)
+        fetched = 0
+        if request.kv_from is not None and request.kv_from != self.url:
+            fetched = len(request.tokens) - 1 - self._parked.get(request.session, 0)
+            await asyncio.sleep(fetched * self._cost.link)
+        return await self._serve(request, wanted, finish, fetched)
+
+    async def prefill(self, request: GenerationRequest) -> int:
+        return (await self._serve(request, 0, "stop", 0)).prompt
+
+    async def _serve(self, request: GenerationRequest, wanted: int, finish: str, fetched: int) -> Completion:
+        length = len(request.tokens)
+        cached = self._cached(request, length)
+        cached = length - 1 if fetched else cached
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        sequence = _Sequence(request, answer, length, length - cached, wanted, finish, self._clock(), cached, fetched)
+        self._waiting.append(sequence)
+        if not self._phase:
+            self._advance()
+            self._go_on()
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._withdraw(sequence)
+            raise
+
+    def _cached(self, request: GenerationRequest, length: int) -> int:
+        parked = self._parked.pop(request.session, None)
+        if parked is not None:
+            self._parked_tokens -= parked
+            return min(parked, length - 1)
+        if request.turn == 0:
+            opening = cast(Runs, request.tokens).spans[0][0]
+            if opening in self._openings:
+                return length - 1
+            self._openings[opening] = None
+            if len(self._openings) > _OPENINGS:
+                self._openings.popitem(last=False)
+        return 0
+
+    def _withdraw(self, sequence: _Sequence) -> None:
+        sequence.gone = True
+        if sequence.decoding:
+            self._advance()
+            self._leave(sequence)
+            if not self._phase:
+                self._go_on()
+
+    async def abort(self, request_id: str) -> None:
+        """A cancelled `generate` is enough."""
+
+    async def status(self) -> EngineStatus:
+        self._advance()
+        kv = self._cost.kv_bytes
+        return EngineStatus(
+            version=self.version,
+            running=self._batch + len(self._group),
+            waiting=len(self._waiting),
+            kv_bytes=int(self._context) * kv,
+            kv_budget=self._kv_tokens * kv,
+            prefilled=self.prefilled,
+            generated=self.generated,
+            swaps=len(self._swaps) - 1,
+            busy_s=self.times.busy,
+        )
+
+    # Cores that others use too
+
+    def worked(self) -> float:
+        """Seconds of work until now."""
+        self._advance()
+        return self.times.busy
+
+    def slow(self, factor: float) -> None:
+        """From now on passes take `factor` times as long as they would alone, this one too."""
+        self._advance()
+        ratio, self._slowdown = factor / self._slowdown, factor
+        if self._phase in ("prefill", "recompute"):
+            self._phase_end = self._at + (self._phase_end - self._at) * ratio
+            self._rate /= ratio
+        self._go_on()
+
+    # Weights
+
+    async def load(self, version: int) -> Loaded:
+        """Waits for the weights while it generates, then stands still between two passes to take them."""
+        taken = await self._weights.fetched(version)
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._standstill = (taken.exposed_s, version, done)
+        if not self._phase:
+            self._advance()
+            self._go_on()
+        await done
+        return taken
+
+    def _swap(self, version: int, done: "asyncio.Future[None]") -> None:
+        self.version = version
+        self._swaps.append((self._steps, version))
+        if not self._keeps_kv:
+            self._parked.clear()
+            self._openings.clear()
+            self._parked_tokens = 0
+            self._recompute = self._batch > 0
+        if not done.done():
+            done.set_result(None)
+
+    # From event to event
+
+    def _advance(self) -> None:
+        """Bring the state to now, when nothing has ended since the last time."""
+        now = self._clock()
+        seconds = now - self._at
+        if seconds <= 0.0:
+            return
+        self._at = now
+        batch, phase = self._batch, self._phase
+        if phase:
+            steps = self._rate * seconds
+            if phase == "prefill":
+                self.times.prefill += seconds
+            else:
+                self.times.weights += seconds
+        elif batch:
+            fixed, slope = self._cost.decode(batch, self._context)
+            steps = steps_in(seconds / self._slowdown, fixed, slope, batch, self._context)
+            self.times.decode += seconds
+        else:
+            return
+        self._steps += steps
+        self._context += batch * steps
+
+    def _go_on(self) -> None:
+        """Begin the next phase if there is none, and set the timer for whatever ends first."""
+        if not self._phase:
+            self._begin()
+        ends = self._ends
+        while ends and ends[0][2].gone:
+            heapq.heappop(ends)
+        due = math.inf
+        if ends:
+            left = max(0.0, ends[0][0] - self._steps)
+            if self._phase:
+                due = self._at + left / self._rate if self._rate else math.inf
+            else:
+                if self._batch > 1:
+                    left = min(left, max(0.0, (self._kv_tokens - self._context) / self._batch))
+                fixed, slope = self._cost.decode(self._batch, self._context)
+                left = max(left, _CLOSE)
+                due = self._at + self._slowdown * seconds_of(left, fixed, slope, self._batch, self._context)
+        if self._phase:
+            due = min(due, self._phase_end)
+        if self._timer is not None:
+            if due == self._due:
+                return
+            self._timer.cancel()
+            self._timer = None
+        self._due = due
+        if due < math.inf:
+            self._timer = asyncio.get_running_loop().call_at(due, self._wake)
+
+    def _wake(self) -> None:
+        self._timer = None
+        self._advance()
+        ends = self._ends
+        while ends and ends[0][0] <= self._steps + _CLOSE:
+            sequence = heapq.heappop(ends)[2]
+            if not sequence.gone:
+                self._leave(sequence)
+                self._finish(sequence)
+        if self._phase and self._at >= self._phase_end - 1e-12:
+            self._end_phase()
+        if self._batch > 1 and self._context >= self._kv_tokens - _CLOSE:
+            self._preempt()
+        self._go_on()
+
+    def _leave(self, sequence: _Sequence) -> None:
+        self._batch -= 1
+        self._context -= sequence.base + self._steps - sequence.joined
+        if not self._batch:
+            self._context = 0.0
+        sequence.decoding = False
+
+    # Phases
+
+    def _begin(self) -> None:
+        if self._standstill is not None:
+            self._enter("weights", self._standstill[0], 0.0)
+        elif self._recompute:
+            context = self._context
+            attended, passes = context * context / max(1, self._batch) / 2, max(1.0, context / self._chunk)
+            seconds = self._slowdown * self._cost.mixed(int(context), attended, 0.0, passes, 0, 0.0)
+            self._enter("recompute", seconds, 0.0)
+        elif self._waiting:
+            self._begin_prefill()
+
+    def _enter(self, phase: str, seconds: float, rate: float) -> None:
+        self._phase, self._phase_end, self._rate = phase, self._at + seconds, rate
+
+    def _begin_prefill(self) -> None:
+        """As many of the waiting as fit into one pass, or the first alone in several."""
+        group, tokens, attended, kv = self._group, 0, 0.0, 0.0
+        while self._waiting and self._batch + len(group) < self._max_batch:
+            sequence = self._waiting[0]
+            if sequence.gone:
+                self._waiting.popleft()
+                continue
+            held = sequence.length + sequence.made
+            full = self._context + kv + held > self._kv_tokens
+            if (group and tokens + sequence.new > self._chunk) or (full and (self._batch or group)):
+                break
+            self._waiting.popleft()
+            if sequence.admitted < 0.0:
+                sequence.admitted = self._at
+            group.append(sequence)
+            tokens += sequence.new
+            attended += sequence.new * (held - sequence.new / 2)
+            kv += held
+        if not group:
+            return
+        self._make_room(kv)
+        self.prefilled += tokens
+        passes = max(1.0, tokens / self._chunk)
+        seconds = self._slowdown * self._cost.mixed(tokens, attended, kv, passes, self._batch, self._context)
+        self._enter("prefill", seconds, passes / seconds if self._batch else 0.0)
+
+    def _end_phase(self) -> None:
+        phase, self._phase = self._phase, ""
+        if phase == "weights":
+            assert self._standstill is not None
+            _, version, done = self._standstill
+            self._standstill = None
+            self._swap(version, done)
+        elif phase == "recompute":
+            self._recompute = False
+        else:
+            for sequence in self._group:
+                if not sequence.gone:
+                    self._join(sequence)
+            self._group.clear()
+
+    def _join(self, sequence: _Sequence) -> None:
+        """It is prefilled, and has one more token from that."""
+        if sequence.first < 0.0:
+            sequence.first = self._at
+        sequence.joined = self._steps
+        if sequence.wanted:
+            sequence.made += 1
+            sequence.spans.append((self.version, 1))
+        sequence.base = sequence.length + sequence.made
+        left = sequence.wanted - sequence.made
+        if left < 1 - _CLOSE:
+            self._finish(sequence)
+            return
+        sequence.decoding = True
+        self._batch += 1
+        self._context += sequence.base
+        self._order += 1
+        heapq.heappush(self._ends, (self._steps + left, self._order, sequence))
+
+    def _preempt(self) -> None:
+        """The last to join starts again later, when there is room; its tokens stay."""
+        place = max(range(len(self._ends)), key=lambda n: -1 if self._ends[n][2].gone else self._ends[n][1])
+        sequence = self._ends[place][2]
+        self._ends[place] = self._ends[-1]
+        self._ends.pop()
+        heapq.heapify(self._ends)
+        self._note_versions(sequence)
+        sequence.made += self._steps - sequence.joined
+        self._leave(sequence)
+        sequence.new = math.ceil(sequence.length + sequence.made)
+        self._waiting.appendleft(sequence)
+        self.preempted += 1
+
+    def _make_room(self, more: float) -> None:
+        while self._parked and self._context + more + self._parked_tokens > self._kv_tokens:
+            self._parked_tokens -= self._parked.popitem(last=False)[1]
+
+    # Answers
+
+    def _note_versions(self, sequence: _Sequence) -> None:
+        """Which versions made its tokens since it joined."""
+        joined, swaps = sequence.joined, self._swaps
+        if swaps[-1][0] <= joined:
+            sequence.spans.append((self.version, round(self._steps - joined)))
+            return
+        index = bisect_right(swaps, joined, key=lambda swap: swap[0]) - 1
+        while joined < self._steps:
+            until = swaps[index + 1][0] if index + 1 < len(swaps) else self._steps
+            sequence.spans.append((swaps[index][1], round(until - joined)))
+            joined, index = until, index + 1
+
+    def _finish(self, sequence: _Sequence) -> None:
+        if sequence.wanted > sequence.made:
+            self._note_versions(sequence)
+        session, held = sequence.request.session, sequence.length + sequence.wanted - 1
+        self._parked_tokens += held - self._parked.pop(session, 0)
+        self._parked[session] = held
+        self._make_room(0.0)
+        self.generated += sequence.wanted
+        if sequence.answer.done():
+            return
+        tokens = cast(Any, Runs.of(0, sequence.wanted))
+        sequence.answer.set_result(
+            Completion(
+                tokens,
+                tokens,
+                cast(Any, _versions(sequence)),
+                cast(Any, sequence.finish),
+                prompt=sequence.length,
+                cached=sequence.cached,
+                fetched=sequence.fetched,
+                queue_s=sequence.admitted - sequence.began,
+                prefill_s=sequence.first - sequence.admitted,
+                decode_s=self._at - sequence.first,
+            )
+        )
+
+
+def _versions(sequence: _Sequence) -> Runs:
+    """Joined where they are the same, and exactly as many as there are tokens: parts of steps were rounded."""
+    counts: dict[int, int] = {}
+    for version, count in sequence.spans:
+        counts[version] = counts.get(version, 0) + count
+    last = sequence.spans[-1][0] if sequence.spans else 0
+    counts[last] = counts.get(last, 0) + sequence.wanted - sum(counts.values())
+    return Runs(tuple((version, count) for version, count in counts.items() if count > 0), sequence.wanted)

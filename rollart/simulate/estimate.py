@@ -1,0 +1,97 @@
+"""A step's time from averages and the roofline alone: milliseconds to compute, good enough to leave most plans out."""
+
+from dataclasses import dataclass
+
+from rollart.resources.devices import catalogue
+from rollart.resources.roofline import Roofline
+from rollart.simulate.constants import MEMORY_FOR_KV, TRAINING_EFFICIENCY
+from rollart.simulate.cost import Pace, PassCost
+from rollart.simulate.plans import Engines, Plan
+from rollart.simulate.scenario import Scenario, Workload
+from rollart.simulate.spread import mean_of
+
+_BATCH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """Of one trajectory of the mixture: tokens, and seconds that no engine works for it."""
+
+    turns: float
+    prefilled: float
+    answered: float
+    context: float
+    waiting: float
+
+    @property
+    def tokens(self) -> float:
+        return self.prefilled + self.answered
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Seconds a step: the largest of what training takes, what engines take for a batch, and what a trajectory takes,
+    of which `alpha + 1` batches are under way."""
+
+    train: float
+    generate: float
+    latency: float
+
+    @property
+    def step(self) -> float:
+        return max(self.train, self.generate, self.latency)
+
+
+def means_of(scenario: Scenario) -> Means:
+    total = sum(task.weight for task in scenario.tasks)
+    each = [(task.weight / total, _means(scenario.workload(task.name))) for task in scenario.tasks]
+    return Means(*(sum(share * getattr(means, key) for share, means in each) for key in Means.__dataclass_fields__))
+
+
+def _means(workload: Workload) -> Means:
+    turns = max(1.0, mean_of(workload.turns))
+    prefilled = mean_of(workload.prompt) + (turns - 1) * mean_of(workload.observation)
+    answered = turns * mean_of(workload.response)
+    waiting = mean_of(workload.reset) + turns * (mean_of(workload.step) + mean_of(workload.delay))
+    return Means(turns, prefilled, answered, (prefilled + answered) / 2, waiting + mean_of(workload.reward))
+
+
+def estimate(plan: Plan, scenario: Scenario, means: Means) -> Estimate:
+    trajectories = plan.batch_groups * plan.group_size
+    engines = sum(each.count for each in plan.engines)
+    running = (plan.alpha + 1) * trajectories / engines
+    rate, slowest = 0.0, 0.0
+    for each in plan.engines:
+        cost, room = _cost(each, scenario)
+        batch = max(1.0, min(running, _BATCH, room / means.context))
+        fixed, slope = cost.decode(round(batch), batch * means.context)
+        a_pass = fixed + slope * batch * means.context
+        attended = means.prefilled * means.context
+        prefill = cost.mixed(round(means.prefilled), attended, means.context, means.turns, 0, 0.0)
+        rate += each.count / (prefill + means.answered * a_pass / batch)
+        slowest = max(slowest, means.answered * a_pass + prefill)
+    latency = (means.waiting + slowest) / (plan.alpha + 1)
+    return Estimate(_train(plan, scenario, means, trajectories), trajectories / rate, latency)
+
+
+def _cost(engines: Engines, scenario: Scenario) -> tuple[PassCost, float]:
+    """Of one engine, and its room for KV in tokens."""
+    shape, device = scenario.shape, catalogue(scenario)[engines.device]
+    measured = [
+        scenario.simulate.engines[name]
+        for name, pool in scenario.pools_of("generate").items()
+        if pool.devices[0] == engines.device and name in scenario.simulate.engines
+    ]
+    pace = Pace(measured[0].fixed, measured[0].token, measured[0].context) if measured else None
+    room = device.memory * 1e9 * engines.parallel * MEMORY_FOR_KV - shape.parameters * shape.number_bytes
+    return PassCost(Roofline(device, shape, devices=engines.parallel), pace), room / shape.kv_bytes
+
+
+def _train(plan: Plan, scenario: Scenario, means: Means, trajectories: int) -> float:
+    pace = scenario.simulate.train
+    if pace is not None:
+        return pace.fixed + pace.token * trajectories * means.tokens
+    shape = scenario.shape
+    forward = means.tokens * (shape.token_flops + shape.attention_flops * means.tokens / 2)
+    flops = catalogue(scenario)[plan.trainer].tflops * 1e12 * plan.trainers * TRAINING_EFFICIENCY
+    return 3.0 * scenario.training.epochs * trajectories * forward / flops

@@ -1,0 +1,193 @@
+"""What the event log of a run tells about its workload: plain lists of measured numbers, in the order of the log.
+
+Held-out episodes are left out, and answers count only of trajectories that came to their end. Of those that were
+cancelled or stale it is kept how far they had come, for slow ones are cut short more often than others. Times of resets
+contain the retries and second resets of the run. No time counts from before the end of the first training step, in
+which processes start and caches fill, unless there was only one.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rollart import runfolder
+from rollart.errors import RollartError
+from rollart.observe import events as ev
+from rollart.types import Outcome
+
+
+@dataclass(slots=True)
+class TaskLog:
+    """Of one task. Tokens of first observations (`prompts`) count once a group; `overheads` is what a generation took
+    beside queue, prefill and decode. What was cancelled is `cut`: the turn that it was in, or seconds of its reset."""
+
+    turns: list[int] = field(default_factory=list)
+    prompts: list[int] = field(default_factory=list)
+    observations: list[int] = field(default_factory=list)
+    responses: list[int] = field(default_factory=list)
+    resets: list[float] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
+    overheads: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    cut_turns: list[int] = field(default_factory=list)
+    cut_resets: list[float] = field(default_factory=list)
+    failed_resets: int = 0
+    failed_steps: int = 0
+    failed_rewards: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One request on an engine: admitted at `began`, `new` tokens prefilled until `first`, then decoded until `ended`;
+    `context` tokens at its end."""
+
+    engine: str
+    began: float
+    first: float
+    ended: float
+    new: int
+    tokens: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """One step: its batch was taken at `began`, `seconds` were trained, `ended` is when its weights were published."""
+
+    began: float
+    ended: float
+    seconds: float
+    tokens: int
+
+
+@dataclass(slots=True)
+class Measured:
+    """`generations` by pool, `swaps` the seconds from the order to load weights to the swap, `devices` by pool."""
+
+    tasks: dict[str, TaskLog] = field(default_factory=dict)
+    generations: dict[str, list[Generation]] = field(default_factory=dict)
+    trainings: list[Training] = field(default_factory=list)
+    swaps: list[float] = field(default_factory=list)
+    exposed: list[float] = field(default_factory=list)
+    devices: dict[str, str] = field(default_factory=dict)
+
+
+def measured(folder: Path) -> Measured:
+    """From a run folder. Raises RollartError if it holds no run, or one that trained nothing."""
+    log = runfolder.events_of(folder)
+    done = [event.t for event in ev.read_events(log) if isinstance(event, ev.Published)]
+    reader = _Reader(since=done[0] if len(done) > 1 else 0.0)
+    for event in ev.read_events(log):
+        reader.read(event)
+    if not reader.found.trainings or not any(log.turns for log in reader.found.tasks.values()):
+        raise RollartError(f"the run in {folder} has not trained a single step; there is nothing to calibrate on")
+    return reader.found
+
+
+@dataclass(slots=True)
+class _Open:
+    """A trajectory under way: its context so far and the engine's part of its turns."""
+
+    began: float
+    group: str
+    context: int = 0
+    reset: bool = False
+    observations: list[int] = field(default_factory=list)
+    responses: list[int] = field(default_factory=list)
+
+
+class _Reader:
+    def __init__(self, since: float) -> None:
+        self.found = Measured()
+        self._since = since
+        self._open: dict[str, _Open] = {}
+        self._groups: set[str] = set()
+        self._batch: ev.BatchTaken | None = None
+        self._step: ev.StepDone | None = None
+
+    def read(self, event: ev.AnyEvent) -> None:
+        match event:
+            case ev.TurnDone():
+                self._turn(event)
+            case ev.TrajectoryStarted() if not event.held_out:
+                self._open[event.trajectory] = _Open(event.t, event.group)
+            case ev.EnvReset() if event.trajectory in self._open:
+                self._open[event.trajectory].reset = True
+                if event.t - event.seconds >= self._since:
+                    self._log(event.task).resets.append(event.seconds)
+            case ev.Scored() if event.trajectory in self._open and event.t >= self._since:
+                self._log(event.task).rewards.append(event.seconds)
+            case ev.TrajectoryEnded():
+                self._ended(event)
+            case ev.BatchTaken():
+                self._batch = event
+            case ev.StepDone():
+                self._step = event
+            case ev.Published():
+                self._published(event)
+            case ev.EngineSwapped() if event.t > self._since:
+                self.found.swaps.append(event.seconds)
+                self.found.exposed.append(event.exposed_s)
+            case ev.Placed():
+                self.found.devices[event.pool] = event.device
+            case _:
+                pass
+
+    def _log(self, task: str) -> TaskLog:
+        return self.found.tasks.setdefault(task, TaskLog())
+
+    def _turn(self, event: ev.TurnDone) -> None:
+        trajectory = self._open.get(event.trajectory)
+        if trajectory is None:
+            return
+        log = self._log(event.task)
+        if event.turn == 0:
+            if trajectory.group not in self._groups:
+                self._groups.add(trajectory.group)
+                log.prompts.append(event.prompt)
+        elif event.prompt > trajectory.context:  # else it did not go on from there
+            trajectory.observations.append(event.prompt - trajectory.context)
+        trajectory.context = event.prompt + event.tokens
+        trajectory.responses.append(event.tokens)
+        if event.t - event.env_s - event.generate_s < self._since:
+            return
+        log.steps.append(event.env_s)
+        engine_s = event.queue_s + event.prefill_s + event.decode_s
+        log.overheads.append(max(0.0, event.generate_s - engine_s))
+        ended = event.t - event.env_s
+        pool = event.pool or event.engine.rpartition("-")[0]
+        self.found.generations.setdefault(pool, []).append(
+            Generation(
+                event.engine,
+                ended - event.prefill_s - event.decode_s,
+                ended - event.decode_s,
+                ended,
+                event.prompt - event.cached,
+                event.tokens,
+                trajectory.context,
+            )
+        )
+
+    def _ended(self, event: ev.TrajectoryEnded) -> None:
+        trajectory = self._open.pop(event.trajectory, None)
+        if trajectory is None:
+            return
+        log = self._log(event.task)
+        if event.outcome.trainable:
+            log.turns.append(event.turns)
+            log.observations += trajectory.observations
+            log.responses += trajectory.responses
+        elif event.outcome is Outcome.REWARD_FAILED:
+            log.failed_rewards += 1
+        elif event.outcome is Outcome.ENV_FAILED:
+            log.failed_steps += trajectory.reset
+            log.failed_resets += not trajectory.reset
+        elif trajectory.reset:
+            log.cut_turns.append(event.turns + 1)
+        elif trajectory.began >= self._since:
+            log.cut_resets.append(event.t - trajectory.began)
+
+    def _published(self, event: ev.Published) -> None:
+        if self._batch is not None and self._step is not None and self._batch.t >= self._since:
+            step = self._step
+            self.found.trainings.append(Training(self._batch.t, event.t, step.seconds, step.tokens))
+        self._batch = self._step = None

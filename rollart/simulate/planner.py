@@ -1,0 +1,179 @@
+"""The planner: which hardware to buy for a workload, and how to use it.
+
+All splits of the budget on a coarse grid are ranked by averages and the roofline; the most promising at every level of
+spending are simulated, in parallel processes; then the fastest hardware is used in other ways, and what helped is put
+together. What is told of a plan is always what its own simulation said.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from rollart.errors import ConfigError, RollartError
+from rollart.resources.devices import DeviceClass, catalogue
+from rollart.simulate.estimate import estimate, means_of
+from rollart.simulate.plans import SPENDING, Plan, applied, plan_of, splits, variations
+from rollart.simulate.result import Result, price_per_hour
+from rollart.simulate.scenario import Scenario
+from rollart.simulate.simulation import simulate
+
+WORTH = 0.01  # a way to use hardware must save this share of the step to be kept
+TINY = 1e-9
+DEADLINE_S = 3600.0
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A plan and what its simulation says; `how` tells what makes it special."""
+
+    plan: Plan
+    price: float
+    result: Result
+    how: str
+
+    @property
+    def step_s(self) -> float:
+        return self.result.step_s
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """`given` is the scenario's own plan, if it has one within limits; `fastest` the best within the budget."""
+
+    budget: float
+    given: Tried | None
+    tried: list[Tried]
+    considered: int
+    failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def front(self) -> list[Tried]:
+        return pareto(self.tried)
+
+    @property
+    def fastest(self) -> Tried:
+        return self.front[-1]
+
+
+def pareto(tried: Iterable[Tried]) -> list[Tried]:
+    """Those that no other beats in price and time of a step, the cheapest first."""
+    front: list[Tried] = []
+    for each in sorted(tried, key=lambda each: (each.price, each.step_s)):
+        if not front or each.step_s < front[-1].step_s:
+            front.append(each)
+    return front
+
+
+def search(
+    scenario: Scenario,
+    budget: float | None = None,
+    *,
+    kinds: Sequence[str] = (),
+    most: Mapping[str, int] | None = None,
+    steps: int = 4,
+    each: int = 3,
+    workers: int | None = None,
+    tell: Tell = lambda text: None,
+) -> Search:
+    """Within `budget`, by default the price of the scenario's own plan: generate on `kinds`, by default those of its
+    pools, with at most `most` devices of a class. `each` splits are simulated at every level of spending."""
+    classes, own = catalogue(scenario), plan_of(scenario)
+    if unknown := [kind for kind in (*kinds, *(most or ())) if kind not in classes]:
+        raise ConfigError(f"there is no device class {unknown[0]!r}; known are {', '.join(sorted(classes))}")
+    around = price_per_hour(scenario, classes) - own.price(classes)
+    budget = own.price(classes) + around if budget is None else budget
+    money = budget - around
+    kinds = sorted(set(kinds or [each.device for each in own.engines]), key=lambda kind: -_keen(classes[kind]))
+    asked = _asked(scenario, steps)
+    candidates = list(splits(asked, money, kinds, most))
+    if not candidates:
+        raise ConfigError(f"a budget of {budget:g} buys no trainer and engine of {', '.join(kinds)}; raise --budget")
+    chosen = promising(asked, candidates, money, each)
+    if own.price(classes) <= money + TINY and own not in chosen:
+        chosen.insert(0, own)
+    with _simulations(asked, workers, tell) as run:
+        tried, failed = run([("as given" if plan == own else "", plan) for plan in chosen])
+        if not tried:
+            raise RollartError(f"no plan could be simulated; the first said: {next(iter(failed.values()), '')}")
+        given = next((found for found in tried if found.plan == own), None)
+        best = min(tried, key=lambda found: found.step_s)
+        more, _ = run(list(variations(best.plan)))
+        tried += more
+        if (joint := combined(best, more)) is not None:
+            tried += run([("what helped, together", joint)])[0]
+    return Search(budget, given, tried, len(candidates), failed)
+
+
+def promising(scenario: Scenario, candidates: Sequence[Plan], budget: float, each: int) -> list[Plan]:
+    """The fastest by the roofline at every level of spending."""
+    means, classes = means_of(scenario), catalogue(scenario)
+    ranked = sorted(candidates, key=lambda plan: estimate(plan, scenario, means).step)
+    chosen: list[Plan] = []
+    for spend, below in zip(SPENDING, (*SPENDING[1:], 0.0), strict=True):
+        level = [plan for plan in ranked if below * budget < plan.price(classes) <= spend * budget + TINY]
+        chosen += level[:each]
+    return chosen
+
+
+def combined(best: Tried, variants: Sequence[Tried]) -> Plan | None:
+    """The best plan with everything that made it faster on its own, or none if fewer than two things did."""
+    helped = sorted(
+        (each for each in variants if each.step_s < best.step_s * (1 - WORTH)), key=lambda each: each.step_s
+    )
+    changes: dict[str, object] = {}
+    for each in helped:
+        ours = {key: getattr(each.plan, key) for key in _USES if getattr(each.plan, key) != getattr(best.plan, key)}
+        if not ours.keys() & changes.keys():
+            changes |= ours
+    if len(helped) < 2 or len(changes) < 2:
+        return None
+    return replace(best.plan, **changes)  # type: ignore[arg-type]
+
+
+_USES = ("alpha", "extra_members", "batch_groups", "group_size", "slots", "hand_over")
+
+
+def _asked(scenario: Scenario, steps: int) -> Scenario:
+    """Short, without a log, under the schedule that plans are about."""
+    training = scenario.training.model_copy(update={"steps": min(scenario.training.steps, steps)})
+    warm_up = min(scenario.simulate.warm_up, training.steps - 1)
+    section = scenario.simulate.model_copy(update={"log": "off", "warm_up": warm_up})
+    asked = scenario if scenario.rollout.preset == "rollart" else scenario.with_preset("rollart")
+    return asked.model_copy(update={"training": training, "simulate": section})
+
+
+def _keen(device: DeviceClass) -> float:
+    """How much more it is for prefill than for decode."""
+    return device.tflops / device.bandwidth
+
+
+Runs = Callable[[list[tuple[str, Plan]]], tuple[list[Tried], dict[str, str]]]
+
+
+@contextmanager
+def _simulations(scenario: Scenario, workers: int | None, tell: Tell) -> Iterator[Runs]:
+    """Simulates plans side by side. A plan that cannot be is left out, with the reason."""
+    pool = ProcessPoolExecutor(workers or os.cpu_count(), mp_context=multiprocessing.get_context("spawn"))
+
+    def run(plans: list[tuple[str, Plan]]) -> tuple[list[Tried], dict[str, str]]:
+        futures: list[Future[Result]] = [pool.submit(simulate, applied(plan, scenario)) for _, plan in plans]
+        tried, failed = [], {}
+        for (how, plan), future in zip(plans, futures, strict=True):
+            try:
+                result = future.result(DEADLINE_S)
+            except ConfigError as error:
+                failed[plan.split] = str(error)
+                tell(f"{plan.split}: cannot be: {error}")
+                continue
+            tried.append(Tried(plan, result.price_per_hour, result, how))
+            tell(f"{plan.split}{f' ({how})' if how else ''}: {result.step_s:.1f} s a step")
+        return tried, failed
+
+    try:
+        yield run
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

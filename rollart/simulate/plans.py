@@ -1,0 +1,228 @@
+"""Plans: what a run could have, how a scenario looks with it, and all coarse splits of a budget.
+
+A plan is what the planner may choose; everything else of a scenario stays. Prices are those of the device catalogue,
+per hour. Splits always round down, so none is above its budget.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rollart.config import AFFINITIES
+from rollart.errors import ConfigError
+from rollart.resources.devices import DeviceClass, catalogue
+from rollart.simulate.constants import MEMORY_FOR_KV
+from rollart.simulate.scenario import Scenario, ScenarioPool, ScenarioTask
+
+SPENDING = (1.0, 0.85, 0.7, 0.5)  # shares of the budget
+TRAINING = (0.08, 0.12, 0.16, 0.2, 0.25, 0.3, 0.4, 0.5)  # shares of that for training
+PARTS = 4  # the rest is divided between classes in so many parts
+NODE = 8  # devices; training takes whole nodes once it has one
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """So many engines of `parallel` devices of a class."""
+
+    device: str
+    count: int
+    parallel: int
+
+    @property
+    def devices(self) -> int:
+        return self.count * self.parallel
+
+    def __str__(self) -> str:
+        return f"{self.devices} {self.device}"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`hand_over`: the first of the engines prefill for the second."""
+
+    trainer: str
+    trainers: int
+    engines: tuple[Engines, ...]
+    alpha: int
+    extra_members: int
+    batch_groups: int
+    group_size: int
+    slots: int
+    hand_over: bool = False
+
+    def price(self, classes: Mapping[str, DeviceClass]) -> float:
+        generation = sum(classes[each.device].price * each.devices for each in self.engines)
+        return generation + classes[self.trainer].price * self.trainers
+
+    def devices(self) -> dict[str, int]:
+        """By class."""
+        counts = {self.trainer: self.trainers}
+        for each in self.engines:
+            counts[each.device] = counts.get(each.device, 0) + each.devices
+        return counts
+
+    @property
+    def split(self) -> str:
+        return f"{self.trainers} {self.trainer} train, {' + '.join(map(str, self.engines))} generate"
+
+
+def plan_of(scenario: Scenario) -> Plan:
+    """The one that a scenario has. Raises ConfigError if a pool does not say its device class."""
+    ((_, train),) = scenario.pools_of("train").items()
+    pairs = scenario.routing.hand_over if isinstance(scenario.routing.hand_over, list) else []
+    generate = scenario.pools_of("generate")
+    if train.auto or any(pool.auto for pool in generate.values()):
+        raise ConfigError("a plan begins from hardware: name a device class in every pool, not auto")
+    if scenario.simulate.colocated:
+        raise ConfigError("a plan splits devices between training and generation; leave out simulate.colocated")
+    ordered = [generate[name] for name in pairs] + [pool for name, pool in generate.items() if name not in pairs]
+    engines = (Engines(pool.devices[0], pool.workers, _parallel(pool)) for pool in ordered)
+    schedule = scenario.rollout.schedule()
+    return Plan(
+        trainer=train.devices[0],
+        trainers=train.count,
+        engines=tuple(engines),
+        alpha=schedule.alpha,
+        extra_members=schedule.extra_members,
+        batch_groups=scenario.training.batch_groups,
+        group_size=scenario.training.group_size,
+        slots=scenario.environments.slots,
+        hand_over=bool(pairs),
+    )
+
+
+def applied(plan: Plan, scenario: Scenario) -> Scenario:
+    """The scenario with this plan. Pools of a class that it has keep their names, so that tasks can name them."""
+    trainer = next(iter(scenario.pools_of("train")))
+    pools = {trainer: ScenarioPool(role="train", device=plan.trainer, count=plan.trainers)}
+    for name, each in zip(_names(plan, scenario), plan.engines, strict=True):
+        pools[name] = ScenarioPool(role="generate", device=each.device, count=each.count, parallel=each.parallel)
+    pools |= {name: pool for name, pool in scenario.pools.items() if pool.role == "environment"}
+    generate = [name for name, pool in pools.items() if pool.role == "generate"]
+    hand_over = generate[:2] if plan.hand_over else "never"
+    if not plan.hand_over and not isinstance(scenario.routing.hand_over, list):
+        hand_over = scenario.routing.hand_over
+    rollout = {"preset": "rollart", "alpha": plan.alpha, "extra_members": plan.extra_members}
+    training = {"batch_groups": plan.batch_groups, "group_size": plan.group_size}
+    return scenario.model_copy(
+        update={
+            "pools": pools,
+            "tasks": [_task(task, generate) for task in scenario.tasks],
+            "routing": scenario.routing.model_copy(update={"hand_over": hand_over}),
+            "rollout": scenario.rollout.model_copy(update=rollout),
+            "training": scenario.training.model_copy(update=training),
+            "environments": scenario.environments.model_copy(update={"slots": plan.slots}),
+        }
+    )
+
+
+def _names(plan: Plan, scenario: Scenario) -> Iterator[str]:
+    """Of the pools for a plan's engines: the scenario's of the same class while there are any."""
+    free = {name: pool.devices[0] for name, pool in scenario.pools_of("generate").items()}
+    taken = set(scenario.pools)
+    for each in plan.engines:
+        name = next((name for name, device in free.items() if device == each.device), None)
+        if name is None:
+            name = next(n for n in (each.device.lower(), f"{each.device.lower()}_engines") if n not in taken)
+        free.pop(name, None)
+        taken.add(name)
+        yield name
+
+
+def _task(task: ScenarioTask, pools: Sequence[str]) -> ScenarioTask:
+    """Pinned only to pools that there are."""
+    if isinstance(task.affinity, str) and task.affinity in AFFINITIES:
+        return task
+    wanted = [task.affinity] if isinstance(task.affinity, str) else task.affinity
+    left: str | list[str] = [name for name in wanted if name in pools] or "auto"
+    return task.model_copy(update={"affinity": left})
+
+
+def splits(
+    scenario: Scenario, budget: float, kinds: Sequence[str], most: Mapping[str, int] | None = None
+) -> Iterator[Plan]:
+    """Plans within the budget that train on the scenario's class and generate on `kinds`, `most` devices of a class."""
+    classes, base, limits = catalogue(scenario), plan_of(scenario), most or {}
+    parallel = {kind: least_parallel(scenario, kind) for kind in kinds}
+    seen: set[tuple[int, tuple[Engines, ...]]] = set()
+    for spend in SPENDING:
+        for share in TRAINING:
+            trainers = _whole_nodes(spend * budget * share / classes[base.trainer].price)
+            trainers = min(trainers, limits.get(base.trainer, trainers))
+            left = dict(limits)
+            if base.trainer in left:
+                left[base.trainer] -= trainers
+            money = spend * budget - trainers * classes[base.trainer].price
+            for mix in _mixes(PARTS, len(kinds)):
+                engines = _bought(money, dict(zip(kinds, mix, strict=True)), parallel, classes, left)
+                if engines and trainers and (trainers, engines) not in seen:
+                    seen.add((trainers, engines))
+                    yield replace(base, trainers=trainers, engines=engines, hand_over=False)
+
+
+def variations(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """The same hardware used otherwise, one thing at a time, each with its name."""
+    for alpha in {1, 2, 3} - {plan.alpha}:
+        yield f"alpha {alpha}", replace(plan, alpha=alpha)
+    for extra in {0, 1, 2} - {plan.extra_members}:
+        yield f"{extra} extra members", replace(plan, extra_members=extra)
+    if plan.batch_groups > 1 and plan.batch_groups % 2 == 0:
+        shape = replace(plan, batch_groups=plan.batch_groups // 2, group_size=plan.group_size * 2)
+        yield f"groups of {shape.group_size}", shape
+    if plan.group_size >= 4 and plan.group_size % 2 == 0:
+        shape = replace(plan, batch_groups=plan.batch_groups * 2, group_size=plan.group_size // 2)
+        yield f"groups of {shape.group_size}", shape
+    for slots in (plan.slots // 2, plan.slots * 2):
+        if slots:
+            yield f"{slots} slots", replace(plan, slots=slots)
+    if len(plan.engines) == 2 and not plan.hand_over:
+        yield f"prefill on {plan.engines[0].device}, decode on {plan.engines[1].device}", replace(plan, hand_over=True)
+
+
+def least_parallel(scenario: Scenario, kind: str) -> int:
+    """As the scenario has it for this class; else the fewest devices, a power of two, that hold model and contexts."""
+    for pool in scenario.pools_of("generate").values():
+        if pool.devices[0] == kind:
+            return _parallel(pool)
+    shape, device = scenario.shape, catalogue(scenario)[kind]
+    longest = max(task.max_context for task in scenario.tasks)
+    need = shape.parameters * shape.number_bytes + 2 * longest * shape.kv_bytes
+    return 1 << max(0, math.ceil(math.log2(need / (device.memory * 1e9 * MEMORY_FOR_KV))))
+
+
+def _parallel(pool: object) -> int:
+    return pool.parallel if isinstance(pool, ScenarioPool) else 1
+
+
+def _whole_nodes(devices: float) -> int:
+    count = math.floor(devices + 1e-9)
+    return count if count < NODE else count // NODE * NODE
+
+
+def _mixes(parts: int, kinds: int) -> Iterator[tuple[int, ...]]:
+    """All ways to divide `parts` between `kinds`."""
+    if kinds == 1:
+        yield (parts,)
+        return
+    for first in range(parts, -1, -1):
+        for rest in _mixes(parts - first, kinds - 1):
+            yield (first, *rest)
+
+
+def _bought(
+    money: float,
+    mix: Mapping[str, int],
+    parallel: Mapping[str, int],
+    classes: Mapping[str, DeviceClass],
+    most: Mapping[str, int],
+) -> tuple[Engines, ...]:
+    """Engines by their parts of the money; what rounding leaves buys more of them, the dearest first."""
+    price = {kind: classes[kind].price * parallel[kind] for kind in mix}
+    limit = {kind: most[kind] // parallel[kind] if kind in most else 1 << 30 for kind in mix}
+    counts = {kind: min(limit[kind], math.floor(money * part / PARTS / price[kind])) for kind, part in mix.items()}
+    left = money - sum(counts[kind] * price[kind] for kind in mix)
+    for kind in sorted((kind for kind, part in mix.items() if part), key=lambda kind: -price[kind]):
+        more = max(0, min(limit[kind] - counts[kind], math.floor(left / price[kind])))
+        counts[kind] += more
+        left -= more * price[kind]
+    return tuple(Engines(kind, count, parallel[kind]) for kind, count in counts.items() if count)

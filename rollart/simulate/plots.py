@@ -1,0 +1,104 @@
+"""Pictures: fits against data, and plans by price and time. Drawn without a display."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from rollart.simulate.calibration import Calibration
+from rollart.simulate.fit import EngineFit
+from rollart.simulate.measured import Training
+from rollart.simulate.planner import Search
+from rollart.simulate.scenario import TrainPace
+from rollart.simulate.spread import Distribution, draw_of
+
+_DATA, _FIT, _INK, _FAINT = "#56B4E9", "#D55E00", "#222222", "#8a8a8a"
+_UNITS = {"turns": "turns", "prompt": "tokens", "observation": "tokens", "response": "tokens"}
+_NAMES = {"prompt": "first observation", "delay": "around a generation"}
+_MOST = 2000  # dots
+
+
+def fits(calibration: Calibration, path: Path) -> None:
+    """A row for each task, with the distribution functions of all that was fitted; below, engines and training."""
+    rows = [(task, calibration.spreads(task)) for task in calibration.found.tasks]
+    across = max(max(len(spreads) for _, spreads in rows), len(calibration.engines) + 1)
+    figure = Figure(figsize=(2.5 * across, 2.3 * (len(rows) + 1)), facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    axes: Any = figure.subplots(len(rows) + 1, across, squeeze=False)
+    for each in axes.flat:
+        each.set_visible(False)
+    for row, (task, spreads) in zip(axes, rows, strict=False):
+        for panel, (key, (data, fitted)) in zip(row, spreads.items(), strict=False):
+            _panel(panel, f"{task}: {_NAMES.get(key, key)}", _UNITS.get(key, "seconds"))
+            _cumulative(panel, data, fitted)
+    last = axes[-1]
+    for panel, (pool, engine) in zip(last, calibration.engines.items(), strict=False):
+        _panel(panel, f"{pool}: generations, seconds", "by the fit")
+        _engine(panel, engine)
+    train = calibration.scenario.simulate.train
+    assert train is not None
+    _panel(last[len(calibration.engines)], "training steps, seconds", "tokens in the batch")
+    _training(last[len(calibration.engines)], calibration.found.trainings, train)
+    figure.suptitle(f"{calibration.scenario.name}: measured (blue) and fitted (red)", x=0.01, ha="left", color=_INK)
+    figure.savefig(path, dpi=110)
+
+
+def plans(search: Search, path: Path) -> None:
+    """Price against time of all plans that were simulated, and the front of those that none beats."""
+    figure = Figure(figsize=(8, 5), facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    axes: Any = figure.subplots()
+    _panel(axes, "Plans that were simulated", "price of all devices an hour, one H20 is 1")
+    axes.set_ylabel("seconds a step", fontsize=7.5, color=_FAINT)
+    front = search.front
+    axes.plot([each.price for each in search.tried], [each.step_s for each in search.tried], "o", color=_DATA, ms=5)
+    prices, times = [each.price for each in front], [each.step_s for each in front]
+    axes.step([*prices, search.budget], [*times, times[-1]], where="post", color=_FIT, linewidth=1.2)
+    axes.plot(prices, times, "o", color=_FIT, ms=6)
+    if (given := search.given) is not None:
+        axes.plot(given.price, given.step_s, "s", color="white", mec=_INK, mew=1.5, ms=9, zorder=3)
+        axes.annotate(
+            "as given", (given.price, given.step_s), (8, 6), textcoords="offset points", fontsize=8, color=_INK
+        )
+    for each in front:
+        label = each.plan.split.replace(" generate", "").replace(" train, ", " | ")
+        axes.annotate(label, (each.price, each.step_s), (6, -10), textcoords="offset points", fontsize=6.5, color=_FIT)
+    axes.axvline(search.budget, color=_FAINT, linewidth=0.8, linestyle=":")
+    axes.set_ylim(bottom=0)
+    figure.savefig(path, dpi=130)
+
+
+def _panel(axes: Any, title: str, below: str) -> None:
+    axes.set_visible(True)
+    axes.set_title(title, loc="left", fontsize=9, color=_INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(_FAINT)
+    axes.tick_params(colors=_FAINT, labelsize=7.5)
+    axes.set_xlabel(below, fontsize=7.5, color=_FAINT)
+
+
+def _cumulative(axes: Any, data: Sequence[float], fitted: float | Distribution) -> None:
+    at = np.linspace(0, 1, 401)
+    draw = draw_of(fitted)
+    axes.step(np.quantile(data, at), at, color=_DATA, linewidth=3, where="post")
+    axes.plot([draw(float(p)) for p in at], at, color=_FIT, linewidth=1.2)
+    axes.set_ylim(0, 1.02)
+
+
+def _engine(axes: Any, engine: EngineFit) -> None:
+    stride = max(1, len(engine.seconds) // _MOST)
+    axes.plot(engine.expected[::stride], engine.seconds[::stride], ".", color=_DATA, markersize=2)
+    end = max(engine.expected, default=0.0)
+    axes.plot([0, end], [0, end], color=_FIT, linewidth=1.2)
+    axes.set_ylabel("measured", fontsize=7.5, color=_FAINT)
+
+
+def _training(axes: Any, trainings: Sequence[Training], pace: TrainPace) -> None:
+    tokens = [step.tokens for step in trainings]
+    axes.plot(tokens, [step.ended - step.began for step in trainings], "o", color=_DATA, markersize=4)
+    ends = [0, max(tokens)]
+    axes.plot(ends, [pace.fixed + pace.token * end for end in ends], color=_FIT, linewidth=1.2)
+    axes.set_ylim(bottom=0)

@@ -1,0 +1,97 @@
+"""Why a plan is as it is: what differs from the scenario's own, and what its steps wait for."""
+
+from rollart.simulate.planner import Search, Tried
+from rollart.simulate.plans import Plan
+
+_BUSY = 0.85
+_SAME = 0.02
+
+
+def reason(tried: Tried, given: Tried | None) -> str:
+    """One sentence or two."""
+    parts = [_limit(tried)]
+    if given is not None and tried is not given:
+        if changes := differences(tried.plan, given.plan):
+            parts.insert(0, ", ".join(changes))
+        parts.append(_gain(tried, given))
+    return "; ".join(parts)
+
+
+def differences(plan: Plan, given: Plan) -> list[str]:
+    """What it has and does otherwise than the given one."""
+    told = []
+    if moved := plan.trainers - given.trainers:
+        told.append(f"{abs(moved)} {plan.trainer} {'more' if moved > 0 else 'fewer'} for training")
+    ours, theirs = _generation(plan), _generation(given)
+    more = {device: ours.get(device, 0) - theirs.get(device, 0) for device in sorted({*ours, *theirs})}
+    told += [f"{abs(n)} {kind} {'more' if n > 0 else 'fewer'} for generation" for kind, n in more.items() if n]
+    if plan.alpha != given.alpha:
+        told.append(f"alpha {plan.alpha}, so trained data is up to {plan.alpha} versions old")
+    if plan.extra_members != given.extra_members:
+        told.append(f"{plan.extra_members} extra members a group")
+    if plan.group_size != given.group_size:
+        told.append(f"{plan.batch_groups} groups of {plan.group_size}")
+    if plan.slots != given.slots:
+        told.append(f"{plan.slots} slots a task")
+    if plan.hand_over != given.hand_over:
+        pair = f"prefill on {plan.engines[0].device}, decode on {plan.engines[1].device}" if plan.hand_over else ""
+        told.append(pair or "no pairs of prefill and decode")
+    return told
+
+
+def explanation(search: Search) -> str:
+    """Of the fastest plan, in full sentences."""
+    best, given = search.fastest, search.given
+    pools = ", ".join(f"{name} {use.busy:.0%}" for name, use in best.result.pools.items())
+    lines = [
+        f"The fastest within {search.budget:g}: {best.plan.split}; alpha {best.plan.alpha}, {best.plan.extra_members} "
+        f"extra members, {best.plan.batch_groups} groups of {best.plan.group_size}, {best.plan.slots} slots a task.",
+        f"It takes {best.step_s:.1f} s a step for {best.price:.4g} an hour: the trainer is busy "
+        f"{best.result.trainer_use:.0%} of the time, engines: {pools}. {_limit(best).capitalize()}.",
+    ]
+    if given is not None and best is not given:
+        lines.append(
+            f"The plan as given takes {given.step_s:.1f} s for {given.price:.4g}: there, {_limit(given)}. "
+            f"The difference: {', '.join(differences(best.plan, given.plan)) or 'none'}."
+        )
+        if best.plan.alpha > given.plan.alpha or best.plan.group_size != given.plan.group_size:
+            lines.append(
+                "Age of data and size of groups also change what is learnt from a step, which is not simulated."
+            )
+    elif given is not None:
+        lines.append("It is the plan as given.")
+    return "\n".join(lines)
+
+
+def _generation(plan: Plan) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for each in plan.engines:
+        counts[each.device] = counts.get(each.device, 0) + each.devices
+    return counts
+
+
+def _limit(tried: Tried) -> str:
+    """What keeps its steps from being shorter."""
+    result = tried.result
+    if result.trainer_use >= _BUSY:
+        return f"training sets the pace ({result.trainer_use:.0%} busy)"
+    busiest = max(result.pools.items(), key=lambda item: item[1].busy)
+    if busiest[1].busy >= _BUSY:
+        return f"generation sets the pace ({busiest[0]} {busiest[1].busy:.0%} busy, trainer {result.trainer_use:.0%})"
+    stages = {
+        name: seconds for name, seconds in result.trajectory.items() if name in ("reset", "step", "score", "slot")
+    }
+    slowest = max(stages, key=lambda name: stages[name], default="step")
+    names = {"reset": "resets", "step": "environment steps", "score": "rewards", "slot": "free slots"}
+    generated = result.trajectory.get("generate", 0.0)
+    if generated >= stages.get(slowest, 0.0):
+        return f"the length of trajectories sets the pace ({generated:.0f} s of generation in each)"
+    return f"the length of trajectories sets the pace (most of all {names[slowest]}, {stages[slowest]:.0f} s in each)"
+
+
+def _gain(tried: Tried, given: Tried) -> str:
+    factor, price = given.step_s / tried.step_s, tried.price / given.price - 1
+    speed = f"{factor:.2f}x as fast" if abs(factor - 1) > _SAME else "as fast"
+    if abs(price) <= _SAME:
+        return f"{speed} for the same price"
+    return f"{speed} for {abs(price):.0%} {'more' if price > 0 else 'less'}"

@@ -1,0 +1,125 @@
+"""The results of a simulation, for people and as one JSON object."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rollart.simulate.result import PARTS, STAGES, Result, interval
+
+Pick = Callable[[Result], float]
+
+_NUMBERS: dict[str, tuple[str, Pick]] = {
+    "step_s": ("step", lambda r: r.step_s),
+    "wait_s": ("  waiting for the batch", lambda r: r.wait_s),
+    "train_s": ("  training", lambda r: r.train_s),
+    "blocked_s": ("  waiting for weights", lambda r: r.blocked_s),
+    "tokens_per_s": ("trained tokens/s", lambda r: r.tokens_per_s),
+    "answers_per_s": ("generated tokens/s", lambda r: r.answers_per_s),
+    "trajectories_per_s": ("trajectories/s", lambda r: r.trajectories_per_s),
+    "seconds": ("time to the last step", lambda r: r.step_times[-1] if r.step_times else math.nan),
+    "cost_per_step": ("cost per step", lambda r: r.cost_per_step),
+}
+
+
+def summary(results: Sequence[Result]) -> dict[str, Any]:
+    """Means over the seeds; `interval` has half of the 95% interval of each, `runs` everything of each seed."""
+    numbers = {key: interval([pick(result) for result in results]) for key, (_, pick) in _NUMBERS.items()}
+    first = results[0]
+    return {
+        "name": first.name,
+        "preset": first.preset,
+        "alpha": first.alpha,
+        "steps": first.steps,
+        "seeds": [result.seed for result in results],
+        **{key: mean for key, (mean, _) in numbers.items()},
+        "interval": {key: None if math.isnan(half) else half for key, (_, half) in numbers.items()},
+        "price_per_hour": first.price_per_hour,
+        "runs": [asdict(result) for result in results],
+    }
+
+
+def report(results: Sequence[Result]) -> RenderableType:
+    first = results[0]
+    seeds = f"seed {first.seed}" if len(results) == 1 else f"{len(results)} seeds"
+    head = f" ({first.preset}, alpha {first.alpha}, {seeds}): {first.counted} steps after the warm-up, simulated"
+    parts: list[RenderableType] = [Text.assemble((first.name, "bold"), head), _numbers(results), Text()]
+    parts += [_heading("What a step is made of"), _shares(results, PARTS, lambda r: r.exposed), Text()]
+    parts += [_heading("Where the time of a trajectory goes, seconds"), _seconds(results), Text()]
+    parts += [_heading("Devices"), _pools(results), Text(), _rest(results)]
+    return Group(*parts)
+
+
+def _heading(text: str) -> Text:
+    return Text(text, style="bold")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    return table
+
+
+def _mean(results: Sequence[Result], pick: Pick) -> float:
+    return sum(map(pick, results)) / len(results)
+
+
+def _numbers(results: Sequence[Result]) -> Table:
+    table = _table("", "", "+-")
+    for key, (name, pick) in _NUMBERS.items():
+        mean, half = interval([pick(result) for result in results])
+        unit = " s" if (key.endswith("_s") and "per" not in key) or key == "seconds" else ""
+        table.add_row(name, f"{mean:,.4g}{unit}", "" if math.isnan(half) else f"{half:,.2g}")
+    return table
+
+
+def _shares(results: Sequence[Result], keys: Sequence[str], of: Callable[[Result], dict[str, float]]) -> Table:
+    table = _table(*keys)
+    table.add_row(*(f"{_mean(results, lambda r, key=key: of(r).get(key, 0.0)):.1%}" for key in keys))  # type: ignore[misc]
+    return table
+
+
+def _seconds(results: Sequence[Result]) -> Table:
+    table = _table(*STAGES)
+    table.add_row(*(f"{_mean(results, lambda r, key=key: r.trajectory.get(key, 0.0)):.1f}" for key in STAGES))  # type: ignore[misc]
+    return table
+
+
+def _pools(results: Sequence[Result]) -> Table:
+    table = _table("pool", "devices", "prefill", "decode", "weights", "idle, waiting for")
+    first = results[0]
+    table.add_row("training", "", "", f"{_mean(results, lambda r: r.trainer_use):.1%}", "", "")
+    for name, pool in first.pools.items():
+        causes = sorted(pool.idle.items(), key=lambda item: -item[1])
+        table.add_row(
+            name,
+            f"{pool.devices} {pool.device}",
+            *(
+                f"{_mean(results, lambda r, k=k, n=name: getattr(r.pools[n], k)):.1%}"
+                for k in ("prefill", "decode", "weights")
+            ),  # type: ignore[misc]
+            ", ".join(f"{cause} {share:.0%}" for cause, share in causes if share >= 0.005),
+        )
+    table.add_row("environments", "", "", f"{_mean(results, lambda r: r.environments_use):.1%}", "", "")
+    table.add_row("rewards", "", "", f"{_mean(results, lambda r: r.reward_use):.1%}", "", "")
+    return table
+
+
+def _rest(results: Sequence[Result]) -> Text:
+    first = results[0]
+    ages = ", ".join(f"{share:.1%} of age {age}" for age, share in first.staleness.items())
+    drops = ", ".join(
+        f"{count} {name}" for name, count in first.outcomes.items() if name not in ("finished", "truncated")
+    )
+    groups = ", ".join(f"{count} {reason}" for reason, count in first.drops.items())
+    lines = [
+        f"trained   {ages or 'nothing'}",
+        f"dropped   {drops or 'no trajectory'}; groups: {groups or 'none'}",
+        f"price     {first.price_per_hour:.4g} an hour, in prices of an H20",
+    ]
+    return Text("\n".join(lines))

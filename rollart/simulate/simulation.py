@@ -1,0 +1,333 @@
+"""One simulation: the scheduler, router and pipeline of real runs, on virtual time, against modelled services.
+
+Nothing in here decides anything. It builds the modelled services that a scenario describes, hands them to the control
+plane, lets it run, and looks every few seconds at what everything is doing.
+"""
+
+import asyncio
+import time
+from collections import Counter, defaultdict
+from contextlib import suppress
+from pathlib import Path
+
+from rollart import collector
+from rollart.errors import ConfigError
+from rollart.observe.events import (
+    EngineSample,
+    EventLog,
+    EventSink,
+    PipelineSample,
+    Placed,
+    RunEnded,
+    RunStarted,
+)
+from rollart.resources.devices import DeviceClass, catalogue
+from rollart.resources.roofline import Roofline
+from rollart.rollout.evaluation import Evaluator
+from rollart.rollout.lockstep import Lockstep
+from rollart.rollout.pipeline import Pipeline, Plan
+from rollart.rollout.places import EnginePool
+from rollart.rollout.router import Router
+from rollart.rollout.routing import policy
+from rollart.rollout.scheduler import Scheduler
+from rollart.rollout.trajectory import Player, TaskPlan
+from rollart.simulate import clock
+from rollart.simulate.constants import MEMORY_FOR_KV
+from rollart.simulate.contention import Contention
+from rollart.simulate.cost import Pace, PassCost
+from rollart.simulate.engine import FluidEngine
+from rollart.simulate.environments import Answers, ModelledEnvironments, ModelledRenderer
+from rollart.simulate.result import Result, result_of
+from rollart.simulate.scenario import Scenario, ScenarioPool
+from rollart.simulate.services import Forgetful, ModelledRewards, ModelledTrainer, counted
+from rollart.simulate.tally import Tally
+from rollart.simulate.weights import Weights
+from rollart.types import Sampling
+
+_CPU_ENGINE = {"max_batch": 64, "prefill_chunk": 512, "kv_megabytes": 512}  # as the run file's own defaults
+_GPU_ENGINE = {"max_batch": 256, "prefill_chunk": 2048}
+
+
+def simulate(
+    scenario: Scenario, *, folder: Path | None = None, until: float | None = None, seed: int | None = None
+) -> Result:
+    """Run the scenario to its last step, or for `until` virtual seconds. With a `folder`, leave the event log there."""
+    if seed is not None:
+        scenario = scenario.model_copy(update={"seed": seed})
+    collector.calm()
+    return clock.run(Simulation(scenario, folder, until).run())
+
+
+class Simulation:
+    def __init__(self, scenario: Scenario, folder: Path | None, until: float | None) -> None:
+        self._scenario, self._folder, self._until = scenario, folder, until
+        self._classes = catalogue(scenario)
+        self._looks: Counter[str] = Counter()
+        self._engines: dict[str, FluidEngine] = {}
+        self._pools: dict[str, EnginePool] = {}
+
+    async def run(self) -> Result:
+        scenario = self._scenario
+        now = asyncio.get_running_loop().time
+        began = time.process_time()
+        self._tally = Tally(now, scenario.simulate.warm_up, self._totals)
+        log = None
+        sink: EventSink = self._tally
+        if self._folder is not None and scenario.simulate.log == "full":
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / "events.jsonl").unlink(missing_ok=True)
+            sink = log = EventLog(self._folder / "events.jsonl", now)
+            log.subscribe(self._tally.fold)
+        try:
+            self._build(sink)
+            self._tell_start(sink)
+            looking = asyncio.create_task(self._look(sink, log is not None))
+            try:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._until):
+                        await self._pipeline.run()
+            finally:
+                looking.cancel()
+                await self._scheduler.stop()
+            sink.emit(RunEnded(version=self._trainer.version, reason="finished"))
+        finally:
+            if log is not None:
+                log.close()
+        loop, took = asyncio.get_running_loop(), time.process_time() - began
+        return result_of(
+            scenario, self._tally, self._classes, self._pools, now(), took, getattr(loop, "handled", 0)
+        )
+
+    # What there is
+
+    def _build(self, sink: EventSink) -> None:
+        scenario = self._scenario
+        schedule = scenario.rollout.schedule()
+        transfer, links = scenario.simulate.weights, scenario.links
+        shape = scenario.shape
+        self._weights = Weights(
+            shape.parameters * shape.number_bytes, transfer.way, links[transfer.push] * 1e9, links[transfer.pull] * 1e9
+        )
+        self._environments = ModelledEnvironments(scenario)
+        self._rewards = ModelledRewards(scenario)
+        self._trainer = self._make_trainer()
+        router = self._make_router(sink)
+        self._trainer.work = Contention(scenario.simulate.contention, self._engines.values()).train
+        lockstep = Lockstep() if schedule.lockstep else None
+        deadline = scenario.rollout.trajectory_deadline
+        player = Player(self._environments, router, ModelledRenderer(), self._rewards, sink, deadline, lockstep)
+        tasks = [
+            TaskPlan(task.name, task.weight, task.max_turns, task.max_context, _sampling(task.sampling.max_tokens))
+            for task in scenario.tasks
+        ]
+        ledger = Forgetful()
+        self._scheduler = Scheduler(
+            tasks=tasks,
+            schedule=schedule,
+            batch_groups=scenario.training.batch_groups,
+            group_size=scenario.training.group_size,
+            steps=scenario.training.steps,
+            retries=scenario.rollout.retries,
+            seed=scenario.seed,
+            player=player,
+            router=router,
+            ledger=ledger,
+            sink=sink,
+            rule=scenario.environments.quarantine.rule(),
+            to_samples=counted,
+        )
+        self._pipeline = Pipeline(
+            plan=Plan(scenario.training.steps, scenario.checkpoint.every, 0, 0),
+            version=0,
+            scheduler=self._scheduler,
+            trainer=self._trainer,
+            router=router,
+            evaluator=Evaluator(tasks, player, ledger, sink),
+            ledger=ledger,
+            sink=sink,
+            checkpoints=Path("checkpoints"),
+            on_saved=lambda version: None,
+        )
+
+    def _make_trainer(self) -> ModelledTrainer:
+        scenario = self._scenario
+        ((_, pool),) = scenario.pools_of("train").items()
+        return ModelledTrainer(
+            scenario.shape,
+            self._device(pool.devices[0]),
+            pool.count,
+            self._weights,
+            scenario.simulate.train,
+            scenario.training.epochs,
+        )
+
+    def _make_router(self, sink: EventSink) -> Router:
+        scenario, answers, places = self._scenario, Answers(self._scenario), {}
+        for name, pool in scenario.pools_of("generate").items():
+            parallel = pool.parallel if isinstance(pool, ScenarioPool) else 1
+            device = self._device(pool.devices[0])
+            roofline = Roofline(device, scenario.shape, pool.emulate or 1.0, parallel)
+            pace = scenario.simulate.engines.get(name)
+            cost = PassCost(roofline, Pace(pace.fixed, pace.token, pace.context) if pace else None)
+            max_batch, chunk, kv_tokens = self._limits(name, roofline)
+            kind = self._pools[name] = EnginePool(name, roofline, max_batch, kv_tokens)
+            for number in range(pool.workers):
+                engine = self._engines[f"{name}-{number}"] = FluidEngine(
+                    f"{name}-{number}",
+                    cost,
+                    self._weights,
+                    answers,
+                    max_batch=max_batch,
+                    chunk=chunk,
+                    kv_tokens=kv_tokens,
+                    keeps_kv=scenario.engine.on_swap == "keep",
+                )
+                places[engine.url] = kind
+        return Router(
+            dict(self._engines),
+            0,
+            sink,
+            pools=places,
+            policy=policy(scenario.routing.policy, scenario.routing.hand_over),
+            affinity={
+                task.name: task.affinity if isinstance(task.affinity, str) else tuple(task.affinity)
+                for task in scenario.tasks
+            },
+            keeps_kv=scenario.engine.on_swap == "keep",
+        )
+
+    def _limits(self, pool: str, roofline: Roofline) -> tuple[int, int, int]:
+        """Sequences at once, tokens of a prefill pass, and tokens of KV, as said or as its kind of device has them."""
+        config, shape = self._scenario.engine, roofline.shape
+        defaults = _CPU_ENGINE if roofline.device.name == "cpu" else _GPU_ENGINE
+        megabytes = config.kv_megabytes or defaults.get("kv_megabytes")
+        if megabytes:
+            kv_bytes = float(megabytes << 20)
+        else:
+            kv_bytes = roofline.device.memory * 1e9 * roofline.devices * MEMORY_FOR_KV
+            kv_bytes -= shape.parameters * shape.number_bytes
+        kv_tokens = int(kv_bytes // shape.kv_bytes)
+        longest = max(task.max_context for task in self._scenario.tasks)
+        if kv_tokens < longest:
+            raise ConfigError(
+                f"an engine of pool {pool!r} has room for {max(0, kv_tokens)} tokens of KV, but max_context is "
+                f"{longest}; give it more devices (parallel), a larger class, or a smaller model"
+            )
+        return config.max_batch or defaults["max_batch"], config.prefill_chunk or defaults["prefill_chunk"], kv_tokens
+
+    def _device(self, name: str) -> DeviceClass:
+        if name == "auto":
+            raise ConfigError("a simulation needs to know the hardware: name a device class in every pool, not auto")
+        return self._classes[name]
+
+    # What it does
+
+    async def _look(self, sink: EventSink, log: bool) -> None:
+        """Every few seconds: what does everybody wait for?"""
+        looks, scheduler, environments = self._looks, self._scheduler, self._environments
+        while True:
+            busy = False
+            why = self._why_idle()
+            for name, engine in self._engines.items():
+                if engine.idle:
+                    looks[f"idle {name.rpartition('-')[0]} {why}"] += 1
+                else:
+                    busy = True
+            looks[f"look {self._busiest(busy)}"] += 1
+            looks["looks"] += 1
+            looks["environments"] += environments.in_use
+            looks["running"] += scheduler.running
+            if log:
+                await self._tell_samples(sink)
+            await asyncio.sleep(self._scenario.simulate.sample_s)
+
+    def _why_idle(self) -> str:
+        if self._environments.resetting:
+            return "reset"
+        if self._environments.stepping:
+            return "step"
+        if self._rewards.active:
+            return "reward"
+        return "training" if self._trainer.busy else "weights"
+
+    def _busiest(self, generating: bool) -> str:
+        """What the step is made of at this moment: the first of these that goes on."""
+        if self._trainer.busy and not self._scheduler.running:
+            return "train"
+        if generating:
+            return "generate"
+        return "train" if self._trainer.busy else self._why_idle()
+
+    async def _tell_samples(self, sink: EventSink) -> None:
+        scheduler = self._scheduler
+        sink.emit(
+            PipelineSample(
+                running=scheduler.running,
+                scoring=scheduler.scoring,
+                ready=scheduler.ready,
+                training=scheduler.training,
+                environments=self._environments.in_use,
+                slots=self._environments.slots,
+            )
+        )
+        for name, engine in self._engines.items():
+            status = await engine.status()
+            sink.emit(
+                EngineSample(
+                    engine=name,
+                    version=status.version,
+                    running=status.running,
+                    waiting=status.waiting,
+                    kv_bytes=status.kv_bytes,
+                    prefilled=status.prefilled,
+                    generated=status.generated,
+                    busy_s=status.busy_s,
+                )
+            )
+
+    def _tell_start(self, sink: EventSink) -> None:
+        scenario = self._scenario
+        sink.emit(
+            RunStarted(
+                name=scenario.name,
+                preset=scenario.rollout.preset,
+                alpha=scenario.rollout.schedule().alpha,
+                seed=scenario.seed,
+                steps=scenario.training.steps,
+                tasks=[task.name for task in scenario.tasks],
+                emulated=["all of it is simulated"],
+            )
+        )
+        for name, kind in self._pools.items():
+            device = kind.roofline.device.name
+            for place in kind.places:
+                sink.emit(
+                    Placed(
+                        role="generate",
+                        pool=name,
+                        name=place.name,
+                        wanted=device,
+                        device=device,
+                        node="",
+                        why="simulated",
+                    )
+                )
+
+    def _totals(self) -> dict[str, float]:
+        """What is counted by the services themselves."""
+        totals: defaultdict[str, float] = defaultdict(float, self._looks)
+        for name, kind in self._pools.items():
+            for place in kind.places:
+                engine = self._engines[place.name]
+                for key in ("prefill", "decode", "weights"):
+                    totals[f"{key} {name}"] += getattr(engine.times, key)
+                totals[f"generated {name}"] += engine.generated
+                totals["preempted"] += engine.preempted
+        totals["blocked"] = self._trainer.blocked_s
+        totals["reward calls"], totals["reward cold"] = self._rewards.calls, self._rewards.cold
+        totals["reward busy"] = self._rewards.busy_s
+        return totals
+
+
+def _sampling(max_tokens: int) -> Sampling:
+    return Sampling(max_tokens=max_tokens)

@@ -1,0 +1,135 @@
+"""Deltas on the way between two hosts: who asks for a bucket tells which base it holds and how fast the link has been,
+and who serves it answers with the delta where that is predicted to be faster.
+
+Invariants: a base is named by the id of its publication, and both sides hold it while they use it. The checksum of the
+bucket decides whatever the way: a delta that gives anything else is refused, and the bucket is asked for plain. A
+version without a base (the first, and one of every `ANCHOR_EVERY`) is always sent in full.
+"""
+
+import threading
+from collections import OrderedDict
+
+from rollart.weights.delta import decode, encode
+from rollart.weights.delta_cost import Link, measured_codec
+from rollart.weights.manifest import ITEM_BYTES, Manifest
+from rollart.weights.store import MissingVersion, Shard, Store
+
+BASE, SPEED, ENCODING = "X-Base", "X-Link", "X-Encoding"
+DELTA = "delta"
+KEPT = 4
+LEAST_MEASURED = 1 << 20
+"""Fewer bytes than these say more about buffers than about the link."""
+
+FAST_LINK = 2e9
+"""Bytes a second at which no codec keeps up, so that nothing need be asked or measured."""
+
+
+class Speeds:
+    """What links have been seen to carry, by the address of the source; the last measurements count most."""
+
+    def __init__(self) -> None:
+        self._speeds: dict[str, float] = {}
+
+    def measured(self, source: str, size: int, seconds: float) -> None:
+        if size >= LEAST_MEASURED and seconds > 0:
+            old = self._speeds.get(source, size / seconds)
+            self._speeds[source] = 0.5 * old + 0.5 * size / seconds
+
+    def of(self, source: str) -> float | None:
+        return self._speeds.get(source)
+
+
+speeds = Speeds()
+"""Of this process: receivers come and go, links stay."""
+
+
+class HeldBase:
+    """The version that buckets may be told against, in the memory of who asks."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+
+    @classmethod
+    def of(cls, store: Store, manifest: Manifest) -> "HeldBase | None":
+        """None if it is not here, or not all of it."""
+        shard = _base(store, manifest)
+        return None if shard is None else cls(shard)
+
+    def ask(self, source: str) -> dict[str, str]:
+        """The headers that ask for a delta; none over a link that is too fast for it, or not measured yet."""
+        speed = speeds.of(source)
+        if speed is None or speed > FAST_LINK:
+            return {}
+        return {BASE: self._shard.manifest.id, SPEED: f"{speed:.0f}"}
+
+    def apply(self, delta: bytes, bucket: int, into: memoryview) -> None:
+        """Raises WrongDelta."""
+        decode(delta, self._shard.data[slice(*self._shard.manifest.bounds(bucket))], into)
+
+    def release(self) -> None:
+        self._shard.release()
+
+
+class Deltas:
+    """Of what is in `store`, for those who ask. The last few are kept: several may ask for the same."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._made: OrderedDict[tuple[str, int, int], bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def answer(self, shard: Shard, start: int, stop: int, base: str | None, bytes_per_s: int) -> bytes | None:
+        """For who holds `base`, at the end of a link of that speed. None: send the bytes as they are."""
+        manifest = shard.manifest
+        bucket = start // manifest.bucket_bytes
+        if base is None or base != manifest.base or bytes_per_s <= 0 or (start, stop) != manifest.bounds(bucket):
+            return None
+        key = manifest.id, manifest.shard, bucket
+        with self._lock:
+            if key in self._made:
+                return self._made[key]
+        made = self._make(shard, start, stop, bytes_per_s)
+        if made is not None:
+            with self._lock:
+                self._made[key] = made
+                while len(self._made) > KEPT:
+                    self._made.popitem(last=False)
+        return made
+
+    def _make(self, shard: Shard, start: int, stop: int, bytes_per_s: int) -> bytes | None:
+        base = _base(self._store, shard.manifest)
+        if base is None:
+            return None
+        try:
+            old, new = base.data[start:stop], shard.data[start:stop]
+            item = most_common_item(shard.manifest, start, stop)
+            return encode(old, new, item) if Link(bytes_per_s, measured_codec()).pays(old, new, item) else None
+        finally:
+            base.release()
+
+
+def _base(store: Store, manifest: Manifest) -> Shard | None:
+    if manifest.base is None:
+        return None
+    for version, id, number in store.shards():
+        if (id, number) != (manifest.base, manifest.shard):
+            continue
+        try:
+            shard = store.open(version, id, number)
+        except MissingVersion:
+            return None
+        if shard.ready == manifest.buckets and manifest.same_layout(shard.manifest):
+            return shard
+        shard.release()
+    return None
+
+
+def most_common_item(manifest: Manifest, start: int, stop: int) -> int:
+    """The size of the elements that most of these bytes belong to."""
+    covered: dict[int, int] = {1: 0}
+    for piece in manifest.pieces:
+        inside = min(stop, piece.end) - max(start, piece.offset)
+        if inside > 0:
+            item = ITEM_BYTES[piece.part.dtype]
+            covered[item] = covered.get(item, 0) + inside
+    return max(covered, key=lambda item: covered[item])

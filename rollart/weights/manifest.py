@@ -1,0 +1,105 @@
+"""What a version of the weights is made of: shards, cut into buckets, each with a checksum.
+
+A version is one shard for each rank of the trainer that publishes. A shard is one run of bytes: the pieces of tensors
+that its rank holds, one after the other, each at a multiple of `ALIGN`. Buckets are cuts of that run, all of
+`bucket_bytes` but the last; they know nothing of tensors. A piece is `count` elements of a tensor from element `start`
+on, in the tensor's flat order, so ranks that hold rows of a tensor hold one piece of it each.
+
+Nothing here, nor in what it imports, needs more than the standard library and msgspec.
+"""
+
+from collections.abc import Iterable, Mapping
+from math import prod
+
+import msgspec
+from msgspec import Struct
+
+ALIGN = 64
+BUCKET_BYTES = 64 << 20
+ITEM_BYTES = {
+    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+
+class Part(Struct, frozen=True, gc=False):
+    """What a rank holds of a tensor: `dtype` as torch names it, `shape` that of the whole tensor."""
+
+    tensor: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    count: int
+
+    @property
+    def whole(self) -> bool:
+        return self.count == prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.count * ITEM_BYTES[self.dtype]
+
+
+class Piece(Struct, frozen=True, gc=False):
+    """A part, and the byte of the shard at which it begins."""
+
+    part: Part
+    offset: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.part.bytes
+
+
+class Manifest(Struct, frozen=True):
+    """One shard of a version. `id` is that of the publication: a version that is published again, after a rollback, has
+    another one. `base` is the id of an earlier publication with the same pieces, against which buckets may be told as
+    differences. `aliases` are further names of tensors, by which tied ones are known."""
+
+    version: int
+    id: str
+    shard: int
+    shards: int
+    size: int
+    bucket_bytes: int
+    pieces: tuple[Piece, ...]
+    aliases: Mapping[str, str] = {}
+    base: str | None = None
+
+    @property
+    def buckets(self) -> int:
+        return -(-self.size // self.bucket_bytes)
+
+    def bounds(self, bucket: int) -> tuple[int, int]:
+        """The bytes of the shard that are in a bucket."""
+        start = bucket * self.bucket_bytes
+        return start, min(self.size, start + self.bucket_bytes)
+
+    def same_layout(self, other: "Manifest") -> bool:
+        return (self.pieces, self.bucket_bytes, self.shards) == (other.pieces, other.bucket_bytes, other.shards)
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Manifest":
+        return msgspec.json.decode(data, type=cls)
+
+
+class Publication(Struct, frozen=True):
+    """A version as an engine is told of it: `sources[shard]` are the URLs that a shard can be had from, best first, by
+    those who do not find it in their own memory, and `key` is what they must show there, and ask of whom they serve."""
+
+    version: int
+    id: str
+    sources: tuple[tuple[str, ...], ...]
+    key: str | None = None
+
+
+def lay_out(parts: Iterable[Part]) -> tuple[tuple[Piece, ...], int]:
+    """Where each part goes, and the size of it all."""
+    pieces, offset = [], 0
+    for part in parts:
+        pieces.append(Piece(part, offset))
+        offset += -(-part.bytes // ALIGN) * ALIGN
+    return tuple(pieces), offset

@@ -1,0 +1,159 @@
+"""Writes one shard of a version into the store, bucket by bucket, straight from the trainer's tensors.
+
+There is no second copy: elements are cast and copied to where readers will find them, and the checksum follows a few
+hundred kilobytes behind, while they are still in the cache. Tensors on a GPU are copied into the same memory, a bucket
+at a time; that has not been exercised.
+"""
+
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+from torch import Tensor
+
+from rollart.weights.delta_cost import ANCHOR_EVERY
+from rollart.weights.manifest import ALIGN, BUCKET_BYTES, ITEM_BYTES, Manifest, Part, Publication, lay_out
+from rollart.weights.store import Store, Writing
+from rollart.weights.transports import Sender
+
+CHUNK = 256 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a rank holds of a tensor of `shape`: the elements of `values`, in its flat order from `start` on."""
+
+    name: str
+    shape: tuple[int, ...]
+    values: Tensor
+    start: int = 0
+
+
+class Publisher:
+    """Of the shard of one rank. `dtype` is what floating-point tensors are published in; None: as they are."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        shard: int = 0,
+        shards: int = 1,
+        dtype: str | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        senders: Sequence[Sender] = (),
+    ) -> None:
+        if bucket_bytes % ALIGN:
+            raise ValueError(f"a bucket's size must be a multiple of {ALIGN} bytes")
+        self.store = store
+        self._shard, self._shards, self._dtype = shard, shards, dtype
+        self._bucket_bytes, self._senders = bucket_bytes, senders
+        self._last: Manifest | None = None
+
+    def publish(
+        self, version: int, id: str, shares: Iterable[Share], aliases: Mapping[str, str] | None = None
+    ) -> Manifest:
+        """Blocks until all is written. Tensors that share their memory are written once. Raises NoRoom."""
+        unique, tied = _untied(shares)
+        parts = [self._part(share) for share in unique]
+        pieces, size = lay_out(parts)
+        manifest = Manifest(
+            version, id, self._shard, self._shards, size, self._bucket_bytes, pieces, {**(aliases or {}), **tied}
+        )
+        if version % ANCHOR_EVERY and self._last is not None and self._last.same_layout(manifest):
+            manifest = msgspec.structs.replace(manifest, base=self._last.id)
+        with self.store.create(manifest) as writing:
+            for sender in self._senders:
+                sender.start(manifest, writing.data)
+            _write(writing, [share.values for share in unique], self._senders)
+            for sender in self._senders:
+                sender.finish()
+        self._last = manifest
+        return manifest
+
+    def close(self) -> None:
+        for sender in self._senders:
+            sender.close()
+
+    def _part(self, share: Share) -> Part:
+        own = str(share.values.dtype).removeprefix("torch.")
+        dtype = self._dtype if self._dtype and share.values.is_floating_point() else own
+        return Part(share.name, dtype, share.shape, share.start, share.values.numel())
+
+
+def _untied(shares: Iterable[Share]) -> tuple[list[Share], dict[str, str]]:
+    first: dict[tuple[int, tuple[int, ...]], str] = {}
+    unique, tied = [], {}
+    for share in shares:
+        if not share.values.numel():
+            continue
+        owner = first.setdefault((share.values.data_ptr(), share.shape), share.name)
+        if owner == share.name:
+            unique.append(share)
+        else:
+            tied[share.name] = owner
+    return unique, tied
+
+
+class _Buckets:
+    """The checksum that follows the writer through the shard, and tells each bucket when it is final."""
+
+    def __init__(self, writing: Writing, senders: Sequence[Sender]) -> None:
+        self._writing, self._senders = writing, senders
+        self._size, self._step = writing.manifest.size, writing.manifest.bucket_bytes
+        self._hash, self._at, self._bucket = xxhash.xxh3_64(), 0, 0
+
+    @property
+    def limit(self) -> int:
+        """Where the present bucket ends."""
+        return min(self._size, (self._bucket + 1) * self._step)
+
+    def written(self, until: int) -> None:
+        """All bytes before `until` are there; `until` is not beyond `limit`."""
+        if until < self.limit and until - self._at < CHUNK:
+            return
+        self._hash.update(self._writing.data[self._at : until])
+        self._at = until
+        if until == self.limit:
+            for sender in self._senders:
+                sender.update(self._bucket)
+            self._writing.finish(self._hash.intdigest())
+            self._hash.reset()
+            self._bucket += 1
+
+
+@torch.no_grad()
+def _write(writing: Writing, values: Sequence[Tensor], senders: Sequence[Sender]) -> None:
+    data, pieces = writing.data, writing.manifest.pieces
+    buckets = _Buckets(writing, senders)
+    for index, (piece, tensor) in enumerate(zip(pieces, values, strict=True)):
+        end = pieces[index + 1].offset if index + 1 < len(pieces) else writing.manifest.size
+        dtype, item, count = getattr(torch, piece.part.dtype), ITEM_BYTES[piece.part.dtype], piece.part.count
+        target, source = torch.frombuffer(data, dtype=dtype, count=count, offset=piece.offset), tensor.reshape(-1)
+        # A checksum right behind the copy finds its bytes in the cache; copies from a device are better few and large.
+        chunk = count if source.is_cuda else CHUNK // item
+        at = 0
+        while at < count:
+            stop = min(count, at + chunk, (buckets.limit - piece.offset) // item)
+            target[at:stop].copy_(source[at:stop])
+            at = stop
+            buckets.written(piece.offset + at * item)
+        if end > piece.end:
+            data[piece.end : end] = bytes(end - piece.end)
+            buckets.written(end)
+
+
+def publish(root: Path, version: int, tensors: Mapping[str, Tensor], **options: Any) -> Publication:
+    """Whole tensors, by one publisher; `options` are those of Publisher."""
+    id = new_id()
+    shares = [Share(name, tuple(tensor.shape), tensor.detach()) for name, tensor in tensors.items()]
+    Publisher(Store(root), **options).publish(version, id, shares)
+    return Publication(version, id, ((),))
+
+
+def new_id() -> str:
+    return uuid.uuid4().hex[:12]

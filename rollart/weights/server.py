@@ -1,0 +1,234 @@
+"""Serves what is in a store over HTTP: on the publisher's side to all, on an engine's to the engines after it.
+
+`GET /{version}-{id}.{shard}/...`, with the run's key as bearer token:
+- `manifest?member=...&relay=...` joins the tree of those who fetch the shard, and tells whom to take buckets from;
+- `sums?from=n` gives the checksums of buckets n and later, as soon as there is one;
+- `data` with `Range: bytes=a-b` gives bytes once they are final, by sendfile; or, to who names a base that it holds,
+  the delta of a bucket to it;
+- `leave?member=...` says that the member has all it wants.
+
+Invariants: nothing is served before it is final. A shard that members have joined is held, so that its memory is not
+taken for another version while they fetch it, until they leave or are silent for `LEASE_S`. A request waits for at most
+`WAIT_S`; who still wants the answer asks again.
+"""
+
+import hmac
+import io
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+import msgspec
+
+from rollart.weights.delta_wire import BASE, DELTA, ENCODING, SPEED, Deltas
+from rollart.weights.manifest import Manifest
+from rollart.weights.store import STEM, MissingVersion, Shard, Store
+from rollart.weights.tree import Tree
+
+WAIT_S = 5.0
+LEASE_S = 60.0
+IDLE_S = 120.0
+LOOPBACK = "127.0.0.1"
+OFFERS = 4
+
+
+class Joined(msgspec.Struct, frozen=True):
+    """`sources` serve by HTTP; `offers` are other transports that the publisher has the shard ready for."""
+
+    manifest: Manifest
+    sources: tuple[str, ...]
+    offers: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Lease:
+    """Of the members that fetch a shard; `seen` is when each was last heard of."""
+
+    shard: Shard
+    tree: Tree = field(default_factory=Tree)
+    seen: dict[str, float] = field(default_factory=dict)
+
+
+class WeightServer:
+    """Serves `store` from its construction on until `close`, in threads of its own. `served` counts the bytes."""
+
+    def __init__(self, store: Store, bind: str = LOOPBACK, key: str | None = None) -> None:
+        self.store, self.key, self.served = store, key, 0
+        self.deltas = Deltas(store)
+        self._leases: dict[tuple[int, str, int], _Lease] = {}
+        self._offers: dict[tuple[int, str, int], tuple[str, ...]] = {}
+        self._lock = threading.Lock()
+        self._server = _Listener((bind, 0), self)
+        self.url = f"http://{bind}:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="weights", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        with self._lock:
+            for lease in self._leases.values():
+                lease.shard.release()
+            self._leases.clear()
+
+    def join(self, name: tuple[int, str, int], member: str, relay: str) -> Joined:
+        with self._lock:
+            if name not in self._leases:
+                self._leases[name] = _Lease(self.store.open(*name))
+            lease = self._leases[name]
+            lease.seen[member] = time.monotonic()
+            return Joined(lease.shard.manifest, tuple(lease.tree.join(relay)), self._offers.get(name, ()))
+
+    def offer(self, manifest: Manifest, urls: tuple[str, ...]) -> None:
+        """To whoever joins from now on; the last few shards are remembered."""
+        with self._lock:
+            self._offers[manifest.version, manifest.id, manifest.shard] = urls
+            for name in list(self._offers)[:-OFFERS]:
+                del self._offers[name]
+
+    def heard(self, name: tuple[int, str, int], member: str) -> None:
+        with self._lock:
+            if name in self._leases and member in self._leases[name].seen:
+                self._leases[name].seen[member] = time.monotonic()
+
+    def count(self, size: int) -> None:
+        with self._lock:
+            self.served += size
+
+    def leave(self, name: tuple[int, str, int], member: str) -> None:
+        with self._lock:
+            if name in self._leases:
+                self._leases[name].seen.pop(member, None)
+        self.expire()
+
+    def expire(self) -> None:
+        """Let go of what no member fetches any more."""
+        now = time.monotonic()
+        with self._lock:
+            for name, lease in list(self._leases.items()):
+                lease.seen = {member: at for member, at in lease.seen.items() if now - at < LEASE_S}
+                if not lease.seen:
+                    lease.shard.release()
+                    del self._leases[name]
+
+
+class _Listener(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int], owner: WeightServer) -> None:
+        self.owner = owner
+        super().__init__(address, _Handler)
+
+    def service_actions(self) -> None:
+        self.owner.expire()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = IDLE_S
+    disable_nagle_algorithm = True
+    server: _Listener
+
+    def do_GET(self) -> None:
+        owner = self.server.owner
+        shown = self.headers.get("Authorization", "").encode()
+        if owner.key is not None and not hmac.compare_digest(shown, f"Bearer {owner.key}".encode()):
+            return self._refuse(HTTPStatus.UNAUTHORIZED, "show the key of this run")
+        url = urlsplit(self.path)
+        _, _, rest = url.path.partition("/")
+        stem, _, what = rest.partition("/")
+        match = STEM.fullmatch(stem)
+        if match is None or what not in ("manifest", "sums", "data", "leave"):
+            return self._refuse(HTTPStatus.NOT_FOUND, f"there is no {self.path}")
+        name = int(match[1]), match[2], int(match[3])
+        query = {key: values[0] for key, values in parse_qs(url.query).items()}
+        try:
+            getattr(self, f"_{what}")(name, query)
+        except MissingVersion as error:
+            self._refuse(HTTPStatus.NOT_FOUND, str(error))
+        except (BrokenPipeError, ConnectionResetError, TimeoutError):
+            self.close_connection = True  # whoever asked has gone
+
+    def _manifest(self, name: tuple[int, str, int], query: dict[str, str]) -> None:
+        joined = self.server.owner.join(name, query.get("member", ""), query.get("relay", ""))
+        self._answer(msgspec.json.encode(joined))
+
+    def _leave(self, name: tuple[int, str, int], query: dict[str, str]) -> None:
+        self.server.owner.leave(name, query.get("member", ""))
+        self._answer(b"")
+
+    def _sums(self, name: tuple[int, str, int], query: dict[str, str]) -> None:
+        self.server.owner.heard(name, query.get("member", ""))
+        first = int(query.get("from", 0))
+        shard = self.server.owner.store.open(*name)
+        try:
+            if shard.wait(first, WAIT_S):
+                self._answer(shard.sums(first))
+            else:
+                self._answer(b"")
+        finally:
+            shard.release()
+
+    def _data(self, name: tuple[int, str, int], query: dict[str, str]) -> None:
+        shard = self._opened(name)
+        try:
+            start, stop = self._range(shard.manifest.size)
+            if not 0 <= start < stop <= shard.manifest.size:
+                return self._refuse(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, f"it has {shard.manifest.size} bytes")
+            if not shard.wait((stop - 1) // shard.manifest.bucket_bytes, WAIT_S):
+                return self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "these bytes are not there yet")
+            base, speed = self.headers.get(BASE), int(self.headers.get(SPEED, 0))
+            delta = self.server.owner.deltas.answer(shard, start, stop, base, speed)
+            if delta is not None:
+                self.server.owner.count(len(delta))
+                return self._answer(delta, {ENCODING: DELTA})
+            self.send_response(HTTPStatus.PARTIAL_CONTENT)
+            self.send_header("Content-Length", str(stop - start))
+            self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{shard.manifest.size}")
+            self.end_headers()
+            self.wfile.flush()
+            self.server.owner.count(stop - start)
+            with io.FileIO(shard.fd, closefd=False) as file:
+                self.connection.sendfile(file, start, stop - start)
+        finally:
+            shard.release()
+
+    def _opened(self, name: tuple[int, str, int]) -> Shard:
+        """A relay may be asked for what it is about to have."""
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            try:
+                return self.server.owner.store.open(*name)
+            except MissingVersion:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.01)
+
+    def _range(self, size: int) -> tuple[int, int]:
+        asked = self.headers.get("Range", f"bytes=0-{size - 1}").removeprefix("bytes=")
+        first, _, last = asked.partition("-")
+        return int(first), int(last) + 1 if last else size
+
+    def _answer(self, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Length", str(len(body)))
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _refuse(self, status: HTTPStatus, message: str) -> None:
+        self.send_response(status)
+        body = message.encode()
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Requests are not news."""

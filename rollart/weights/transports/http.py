@@ -1,0 +1,166 @@
+"""Buckets by HTTP range requests, from relays first and from the publisher at last.
+
+Invariants: what came before a connection was cut stays, and only the rest is asked for, of the same source or of the
+next. A source that fails `STRIKES` times, or gave bytes that did not fit their checksum, is asked last from then on. A
+bucket is given up after `ATTEMPTS` requests without a byte of progress.
+"""
+
+import http.client
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from rollart.weights.delta import WrongDelta
+from rollart.weights.delta_wire import DELTA, ENCODING, HeldBase, speeds
+from rollart.weights.manifest import Manifest
+from rollart.weights.transports import TransferFailed
+
+STRIKES = 2
+ATTEMPTS = 8
+AGAIN_S = 0.05
+
+
+class HttpReceiver:
+    """`sources` in order of preference, the publisher last. `base` is what buckets may be told against; it is released
+    at the end. `decoded` counts the buckets that came so."""
+
+    def __init__(
+        self,
+        sources: Sequence[str],
+        *,
+        key: str | None = None,
+        deadline: float = 30.0,
+        base: HeldBase | None = None,
+    ) -> None:
+        self._base = self._held = base
+        self.decoded = 0
+        self._sources, self._deadline = tuple(dict.fromkeys(sources)), deadline
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._strikes: Counter[str] = Counter()
+        self._gave: dict[int, set[str]] = {}
+        self._local = threading.local()
+        self._opened: list[http.client.HTTPConnection] = []
+        self._path = ""
+        self._manifest: Manifest
+
+    def start(self, manifest: Manifest, data: memoryview) -> None:
+        self._manifest = manifest
+        self._path = path_of(manifest.version, manifest.id, manifest.shard)
+        self._gave.clear()
+
+    def update(self, bucket: int, into: memoryview) -> None:
+        for blamed in self._gave.pop(bucket, ()):  # asked again: what it gave was wrong
+            self._strikes[blamed] += STRIKES
+        gave: set[str] = set()
+        have, failures, reason = 0, 0, ""
+        while have < len(into):
+            if failures == ATTEMPTS:
+                raise TransferFailed(f"bucket {bucket} did not come: {reason}")
+            source = self._best(failures)
+            try:
+                got = self._read(source, bucket, into, have)
+            except (OSError, http.client.HTTPException, _Refused) as error:
+                self._drop(source)
+                reason = f"{source}: {str(error) or type(error).__name__}"
+                got = 0
+            if got:
+                gave.add(source)
+                have += got
+            if have < len(into):
+                self._strikes[source] += 1
+                failures = 0 if got else failures + 1
+                time.sleep(AGAIN_S * failures)
+        self._gave[bucket] = gave
+
+    def finish(self) -> None:
+        self._gave.clear()
+
+    def close(self) -> None:
+        for connection in self._opened:
+            connection.close()
+        if self._held is not None:
+            self._held.release()
+            self._held = self._base = None
+
+    def ask(self, url: str, what: str) -> bytes:
+        """A small thing. Raises TransferFailed."""
+        try:
+            connection = self._connection(url)
+            connection.request("GET", what, headers=self._headers)
+            with connection.getresponse() as response:
+                body = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            self._drop(url)
+            raise TransferFailed(f"{url}: {str(error) or type(error).__name__}") from error
+        if response.status != 200:
+            raise TransferFailed(f"{url}: {body.decode(errors='replace')}")
+        return body
+
+    def _best(self, failures: int) -> str:
+        """Those in good standing first, in order; when all have failed, each in turn."""
+        good = [source for source in self._sources if self._strikes[source] < STRIKES]
+        return good[0] if good else self._sources[-1 - failures % len(self._sources)]
+
+    def _read(self, source: str, bucket: int, into: memoryview, have: int) -> int:
+        """How many bytes came before the end, or before the connection was cut."""
+        start, stop = self._manifest.bounds(bucket)
+        connection = self._connection(source)
+        asked = {"Range": f"bytes={start + have}-{stop - 1}"}
+        base = self._base if have == 0 else None
+        if base is not None:
+            asked |= base.ask(source)
+        connection.request("GET", f"{self._path}/data", headers=self._headers | asked)
+        response = connection.getresponse()
+        began = time.monotonic()
+        if base is not None and response.headers.get(ENCODING) == DELTA:
+            delta = response.read()
+            speeds.measured(source, len(delta), time.monotonic() - began)
+            return self._decoded(base, delta, bucket, into)
+        if response.status != 206:
+            raise _Refused(response.read().decode(errors="replace"))
+        got = have
+        try:
+            while got < len(into):
+                count = response.readinto(into[got:])
+                if not count:
+                    break
+                got += count
+        except (OSError, http.client.HTTPException):
+            pass  # what has come counts; the caller asks for the rest
+        if got < len(into):
+            self._drop(source)
+        speeds.measured(source, got - have, time.monotonic() - began)
+        return got - have
+
+    def _decoded(self, base: HeldBase, delta: bytes, bucket: int, into: memoryview) -> int:
+        try:
+            base.apply(delta, bucket, into)
+        except WrongDelta as error:
+            self._base = None  # from now on plain; it is let go of at the end all the same
+            raise _Refused(str(error)) from error
+        self.decoded += 1
+        return len(into)
+
+    def _connection(self, source: str) -> http.client.HTTPConnection:
+        """Each thread has its own to each source."""
+        known: dict[str, http.client.HTTPConnection] = self._local.__dict__
+        if source not in known:
+            host = urlsplit(source)
+            known[source] = http.client.HTTPConnection(host.hostname or "", host.port, timeout=self._deadline)
+            self._opened.append(known[source])
+        return known[source]
+
+    def _drop(self, source: str) -> None:
+        connection = self._local.__dict__.pop(source, None)
+        if connection is not None:
+            connection.close()
+
+
+class _Refused(Exception):
+    """An answer that is not the bytes that were asked for."""
+
+
+def path_of(version: int, id: str, shard: int) -> str:
+    return f"/{version:08d}-{id}.{shard}"

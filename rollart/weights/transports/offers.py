@@ -1,0 +1,98 @@
+"""Transports beside HTTP, which is always there: what fails in them costs speed and nothing else.
+
+A publisher offers what its senders can do, version by version; a receiver takes the first offer that works on its
+machine, and HTTP for every bucket that this does not bring, or brings wrong.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+
+from rollart.weights.manifest import Manifest
+from rollart.weights.transports import Receiver, Sender, TransferFailed, receiver
+
+STRIKES = 2
+
+log = logging.getLogger(__name__)
+
+
+class Offers:
+    """Senders as one. Whichever fails sits out the rest of the version; `tell` hears what is offered of each."""
+
+    url = ""
+
+    def __init__(self, senders: Sequence[Sender], tell: Callable[[Manifest, tuple[str, ...]], None]) -> None:
+        self._senders, self._tell = senders, tell
+        self._active: list[Sender] = []
+
+    def start(self, manifest: Manifest, data: memoryview) -> None:
+        self._active = list(self._senders)
+        self._each(lambda sender: sender.start(manifest, data))
+        self._tell(manifest, tuple(sender.url for sender in self._active))
+
+    def update(self, bucket: int) -> None:
+        self._each(lambda sender: sender.update(bucket))
+
+    def finish(self) -> None:
+        self._each(lambda sender: sender.finish())
+
+    def close(self) -> None:
+        for sender in self._senders:
+            sender.close()
+
+    def _each(self, do: Callable[[Sender], None]) -> None:
+        for sender in list(self._active):
+            try:
+                do(sender)
+            except TransferFailed as error:
+                log.warning("this version of the weights is served by HTTP alone: %s", error)
+                self._active.remove(sender)
+
+
+class Preferred:
+    """The first of `offers` that works here, with `plain` to fall back to. `transport` names what is in use."""
+
+    def __init__(self, offers: Sequence[str], plain: Receiver, deadline: float) -> None:
+        self.transport = "http"
+        self._offers, self._plain, self._deadline = offers, plain, deadline
+        self._fast: Receiver | None = None
+        self._asked: set[int] = set()
+        self._strikes = 0
+
+    def start(self, manifest: Manifest, data: memoryview) -> None:
+        self._plain.start(manifest, data)
+        for url in self._offers:
+            try:
+                self._fast = receiver([url], None, self._deadline)
+                self._fast.start(manifest, data)
+                self.transport = url.partition(":")[0]
+                return
+            except TransferFailed as error:
+                self._give_up(error)
+
+    def update(self, bucket: int, into: memoryview) -> None:
+        """A bucket that is asked for again came wrong the first time."""
+        fast = self._fast if bucket not in self._asked else None
+        self._asked.add(bucket)
+        if fast is not None:
+            try:
+                fast.update(bucket, into)
+                return
+            except TransferFailed as error:
+                self._strikes += 1
+                if self._strikes == STRIKES:
+                    self._give_up(error)
+        self._plain.update(bucket, into)
+
+    def finish(self) -> None:
+        if self._fast is not None:
+            self._fast.finish()
+        self._plain.finish()
+
+    def close(self) -> None:
+        if self._fast is not None:
+            self._fast.close()
+        self._plain.close()
+
+    def _give_up(self, error: TransferFailed) -> None:
+        log.warning("weights come by HTTP instead: %s", error)
+        self._fast, self.transport = None, "http"

@@ -1,0 +1,91 @@
+"""A whole run of an agent task: real engine, trainer, gateway and processes; then its model evaluated and served."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from rollart import run as controller
+from rollart import runfile
+from rollart.observe.events import AgentPlayed, read_events
+from rollart.observe.metrics import measure
+from rollart.rollout.ledger import Ledger
+from rollart.rollout.samples import samples
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "agent.yaml"
+SMALL = [
+    "training.steps=6",
+    "training.batch_groups=4",
+    "training.group_size=4",
+    "environments.slots=8",
+    "evaluation.every=0",
+    "evaluation.final_episodes=4",
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    asyncio.run(controller.train(runfile.load(EXAMPLE, SMALL), folder))
+    return folder
+
+
+@pytest.mark.slow
+def test_an_agent_task_trains_and_tells_what_its_agents_did(trained: Path) -> None:
+    shot = measure(read_events(trained / "events.jsonl"))
+    assert shot.step == 6 and shot.trained == 6 * 4 * 4
+    assert not shot.drops
+    told = shot.task("digits").agent
+    assert told["completions"] == 2 * told["segments"] == told["requests"]
+    assert (told["forks"], told["undelivered"]) == (0, 0)
+    assert any(isinstance(event, AgentPlayed) and event.held_out for event in read_events(trained / "events.jsonl"))
+    ledger = Ledger.open_readonly(trained / "ledger.sqlite")
+    (trajectory,) = ledger.scored(1)
+    (sample,) = samples(trajectory)
+    assert sum(sample.mask) == trajectory.action_tokens > 0
+
+
+@pytest.mark.slow
+def test_an_agent_task_is_evaluated_with_a_saved_model(trained: Path, tmp_path: Path) -> None:
+    run = runfile.load(EXAMPLE, SMALL, need_model=False)
+    result = asyncio.run(controller.evaluate(run, trained / "model", directory=tmp_path / "eval"))
+    assert result["tasks"]["digits"]["episodes"] == 4
+    assert result["tasks"]["digits"]["failed"] == 0
+
+
+@pytest.mark.slow
+def test_a_trained_model_is_served_until_ctrl_c(trained: Path) -> None:
+    environment: dict[str, Any] = {**os.environ, "ROLLART_API_KEY": "my-own-key", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "rollart.cli", "serve", "--model", str(trained / "model"), "--port", "0"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert server.stdout is not None
+    try:
+        told = {}
+        for line in server.stdout:
+            name, _, value = line.strip().partition(" ")
+            told[name] = value.strip()
+            if name == "Ctrl-C":
+                break
+        assert "my-own-key" not in json.dumps(told)
+        client = openai.OpenAI(base_url=told["OpenAI"], api_key="my-own-key", max_retries=0, timeout=60)
+        said: list[Any] = [{"role": "user", "content": "digits 0"}]
+        answers = [
+            client.chat.completions.create(model="model", messages=said, max_tokens=6, temperature=0) for _ in range(2)
+        ]
+        assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(model="another", messages=said)
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="guess").models.list()
+        server.send_signal(signal.SIGINT)
+        assert server.wait(30) == 130
+    finally:
+        server.kill()
+        server.wait(10)

@@ -1,0 +1,133 @@
+"""Any program as an agent: in a sandbox, with the gateway as its only network."""
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollart import runfile
+from rollart.agents.command import CommandAgent
+from rollart.agents.drivers import driver_of
+from rollart.config import Task
+from rollart.errors import ConfigError
+from tests.gateway.gateways import KEY, Policy, Running, gateway, tiny_template
+
+sandboxed = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+EPISODE = {"id": "episode", "task": "t", "seed": 7, "held_out": False, "args": {"word": "seven"}}
+ASK = """
+import json, os, urllib.request
+episode = json.loads(os.environ["ROLLART_EPISODE"])
+asked = {"model": "any", "messages": [{"role": "user", "content": episode["args"]["word"]}]}
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+request = urllib.request.Request(url, json.dumps(asked).encode(), headers)
+answer = json.load(urllib.request.urlopen(request, timeout=30))
+print(answer["choices"][0]["message"]["content"])
+"""
+
+
+def play(tmp_path: Path, agent: dict[str, Any], say: str = "hello") -> tuple[dict[str, Any], Running]:
+    """One episode against a policy that says `say`."""
+
+    async def scene() -> tuple[dict[str, Any], Running]:
+        template = tiny_template(tmp_path / "model")
+        async with gateway(template, Policy(template, say=lambda request: say)) as running:
+            driver = driver_of(Task.model_validate({"name": "t", "agent": agent}))
+            endpoint = {"url": running.url, "key": KEY, "model": "policy"}
+            return await asyncio.to_thread(CommandAgent().run, driver.agent, endpoint, EPISODE), running
+
+    return asyncio.run(scene())
+
+
+def folder(tmp_path: Path, program: str) -> str:
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "program.py").write_text(program)
+    return str(tmp_path / "files")
+
+
+@sandboxed
+def test_a_program_finds_the_gateway_in_the_usual_variables_and_its_reward_is_what_it_wrote(tmp_path: Path) -> None:
+    program = ASK + 'open(os.environ["ROLLART_REWARD"], "w").write(json.dumps({"reward": 0.5, "letters": 5}))'
+    found, running = play(tmp_path, {"command": ["python3", "program.py"], "files": folder(tmp_path, program)})
+    assert found["reward"] == 0.5
+    assert found["info"] == {"output": "hello\n", "letters": 5}
+    (turn,) = running.tenants.close(KEY).turns
+    assert [message.content for message in turn.messages] == ["seven"]
+
+
+@sandboxed
+def test_without_a_reward_file_there_is_no_reward_but_the_output_for_a_function(tmp_path: Path) -> None:
+    found, _ = play(tmp_path, {"command": ["python3", "program.py"], "files": folder(tmp_path, ASK)})
+    assert found["reward"] is None
+    assert found["info"]["output"] == "hello\n"
+    assert "there is no" in found["info"]["no_reward"]
+
+
+@sandboxed
+def test_the_messages_api_is_reached_through_the_variables_of_anthropic(tmp_path: Path) -> None:
+    ask = (
+        'body=\'{"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}\'; '
+        'exec 3<>"/dev/tcp/127.0.0.1/${ANTHROPIC_BASE_URL##*:}"; '
+        'printf "POST /v1/messages HTTP/1.1\\r\\nhost: x\\r\\nconnection: close\\r\\n'
+        'x-api-key: $ANTHROPIC_API_KEY\\r\\ncontent-length: ${#body}\\r\\n\\r\\n%s" "$body" >&3; cat <&3'
+    )
+    found, _ = play(tmp_path, {"command": ["bash", "-c", ask]})
+    assert "200 OK" in found["info"]["output"] and '"text":"hello"' in found["info"]["output"].replace(" ", "")
+
+
+@sandboxed
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        ("echo last words; exit 3", "ended with exit code 3; the last it wrote: 'last words'"),
+        ("no-such-program", "ended with exit code 127"),
+        ("kill -KILL $PPID; sleep 60", "the shell ended"),
+    ],
+)
+def test_a_program_that_fails_is_told_with_its_last_words(tmp_path: Path, script: str, told: str) -> None:
+    with pytest.raises(RuntimeError, match=told):
+        play(tmp_path, {"command": ["bash", "-c", script]})
+
+
+@sandboxed
+def test_limits_and_folders_to_see_are_the_sandboxs(tmp_path: Path) -> None:
+    seen = Path("/tmp/rollart-test-seen")
+    seen.mkdir(exist_ok=True)
+    (seen / "note").write_text("note")
+    script = f"ulimit -v; cat {seen}/note; touch {seen}/other 2>&1; ls / | tr '\\n' ' '"
+    try:
+        found, _ = play(
+            tmp_path, {"command": ["bash", "-c", f"{script}; true"], "see": [str(seen)], "limits": {"memory": 900}}
+        )
+    finally:
+        shutil.rmtree(seen)
+    output = found["info"]["output"]
+    assert str(900 * 1024) in output and "note" in output and "Read-only file system" in output
+    assert "root" not in output.split()
+
+
+def problem(tmp_path: Path, agent: Any) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps({"model": {"tiny": {}}, "tasks": [{"name": "t", "agent": agent}]}))
+    with pytest.raises(ConfigError) as error:
+        runfile.load(path)
+    return str(error.value)
+
+
+def test_a_list_is_a_command() -> None:
+    task = Task.model_validate({"name": "t", "agent": ["python3", "-m", "mine"]})
+    assert task.agent is not None and task.agent.command == ["python3", "-m", "mine"]
+    assert driver_of(task).agent["command"] == ["python3", "-m", "mine"]
+
+
+def test_what_is_wrong_with_a_command_is_told_before_the_run(tmp_path: Path) -> None:
+    assert "at least 1 item" in problem(tmp_path, [])
+    assert "either `function` or `command`" in problem(tmp_path, {"deadline": 3})
+    assert "`files` is for an agent with a `command`" in problem(
+        tmp_path, {"function": "rollart.agents.demo:digits", "files": str(tmp_path)}
+    )
+    assert "no limit 'memori'; did you mean 'memory'?" in problem(tmp_path, {"command": ["x"], "limits": {"memori": 3}})
+    assert "needs the folder '/no/such'" in problem(tmp_path, {"command": ["x"], "files": "/no/such"})

@@ -1,0 +1,47 @@
+"""Agents of third-party frameworks, as they are, in whole runs. Need their family: `make test-agents`."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from rollart import run as controller
+from rollart import runfile
+from rollart.envs import families
+from rollart.observe.events import read_events
+from rollart.observe.metrics import measure
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "agents.yaml"
+SMALL = ["training.steps=2", "training.batch_groups=3", "training.group_size=4", "environments.slots=6"]
+SMALL += ["evaluation.every=0", "evaluation.final_episodes=3"]
+VLLM = ["pools.trainer={role: train, device: cpu}", "pools.policy={role: generate, device: cpu, engine: vllm}"]
+FRAMEWORKS = ("pydantic_ai", "openai_agents", "smolagents")
+there = pytest.mark.skipif(
+    families.installed("agents") is None, reason="the family is not there; run: make test-agents"
+)
+
+
+def train(folder: Path, more: list[str]) -> None:
+    asyncio.run(controller.train(runfile.load(EXAMPLE, [*SMALL, *more]), folder))
+    shot = measure(read_events(folder / "events.jsonl"))
+    assert shot.step == 2 and shot.trained == 2 * 3 * 4
+    assert not shot.drops
+    for name in FRAMEWORKS:
+        told = shot.task(name).agent
+        assert told["completions"] >= told["segments"] > 0
+        assert (told["forks"], told["undelivered"]) == (0, 0), name
+
+
+@there
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_agents_of_three_frameworks_train_together_with_the_embedded_engine(tmp_path: Path) -> None:
+    train(tmp_path, [])
+
+
+@there
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not Path(".venv-vllm/bin/python").exists(), reason="vLLM is not there; run: make vllm")
+def test_agents_of_three_frameworks_train_together_with_vllm(tmp_path: Path) -> None:
+    train(tmp_path, VLLM)

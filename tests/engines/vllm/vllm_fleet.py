@@ -1,0 +1,137 @@
+"""Real vLLM servers behind our service, tiny models to serve, versions to publish, and a plain forward pass."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rollart.config import TinyModel, Vllm
+from rollart.config.hardware import VLLM_PYTHON
+from rollart.engines.client import EngineClient
+from rollart.models.tiny import make
+from rollart.resources.launcher import Started, Wish, service
+from rollart.resources.local import LocalLauncher
+from rollart.services import rpc
+from rollart.types import Completion, GenerationRequest, Sampling
+from rollart.weights.manifest import Publication
+from rollart.weights.publish import Publisher, Share
+from rollart.weights.store import Store
+
+ROOT = Path(__file__).parents[3]
+PYTHON = Path(os.environ.get(VLLM_PYTHON) or ROOT / ".venv-vllm" / "bin" / "python")
+NEEDS_VLLM = pytest.mark.skipif(
+    VLLM_PYTHON not in os.environ and not PYTHON.exists(),
+    reason=f"no Python with vLLM: {PYTHON} is missing; `make test-vllm` makes it",
+)
+DEADLINE_S = 280.0
+START_S = 900.0  # alone on a machine it takes half a minute
+TINY = TinyModel(hidden=64, layers=2, heads=2, kv_heads=1, context=512)
+
+
+@dataclass
+class Versions:
+    """Version 0 is the model in `folder`, the others are published in `store`."""
+
+    folder: Path
+    store: Path
+    networks: dict[int, Any] = field(default_factory=dict)
+    _publications: dict[int, Publication] = field(default_factory=dict)
+
+    @classmethod
+    def made(cls, path: Path, tiny: TinyModel = TINY) -> "Versions":
+        versions = cls(make(tiny, path / "model", seed=0), path / "weights")
+        versions.networks[0] = network(versions.folder)
+        return versions
+
+    def publish(self, version: int) -> None:
+        """Other random weights of the same shape, louder than fresh ones, so that each token matters."""
+        folder = make(TINY, self.folder.parent / f"version-{version}", seed=version)
+        made = self.networks[version] = network(folder)
+        with torch.no_grad():
+            for weight in made.parameters():
+                weight *= 1.5
+        shares = [Share(name, tuple(value.shape), value) for name, value in made.state_dict().items()]
+        Publisher(Store(self.store)).publish(version, "aa", shares)
+        self._publications[version] = Publication(version, "aa", (("http://127.0.0.1:1",),))
+
+    def published(self, version: int) -> Publication:
+        return self._publications.get(version) or Publication(version, "aa", (("http://127.0.0.1:1",),))
+
+    def worst(self, asked: GenerationRequest, completion: Completion) -> float:
+        """The largest distance of a logprob from that of a plain forward pass with the weights of its version."""
+        gap = 0.0
+        got, made = torch.tensor(completion.logprobs), torch.tensor(completion.versions)
+        assert len(got) == len(made) == len(completion.tokens)
+        for version in set(completion.versions):
+            expected = plain(self.networks[version], asked, completion)
+            gap = max(gap, float((expected - got)[made == version].abs().max()))
+        return gap
+
+
+def network(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def plain(model: Any, asked: GenerationRequest, completion: Completion) -> torch.Tensor:
+    ids = torch.tensor([asked.tokens + completion.tokens])
+    logits = model(ids).logits[0, len(asked.tokens) - 1 : -1].float() / asked.sampling.temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(completion.tokens).unsqueeze(1)).squeeze(1)
+
+
+def request(name: str, tokens: list[int], **sampling: Any) -> GenerationRequest:
+    return GenerationRequest(name, name, "test", 0, tokens, Sampling(**sampling))
+
+
+def spec_of(versions: Versions, **more: Any) -> dict[str, Any]:
+    config = {"max_batch": 16, "prefill_chunk": 64, "kv_megabytes": 64, "dtype": "float32"}
+    return {
+        "model": str(versions.folder),
+        "weights": str(versions.store),
+        "seed": 0,
+        "version": 0,
+        "classes": ["cpu"],
+        "config": config | more.pop("config", {}),
+        "vllm": Vllm(python=PYTHON, start_deadline=START_S).model_dump(mode="json"),
+        **more,
+    }
+
+
+@dataclass
+class Fronted:
+    """A service, and what speaks to it."""
+
+    engine: EngineClient
+    started: Started
+
+
+@asynccontextmanager
+async def fronted(
+    versions: Versions, logs: Path, name: str = "vllm", launcher: LocalLauncher | None = None, **more: Any
+) -> AsyncIterator[Fronted]:
+    launcher = launcher or LocalLauncher()
+    command = service("rollart.engines.vllm.service", spec_of(versions, **more), name=name, logs=logs)
+    started = await launcher.launch(replace(command, start_deadline=START_S), Wish())
+    try:
+        client = await rpc.connect(started.answer["url"], key=launcher.key)
+        engine = EngineClient(client, deadline=DEADLINE_S, published=versions.published)
+        try:
+            yield Fronted(engine, started)
+        finally:
+            await engine.close()
+    finally:
+        await launcher.close()
+
+
+async def in_flight(engine: EngineClient, number: int) -> None:
+    """Until so many requests are being decoded."""
+    async with asyncio.timeout(DEADLINE_S):
+        while (await engine.status()).running < number:
+            pass

@@ -1,0 +1,91 @@
+"""A gateway in this process: the real application on a real port, with a policy that a test decides."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from rollart.gateway.app import App, Limits
+from rollart.gateway.server import served
+from rollart.gateway.template import ChatTemplate
+from rollart.gateway.tenants import Tenants
+from rollart.gateway.words import Terms
+from rollart.models import tiny
+from rollart.types import Completion, GenerationRequest, Sampling
+
+KEY = "the-key"
+
+
+@dataclass
+class Policy:
+    """Says what it is told to say, in tokens; without that, random characters. Every request is kept."""
+
+    template: ChatTemplate
+    say: Callable[[GenerationRequest], str | None] = lambda request: None
+    version: int = 3
+    seen: list[tuple[GenerationRequest, Completion]] = field(default_factory=list)
+    gate: asyncio.Event | None = None
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    running: int = 0
+    cancelled: int = 0
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        self.running += 1
+        self.begun.set()
+        try:
+            if self.gate is not None:
+                await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+        said = self.say(request)
+        rng = Random(request.sampling.seed)
+        if said is None:
+            said = "".join(rng.choice("abcdefgh") for _ in range(rng.randint(1, 8)))
+        tokens = [*self.template.encode(said), self.template.stop[0]][: request.sampling.max_tokens]
+        finish = "stop" if tokens[-1] == self.template.stop[0] else "length"
+        logprobs = [-rng.random() for _ in tokens]
+        completion = Completion(tokens, logprobs, [self.version] * len(tokens), finish, len(request.tokens), 0)  # type: ignore[arg-type]
+        self.seen.append((request, completion))
+        return completion
+
+
+def tiny_template(path: Path) -> ChatTemplate:
+    tiny.tokenizer(4096).save_pretrained(path)
+    return ChatTemplate(path)
+
+
+def terms(id: str = "episode", **changes: object) -> Terms:
+    given: dict[str, object] = {
+        "id": id,
+        "task": "t",
+        "seed": 7,
+        "sampling": Sampling(max_tokens=512),
+        "max_context": 4096,
+    }
+    return Terms(**{**given, **changes})  # type: ignore[arg-type]
+
+
+@dataclass
+class Running:
+    url: str
+    tenants: Tenants
+    policy: Policy
+    app: App
+
+
+@asynccontextmanager
+async def gateway(
+    template: ChatTemplate, policy: Policy | None = None, limits: Limits | None = None, any_model: bool = True
+) -> AsyncIterator[Running]:
+    """With one key open, `KEY`."""
+    policy = policy or Policy(template)
+    tenants = Tenants(template, policy.generate)
+    app = App(template, tenants, limits or Limits(), "policy", any_model)
+    tenants.open(KEY, terms())
+    async with served(app, "127.0.0.1") as url:
+        yield Running(url, tenants, policy, app)

@@ -1,0 +1,246 @@
+"""Keys, limits and clients that leave, over a real connection."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+from gateways import KEY, Policy, Running, gateway, terms
+
+from rollart.errors import EngineFailed
+from rollart.gateway.app import Limits
+from rollart.gateway.template import ChatTemplate
+from rollart.types import Completion, GenerationRequest
+
+CHAT = "/v1/chat/completions"
+ASK = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def with_session(
+    template: ChatTemplate,
+    test: Callable[[aiohttp.ClientSession, Running], Awaitable[None]],
+    limits: Limits | None = None,
+    policy: Policy | None = None,
+) -> None:
+    async def run() -> None:
+        async with (
+            gateway(template, policy, limits) as running,
+            aiohttp.ClientSession(running.url, timeout=aiohttp.ClientTimeout(20)) as session,
+        ):
+            await test(session, running)
+
+    asyncio.run(run())
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [
+        (CHAT, bearer(KEY)),
+        (CHAT, {"x-api-key": KEY}),
+        (f"/k/{KEY}{CHAT}", {}),
+        (f"/k/{KEY}/chat/completions", {}),
+    ],
+)
+def test_a_key_may_be_in_a_header_or_in_the_url(tiny: ChatTemplate, path: str, headers: dict[str, str]) -> None:
+    async def test(session: aiohttp.ClientSession, running: Running) -> None:
+        async with session.post(path, json=ASK, headers=headers) as response:
+            assert response.status == 200
+
+    with_session(tiny, test)
+
+
+def test_without_a_key_that_holds_there_is_nothing_but_health(tiny: ChatTemplate) -> None:
+    async def test(session: aiohttp.ClientSession, running: Running) -> None:
+        running.tenants.open("old", terms("old"))
+        running.tenants.close("old")
+        for path in (CHAT, "/v1/models", "/v1/messages", "/k//v1/models", "/k/old/v1/models", "/nowhere"):
+            for headers in ({}, bearer("old"), {"x-api-key": "guess"}):
+                async with session.post(path, json=ASK, headers=headers) as response:
+                    assert response.status == 401, path
+        async with session.get("/health") as response:
+            assert response.status == 200
+        assert not running.policy.seen
+
+    with_session(tiny, test)
+
+
+def test_keys_are_never_logged(tiny: ChatTemplate, caplog: pytest.LogCaptureFixture, capfd: Any) -> None:
+    class Broken(Policy):
+        async def generate(self, request: GenerationRequest) -> Completion:
+            raise ValueError("a bug")
+
+    async def test(session: aiohttp.ClientSession, running: Running) -> None:
+        async with session.post(f"/k/{KEY}{CHAT}", json=ASK) as response:
+            assert response.status == 500
+            assert (await response.json())["error"]["type"] == "server_error"
+        async with session.post(CHAT, json=ASK, headers=bearer(KEY)) as response:
+            assert response.status == 500
+
+    with caplog.at_level(logging.DEBUG):
+        with_session(tiny, test, policy=Broken(tiny))
+    out, err = capfd.readouterr()
+    assert "a bug" in caplog.text
+    assert KEY not in caplog.text + out + err
+
+
+def test_a_body_beyond_the_limit_is_refused_with_or_without_its_length(tiny: ChatTemplate) -> None:
+    async def test(session: aiohttp.ClientSession, running: Running) -> None:
+        async with session.post(CHAT, data=b" " * 2000, headers=bearer(KEY)) as response:
+            assert response.status == 413
+
+        async def pieces() -> Any:
+            for _ in range(20):
+                yield b" " * 100
+
+        async with session.post("/v1/messages", data=pieces(), headers=bearer(KEY)) as response:
+            assert response.status == 413
+            assert (await response.json())["error"]["type"] == "request_too_large"
+
+    with_session(tiny, test, Limits(body_bytes=1000))
+
+
+def test_a_gateway_that_is_full_says_when_to_come_back(tiny: ChatTemplate) -> None:
+    async def test(session: aiohttp.ClientSession, running: Running) -> None:
+        running.policy.gate = asyncio.Event()
+        first = asyncio.create_task(_status(session))
+        await running.policy.begun.wait()
+        async with session.post(CHAT, json=ASK, headers=bearer(KEY)) as response:
+            assert (response.status, response.headers["retry-after"]) == (429, "1")
+        running.policy.gate.set()
+        assert await first == 200
+
+    with_session(tiny, test, Limits(requests=1))
+
+
+def test_an_answer_that_takes_too_long_is_cancelled(tiny: ChatTemplate) -> None:
+    async def test(session: aiohttp.ClientSession, running: Running) -> None:
+        running.policy.gate = asyncio.Event()
+        assert await _status(session) == 504
+        assert running.policy.cancelled == 1
+
+    with_session(tiny, test, Limits(answer_s=0.05))
+
+
+def test_engines_that_fail_are_a_503_worth_trying_again(tiny: ChatTemplate) -> None:
+    class Failing(Policy):
+        async def generate(self, request: GenerationRequest) -> Completion:
+            raise EngineFailed("none is left")
+
+    async def test(session: aiohttp.ClientSession, running: Running) -> None:
+        async with session.post("/v1/messages", json={**ASK, "max_tokens": 5}, headers=bearer(KEY)) as response:
+            assert response.status == 503
+            assert response.headers["retry-after"] == "1"
+            assert (await response.json())["error"]["type"] == "overloaded_error"
+
+    with_session(tiny, test, policy=Failing(tiny))
+
+
+def test_a_client_that_leaves_has_its_request_cancelled_and_nothing_is_kept(tiny: ChatTemplate) -> None:
+    class Told(Policy):
+        ended = asyncio.Event()
+
+        async def generate(self, request: GenerationRequest) -> Completion:
+            try:
+                return await super().generate(request)
+            finally:
+                self.ended.set()
+
+    async def test(session: aiohttp.ClientSession, running: Running) -> None:
+        running.policy.gate = asyncio.Event()
+        asked = asyncio.create_task(_status(session))
+        await running.policy.begun.wait()
+        asked.cancel()
+        assert isinstance(running.policy, Told)
+        async with asyncio.timeout(10):
+            await running.policy.ended.wait()
+        assert running.policy.cancelled == 1
+        assert running.tenants.close(KEY).turns == ()
+
+    with_session(tiny, test, policy=Told(tiny))
+
+
+def test_a_revoked_key_cancels_what_is_under_way(tiny: ChatTemplate) -> None:
+    async def test(session: aiohttp.ClientSession, running: Running) -> None:
+        running.policy.gate = asyncio.Event()
+        asked = asyncio.create_task(_status(session))
+        await running.policy.begun.wait()
+        assert running.tenants.close(KEY).turns == ()
+        assert await asked == 401
+        assert running.policy.cancelled == 1
+
+    with_session(tiny, test)
+
+
+def test_an_episode_that_has_had_its_completions_gets_no_more(tiny: ChatTemplate) -> None:
+    async def test(session: aiohttp.ClientSession, running: Running) -> None:
+        running.tenants.open("two", terms("two", calls=2))
+        answers = [await _status(session, "two") for _ in range(3)]
+        assert answers == [200, 200, 400]
+        captured = running.tenants.close("two")
+        assert captured.truncated and len(captured.turns) == 2
+
+    with_session(tiny, test)
+
+
+def test_two_episodes_with_the_same_words_share_nothing(tiny: ChatTemplate) -> None:
+    async def test(session: aiohttp.ClientSession, running: Running) -> None:
+        running.tenants.open("other", terms("other"))
+        await asyncio.gather(_status(session), _status(session, "other"))
+        mine, other = running.tenants.close(KEY), running.tenants.close("other")
+        assert len(mine.turns) == len(other.turns) == 1
+        sessions = {request.session for request, _ in running.policy.seen}
+        assert sessions == {"episode~0", "other~0"}
+
+    with_session(tiny, test)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"messages": 3}', b'{"messages": []}', b"\xff", b"[" * 100_000])
+def test_nonsense_is_a_400(tiny: ChatTemplate, body: bytes) -> None:
+    async def test(session: aiohttp.ClientSession, running: Running) -> None:
+        for path in (CHAT, "/v1/messages", "/v1/responses", "/v1/completions", "/inference/v1/generate"):
+            async with session.post(path, data=body, headers=bearer(KEY)) as response:
+                assert response.status == 400, await response.text()
+
+    with_session(tiny, test)
+
+
+def test_tokens_in_tokens_out(tiny: ChatTemplate) -> None:
+    async def test(session: aiohttp.ClientSession, running: Running) -> None:
+        body = {"token_ids": [10, 11, 12], "sampling_params": {"max_tokens": 9, "logprobs": 1}}
+        async with session.post("/inference/v1/generate", json=body, headers=bearer(KEY)) as response:
+            choice = (await response.json())["choices"][0]
+        request, completion = running.policy.seen[0]
+        assert (request.tokens, choice["token_ids"]) == ([10, 11, 12], completion.tokens)
+        assert [piece["logprob"] for piece in choice["logprobs"]["content"]] == completion.logprobs
+        assert choice["logprobs"]["content"][0]["token"] == f"token_id:{completion.tokens[0]}"
+
+    with_session(tiny, test)
+
+
+async def _status(session: aiohttp.ClientSession, key: str = KEY) -> int:
+    async with session.post(CHAT, json=ASK, headers=bearer(key)) as response:
+        await response.read()
+        return response.status
+
+
+def test_a_text_far_beyond_the_context_is_refused_before_it_is_tokenized(tiny: ChatTemplate) -> None:
+    async def test(session: aiohttp.ClientSession, running: Running) -> None:
+        long = "word " * 1_000_000
+        bodies = {
+            CHAT: {"messages": [{"role": "user", "content": long}]},
+            "/v1/completions": {"prompt": long},
+            "/v1/responses": {"input": long},
+        }
+        for path, body in bodies.items():
+            async with session.post(path, json=body, headers=bearer(KEY)) as response:
+                assert response.status == 400
+                assert (await response.json())["error"]["code"] == "context_length_exceeded"
+        assert running.tenants.close(KEY).truncated
+
+    with_session(tiny, test)

@@ -1,0 +1,191 @@
+"""Whatever a client does, what is trained was sampled by the version recorded, in its context, and is trained once."""
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import pytest
+from asgi_client import Left, post
+from gateways import KEY, terms
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_chat import CHATML, byte_pairs
+
+from rollart.gateway.app import App, Limits
+from rollart.gateway.template import ChatTemplate
+from rollart.gateway.tenants import Tenants
+from rollart.rollout.samples import samples
+from rollart.types import Completion, GenerationRequest, Outcome, Trajectory
+
+Messages = list[dict[str, Any]]
+BEHAVIOURS = (
+    *("go on", "go on", "go on", "begin", "retry", "edit", "drop", "summarise", "parallel", "leave early"),
+    *("leave in mid-stream", "choose one of two", "tokens", "strip"),
+)
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> ChatTemplate:
+    path = tmp_path_factory.mktemp("bpe")
+    byte_pairs(CHATML).save_pretrained(path)
+    return ChatTemplate(path)
+
+
+@dataclass
+class Sampler:
+    """Draws tokens from the whole vocabulary, so their text nearly always tokenizes to something else."""
+
+    rng: Random
+    vocabulary: int
+    stop: int
+    version: int = 0
+    seen: list[tuple[tuple[int, ...], Completion]] = field(default_factory=list)
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        await asyncio.sleep(0)
+        count = self.rng.randint(1, 6)
+        tokens = [self.rng.randrange(2, self.vocabulary) for _ in range(count)]
+        tokens += [self.stop] if self.rng.random() < 0.8 else []
+        before = self.version
+        self.version += self.rng.random() < 0.3  # a weight swap, perhaps in the middle
+        versions = [before] * (len(tokens) // 2) + [self.version] * (len(tokens) - len(tokens) // 2)
+        logprobs = [-self.rng.random() for _ in tokens]
+        completion = Completion(tokens, logprobs, versions, "stop" if tokens[-1] == self.stop else "length")
+        self.seen.append((tuple(request.tokens), completion))
+        return completion
+
+
+@dataclass
+class Client:
+    app: App
+    rng: Random
+    conversations: list[Messages] = field(default_factory=list)
+    delivered: int = 0
+
+    async def ask(self, messages: Messages, **more: Any) -> list[dict[str, Any]]:
+        leave = more.pop("leave_after", None)
+        status, answer = await post(
+            self.app, "/v1/chat/completions", {"messages": messages, **more}, KEY, leave_after=leave
+        )
+        assert status == 200, answer
+        self.delivered += more.get("n", 1)
+        if more.get("stream"):
+            text = "".join(event["choices"][0]["delta"].get("content") or "" for event in answer if event["choices"])
+            return [{"role": "assistant", "content": text}]
+        return [choice["message"] for choice in answer["choices"]]
+
+    def word(self) -> str:
+        return "".join(self.rng.choice("user l\nxyz") for _ in range(self.rng.randint(1, 12)))
+
+    async def do(self, behaviour: str) -> None:
+        if behaviour == "begin" or not self.conversations:
+            self.conversations.append([{"role": "user", "content": self.word()}])
+            self.conversations[-1] += await self.ask(self.conversations[-1])
+            return
+        talk = self.rng.choice(self.conversations)
+        asked = [*talk, {"role": "user", "content": self.word()}]
+        match behaviour:
+            case "go on":
+                talk[:] = [*asked, *await self.ask(asked, stream=self.rng.random() < 0.5)]
+            case "retry":
+                await self.ask(asked)
+                talk[:] = [*asked, *await self.ask(asked)]
+            case "edit":
+                changed = self.rng.randrange(len(asked))
+                asked[changed] = {**asked[changed], "content": self.word()}
+                talk[:] = [*asked, *await self.ask(asked)]
+            case "drop":
+                kept = asked[-1:] if self.rng.random() < 0.5 else [*asked[:1], *asked[-1:]]
+                talk[:] = [*kept, *await self.ask(kept)]
+            case "summarise":
+                talk[:] = [{"role": "user", "content": "so far: " + self.word()}]
+                talk += await self.ask(talk)
+            case "parallel":
+                other = [*talk, {"role": "user", "content": self.word()}]
+                first, second = await asyncio.gather(self.ask(asked), self.ask(other))
+                self.conversations.append([*other, *second])
+                talk[:] = [*asked, *first]
+            case "leave early" | "leave in mid-stream":
+                pieces = 0 if behaviour == "leave early" else self.rng.randint(1, 2)
+                with pytest.raises(Left):
+                    await self.ask(asked, stream=True, leave_after=pieces)
+            case "choose one of two":
+                talk[:] = [*asked, self.rng.choice(await self.ask(asked, n=2))]
+            case "strip":
+                answer = (await self.ask(asked))[0]
+                talk[:] = [
+                    *asked,
+                    {"role": "assistant", "content": [{"type": "text", "text": answer["content"].strip()}]},
+                ]
+            case "tokens":
+                body = {
+                    "token_ids": [self.rng.randrange(2, 40) for _ in range(5)],
+                    "sampling_params": {"max_tokens": 8},
+                }
+                for _ in range(2):
+                    status, answer = await post(self.app, "/inference/v1/generate", body, KEY)
+                    assert status == 200
+                    self.delivered += 1
+                    body["token_ids"] += [*answer["choices"][0]["token_ids"], 17]
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 10**6), behaviours=st.lists(st.sampled_from(BEHAVIOURS), min_size=1, max_size=14))
+def test_every_trained_token_was_sampled_in_its_context(
+    template: ChatTemplate, seed: int, behaviours: list[str]
+) -> None:
+    rng = Random(seed)
+    sampler = Sampler(rng, 2 + 256 + 6, template.stop[0])
+    tenants = Tenants(template, sampler.generate)
+    tenants.open(KEY, terms(max_context=10**6))
+    client = Client(App(template, tenants, Limits(), "policy"), rng)
+
+    async def play() -> None:
+        for behaviour in behaviours:
+            await client.do(behaviour)
+
+    asyncio.run(play())
+    captured = tenants.close(KEY)
+    assert len(captured.turns) == client.delivered
+    trajectory = Trajectory("t", "t", "g", 0, 0, Outcome.FINISHED, captured.turns, 1.0)
+    trained: Counter[Any] = Counter()
+    sampled = Counter(
+        (context, tuple(made.tokens), tuple(made.logprobs), tuple(made.versions)) for context, made in sampler.seen
+    )
+    for sample in samples(trajectory):
+        at = 0
+        while 1 in sample.mask[at:]:
+            begin = sample.mask.index(1, at)
+            turn = next(
+                t for t in captured.turns if tuple(sample.logprobs[begin : begin + len(t.tokens)]) == t.logprobs
+            )
+            at = begin + len(turn.tokens)
+            assert all(sample.mask[begin:at])
+            piece = tuple(tuple(values[begin:at]) for values in (sample.tokens, sample.logprobs, sample.versions))
+            trained[(tuple(sample.tokens[:begin]), *piece)] += 1
+    assert not trained - sampled
+    assert sum(trained.values()) == len(captured.turns)
+    assert captured.counts.undelivered + len(captured.turns) <= len(sampler.seen)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), turns=st.integers(2, 10))
+def test_a_conversation_that_is_only_continued_is_one_segment(template: ChatTemplate, seed: int, turns: int) -> None:
+    rng = Random(seed)
+    sampler = Sampler(rng, 2 + 256 + 6, template.stop[0])
+    tenants = Tenants(template, sampler.generate)
+    tenants.open(KEY, terms(max_context=10**6))
+    client = Client(App(template, tenants, Limits(), "policy"), rng)
+
+    async def play() -> None:
+        for _ in range(turns):
+            await client.do(rng.choice(["go on", "strip"]))
+
+    asyncio.run(play())
+    captured = tenants.close(KEY)
+    assert {turn.segment for turn in captured.turns} == {0}
+    assert (captured.counts.forks, captured.counts.retries) == (0, 0)
+    for before, after in zip(sampler.seen, sampler.seen[1:], strict=False):
+        assert after[0][: len(before[0]) + len(before[1].tokens)] == (*before[0], *before[1].tokens)

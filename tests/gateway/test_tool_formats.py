@@ -1,0 +1,52 @@
+"""Calls of tools, written and read back."""
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollart.gateway.tools import Bare, Tagged, canonical, format_of
+
+NAMES = st.text("abc_1", min_size=1, max_size=8)
+VALUES = st.dictionaries(NAMES, st.integers() | st.text(max_size=20) | st.lists(st.booleans(), max_size=3), max_size=4)
+
+
+@given(name=NAMES, arguments=VALUES)
+def test_what_a_format_writes_it_reads_back(name: str, arguments: dict[str, object]) -> None:
+    for form in (Tagged(), Bare()):
+        text, calls = form.read(form.write(name, json.dumps(arguments)))
+        if "</tool_call>" not in json.dumps(arguments):
+            assert (text, [(called, json.loads(given)) for called, given in calls]) == ("", [(name, arguments)])
+
+
+@given(name=NAMES, arguments=VALUES)
+def test_what_begins_a_call_is_how_a_call_begins(name: str, arguments: dict[str, object]) -> None:
+    for form in (Tagged(), Bare()):
+        written = form.write(name, json.dumps(arguments))
+        assert written.startswith(form.begin(name))
+        assert written.startswith(form.begin(""))
+
+
+def test_text_around_calls_stays_and_what_is_no_call_is_text() -> None:
+    said = 'A.<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>\n{"name": "g"}\n</tool_call> B.'
+    assert Tagged().read(said) == ("A.\n B.", [("f", "{}"), ("g", "{}")])
+    for broken in (
+        "<tool_call>{</tool_call>",
+        '<tool_call>{"name": 3}</tool_call>',
+        "<tool_call>[1]</tool_call>",
+        "{}",
+    ):
+        assert Tagged().read(broken) == (broken, [])
+
+
+def test_a_call_cut_off_before_its_end_tag_counts_if_it_is_whole() -> None:
+    assert Tagged().read('<tool_call>{"name": "f", "arguments": {"a": 1}}') == ("", [("f", '{"a": 1}')])
+
+
+def test_the_template_decides_the_format() -> None:
+    assert isinstance(format_of("... <|python_tag|> ..."), Bare)
+    assert isinstance(format_of("... <tool_call> ..."), Tagged) and not isinstance(format_of("plain"), Bare)
+
+
+def test_arguments_that_differ_in_spaces_and_order_are_the_same() -> None:
+    assert canonical('{"a": 1, "b": [2]}') == canonical('{"b":[2],"a":1}') != canonical('{"a": 2, "b": [2]}')

@@ -1,0 +1,64 @@
+"""Requests of an agent, in several conversations, through the router."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from world import Recorder
+
+from rollart.errors import EngineFailed
+from rollart.observe.events import TurnDone
+from rollart.rollout.driven import Driven
+from rollart.rollout.router import Router
+from rollart.simulate.clock import run
+from rollart.simulate.modelled import ModelledEngine
+from rollart.types import Completion, GenerationRequest, Sampling
+
+
+def request(segment: int, turn: int = 0, tokens: int = 500, branch_of: str = "") -> GenerationRequest:
+    session = f"e~{segment}"
+    return GenerationRequest(
+        f"e/{segment}.{turn}", session, "t", turn, list(range(segment, segment + tokens)), Sampling(), None, branch_of
+    )
+
+
+def test_a_branch_is_served_where_the_conversation_that_it_left_is() -> None:
+    async def main() -> list[str]:
+        recorder = Recorder()
+        engines = {name: ModelledEngine(random.Random(0)) for name in "xyz"}
+        driven = Driven("e", "t", Router(dict(engines), 0, recorder), recorder, lambda version: None)
+        await driven.generate(request(0))
+        for segment in range(1, 6):
+            await driven.generate(request(segment, branch_of="e~0"))
+        return [event.engine for event in recorder.of(TurnDone)]
+
+    assert len(set(run(main()))) == 1
+
+
+def test_every_answer_tells_its_oldest_version_and_every_conversation_is_forgotten() -> None:
+    async def main() -> None:
+        recorder, versions = Recorder(), []
+        router = Router({"x": ModelledEngine(random.Random(0), version=4)}, 4, recorder)
+        driven = Driven("e", "t", router, recorder, versions.append)
+        for segment in (0, 1):
+            await driven.generate(request(segment))
+        assert versions == [4, 4]
+        assert [event.turn for event in recorder.of(TurnDone)] == [0, 1]
+        driven.forget()
+        assert not router._sessions
+
+    run(main())
+
+
+def test_an_answer_that_is_none_is_the_engines_failure() -> None:
+    class Silent(ModelledEngine):
+        async def generate(self, request: GenerationRequest) -> Completion:
+            return replace(await super().generate(request), tokens=[], finish="abort")
+
+    async def main() -> None:
+        recorder = Recorder()
+        driven = Driven("e", "t", Router({"x": Silent(random.Random(0))}, 0, recorder), recorder, lambda version: None)
+        with pytest.raises(EngineFailed, match="gave up a request of e"):
+            await driven.generate(request(0))
+
+    run(main())

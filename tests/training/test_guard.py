@@ -1,0 +1,266 @@
+"""Each fault is planted between the real engine and the real trainer; the guard sees only what a step reports."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import VOCABULARY, save_tiny
+
+from rollart.config import Algorithm, Training
+from rollart.config import Engine as EngineConfig
+from rollart.engines.torch.model import Model
+from rollart.engines.torch.stepper import Stepper
+from rollart.training.gaps import Cell, GapRow
+from rollart.training.guard import REPEAT, Guard
+from rollart.training.packing import pack
+from rollart.training.trainer import Trainer
+from rollart.types import Batch, GenerationRequest, Sample, SampleGroup, Sampling, StepMetrics
+
+CONVERSATIONS, ANSWER, QUESTION = 8, 12, 6
+Spoil = Callable[[Sample], Sample]
+
+
+@dataclass
+class Talk:
+    """A conversation so far, as the trainer will see it."""
+
+    name: str
+    tokens: list[int]
+    mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def heard(self, tokens: list[int]) -> None:
+        self.mask += [0] * len(tokens)
+        self.logprobs += [0.0] * len(tokens)
+        self.versions += [-1] * len(tokens)
+
+
+class Loop:
+    """An engine and a trainer with the same tiny model. `told` is the temperature that the trainer believes in."""
+
+    def __init__(self, folder: Path, *, told: float = 1.0, on_swap: str = "recompute", **sampling: float) -> None:
+        model = Model.open(save_tiny(folder, initializer_range=0.3), torch.float32, "cpu")
+        self.engine = Stepper(model, EngineConfig(on_swap=on_swap))  # type: ignore[arg-type]
+        self.trainer = Trainer(folder, Training(lr=3e-3, lr_warm_up=0))
+        self.told, self.sampling = told, Sampling(max_tokens=ANSWER, **sampling)  # type: ignore[arg-type]
+        self.warnings: list[str] = []
+        self._model, self._draw, self._names = model, random.Random(0), 0
+
+    def begin(self, count: int = CONVERSATIONS) -> list[Talk]:
+        talks = []
+        for _ in range(count):
+            question = self._question()
+            talks.append(Talk(str(self._names), question))
+            talks[-1].heard(question)
+            self._names += 1
+        return talks
+
+    def answer(self, talks: Sequence[Talk]) -> None:
+        """One turn of every conversation."""
+        for talk in talks:
+            sampling = replace(self.sampling, seed=self._draw.randrange(1 << 30))
+            request = GenerationRequest(talk.name, talk.name, "t", 0, list(talk.tokens), sampling)
+            self.engine.add(self.engine.accept(request))
+        while self.engine.busy:
+            self.engine.step()
+        done = {sequence.id: sequence.completion() for sequence in self.engine.ended()}
+        for talk in talks:
+            completion = done[talk.name]
+            talk.tokens += completion.tokens
+            talk.mask += [1] * len(completion.tokens)
+            talk.logprobs += completion.logprobs
+            talk.versions += completion.versions
+
+    def ask(self, talks: Sequence[Talk]) -> None:
+        for talk in talks:
+            question = self._question()
+            talk.tokens += question
+            talk.heard(question)
+
+    def train(self, talks: Sequence[Talk], spoil: Spoil = lambda sample: sample) -> StepMetrics:
+        samples = [
+            Sample(t.name, "t", t.tokens, t.mask, t.logprobs, t.versions, float(n % 2), temperature=self.told)
+            for n, t in enumerate(talks)
+        ]
+        group = SampleGroup("g", "t", tuple(map(spoil, samples)))
+        metrics = self.trainer.step(Batch(self.trainer.version, (group,)))
+        self.warnings += metrics.warnings
+        return metrics
+
+    def swap(self) -> None:
+        version, tensors = self.trainer.snapshot()
+        self.engine.swap(version, self._model.prepare(tensors))
+
+    def round(self, spoil: Spoil = lambda sample: sample) -> StepMetrics:
+        """Two steps, with a swap in the middle of conversations. The first is plain and only moves the weights; half of
+        the second's conversations began before it."""
+        old, plain = self.begin(), self.begin()
+        self.answer(old + plain)
+        self.train(plain)
+        self.swap()
+        self.ask(old)
+        new = self.begin()
+        self.answer(old + new)
+        metrics = self.train(old + new, spoil)
+        self.swap()
+        return metrics
+
+    def _question(self) -> list[int]:
+        return [self._draw.randrange(VOCABULARY) for _ in range(QUESTION)]
+
+
+def gap(metrics: StepMetrics, age: int) -> float:
+    return next(row.mean for row in metrics.gaps if row.age == age)
+
+
+def test_a_healthy_run_is_silent_and_its_fresh_tokens_agree(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    for _ in range(8):
+        metrics = loop.round()
+        assert gap(metrics, 0) < 1e-5
+        assert gap(metrics, 1) > 1e-2
+    assert loop.warnings == []
+    assert {row.age: row.tokens for row in metrics.gaps} == {0: 2 * CONVERSATIONS * ANSWER, 1: CONVERSATIONS * ANSWER}
+    assert all(row.max >= row.mean for row in metrics.gaps)
+
+
+def test_a_temperature_that_the_trainer_knows_is_no_fault(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, told=0.6, temperature=0.6)
+    loop.round()
+    assert loop.warnings == []
+
+
+@pytest.mark.parametrize("temperature", [0.5, 0.8, 1.25, 2.0])
+def test_a_wrong_temperature_is_named_with_its_factor(tmp_path: Path, temperature: float) -> None:
+    loop = Loop(tmp_path, temperature=temperature)
+    loop.round()
+    (warning,) = loop.warnings
+    assert warning.startswith("temperature: in task t")
+    factor = float(warning.partition("sampled at ")[2].split()[0])
+    assert factor == pytest.approx(temperature, rel=0.3)
+
+
+def test_logprobs_before_temperature_are_named_as_a_temperature(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, told=0.6, temperature=0.6)
+
+    def raw(sample: Sample) -> Sample:
+        with torch.no_grad():
+            values = iter(loop.trainer.learner.policy.logprobs(pack([sample.tokens], [sample.mask]))[0].tolist())
+        return replace(sample, logprobs=[next(values) if bit else 0.0 for bit in sample.mask])
+
+    loop.round(raw)
+    (warning,) = loop.warnings
+    assert warning.startswith("temperature") and "processed_logprobs" in warning
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 4}, {"top_p": 0.7}])
+def test_a_vocabulary_that_only_the_engine_cuts_is_named(tmp_path: Path, cut: dict[str, float]) -> None:
+    loop = Loop(tmp_path, **cut)
+    loop.round()
+    (warning,) = loop.warnings
+    assert warning.startswith("top-k or top-p")
+
+
+def test_kv_kept_from_older_weights_is_named(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, on_swap="keep")
+    loop.round()
+    (warning,) = loop.warnings
+    assert warning.startswith("stale KV") and "engine.on_swap" in warning and "prefix cache" in warning
+
+
+def test_kv_kept_where_every_conversation_is_older_is_named(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, on_swap="keep")
+    old, plain = loop.begin(), loop.begin()
+    loop.answer(old + plain)
+    loop.train(plain)
+    loop.swap()
+    loop.ask(old)
+    loop.answer(old)
+    loop.train(old)
+    (warning,) = loop.warnings
+    assert warning.startswith("stale KV")
+
+
+def test_tokens_that_all_carry_the_newest_version_are_named(tmp_path: Path) -> None:
+    def stamped_at_the_end(sample: Sample) -> Sample:
+        newest = max(sample.versions)
+        return replace(sample, versions=[newest if bit else -1 for bit in sample.mask])
+
+    loop = Loop(tmp_path)
+    loop.round(stamped_at_the_end)
+    (warning,) = loop.warnings
+    assert warning.startswith("version label")
+
+
+def test_an_engine_that_never_swapped_is_named(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    talks, plain = loop.begin(), loop.begin()
+    loop.answer(plain)
+    loop.train(plain)
+    loop.answer(talks)
+    loop.train(talks, lambda sample: replace(sample, versions=[version + 1 for version in sample.versions]))
+    (warning,) = loop.warnings
+    assert warning.startswith("version label") and "swapped later than it says" in warning
+
+
+def test_versions_that_are_swapped_are_named(tmp_path: Path) -> None:
+    def exchanged(sample: Sample) -> Sample:
+        both = {1: 0, 0: 1}
+        return replace(sample, versions=[both.get(version, -1) for version in sample.versions])
+
+    loop = Loop(tmp_path)
+    loop.round(exchanged)
+    (warning,) = loop.warnings
+    assert warning.startswith("version label") and "mixed up" in warning
+
+
+def test_a_fault_is_told_again_only_after_a_while() -> None:
+    guard, rows = Guard(), [row(age=0, mean=0.2)]
+    assert [bool(guard.check(step, rows)) for step in range(REPEAT + 1)] == [True] + [False] * (REPEAT - 1) + [True]
+
+
+def test_an_engine_in_bfloat16_may_round_more() -> None:
+    rows = [row(age=0, mean=0.015)]
+    assert Guard("float32").check(0, rows)
+    assert not Guard("bfloat16").check(0, rows)
+
+
+def test_older_tokens_that_leave_their_usual_range_are_named() -> None:
+    guard = Guard()
+    for step in range(6):
+        assert not guard.check(step, [row(age=1, mean=0.02)])
+    (warning,) = guard.check(6, [row(age=1, mean=0.4)])
+    assert warning.startswith("drift") and "20 times" in warning and "training.lr" in warning
+
+
+def test_older_tokens_may_drift_with_the_policy() -> None:
+    guard = Guard()
+    for step in range(30):
+        assert not guard.check(step, [row(age=1, mean=0.02 * 1.1**step)])
+
+
+def row(*, age: int, mean: float, tokens: int = 100) -> GapRow:
+    """Gaps of both signs that have nothing to do with temperature."""
+    return GapRow(Cell("t", age, False), tokens, mean * tokens, 3 * mean, -2 * mean, 0.0, 1.0, mean**2 * tokens)
+
+
+@pytest.mark.parametrize("cap", [None, 1.2, 100.0])
+def test_the_correction_weighs_tokens_by_what_the_guard_sees(tmp_path: Path, cap: float | None) -> None:
+    """At a wrong temperature: the weights are the trainer's probability over the engine's, truncated at the cap."""
+    loop = Loop(tmp_path, temperature=1.5)
+    loop.trainer.config = loop.trainer.config.model_copy(update={"algorithm": Algorithm(importance_cap=cap)})
+    loop.trainer.learner.config = loop.trainer.config
+    talks = loop.begin()
+    loop.answer(talks)
+    with torch.no_grad():
+        packed = pack([talk.tokens for talk in talks], [talk.mask for talk in talks])
+        ours = loop.trainer.learner.policy.logprobs(packed)[0]
+    theirs = torch.tensor([p for talk in talks for p, bit in zip(talk.logprobs, talk.mask, strict=True) if bit])
+    ratio = (ours - theirs).exp()
+    expected = ratio.clamp(max=cap).mean().item() if cap else 1.0
+    assert loop.train(talks).values["importance"] == pytest.approx(expected, abs=1e-4)
+    assert ratio.max() > 1.2
