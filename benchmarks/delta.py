@@ -37,7 +37,7 @@ T = TypeVar("T")
 RATES = "1e-7,1e-6,1e-5,1e-4,1e-3"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 GROUPS, MEMBERS, LENGTH, VOCABULARY = 4, 4, 48, 64
-MOMENTUM = 5  # steps before the first pair: the first ones of Adam are larger than the others
+MOMENTUM = 3  # steps before the first pair: the first ones of Adam are larger than the others
 REPEATS = 3
 
 
@@ -124,7 +124,7 @@ def mean(pairs: Sequence[Pair]) -> Pair:
 
 def main(
     model: Annotated[Path | None, typer.Option(help="A Hugging Face folder; absent: a tiny model.")] = None,
-    pairs: Annotated[int, typer.Option(help="Pairs of versions for each learning rate.")] = 3,
+    pairs: Annotated[int, typer.Option(help="Pairs of versions for each learning rate.")] = 2,
     rates: Annotated[str, typer.Option(help="Learning rates, with commas.")] = RATES,
 ) -> None:
     torch.set_num_threads(1)
@@ -132,7 +132,7 @@ def main(
     results: dict[str, dict[str, dict[str, float]]] = {name: {} for name in DTYPES}
     parameters = 0
     with tempfile.TemporaryDirectory() as place:
-        folder = model or tiny.make(TinyModel(hidden=384, layers=6), Path(place) / "model", seed=0)
+        folder = model or tiny.make(TinyModel(hidden=256, layers=4), Path(place) / "model", seed=0)
         for rate in rates.split(","):
             made = list(islice(versions(folder, float(rate)), pairs + 1))
             parameters = made[0].numel()

@@ -1,8 +1,8 @@
 """How fast the simulator is: the paper's production job, whole and scaled down, for some virtual time on one core.
 
 Seconds are CPU seconds of this process, so a busy machine does not count. An event is a callback that the virtual loop
-ran. Last line: virtual seconds per real second and events per second at each size; `hour_at_3000_s`, what a virtual hour
-of 3,000 GPUs takes; and `event_cost_growth`, the cost of an event at 3,000 GPUs over that at 128.
+ran. Last line: virtual seconds per real second and events per second at each size; `hour_at_3000_s`, what a virtual
+hour of 3,000 GPUs takes; and `event_cost_growth`, the cost of an event at 3,000 GPUs over that at 128.
 """
 
 import argparse
@@ -27,9 +27,7 @@ def scaled(gpus: int) -> Scenario:
         return f"pools.{name}.count={max(1, round(whole.pools[name].count * part))}"
 
     groups = max(len(whole.tasks), round(whole.training.batch_groups * part))
-    return load(
-        SCENARIO, [*map(count, whole.pools), f"training.batch_groups={groups}", "training.steps=100000"]
-    )
+    return load(SCENARIO, [*map(count, whole.pools), f"training.batch_groups={groups}", "training.steps=100000"])
 
 
 def told(gpus: int, result: Result) -> str:

@@ -5,7 +5,8 @@ engine processes take them: by shared memory, where each checks every byte and t
 and by HTTP, as if each were a host of its own, the second fed by the first. In the same rounds the same processes do
 what it is measured against: a memcpy of the same bytes in each, at the same time, and a copy of them through a bare
 loopback socket. Rates are wall-clock GB/s, ratios are medians over the rounds; the first two versions, whose pages are
-new, are told apart. The last line is one JSON object.
+new, are told apart. `cpu` has the same ratios in CPU seconds of all processes that take part, which other work on the
+machine disturbs less. The last line is one JSON object.
 """
 
 import argparse
@@ -18,9 +19,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -42,10 +44,17 @@ FRESH = 2
 DEADLINE_S = 600.0
 
 
-def timed(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
+class Cost(NamedTuple):
+    """Seconds."""
+
+    wall: float
+    cpu: float
+
+
+def timed(work: Callable[[], object]) -> Cost:
+    began = time.perf_counter(), time.process_time()
     work()
-    return time.perf_counter() - began
+    return Cost(time.perf_counter() - began[0], time.process_time() - began[1])
 
 
 class Window:
@@ -91,23 +100,23 @@ class Engine:
         self.window = Window(size)
         self.private = anonymous()
 
-    def take(self, publication: Publication, far: bool) -> float:
-        seconds = timed(lambda: self._hold((self.far if far else self.near).fetch(publication)))
+    def take(self, publication: Publication, far: bool) -> Cost:
+        cost = timed(lambda: self._hold((self.far if far else self.near).fetch(publication)))
         if self.held is None or self.held.transport != ("http" if far else "shared memory"):
             raise RuntimeError("it came by another way")
-        return seconds
+        return cost
 
     def _hold(self, held: Held) -> None:
         before, self.held = self.held, held
         if before is not None:
             before.release()
 
-    def memcpy(self) -> float:
+    def memcpy(self) -> Cost:
         held = self.held
         assert held is not None
         return timed(lambda: self.window.copy(list(held.tensors.values())))
 
-    def receive(self, port: int, streams: int) -> float:
+    def receive(self, port: int, streams: int) -> Cost:
         part = self.size // streams
         threads = [threading.Thread(target=self.window.receive, args=(port, part)) for _ in range(streams)]
 
@@ -179,32 +188,43 @@ class Bench:
             answers.append(engine.recv())
         return answers
 
-    def publish(self) -> tuple[float, Publication]:
+    def publish(self) -> tuple[Cost, Publication]:
         self.version, id = self.version + 1, new_id()
         for tensor in self.tensors:  # every byte, so that there is nothing to save by telling differences
             tensor.view(torch.int32).bitwise_xor_(0x01020304 * (1 + self.version % 7))
         shares = [Share(f"t{i}", tuple(tensor.shape), tensor) for i, tensor in enumerate(self.tensors)]
-        seconds = timed(lambda: self.publisher.publish(self.version, id, shares))
+        cost = timed(lambda: self.publisher.publish(self.version, id, shares))
         self.peak = max(self.peak, sum(path.stat().st_size for path in self.store.root.glob("*.data")))
-        return seconds, Publication(self.version, id, ((self.server.url,),))
+        return cost, Publication(self.version, id, ((self.server.url,),))
 
-    def near(self) -> dict[str, float]:
+    def near(self) -> dict[str, Cost]:
         """One round in shared memory."""
         copied = timed(lambda: self.window.copy(self.tensors))
         published, publication = self.publish()
-        fetched = max(self.ask("take", publication, False))
-        theirs = max(self.ask("memcpy"))
+        fetched = slowest(self.ask("take", publication, False))
+        theirs = slowest(self.ask("memcpy"))
         return {"memcpy": copied, "publish": published, "engine_memcpy": theirs, "fetch": fetched}
 
-    def far(self) -> dict[str, float]:
+    def far(self) -> dict[str, Cost]:
         """One round over HTTP: to one engine from the publisher, then to the other, which the first relays to."""
         _, publication = self.publish()
-        bare = min(self._bare(streams) for streams in STREAMS)
-        first = self.ask("take", publication, True, only=0)[0]
+        bare = [self._together(partial(self._bare, streams)) for streams in STREAMS]
+        first = self._together(lambda: self.ask("take", publication, True, only=0)[0])
         second = self.ask("take", publication, True, only=1)[0]
-        return {"socket": bare, "http": first, "relayed": second}
+        return {
+            "socket": Cost(min(one.wall for one in bare), min(one.cpu for one in bare)),
+            "http": first,
+            "relayed": second,
+        }
 
-    def _bare(self, streams: int) -> float:
+    @staticmethod
+    def _together(work: Callable[[], Cost]) -> Cost:
+        """What `work` cost the engine, and this process beside it."""
+        began = time.process_time()
+        theirs = work()
+        return Cost(theirs.wall, theirs.cpu + time.process_time() - began)
+
+    def _bare(self, streams: int) -> Cost:
         part = self.size // streams
         with socket.create_server(("127.0.0.1", 0)) as listener:
             threads = [
@@ -213,10 +233,10 @@ class Bench:
             ]
             for thread in threads:
                 thread.start()
-            seconds: float = self.ask("receive", listener.getsockname()[1], streams, only=0)[0]
+            cost: Cost = self.ask("receive", listener.getsockname()[1], streams, only=0)[0]
             for thread in threads:
                 thread.join(DEADLINE_S)
-        return seconds
+        return cost
 
     def _send(self, listener: socket.socket, size: int, number: int) -> None:
         connection, _ = listener.accept()
@@ -229,8 +249,21 @@ class Bench:
                 sent += len(piece)
 
 
-def rates(size: int, rounds: list[dict[str, float]]) -> dict[str, float]:
-    return {key: size / statistics.median(one[key] for one in rounds) / 1e9 for key in rounds[0]}
+def slowest(costs: list[Cost]) -> Cost:
+    """Of engines that work at the same time."""
+    return Cost(max(cost.wall for cost in costs), max(cost.cpu for cost in costs))
+
+
+def rates(size: int, rounds: list[dict[str, Cost]]) -> dict[str, float]:
+    return {key: size / statistics.median(one[key].wall for one in rounds) / 1e9 for key in rounds[0]}
+
+
+def ratio(rounds: list[dict[str, Cost]], ours: str, theirs: str) -> Cost:
+    """How many times as fast as `theirs`."""
+    return Cost(
+        statistics.median(one[theirs].wall / one[ours].wall for one in rounds),
+        statistics.median(one[theirs].cpu / one[ours].cpu for one in rounds),
+    )
 
 
 def measure(size: int, count: int) -> dict[str, Any]:
@@ -242,8 +275,8 @@ def measure(size: int, count: int) -> dict[str, Any]:
             "megabytes": bench.size // MB,
             "first_GBps": rates(bench.size, first[:1]),
             "GBps": rates(bench.size, rounds),
-            "publish_vs_memcpy": statistics.median(one["memcpy"] / one["publish"] for one in rounds),
-            "fetch_vs_memcpy": statistics.median(one["engine_memcpy"] / one["fetch"] for one in rounds),
+            "publish_vs_memcpy": ratio(rounds, "publish", "memcpy"),
+            "fetch_vs_memcpy": ratio(rounds, "fetch", "engine_memcpy"),
             "peak_extra_bucket_sets": bench.peak / bench.size - 1,
             "engine_private_growth_MB": max(bench.ask("grown")) / MB,
         }
@@ -255,8 +288,8 @@ def measure(size: int, count: int) -> dict[str, Any]:
                 bench.far()
             far = [bench.far() for _ in range(count)]
             result["http_GBps"] = rates(bench.size, far)
-            result["http_vs_socket"] = statistics.median(one["socket"] / one["http"] for one in far)
-            result["relayed_vs_socket"] = statistics.median(one["socket"] / one["relayed"] for one in far)
+            result["http_vs_socket"] = ratio(far, "http", "socket")
+            result["relayed_vs_socket"] = ratio(far, "relayed", "socket").wall
         bench.ask("close")
         return result
 
@@ -271,10 +304,23 @@ def main() -> None:
     for megabytes in map(int, options.sizes.split(",")):
         results[megabytes] = result = measure(megabytes * MB, options.rounds)
         for key, value in result.items():
-            told = ", ".join(f"{k} {v:.2f}" for k, v in value.items()) if isinstance(value, dict) else f"{value:.2f}"
-            print(f"{megabytes:>5} MB  {key:<26} {told}")
-    bars = ("publish_vs_memcpy", "fetch_vs_memcpy", "http_vs_socket", "peak_extra_bucket_sets")
-    print(json.dumps({str(size): {bar: round(r[bar], 3) for bar in bars if bar in r} for size, r in results.items()}))
+            print(f"{megabytes:>5} MB  {key:<26} {told(value)}", flush=True)
+    print(json.dumps({str(size): bars(result) for size, result in results.items()}))
+
+
+def told(value: Any) -> str:
+    if isinstance(value, Cost):
+        return f"{value.wall:.2f} (cpu {value.cpu:.2f})"
+    return ", ".join(f"{k} {v:.2f}" for k, v in value.items()) if isinstance(value, dict) else f"{value:.2f}"
+
+
+def bars(result: dict[str, Any]) -> dict[str, Any]:
+    ratios = {key: value for key, value in result.items() if isinstance(value, Cost)}
+    return {
+        **{key: round(value.wall, 3) for key, value in ratios.items()},
+        "cpu": {key: round(value.cpu, 3) for key, value in ratios.items()},
+        "peak_extra_bucket_sets": round(result["peak_extra_bucket_sets"], 3),
+    }
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ def play(endpoint: Endpoint, episode: AgentEpisode) -> dict[str, object]:
         tools=[],
         model=model,
         prompt_templates=PROMPTS,
-        max_steps=1,
+        max_steps=2,
         verbosity_level=LogLevel.OFF,
         code_block_tags="markdown",
     )

@@ -8,19 +8,18 @@ Standard library only: the Python may be that of the agent's own environment, wi
 
 from __future__ import annotations
 
-import io
 import json
 import shlex
-import tarfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from rollart.agents.endpoint import Endpoint  # our package is lent by what the host imports first
-from rollart.sandbox.archive import OWNER
+from rollart.sandbox.archive import copied
 from rollart.sandbox.bubble import VARIABLES, WORK, Extras, Limits
 from rollart.sandbox.door import Door
-from rollart.sandbox.shell import Sandbox
+from rollart.sandbox.shell import Result, Sandbox
 from rollart.sandbox.verdict import verdict
 
 REWARD = f"{WORK}/.reward"
@@ -32,13 +31,16 @@ class CommandAgent:
 
     def run(self, agent: dict[str, Any], endpoint: dict[str, Any], episode: dict[str, Any]) -> dict[str, Any]:
         limits, extras = Limits(**agent["limits"]), Extras(seen=tuple(agent["see"]))
-        with Sandbox(packed(agent["files"]), limits, OUTPUT, extras) as sandbox:
+        files = copied([(Path(agent["files"]), ".")]) if agent["files"] else b""
+        with Sandbox(files, limits, OUTPUT, extras) as sandbox:
             variables = {"ROLLART_EPISODE": json.dumps(episode), "ROLLART_REWARD": REWARD}
             if agent["path"]:
                 variables["PATH"] = ":".join([*agent["path"], VARIABLES["PATH"]])
             result = run(sandbox, agent["command"], Endpoint(**endpoint), variables, agent["deadline"])
+            if result.exit_code != 0:
+                raise RuntimeError(failure(agent["command"], result))
             found = verdict(sandbox, REWARD)
-        return dict(found, info={**result, **found["info"]})
+        return dict(found, info={"output": result.output, **found["info"]})
 
 
 def run(
@@ -48,8 +50,8 @@ def run(
     variables: dict[str, str],
     deadline: float,
     folder: str = WORK,
-) -> dict[str, Any]:
-    """The program's `output`. Raises RuntimeError if it fails, SandboxError if the sandbox does."""
+) -> Result:
+    """Raises SandboxError if the sandbox fails; how the program ended is in the result."""
     address = urlsplit(endpoint.url)
     assert address.hostname and address.port
     inside = replace(endpoint, url=f"http://127.0.0.1:{address.port}")
@@ -60,22 +62,9 @@ def run(
         result = sandbox.run(line, deadline)
     if result.output:
         print(result.output, flush=True)  # for the log of agents
-    if result.exit_code != 0:
-        ended = result.note or f"ended with exit code {result.exit_code}"
-        raise RuntimeError(f"`{shlex.join(command)}` {ended}; the last it wrote: {result.output[-500:].strip()!r}")
-    return {"output": result.output}
+    return result
 
 
-def packed(folder: str | None, place: str = ".") -> bytes:
-    """A folder as a tar, for `place` in the work folder."""
-    if folder is None:
-        return b""
-
-    def theirs(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-        entry.uid = entry.gid = OWNER
-        return entry
-
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w") as tar:
-        tar.add(folder, place, filter=theirs)
-    return made.getvalue()
+def failure(command: list[str], result: Result) -> str:
+    ended = result.note or f"ended with exit code {result.exit_code}"
+    return f"`{shlex.join(command)}` {ended}; the last it wrote: {result.output[-500:].strip()!r}"

@@ -32,7 +32,7 @@ def plan(
     most: Annotated[
         list[str] | None, typer.Option(metavar="CLASS=N", help="There are only so many devices of a class.")
     ] = None,
-    steps: Annotated[int, typer.Option(min=2, help="Simulate so many steps of each plan.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each plan that count.")] = 4,
     each: Annotated[int, typer.Option(min=1, help="Simulate so many splits at each level of spending.")] = 3,
     workers: Annotated[int | None, typer.Option(min=1, help="Simulations side by side; default: all cores.")] = None,
     output: Annotated[
@@ -104,7 +104,7 @@ def _table(found: "Search") -> Table:
         table.add_row(
             f"{each.price:.4g}",
             f"{each.step_s:.4g}",
-            f"{each.result.cost_per_step:.3g}",
+            f"{each.cost_per_step:.3g}",
             each.plan.split,
             mark + reason(each, found.given),
         )
@@ -116,7 +116,7 @@ def _summary(found: "Search") -> dict[str, Any]:
 
     def told(each: "Tried") -> dict[str, Any]:
         plan = asdict(each.plan) | {"split": each.plan.split}
-        numbers = {"price_per_hour": each.price, "step_s": each.step_s, "cost_per_step": each.result.cost_per_step}
+        numbers = {"price_per_hour": each.price, "step_s": each.step_s, "cost_per_step": each.cost_per_step}
         return {**numbers, "plan": plan, "reason": reason(each, found.given)}
 
     return {

@@ -1,6 +1,7 @@
 """The gateway for a saved model: one engine in a child process, one key, no training."""
 
 import json
+import secrets
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -69,7 +70,9 @@ def _terms(model: Path) -> Terms:
         top_k=wishes.get("top_k") or 0,
         max_tokens=context,
     )
-    return Terms("serve", "serve", 0, sampling, context, parallel=PARALLEL, fixed=False, record=False)
+    return Terms(
+        "serve", "serve", secrets.randbits(31), sampling, context, parallel=PARALLEL, fixed=False, record=False
+    )
 
 
 def _json(file: Path) -> dict[str, Any]:

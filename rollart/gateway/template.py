@@ -24,6 +24,7 @@ class ChatTemplate(ChatRenderer):
         text = str(self._tokenizer.chat_template)
         self.native = "tools" in text
         self.format = format_of(text)
+        self.size = int(self._backend.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str) -> list[int]:
         return self._encode(text)

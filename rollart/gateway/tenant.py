@@ -13,6 +13,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from rollart.errors import EngineFailed
 from rollart.gateway.drawing import sampling_of, too_long
@@ -63,7 +64,8 @@ class Tenant:
         self._segments = Segments(None if terms.record else KEPT)
         self._history = History(self._segments)
         self._turns: list[Turn] = []
-        self._asked = self._open = 0
+        self._numbers = count()
+        self._used = self._open = 0
         self._tasks: set[asyncio.Task[Draft]] = set()
         self._closed = False
 
@@ -72,15 +74,17 @@ class Tenant:
     async def serve(self, ask: Ask) -> Served:
         """Raises ApiError. Every answer must be given to `delivered` or `lost` in the end."""
         self._admit(ask.n)
-        began = self._asked
-        self._asked += ask.n
+        self._used += ask.n
         self._open += 1
         try:
             chain = digests(ask.messages, ask.tools)
             new, context, after, sampling = self._prepared(ask, chain)
             self._count(chain)
             claims = [self._segments.claim(context, after, anew=number > 0) for number in range(ask.n)]
-            drafts = await self._drafts(ask, claims, sampling, began)
+            drafts = await self._drafts(ask, claims, sampling)
+        except BaseException:
+            self._used -= ask.n
+            raise
         finally:
             self._open -= 1
         first = drafts[0].completion
@@ -137,7 +141,7 @@ class Tenant:
     def _admit(self, n: int) -> None:
         if self._closed:
             raise ApiError(401, "this key was revoked: its episode is over", code="invalid_api_key")
-        if self._asked + n > self.terms.calls:
+        if self._used + n > self.terms.calls:
             self.truncated = True
             raise invalid(f"this episode has had its {self.terms.calls} completions", code="max_calls_exceeded")
         if self._open >= self.terms.parallel:
@@ -162,7 +166,9 @@ class Tenant:
         """The messages that are new, all tokens up to where the model goes on, and the segment that they are from."""
         template = self._template
         if ask.tokens is not None:
-            return (), list(ask.tokens), None
+            if not all(0 <= token < template.size for token in ask.tokens):
+                raise invalid(f"a token is a number from 0 to {template.size - 1}", "token_ids")
+            return (), ask.tokens, None
         if ask.text is not None:
             known, position = self._history.find_text(ask.text)
             self._fits((Message("prompt", ask.text),))
@@ -196,12 +202,9 @@ class Tenant:
 
     # The answer
 
-    async def _drafts(self, ask: Ask, claims: Sequence[Claim], sampling: Sampling, began: int) -> list[Draft]:
+    async def _drafts(self, ask: Ask, claims: Sequence[Claim], sampling: Sampling) -> list[Draft]:
         """All or none; a client that gives up gives up all of them."""
-        tasks = [
-            asyncio.ensure_future(self._draft(ask, claim, sampling, began + index, index))
-            for index, claim in enumerate(claims)
-        ]
+        tasks = [asyncio.ensure_future(self._draft(ask, claim, sampling, index)) for index, claim in enumerate(claims)]
         self._tasks.update(tasks)
         try:
             return list(await asyncio.gather(*tasks))
@@ -217,9 +220,9 @@ class Tenant:
         finally:
             self._tasks.difference_update(tasks)
 
-    async def _draft(self, ask: Ask, claim: Claim, sampling: Sampling, number: int, index: int) -> Draft:
-        """`number` counts the completions of the tenant, `index` those of the request."""
-        terms = self.terms
+    async def _draft(self, ask: Ask, claim: Claim, sampling: Sampling, index: int) -> Draft:
+        """The one of this index among the answers to a request."""
+        terms, number = self.terms, next(self._numbers)
         seed = seed_of(terms.id, terms.seed, number) if sampling.seed is None else sampling.seed + index
         drawn = Sampling(
             sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens, sampling.stop, seed % 2**31

@@ -59,8 +59,9 @@ class Tagged:
 
     def explain(self, tools: Sequence[Tool]) -> str:
         listed = "\n".join(_json(described(tool)) for tool in tools)
-        example = self.opening + f'{{"name": "the tool", "{self.key}": {{"its": "arguments"}}}}' + self.closing
-        return f"You can call these tools:\n{listed}\n\nTo call one, write:\n{example}"
+        known = tools[0].parameters.get("properties")
+        example = self.write(tools[0].name, _json(dict.fromkeys(known, "...") if isinstance(known, dict) else {}))
+        return f"You can call these tools:\n{listed}\n\nTo call one, write for instance:\n{example}"
 
 
 class Bare(Tagged):

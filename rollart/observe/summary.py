@@ -35,6 +35,7 @@ def summarise(shot: Snapshot) -> dict[str, Any]:
             "reward": task.reward,
             "outcomes": task.outcomes,
             "seconds_by_stage": task.stages,
+            **({"agent": task.agent} if task.agent else {}),
         }
     plain: dict[str, Any] = _tidy(
         msgspec.to_builtins(

@@ -3,7 +3,8 @@
 The invariants:
 - Each child has a session of its own, so Ctrl-C reaches only the controller, which then ends its children in order.
 - A child that did not end well may have left descendants behind, wherever they moved to: all carry its mark in their
-  environment, and are killed before anybody is told that it ended.
+  environment or, if they overwrote that to give themselves a title, are of its session; they are killed before anybody
+  is told that it ended.
 - A start that fails leaves no process, and its error has the last lines of the child's log.
 """
 
@@ -104,7 +105,7 @@ class Child:
     async def _end(self, mark: str) -> str:
         code = await self.process.wait()
         if code != 0 and PROCESSES.exists():
-            await sweep(mark)
+            await sweep(mark, self.pid)
         return f"{self.name} ended with {describe(code)}{tail(self.log)}"
 
     async def wait(self) -> str:
@@ -135,18 +136,24 @@ async def _line(output: asyncio.StreamReader) -> bytes:
         return b"(a line too long to keep)\n"
 
 
-async def sweep(mark: str) -> None:
-    """Kill every process that carries this mark."""
+async def sweep(mark: str, session: int) -> None:
+    """Kill every process that carries this mark or is of this session."""
     wanted = f"{MARK}={mark}".encode()
     clean, deadline = 0, time.monotonic() + SWEEP_DEADLINE
     while clean < CLEAN_LOOKS and time.monotonic() < deadline:  # in the middle of an exec, a process shows no mark
         clean += 1
         for entry in PROCESSES.iterdir():
             with contextlib.suppress(OSError):
-                if entry.name.isdigit() and wanted in (entry / "environ").read_bytes():
+                if entry.name.isdigit() and (_is_of(session, entry) or wanted in (entry / "environ").read_bytes()):
                     os.kill(int(entry.name), signal.SIGKILL)
                     clean = 0
         await asyncio.sleep(LOOK_AGAIN_S)
+
+
+def _is_of(session: int, entry: Path) -> bool:
+    """Whether a process that has not ended is of the session."""
+    state, _, _, its, *_ = (entry / "stat").read_bytes().rpartition(b")")[2].split()
+    return int(its) == session and state != b"Z"
 
 
 def describe(code: int) -> str:

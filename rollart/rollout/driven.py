@@ -18,7 +18,7 @@ from rollart.types import Completion, GenerationRequest, Turn
 
 
 class Driven:
-    """`on_version` hears of the oldest token of every answer. `turns` are what was captured, once the episode is over."""
+    """`on_version` hears of the oldest token of every answer; `turns` are what was captured, after the end."""
 
     def __init__(self, id: str, task: str, router: Router, sink: EventSink, on_version: Callable[[int], None]) -> None:
         self._id, self._task, self._router, self._sink, self._on_version = id, task, router, sink, on_version

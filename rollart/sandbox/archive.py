@@ -1,9 +1,11 @@
-"""Texts as a tar, which is how files get into a sandbox. Standard library only."""
+"""Texts and files as a tar, which is how they get into a sandbox. Standard library only."""
 
 from __future__ import annotations
 
 import io
 import tarfile
+from collections.abc import Iterable
+from pathlib import Path
 
 OWNER = 1000  # the agent, in the sandbox
 
@@ -19,3 +21,17 @@ def archive(files: dict[str, str]) -> bytes:
             entry.mode = 0o755 if name.endswith(".sh") else 0o644
             tar.addfile(entry, io.BytesIO(content))
     return made.getvalue()
+
+
+def copied(paths: Iterable[tuple[Path, str]]) -> bytes:
+    """Files and whole folders of this machine, each with its place in the work folder."""
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as tar:
+        for path, place in paths:
+            tar.add(path, place, filter=_theirs)
+    return made.getvalue()
+
+
+def _theirs(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    entry.uid = entry.gid = OWNER
+    return entry

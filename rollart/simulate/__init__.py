@@ -19,7 +19,12 @@ trainer and weight transfers.
 | `simulation` | `simulate`: builds the services, runs the real scheduler, router and pipeline |
 | `tally`, `result` | events folded into a `Result`; `interval` over several seeds |
 | `clock` | the virtual-time event loop |
+| `contention` | engines and trainer that share the cores of one machine |
+| `measured`, `fit`, `calibration` | from the log of a real run to a scenario: `calibrate(folder)` |
+| `plans`, `estimate`, `planner`, `reasons` | what hardware to buy and how to use it: `search(scenario, budget)` |
+| `plots` | pictures of fits and plans |
 | `modelled` | simple services for tests and for the benchmark of the control plane |
 
-`scenario.model_copy(update=...)` makes variants. A `workload.yaml` has keys of the `simulate` section and is laid over it.
+`scenario.model_copy(update=...)` makes variants. A `workload.yaml` has keys of the `simulate` section and is laid
+over it.
 """

@@ -1,12 +1,12 @@
-"""Every number of the simulator that is neither in a scenario nor in a data sheet. Each is set once, for all scenarios.
+"""The numbers that are neither in a scenario nor in a data sheet, each set once for all scenarios.
 
-Sections and tables are those of the RollArt paper. The roofline's own two, `COMPUTE_EFFICIENCY` and `MEMORY_EFFICIENCY`,
-are beside it in `rollart.resources.roofline`: the router predicts with the same.
+Sections and tables are those of the RollArt paper. The roofline's own two, `COMPUTE_EFFICIENCY` and
+`MEMORY_EFFICIENCY`, are beside it in `rollart.resources.roofline`: the router predicts with the same.
 """
 
 PASS_S = 0.0015
-"""What every forward pass costs beside the device's work: scheduling, sampling, launching. A few milliseconds is what
-an engine of that time (vLLM 0.8 with CUDA graphs) needs between two passes."""
+"""What every forward pass costs beside the device's work: scheduling, sampling, launching; by order of magnitude, for
+an engine of that time with CUDA graphs. Too small to be told from the paper's figures."""
 
 ALL_REDUCE_S = 15e-6
 """Latency of one all-reduce between the devices of one engine; there are two a layer."""
@@ -15,24 +15,24 @@ MEMORY_FOR_KV = 0.9
 """Share of a device's memory that weights and KV may fill together: the engine's default."""
 
 TRAINING_EFFICIENCY = 0.08
-"""Of the peak FLOP/s, for all that a training step does (logprobs of policy and reference, forward, backward, optimizer),
-counted as forward and backward once. From the step breakdown: 84 s of training for a batch of 128 software-engineering
-trajectories, Qwen3-8B on 32 H800."""
+"""Of the peak FLOP/s, for all that a training step does (logprobs of policy and reference, forward, backward,
+optimizer), counted as forward and backward once. From the step breakdown: 84 s of training for a batch of 128
+software-engineering trajectories, Qwen3-8B on 32 H800."""
 
-STORE_PUSH_EFFICIENCY = 0.018
-"""Of the link's rate, from the trainer into a store in another cluster. From the weight transfer table: 61 GB in 127 s on
-a link of 25 GB/s."""
+STORE_PUSH_EFFICIENCY = 0.0195
+"""Of the link's rate, from the trainer into a store in another cluster. From the weight transfer table: 16, 30 and 66
+GB of Qwen3 8B, 14B and 32B in 32, 68 and 127 s on a link of 25 GB/s."""
 
-STORE_PULL_EFFICIENCY = 0.041
-"""Of the link's rate, from the store into the engines. The same table: 61 GB in 29.7 s on a link of 50 GB/s."""
+STORE_PULL_EFFICIENCY = 0.0445
+"""Of the link's rate, from the store into the engines. The same table: 6.2, 16.3 and 29.7 s on a link of 50 GB/s."""
 
 PULL_EXPOSED = 0.3
-"""Share of the pull that engines stand still for; the rest hides behind the push and generation. The same table says 0.23
-to 0.33."""
+"""Share of the pull that engines stand still for; the rest hides behind the push and generation. The same table says
+0.23 to 0.33."""
 
 COLLECTIVE_EFFICIENCY = 0.12
-"""Of the link's rate, when trainer and engines stop and exchange weights directly. From the comparison of transports: 61
-GB in 9.4 s by RDMA on a link of 50 GB/s, in 29.6 s by TCP on one of 25 GB/s."""
+"""Of the link's rate, when trainer and engines stop and exchange weights directly. From the comparison of transports:
+66 GB in 9.4 s by RDMA on a link of 50 GB/s, in 29.6 s by TCP on one of 25 GB/s."""
 
 LINKS = {"ethernet": 25.0, "infiniband": 50.0}
 """GB/s: 200 Gbit/s between clusters and 400 Gbit/s within one, as in the paper's set-up."""

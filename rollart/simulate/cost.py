@@ -1,8 +1,8 @@
 """How long the forward passes of a modelled engine take, in closed form.
 
-A decode pass costs `fixed + slope * context`, and every pass adds one token to each sequence. So any number of passes is
-a sum of an arithmetic series, and how many passes fit into some seconds is the root of a quadratic: an engine is never
-stepped token by token.
+A decode pass costs `fixed + slope * context`, and every pass adds one token to each sequence. So any number of passes
+is a sum of an arithmetic series, and how many passes fit into some seconds is the root of a quadratic: an engine is
+never stepped token by token.
 """
 
 import math

@@ -8,8 +8,8 @@ Invariants
   arrivals while it only decodes, at ends of phases and of sequences, and never in between.
 - `_context` is the KV of decoding sequences in tokens. When it, the prefilled and the parked do not fit, parked KV goes
   first, the least recently used; then the sequence that joined last starts again later.
-- KV of a finished turn is parked under its session, and comes back with the session's next turn. Members of a group that
-  meet on an engine prefill their common prompt once.
+- KV of a finished turn is parked under its session, and comes back with the session's next turn. Members of a group
+  that meet on an engine prefill their common prompt once.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ _OPENINGS = 512
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """`length` tokens of context, `new` of them to prefill, `wanted` to answer with; `made` and `spans` before it had to
-    start again. `base` is its context when it joined the decoding ones at step `joined`."""
+    """`length` tokens of context, `new` of them to prefill, `wanted` to answer with; `made` and `spans` before it had
+    to start again. `base` is its context when it joined the decoding ones at step `joined`."""
 
     request: GenerationRequest
     answer: "asyncio.Future[Completion]"

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from rollart.simulate.measured import Generation, Training
 from rollart.simulate.scenario import EnginePace, TrainPace
-from rollart.simulate.spread import Distribution, LogNormal, Normal, Part, draw_of
+from rollart.simulate.spread import Distribution, LogNormal, Normal, Part, draw_of, mean_of
 
 Array = NDArray[np.float64]
 
 CLOSE = 0.05  # most distance between a formula's distribution function and the data's
+ALIKE = 0.03  # and between their means, relative: throughput follows from means
 KINDS = 24  # whole numbers are told one by one up to so many different ones
 GAP = 3.0  # two neighbours so many times apart are in two modes
 _MODE = 0.005  # least share of a mode
@@ -28,6 +29,7 @@ _STEADY = 0.25  # spread of batch sizes, relative to their mean, from which on t
 _BETTER = 0.05  # share of the error that a third part of the pace must take away
 _POINTS = (0.0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 1.0)
 _EDGE = 1e-6
+_DECIMALS = 9  # below, two numbers are the same
 
 
 def spread(values: Sequence[float], whole: bool = False) -> float | Distribution:
@@ -62,7 +64,7 @@ def _one_mode(ordered: Array) -> Distribution:
         found += [Distribution(lognormal=LogNormal(median=middle, sigma=sigma), **ends)]
         found += [Distribution(exponential=_digits(mean), **ends)]
     nearest = min(found, key=lambda each: distance(each, ordered))
-    if distance(nearest, ordered) <= CLOSE:
+    if distance(nearest, ordered) <= CLOSE and abs(mean_of(nearest) - mean) <= ALIKE * mean:
         return nearest
     points = [(p, _digits(float(np.quantile(ordered, p)))) for p in _POINTS]
     return Distribution(quantiles=points)
@@ -79,10 +81,10 @@ def _valley(ordered: Array) -> int | None:
 
 
 def distance(fitted: float | Distribution, values: Iterable[float]) -> float:
-    """Between the two distribution functions, at its largest (Kolmogorov's); ties and steps of a draw aside."""
-    ordered = np.sort(np.asarray(list(values), dtype=float))
+    """Between the two distribution functions, at its largest (Kolmogorov's)."""
+    ordered = np.sort(np.asarray(list(values), dtype=float).round(_DECIMALS))
     draw = draw_of(fitted)
-    drawn = np.array([draw((n + 0.5) / 2000) for n in range(2000)])
+    drawn = np.array([draw((n + 0.5) / 2000) for n in range(2000)]).round(_DECIMALS)
     at = np.concatenate([ordered, drawn])
     ours = np.searchsorted(drawn, at, side="right") / len(drawn)
     theirs = np.searchsorted(ordered, at, side="right") / len(ordered)
@@ -166,7 +168,7 @@ def trainer(trainings: Sequence[Training], contention: float, shares: Sequence[f
     If batches were all of about one size, what the trainer computes counts as proportional to it, and what comes before
     and after that as fixed."""
     alone = np.array([step.seconds for step in trainings]) * _speed(contention, np.array(shares))
-    around = median(step.ended - step.began - step.seconds for step in trainings)
+    around = max(0.0, median(step.ended - step.began - step.seconds for step in trainings))
     tokens = np.array([float(step.tokens) for step in trainings])
     if len(trainings) > 3 and tokens.std() > _STEADY * tokens.mean():
         parts = _positive(np.column_stack([np.ones_like(tokens), tokens]), alone)

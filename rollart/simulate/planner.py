@@ -28,7 +28,8 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A plan and what its simulation says; `how` tells what makes it special."""
+    """A plan and what its simulation says; `how` tells what makes it special. `step_s` is that of the steps between the
+    start, until all batches that may be under way are, and the end, when no more are begun."""
 
     plan: Plan
     price: float
@@ -37,7 +38,13 @@ class Tried:
 
     @property
     def step_s(self) -> float:
-        return self.result.step_s
+        times, around = self.result.step_times, self.plan.alpha + 1
+        times = times[around - 1 : len(times) - self.plan.alpha]
+        return (times[-1] - times[0]) / (len(times) - 1)
+
+    @property
+    def cost_per_step(self) -> float:
+        return self.price * self.step_s / 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +95,14 @@ def search(
     budget = own.price(classes) + around if budget is None else budget
     money = budget - around
     kinds = sorted(set(kinds or [each.device for each in own.engines]), key=lambda kind: -_keen(classes[kind]))
-    asked = _asked(scenario, steps)
+    asked = _asked(scenario)
     candidates = list(splits(asked, money, kinds, most))
     if not candidates:
         raise ConfigError(f"a budget of {budget:g} buys no trainer and engine of {', '.join(kinds)}; raise --budget")
     chosen = promising(asked, candidates, money, each)
     if own.price(classes) <= money + TINY and own not in chosen:
         chosen.insert(0, own)
-    with _simulations(asked, workers, tell) as run:
+    with _simulations(asked, steps, workers, tell) as run:
         tried, failed = run([("as given" if plan == own else "", plan) for plan in chosen])
         if not tried:
             raise RollartError(f"no plan could be simulated; the first said: {next(iter(failed.values()), '')}")
@@ -137,13 +144,17 @@ def combined(best: Tried, variants: Sequence[Tried]) -> Plan | None:
 _USES = ("alpha", "extra_members", "batch_groups", "group_size", "slots", "hand_over")
 
 
-def _asked(scenario: Scenario, steps: int) -> Scenario:
-    """Short, without a log, under the schedule that plans are about."""
-    training = scenario.training.model_copy(update={"steps": min(scenario.training.steps, steps)})
-    warm_up = min(scenario.simulate.warm_up, training.steps - 1)
-    section = scenario.simulate.model_copy(update={"log": "off", "warm_up": warm_up})
+def _asked(scenario: Scenario) -> Scenario:
+    """Without a log, under the schedule that plans are about."""
     asked = scenario if scenario.rollout.preset == "rollart" else scenario.with_preset("rollart")
-    return asked.model_copy(update={"training": training, "simulate": section})
+    return asked.model_copy(update={"simulate": scenario.simulate.model_copy(update={"log": "off"})})
+
+
+def _lasting(scenario: Scenario, steps: int, alpha: int) -> Scenario:
+    """So many steps that count, after those of the start and before those of the end."""
+    training = scenario.training.model_copy(update={"steps": 1 + alpha + steps + alpha})
+    section = scenario.simulate.model_copy(update={"warm_up": 1 + alpha})
+    return scenario.model_copy(update={"training": training, "simulate": section})
 
 
 def _keen(device: DeviceClass) -> float:
@@ -155,12 +166,13 @@ Runs = Callable[[list[tuple[str, Plan]]], tuple[list[Tried], dict[str, str]]]
 
 
 @contextmanager
-def _simulations(scenario: Scenario, workers: int | None, tell: Tell) -> Iterator[Runs]:
+def _simulations(scenario: Scenario, steps: int, workers: int | None, tell: Tell) -> Iterator[Runs]:
     """Simulates plans side by side. A plan that cannot be is left out, with the reason."""
     pool = ProcessPoolExecutor(workers or os.cpu_count(), mp_context=multiprocessing.get_context("spawn"))
 
     def run(plans: list[tuple[str, Plan]]) -> tuple[list[Tried], dict[str, str]]:
-        futures: list[Future[Result]] = [pool.submit(simulate, applied(plan, scenario)) for _, plan in plans]
+        lasting = [_lasting(applied(plan, scenario), steps, plan.alpha) for _, plan in plans]
+        futures: list[Future[Result]] = [pool.submit(simulate, each) for each in lasting]
         tried, failed = [], {}
         for (how, plan), future in zip(plans, futures, strict=True):
             try:
@@ -170,7 +182,7 @@ def _simulations(scenario: Scenario, workers: int | None, tell: Tell) -> Iterato
                 tell(f"{plan.split}: cannot be: {error}")
                 continue
             tried.append(Tried(plan, result.price_per_hour, result, how))
-            tell(f"{plan.split}{f' ({how})' if how else ''}: {result.step_s:.1f} s a step")
+            tell(f"{plan.split}{f' ({how})' if how else ''}: {tried[-1].step_s:.1f} s a step")
         return tried, failed
 
     try:

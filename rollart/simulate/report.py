@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -48,7 +49,7 @@ def report(results: Sequence[Result]) -> RenderableType:
     seeds = f"seed {first.seed}" if len(results) == 1 else f"{len(results)} seeds"
     head = f" ({first.preset}, alpha {first.alpha}, {seeds}): {first.counted} steps after the warm-up, simulated"
     parts: list[RenderableType] = [Text.assemble((first.name, "bold"), head), _numbers(results), Text()]
-    parts += [_heading("What a step is made of"), _shares(results, PARTS, lambda r: r.exposed), Text()]
+    parts += [_heading("What a step is made of"), _shares(results), Text()]
     parts += [_heading("Where the time of a trajectory goes, seconds"), _seconds(results), Text()]
     parts += [_heading("Devices"), _pools(results), Text(), _rest(results)]
     return Group(*parts)
@@ -78,36 +79,38 @@ def _numbers(results: Sequence[Result]) -> Table:
     return table
 
 
-def _shares(results: Sequence[Result], keys: Sequence[str], of: Callable[[Result], dict[str, float]]) -> Table:
-    table = _table(*keys)
-    table.add_row(*(f"{_mean(results, lambda r, key=key: of(r).get(key, 0.0)):.1%}" for key in keys))  # type: ignore[misc]
+def _shares(results: Sequence[Result]) -> Table:
+    table = _table(*PARTS)
+    table.add_row(*(f"{_mean(results, partial(_exposed, part)):.1%}" for part in PARTS))
     return table
+
+
+def _exposed(part: str, result: Result) -> float:
+    return result.exposed.get(part, 0.0)
 
 
 def _seconds(results: Sequence[Result]) -> Table:
     table = _table(*STAGES)
-    table.add_row(*(f"{_mean(results, lambda r, key=key: r.trajectory.get(key, 0.0)):.1f}" for key in STAGES))  # type: ignore[misc]
+    table.add_row(*(f"{_mean(results, partial(_stage, stage)):.1f}" for stage in STAGES))
     return table
+
+
+def _stage(stage: str, result: Result) -> float:
+    return result.trajectory.get(stage, 0.0)
 
 
 def _pools(results: Sequence[Result]) -> Table:
     table = _table("pool", "devices", "prefill", "decode", "weights", "idle, waiting for")
-    first = results[0]
-    table.add_row("training", "", "", f"{_mean(results, lambda r: r.trainer_use):.1%}", "", "")
-    for name, pool in first.pools.items():
+    for name, pool in results[0].pools.items():
         causes = sorted(pool.idle.items(), key=lambda item: -item[1])
-        table.add_row(
-            name,
-            f"{pool.devices} {pool.device}",
-            *(
-                f"{_mean(results, lambda r, k=k, n=name: getattr(r.pools[n], k)):.1%}"
-                for k in ("prefill", "decode", "weights")
-            ),  # type: ignore[misc]
-            ", ".join(f"{cause} {share:.0%}" for cause, share in causes if share >= 0.005),
-        )
-    table.add_row("environments", "", "", f"{_mean(results, lambda r: r.environments_use):.1%}", "", "")
-    table.add_row("rewards", "", "", f"{_mean(results, lambda r: r.reward_use):.1%}", "", "")
+        shares = (f"{_mean(results, partial(_use, name, kind)):.1%}" for kind in ("prefill", "decode", "weights"))
+        idle = ", ".join(f"{cause} {share:.0%}" for cause, share in causes if share >= 0.005)
+        table.add_row(name, f"{pool.devices} {pool.device}", *shares, idle)
     return table
+
+
+def _use(pool: str, kind: str, result: Result) -> float:
+    return float(getattr(result.pools[pool], kind))
 
 
 def _rest(results: Sequence[Result]) -> Text:
@@ -117,7 +120,13 @@ def _rest(results: Sequence[Result]) -> Text:
         f"{count} {name}" for name, count in first.outcomes.items() if name not in ("finished", "truncated")
     )
     groups = ", ".join(f"{count} {reason}" for reason, count in first.drops.items())
+    used = {
+        "trainer": _mean(results, lambda r: r.trainer_use),
+        "environments": _mean(results, lambda r: r.environments_use),
+        "rewards": _mean(results, lambda r: r.reward_use),
+    }
     lines = [
+        f"busy      {', '.join(f'{name} {share:.1%}' for name, share in used.items())}",
         f"trained   {ages or 'nothing'}",
         f"dropped   {drops or 'no trajectory'}; groups: {groups or 'none'}",
         f"price     {first.price_per_hour:.4g} an hour, in prices of an H20",

@@ -99,7 +99,7 @@ def result_of(
     cpu_s: float,
     events: int,
 ) -> Result:
-    got: Any = tally.counted if tally.step_times else tally.totals
+    got: Any = tally.counted
     steps, span, looks = max(1, got["steps"]), max(1e-9, got["t"] or seconds), max(1, got["looks"])
     scoring, price = scenario.simulate.scoring, price_per_hour(scenario, classes)
     ended, turns = max(1, got["ended"]), got["turns"]

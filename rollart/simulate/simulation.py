@@ -94,9 +94,7 @@ class Simulation:
             if log is not None:
                 log.close()
         loop, took = asyncio.get_running_loop(), time.process_time() - began
-        return result_of(
-            scenario, self._tally, self._classes, self._pools, now(), took, getattr(loop, "handled", 0)
-        )
+        return result_of(scenario, self._tally, self._classes, self._pools, now(), took, getattr(loop, "handled", 0))
 
     # What there is
 

@@ -46,7 +46,9 @@ class Tally:
 
     @property
     def counted(self) -> Totals:
-        """Totals of the steps that count; `t` is their time and `steps` their number."""
+        """Totals of the steps that count, or of all the time if no step ended; `t` is that time."""
+        if not self.step_times:
+            return self._mark()
         return Counter({key: self._after[key] - self._before[key] for key in self._after})
 
     def _mark(self) -> Totals:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rollart.weights.delta_cost import ANCHOR_EVERY
 from rollart.weights.manifest import ALIGN, BUCKET_BYTES, ITEM_BYTES, Manifest, Part, Publication, lay_out
-from rollart.weights.store import Store, Writing
+from rollart.weights.store import Shard, Store, Writing
 from rollart.weights.transports import Sender
 
 CHUNK = 256 << 10
@@ -52,7 +52,7 @@ class Publisher:
         self.store = store
         self._shard, self._shards, self._dtype = shard, shards, dtype
         self._bucket_bytes, self._senders = bucket_bytes, senders
-        self._last: Manifest | None = None
+        self._newest: Shard | None = None  # held, so that it is there for whoever comes
 
     def publish(
         self, version: int, id: str, shares: Iterable[Share], aliases: Mapping[str, str] | None = None
@@ -64,20 +64,25 @@ class Publisher:
         manifest = Manifest(
             version, id, self._shard, self._shards, size, self._bucket_bytes, pieces, {**(aliases or {}), **tied}
         )
-        if version % ANCHOR_EVERY and self._last is not None and self._last.same_layout(manifest):
-            manifest = msgspec.structs.replace(manifest, base=self._last.id)
+        before = self._newest
+        if version % ANCHOR_EVERY and before is not None and before.manifest.same_layout(manifest):
+            manifest = msgspec.structs.replace(manifest, base=before.manifest.id)
         with self.store.create(manifest) as writing:
             for sender in self._senders:
                 sender.start(manifest, writing.data)
             _write(writing, [share.values for share in unique], self._senders)
             for sender in self._senders:
                 sender.finish()
-        self._last = manifest
+        self._newest = self.store.open(version, id, self._shard)
+        if before is not None:
+            before.release()
         return manifest
 
     def close(self) -> None:
         for sender in self._senders:
             sender.close()
+        if self._newest is not None:
+            self._newest.release()
 
     def _part(self, share: Share) -> Part:
         own = str(share.values.dtype).removeprefix("torch.")
@@ -148,10 +153,12 @@ def _write(writing: Writing, values: Sequence[Tensor], senders: Sequence[Sender]
 
 
 def publish(root: Path, version: int, tensors: Mapping[str, Tensor], **options: Any) -> Publication:
-    """Whole tensors, by one publisher; `options` are those of Publisher."""
+    """Whole tensors, by a publisher that ends with it; `options` are those of Publisher."""
     id = new_id()
     shares = [Share(name, tuple(tensor.shape), tensor.detach()) for name, tensor in tensors.items()]
-    Publisher(Store(root), **options).publish(version, id, shares)
+    publisher = Publisher(Store(root), **options)
+    publisher.publish(version, id, shares)
+    publisher.close()
     return Publication(version, id, ((),))
 
 

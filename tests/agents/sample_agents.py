@@ -25,8 +25,8 @@ async def sub_agents(endpoint: Endpoint, episode: AgentEpisode) -> float:
     asked = [
         [*ASK, {"role": "assistant", "content": first}, {"role": "user", "content": f"part {n}"}] for n in range(3)
     ]
-    await asyncio.gather(*(asyncio.to_thread(chat, endpoint, each) for each in asked))
-    return 1.0
+    answers = await asyncio.gather(*(asyncio.to_thread(chat, endpoint, each) for each in asked))
+    return sum(answer < "a" for answer in answers) / 3
 
 
 def by_environment(endpoint: Endpoint, episode: AgentEpisode) -> float:

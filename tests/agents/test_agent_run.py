@@ -14,7 +14,7 @@ import pytest
 
 from rollart import run as controller
 from rollart import runfile
-from rollart.observe.events import AgentPlayed, read_events
+from rollart.observe.events import AgentPlayed, StepDone, read_events
 from rollart.observe.metrics import measure
 from rollart.rollout.ledger import Ledger
 from rollart.rollout.samples import samples
@@ -89,3 +89,15 @@ def test_a_trained_model_is_served_until_ctrl_c(trained: Path) -> None:
     finally:
         server.kill()
         server.wait(10)
+
+
+@pytest.mark.slow
+def test_conversations_that_fork_are_trained_segment_by_segment(tmp_path: Path) -> None:
+    run = runfile.load(EXAMPLE, [*SMALL, "training.steps=2", "tasks.digits.agent=sample_agents:sub_agents"])
+    asyncio.run(controller.train(run, tmp_path))
+    log = list(read_events(tmp_path / "events.jsonl"))
+    told = measure(log).task("digits").agent
+    assert told["segments"] == 3 * told["completions"] // 4
+    steps = [event for event in log if isinstance(event, StepDone)]
+    assert [step.values["skipped"] for step in steps] == [0.0, 0.0]
+    assert all(step.values["action_tokens"] > 0 for step in steps)

@@ -6,13 +6,21 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rollart import runfile
 from rollart.agents.command import CommandAgent
 from rollart.agents.drivers import driver_of
+from rollart.agents.pool import AgentPool
 from rollart.config import Task
-from rollart.errors import ConfigError
+from rollart.errors import ConfigError, EnvironmentFailed, RewardFailed, RollartError
+from rollart.gateway.client import Gateway
+from rollart.gateway.template import ChatTemplate
+from rollart.models import tiny
+from rollart.observe.events import AnyEvent
+from rollart.resources.local import LocalLauncher
+from rollart.types import Completion, GenerationRequest, Step
 from tests.gateway.gateways import KEY, Policy, Running, gateway, tiny_template
 
 sandboxed = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
@@ -107,6 +115,56 @@ def test_limits_and_folders_to_see_are_the_sandboxs(tmp_path: Path) -> None:
     output = found["info"]["output"]
     assert str(900 * 1024) in output and "note" in output and "Read-only file system" in output
     assert "root" not in output.split()
+
+
+class Unheard:
+    def emit(self, event: AnyEvent) -> None:
+        pass
+
+
+async def pooled(tmp_path: Path, agents: dict[str, Any]) -> dict[str, Step | RollartError]:
+    """An episode of each agent as in a run, in processes; the policy says `hello`."""
+    tiny.tokenizer(500).save_pretrained(tmp_path)
+    words = [*ChatTemplate(tmp_path).encode("hello"), tiny.SPECIAL.index(tiny.END)]
+    tasks = [Task.model_validate({"name": name, "agent": agent}) for name, agent in agents.items()]
+    launcher, found = LocalLauncher(), dict[str, Step | RollartError]()
+    gateway = Gateway(tmp_path, launcher, Unheard(), tmp_path)
+    pool = AgentPool(tasks, gateway, launcher, slots=1, deadline=60.0, log=tmp_path / "agents.log")
+
+    async def generate(request: GenerationRequest) -> Completion:
+        return Completion(words, [-1.0] * 6, [0] * 6, "stop", len(request.tokens))
+
+    try:
+        await asyncio.gather(gateway.start(), pool.start())
+        for task in tasks:
+            try:
+                async with pool.lease(task.name) as agent:
+                    found[task.name] = await agent.play(task.name, 7, False, generate, lambda captured: None)
+            except RollartError as error:
+                found[task.name] = error
+    finally:
+        await asyncio.gather(pool.close(), gateway.close())
+        await launcher.close()
+    return found
+
+
+@sandboxed
+@pytest.mark.slow
+def test_in_a_run_a_missing_reward_is_no_reward_and_a_late_program_is_gone_with_its_sandbox(tmp_path: Path) -> None:
+    ask = ASK.replace('episode["args"]["word"]', '"word"')
+    files = folder(tmp_path, ask)
+    (tmp_path / "files" / "rewarded.py").write_text(ask + 'open(os.environ["ROLLART_REWARD"], "w").write("0.5")')
+    agents = {
+        "rewarded": {"command": ["python3", "rewarded.py"], "files": files},
+        "silent": {"command": ["python3", "program.py"], "files": files},
+        "late": {"command": ["sleep", "98765"], "deadline": 2.0},
+        "broken": {"command": ["false"]},
+    }
+    found = asyncio.run(pooled(tmp_path / "model", agents))
+    assert isinstance(found["rewarded"], Step) and found["rewarded"].reward == 0.5
+    assert isinstance(found["silent"], RewardFailed)
+    assert isinstance(found["late"], EnvironmentFailed) and isinstance(found["broken"], EnvironmentFailed)
+    assert not [process for process in psutil.process_iter(["cmdline"]) if "98765" in (process.info["cmdline"] or [])]
 
 
 def problem(tmp_path: Path, agent: Any) -> str:

@@ -29,7 +29,9 @@ def train(folder: Path, more: list[str]) -> None:
     for name in FRAMEWORKS:
         told = shot.task(name).agent
         assert told["completions"] >= told["segments"] > 0
-        assert (told["forks"], told["undelivered"]) == (0, 0), name
+        assert told["undelivered"] == 0
+        # smolagents puts ``` after every answer: the history that it sends is not what was sampled.
+        assert (told["forks"] > 0) == (name == "smolagents")
 
 
 @there

@@ -215,6 +215,10 @@ def test_tokens_in_tokens_out(tiny: ChatTemplate) -> None:
         body = {"token_ids": [10, 11, 12], "sampling_params": {"max_tokens": 9, "logprobs": 1}}
         async with session.post("/inference/v1/generate", json=body, headers=bearer(KEY)) as response:
             choice = (await response.json())["choices"][0]
+        async with session.post(
+            "/inference/v1/generate", json={**body, "token_ids": [10**6]}, headers=bearer(KEY)
+        ) as no:
+            assert (no.status, (await no.json())["error"]["param"]) == (400, "token_ids")
         request, completion = running.policy.seen[0]
         assert (request.tokens, choice["token_ids"]) == ([10, 11, 12], completion.tokens)
         assert [piece["logprob"] for piece in choice["logprobs"]["content"]] == completion.logprobs

@@ -66,7 +66,8 @@ def test_the_workload_that_made_a_log_is_found_in_it(found: Calibration) -> None
     truth, work = _truth().workload("play"), found.scenario.workload("play")
 
     for key in ("turns", "prompt", "observation", "response", "reset", "step", "reward"):
-        assert mean_of(getattr(work, key)) == pytest.approx(mean_of(getattr(truth, key)), rel=0.1), key
+        few = 0.2 if key == "reset" else 0.1  # one in ten takes ten times as long as the others
+        assert mean_of(getattr(work, key)) == pytest.approx(mean_of(getattr(truth, key)), rel=few), key
     assert mean_of(work.delay) < 1e-6
 
 

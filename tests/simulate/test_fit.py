@@ -117,7 +117,7 @@ def test_slower_passes_beside_training_are_contention_and_not_pace() -> None:
     found = fit.engine(_engine_log(0.004, 0.0003, 0.5, trainings), trainings, chunk=4096)
 
     assert found.contention == pytest.approx(0.5, abs=0.1)
-    assert found.pace.fixed == pytest.approx(0.004, rel=0.1)
+    assert found.pace.fixed == pytest.approx(0.004, rel=0.2)
 
 
 def test_training_of_one_batch_size_counts_as_proportional_to_it() -> None:

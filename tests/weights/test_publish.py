@@ -89,3 +89,16 @@ def test_padding_is_the_same_whatever_the_pages_held_before(tmp_path: Path) -> N
 def test_buckets_must_be_whole_lines(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="multiple of 64"):
         Publisher(Store(tmp_path), bucket_bytes=100)
+
+
+def test_the_newest_version_stays_for_whoever_comes_until_there_is_a_newer_one(tmp_path: Path) -> None:
+    publisher, reader = Publisher(Store(tmp_path)), Weights(tmp_path)
+    for version in (1, 2):
+        publisher.publish(version, f"{version}", shares(tensors(version)))
+        reader.close()  # the last engine of a host that leaves removes what nobody holds
+    held = reader.fetch(Publication(2, "2", ((),)))
+    assert same(held.tensors, tensors(2))
+    held.release()
+    publisher.close()
+    reader.close()
+    assert not list(tmp_path.glob("*"))

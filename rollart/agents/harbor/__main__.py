@@ -9,9 +9,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rollart.agents import command
 from rollart.agents.harbor.task import HarborTask, folders, load
 from rollart.agents.harbor.trial import played
+from rollart.sandbox.archive import copied
 from rollart.sandbox.bubble import Limits, SandboxError
 from rollart.sandbox.shell import Sandbox
 
@@ -20,8 +20,8 @@ def solved(task: HarborTask, limits: Limits, key: str = "reward") -> dict[str, A
     """What the verifier says of the task's own solution."""
 
     def solve(sandbox: Sandbox) -> dict[str, Any]:
-        sandbox.unpack(command.packed(str(task.folder / "solution"), "solution"))
-        sandbox.run(f"{task.image.enter()}; bash /solution/solve.sh", task.agent_s)
+        sandbox.unpack(copied([(task.folder / "solution", "solution")]))
+        sandbox.run(f"{task.image.enter} && bash /solution/solve.sh", task.agent_s)
         return {}
 
     return played(task, limits, solve, key)

@@ -6,18 +6,16 @@ fails, and the task with it, unless RUN is skipped because they are here already
 
 from __future__ import annotations
 
-import io
 import json
 import posixpath
 import re
 import shlex
-import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollart.sandbox.archive import OWNER
-from rollart.sandbox.bubble import Extras
+from rollart.sandbox.archive import copied
+from rollart.sandbox.bubble import VARIABLES, Extras
 from rollart.sandbox.shell import Sandbox
 
 WORKDIR = "/app"
@@ -31,11 +29,11 @@ BUILD_S = 600.0
 
 @dataclass(frozen=True)
 class Step:
-    """Files to put at places in the sandbox, or a command to run, in `workdir`."""
+    """Files to put at places in the sandbox, or a command to run, after `enter`."""
 
-    workdir: str
     copies: tuple[tuple[Path, str], ...] = ()
     command: str = ""
+    enter: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,51 +53,53 @@ class Image:
         folders = " ".join(shlex.quote(folder) for _, folder in self.extras.links)
         sandbox.run(f"mkdir -p {folders}")
         for step in self.steps:
-            if step.copies and not sandbox.unpack(_packed(step.copies)):
+            if step.copies and not sandbox.unpack(copied((path, place[1:]) for path, place in step.copies)):
                 raise ValueError("the files of its Dockerfile do not fit into the sandbox; raise `limits: {disk: MB}`")
             if step.command:
                 self._run(sandbox, step)
-        sandbox.run(f"mkdir -p {shlex.quote(self.workdir)}")
+        sandbox.run(self.enter)
 
     def _run(self, sandbox: Sandbox, step: Step) -> None:
-        place = shlex.quote(step.workdir)
-        result = sandbox.run(f"mkdir -p {place} && cd {place} && {{ {step.command}\n}}", BUILD_S)
+        result = sandbox.run(f"{step.enter} && {{ {step.command}\n}}", BUILD_S)
         if result.exit_code != 0:
             raise ValueError(
                 f"`RUN {step.command[:100]}` of its Dockerfile fails in a sandbox, where there is no network and no "
                 f"root; if this machine has what it installs, give `skip_run: true`. It wrote: {result.output[-300:]}"
             )
 
+    @property
     def enter(self) -> str:
         """What a shell does first."""
-        exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in self.variables.items())
-        return f"{exports}cd {shlex.quote(self.workdir)}"
+        return _enter(self.workdir, self.variables)
 
 
 def image_of(folder: Path, skip_run: bool = False, texts: Sequence[str] = ()) -> Image:
     """With every folder of the root that the Dockerfile or `texts` name. Raises ValueError for what a sandbox cannot be
     made to have."""
     file = folder / "Dockerfile"
-    workdir, variables = "/", dict[str, str]()
+    workdir, variables = WORKDIR, dict[str, str]()
     steps: list[Step] = []
     text = file.read_text() if file.is_file() else ""
     for word, rest in _instructions(text):
-        rest = rest if word == "RUN" else _expanded(rest, variables)
+        rest = rest if word == "RUN" else _expanded(rest, {**VARIABLES, **variables})
         if word == "WORKDIR":
             workdir = _place(posixpath.join(workdir, rest.strip()), file)
         elif word in ("ENV", "ARG"):
             variables |= _variables(rest)
         elif word in ("COPY", "ADD"):
-            steps.append(Step(workdir, _copies(rest, folder, workdir, file)))
+            steps.append(Step(_copies(rest, folder, workdir, file)))
         elif word == "RUN" and not skip_run:
-            exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in variables.items())
-            steps.append(Step(workdir if workdir != "/" else WORKDIR, command=exports + _command(rest)))
+            steps.append(Step(command=_command(rest), enter=_enter(workdir, variables)))
         elif word not in IDLE and word != "RUN":
             raise ValueError(f"{file} has {word}, which the sandbox does not know")
     named = {found[0] for each in (text, *texts) for found in ROOT.finditer(each)}
-    return Image(
-        WORKDIR if workdir == "/" else workdir, variables, tuple(steps), tuple(sorted({*CONVENTION, *named} - SYSTEM))
-    )
+    return Image(workdir, variables, tuple(steps), tuple(sorted({*CONVENTION, *named} - SYSTEM)))
+
+
+def _enter(workdir: str, variables: dict[str, str]) -> str:
+    place = shlex.quote(workdir)
+    exports = "".join(f" && export {name}={shlex.quote(value)}" for name, value in variables.items())
+    return f"mkdir -p {place} && cd {place}{exports}"
 
 
 def _expanded(text: str, variables: dict[str, str]) -> str:
@@ -145,24 +145,12 @@ def _copies(rest: str, context: Path, workdir: str, file: Path) -> tuple[tuple[P
         for path in found:
             into = target.endswith("/") or target == "." or len(sources) + len(found) > 2
             name = posixpath.join(target, path.name) if into and path.is_file() else target
-            copies.append((path, _place(posixpath.join(workdir if workdir != "/" else WORKDIR, name), file)))
+            copies.append((path, _place(posixpath.join(workdir, name), file)))
     return tuple(copies)
 
 
 def _place(path: str, file: Path) -> str:
     path = posixpath.normpath(path)
-    if path != "/" and "/" + path.split("/")[1] in SYSTEM:
+    if "/" + path.split("/")[1] in SYSTEM:
         raise ValueError(f"{file} writes to {path}, which is read-only in the sandbox")
     return path
-
-
-def _packed(copies: tuple[tuple[Path, str], ...]) -> bytes:
-    def theirs(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-        entry.uid = entry.gid = OWNER
-        return entry
-
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w") as tar:
-        for path, place in copies:
-            tar.add(path, place.lstrip("/"), filter=theirs)
-    return made.getvalue()

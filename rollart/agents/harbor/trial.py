@@ -21,12 +21,14 @@ from rollart.agents.endpoint import AgentEpisode, Endpoint
 from rollart.agents.harbor.task import HarborTask, folders, load
 from rollart.agents.split import choose
 from rollart.envs.terminal.environment import RULES, observation, parse
+from rollart.sandbox.archive import copied
 from rollart.sandbox.bubble import Limits
 from rollart.sandbox.shell import Sandbox, WorkTooBig
 from rollart.sandbox.verdict import verdict
 
 AGENT, LOGS = "/agent", "/logs/verifier"
 OUTPUT = 8000
+CLEAR = "{ chmod -R u+rwx tests logs solution; rm -rf tests logs solution && mkdir -p logs/verifier; } 2>/dev/null"
 REFUSED = 400  # by the gateway: the episode has had its tokens or its calls
 Play = Callable[[Sandbox], dict[str, Any]]
 
@@ -41,19 +43,8 @@ def trial(endpoint: Endpoint, episode: AgentEpisode) -> dict[str, Any]:
     chosen = found[choose([path.name for path in found], episode.seed, episode.held_out)]
     task = load(chosen, args.pop("skip_run", False))
     limits, key = Limits(**args.pop("limits", {})), args.pop("reward", "reward")
-    program, files = args.pop("agent", None), args.pop("files", None)
-
-    def play(sandbox: Sandbox) -> dict[str, Any]:
-        if program is not None:
-            if files and not sandbox.unpack(command.packed(files, AGENT[1:])):
-                raise ValueError(
-                    f"the agent's files, {files}, do not fit into the sandbox; raise `limits: {{disk: MB}}`"
-                )
-            variables = {**task.image.variables, "HARBOR_INSTRUCTION": task.instruction}
-            return command.run(sandbox, program, endpoint, variables, task.agent_s, task.image.workdir)
-        return converse(endpoint, task, sandbox, **args)
-
-    result = played(task, limits, play, key)
+    way = employ if "agent" in args else converse
+    result = played(task, limits, lambda sandbox: way(endpoint, task, sandbox, **args), key)
     return dict(result, info={"harbor_task": task.name, **result["info"]})
 
 
@@ -62,7 +53,6 @@ def played(task: HarborTask, limits: Limits, play: Play, key: str = "reward") ->
     try:
         with Sandbox(limits=limits, output=OUTPUT, extras=task.image.extras) as sandbox:
             task.image.build(sandbox)
-            sandbox.run(task.image.enter())
             info = play(sandbox)
             work = sandbox.pack()
     except WorkTooBig as error:
@@ -75,16 +65,29 @@ def verified(task: HarborTask, limits: Limits, work: bytes, key: str) -> dict[st
     with Sandbox(limits=limits, output=OUTPUT, extras=task.image.extras) as sandbox:
         if not sandbox.unpack(work):
             return {"reward": None, "info": {"no_reward": "the agent's files do not fit into the verifier's sandbox"}}
-        sandbox.run("cd /task && chmod -R u+w tests logs; rm -rf tests logs solution && mkdir -p logs/verifier")
-        if not sandbox.unpack(command.packed(str(task.folder / "tests"), "tests")):
-            return {"reward": None, "info": {"no_reward": "the tests do not fit into the verifier's sandbox"}}
+        cleared = sandbox.run(CLEAR).exit_code == 0
+        if not cleared or not sandbox.unpack(copied([(task.folder / "tests", "tests")])):
+            return {"reward": None, "info": {"no_reward": "the tests could not be put into the verifier's sandbox"}}
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in task.variables.items())
-        result = sandbox.run(f"{task.image.enter()}; {variables} bash /tests/test.sh", task.verifier_s)
+        result = sandbox.run(f"{task.image.enter} && {variables} bash /tests/test.sh", task.verifier_s)
         found = verdict(sandbox, f"{LOGS}/reward.json", f"{LOGS}/reward.txt", key=key)
     if found["reward"] is None:
         print(f"{task.name}: {found['info']['no_reward']}; the verifier wrote: {result.output}", flush=True)
         return found
     return dict(found, success=found["reward"] >= 1)
+
+
+def employ(
+    endpoint: Endpoint, task: HarborTask, sandbox: Sandbox, agent: list[str], files: str | None = None
+) -> dict[str, Any]:
+    """A program, in the sandbox. One that is killed, for its time or the limits, is verified all the same."""
+    if files and not sandbox.unpack(copied([(Path(files), AGENT[1:])])):
+        raise ValueError(f"the agent's files, {files}, do not fit into the sandbox; raise `limits: {{disk: MB}}`")
+    variables = {**task.image.variables, "HARBOR_INSTRUCTION": task.instruction}
+    result = command.run(sandbox, agent, endpoint, variables, task.agent_s, task.image.workdir)
+    if result.exit_code:
+        raise RuntimeError(command.failure(agent, result))
+    return {"output": result.output, **({"killed": result.note} if result.note else {})}
 
 
 def converse(
@@ -98,9 +101,9 @@ def converse(
         try:
             said = chat(endpoint, messages)
         except HTTPError as error:
-            if error.code != REFUSED or turn == 0:
-                raise
-            return {"turns": turn}
+            if error.code == REFUSED and turn > 0:
+                return {"turns": turn}
+            raise RuntimeError(f"the policy could not be asked: {error.read().decode(errors='replace')}") from error
         action = parse(said)
         if not action or time.monotonic() > end:
             return {"turns": turn + 1}

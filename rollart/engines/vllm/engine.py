@@ -176,8 +176,8 @@ class VllmEngine:
             await self._api.workers("rollart_prepare", **where.arguments())
         except EngineFailed as error:
             raise EngineFailed(
-                f"version {version} was not loaded: vLLM's workers could not take it from {where.files[0]}; they need "
-                f"to see that folder, and `--worker-extension-cls` of rollart: {error}"
+                f"version {version} was not loaded: vLLM's workers, which need our extension and to see its folder, "
+                f"could not take it from {where.files[0]}: {error}"
             ) from error
 
     async def _swap(self, version: int) -> float:

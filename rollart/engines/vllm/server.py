@@ -37,10 +37,10 @@ _NOISE = ("See stack trace", "See root cause", "Engine core initialization faile
 class Server:
     """Made by `started`."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, output: int) -> None:
         self._process = process
         self._said: collections.deque[str] = collections.deque(maxlen=_TOLD)
-        self._copying = asyncio.create_task(self._copy())
+        self._copying = asyncio.create_task(self._copy(output))
 
     async def ended(self) -> str:
         """Why, once it has."""
@@ -51,9 +51,14 @@ class Server:
         why = causes[-1] if causes else " / ".join(list(self._said)[-3:])
         return f"the vLLM server ended with {describe(code)}" + (f": {why}" if why else "")
 
-    async def _copy(self) -> None:
-        assert self._process.stdout is not None
-        while line := await _line(self._process.stdout):
+    async def _copy(self, output: int) -> None:
+        stream = asyncio.StreamReader()
+        with os.fdopen(output, "rb") as pipe:
+            await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
+            await self._tell(stream)
+
+    async def _tell(self, stream: asyncio.StreamReader) -> None:
+        while line := await _line(stream):
             sys.stderr.buffer.write(line)
             sys.stderr.buffer.flush()
             self._said.append(line.decode(errors="replace").strip())
@@ -80,26 +85,34 @@ async def started(spec: Mapping[str, Any]) -> AsyncIterator[tuple[Server, str]]:
     settings = Vllm.model_validate(spec["vllm"])
     with tempfile.TemporaryDirectory(prefix="rollart-vllm-") as folder:
         socket = Path(folder) / "socket"
-        argv = command.argv(spec, socket)
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *argv,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                env=command.inherited() | command.environment(spec),
-                cwd=folder,
-                process_group=0,
-                preexec_fn=_end_with_parent,
-            )
-        except OSError as error:
-            raise ServiceError(f"vLLM cannot be started: {argv[0]} cannot be run: {error.strerror}; {HOW}") from error
-        server = Server(process)
+        server = await spawned(command.argv(spec, socket), command.inherited() | command.environment(spec), folder)
         try:
             await _answers(server, f"{UNIX}{socket}", settings.start_deadline)
             yield server, f"{UNIX}{socket}"
         finally:
             await server.stop()
+
+
+async def spawned(argv: list[str], environment: Mapping[str, str], folder: str) -> Server:
+    # A pipe of our own: of one that asyncio makes, the server's children would hold up the news of the server's end.
+    ours, theirs = os.pipe()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=theirs,
+            stderr=theirs,
+            env=environment,
+            cwd=folder,
+            process_group=0,
+            preexec_fn=_end_with_parent,
+        )
+    except OSError as error:
+        os.close(ours)
+        raise ServiceError(f"vLLM cannot be started: {argv[0]} cannot be run: {error.strerror}; {HOW}") from error
+    finally:
+        os.close(theirs)
+    return Server(process, ours)
 
 
 async def _answers(server: Server, url: str, deadline: float) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 from ray.serve.config import HTTPOptions
 from starlette.requests import Request
 from starlette.responses import Response
@@ -39,6 +39,7 @@ IDLE_S = 15.0  # until the last replica ends; the others end sooner
 ONGOING = 4  # calls that one replica has under way before there is another
 SPACE = "rollart-rewards"  # of the names of marks and wardens
 LOOK_S = 5.0
+STARTS = 3
 
 
 class ServeTransport:
@@ -155,7 +156,7 @@ def deploy(app: dict[str, Any]) -> tuple[str, bool]:
         with socket.socket() as free:
             free.bind((host, 0))
             port = free.getsockname()[1]
-        serve.start(http_options=HTTPOptions(host=host, port=port))
+        _start_serve(HTTPOptions(host=host, port=port))
     from ray.serve.context import _get_global_client
 
     options = _get_global_client().http_config
@@ -178,6 +179,17 @@ def deploy(app: dict[str, Any]) -> tuple[str, bool]:
     serve.run(bound, name=app["name"], route_prefix=f"/{app['name']}")
     reachable = host if options.host in ("0.0.0.0", "::", None) else options.host
     return f"http://{reachable}:{options.port}/{app['name']}", first
+
+
+def _start_serve(options: HTTPOptions) -> None:
+    """Serve kills a proxy that takes long to come up on a busy node, and starts another: so do not give up at once."""
+    for left in reversed(range(STARTS)):
+        try:
+            serve.start(http_options=options)
+            return
+        except RayActorError:
+            if not left:
+                raise
 
 
 def remove(name: str, first: bool) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rollart import runfile
+from rollart import asking, runfile
 from rollart.cli import app
 from rollart.envs import families
 from rollart.envs.families import install
@@ -57,13 +57,11 @@ def test_every_version_of_the_catalogue_is_exact() -> None:
 def test_adapters_import_nothing_but_their_package_and_the_standard_library() -> None:
     folder = Path(families.__file__).parent.parent / "adapters"
     packages = {"gymnasium", "numpy", "reasoning_gym", "textarena", "gem", "textworld", "alfworld", "bfcl_eval", "mcp"}
-    for path in folder.glob("*.py"):
+    ours = ("rollart.envs.adapters", "rollart.asking")
+    for path in (*folder.glob("*.py"), Path(asking.__file__)):
         for module in re.findall(r"^(?:from|import) ([\w.]+)", path.read_text(), re.MULTILINE):
             top = module.partition(".")[0]
-            assert top in packages | sys.stdlib_module_names or module.startswith("rollart.envs.adapters"), (
-                path,
-                module,
-            )
+            assert top in packages | sys.stdlib_module_names or module.startswith(ours), (path, module)
 
 
 def test_a_missing_family_is_told_with_the_command_that_makes_it(tmp_path: Path) -> None:

@@ -1,0 +1,69 @@
+import asyncio
+
+import pytest
+
+from rollart.resources.devices import CATALOGUE
+from rollart.resources.roofline import ModelShape, Roofline
+from rollart.rollout.seeds import seed_of
+from rollart.simulate import clock
+from rollart.simulate.contention import Contention
+from rollart.simulate.cost import Pace, PassCost
+from rollart.simulate.engine import FluidEngine
+from rollart.simulate.environments import ModelledRenderer
+from rollart.simulate.weights import Weights
+from rollart.types import GenerationRequest, Message, Sampling
+
+_PASS_S, _TOKENS = 0.01, 101
+
+
+def _engine() -> FluidEngine:
+    shape = ModelShape(dense=1000, layers=1, heads=1, kv_heads=1, head_dim=8)
+    cost = PassCost(Roofline(CATALOGUE["cpu"], shape), Pace(_PASS_S, 0.0))
+    weights = Weights(1000, "store", 1e9, 1e9)
+    return FluidEngine(
+        "e-0", cost, weights, lambda request: (_TOKENS, "stop"), max_batch=8, chunk=512, kv_tokens=100_000
+    )
+
+
+async def _answered(engine: FluidEngine) -> float:
+    """When a request that begins now has its answer: about a second of passes later if nobody disturbs."""
+    tokens = ModelledRenderer().open([Message("user", f"10 {seed_of('x')}")])
+    await engine.generate(GenerationRequest("r", "s", "t", 0, tokens, Sampling(max_tokens=200)))
+    return asyncio.get_running_loop().time()
+
+
+def test_an_engine_is_slower_only_while_training_goes_on() -> None:
+    async def main() -> tuple[float, float]:
+        engine = _engine()
+        answer = asyncio.create_task(_answered(engine))
+        await asyncio.sleep(0.2)
+        await Contention(1.0, [engine]).train(0.2)
+        trained = asyncio.get_running_loop().time()
+        return trained, await answer
+
+    trained, answered = clock.run(main())
+
+    # Training works at half its speed, for the engine is busy all along: 0.4 s, in which the engine loses 0.2 s.
+    assert trained == pytest.approx(0.6, abs=0.01)
+    assert answered == pytest.approx(_TOKENS * _PASS_S + 0.2, abs=0.02)
+
+
+def test_training_beside_an_idle_engine_takes_its_own_time() -> None:
+    async def main() -> float:
+        await Contention(1.0, [_engine()]).train(3.0)
+        return asyncio.get_running_loop().time()
+
+    assert clock.run(main()) == pytest.approx(3.0)
+
+
+def test_without_contention_both_take_their_own_time() -> None:
+    async def main() -> tuple[float, float]:
+        engine = _engine()
+        answer = asyncio.create_task(_answered(engine))
+        await Contention(0.0, [engine]).train(0.5)
+        return asyncio.get_running_loop().time(), await answer
+
+    trained, answered = clock.run(main())
+
+    assert trained == pytest.approx(0.5)
+    assert answered == pytest.approx(_TOKENS * _PASS_S, abs=0.01)

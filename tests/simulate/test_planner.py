@@ -1,0 +1,139 @@
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollart.errors import ConfigError
+from rollart.resources.devices import CATALOGUE
+from rollart.simulate import plots
+from rollart.simulate.estimate import estimate, means_of
+from rollart.simulate.planner import Search, Tried, combined, pareto, promising, search
+from rollart.simulate.plans import plan_of, splits
+from rollart.simulate.reasons import differences, explanation, reason
+from rollart.simulate.result import Result
+from rollart.simulate.scenario import Scenario
+
+
+def _scenario(**more: Any) -> Scenario:
+    """Long answers, little training: a plan that trains on most of its devices wastes them."""
+    return Scenario.model_validate(
+        {
+            "model": {"name": "qwen3-8b"},
+            "pools": {
+                "trainer": {"role": "train", "device": "H800", "count": 16},
+                "fast": {"role": "generate", "device": "H800", "count": 2},
+            },
+            "tasks": [{"name": "maths", "max_context": 16384, "sampling": {"max_tokens": 8192}}],
+            "rollout": {"trajectory_deadline": 36000},
+            "environments": {"slots": 256},
+            "training": {"batch_groups": 8, "group_size": 8},
+            "simulate": {"workloads": {"maths": {"prompt": 300, "response": {"uniform": [1000, 6000]}}}},
+            **more,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def found() -> Search:
+    return search(_scenario(), kinds=["H800", "H20"], steps=2, each=1, workers=2)
+
+
+def test_the_plan_found_is_within_budget_and_faster_than_the_one_given(found: Search) -> None:
+    assert found.given is not None
+    assert found.budget == pytest.approx(found.given.price)
+    assert all(each.price <= found.budget + 1e-9 for each in found.tried)
+    assert found.fastest.step_s < found.given.step_s
+
+
+def test_a_plan_is_explained_by_what_differs_and_what_limits_it(found: Search) -> None:
+    text = explanation(found)
+
+    assert "fewer for training" in reason(found.fastest, found.given)
+    assert "The plan as given" in text
+    assert "sets the pace" in text
+
+
+def test_the_picture_is_drawn(found: Search, tmp_path: Path) -> None:
+    plots.plans(found, tmp_path / "plan.png")
+
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def _tried(price: float, step_s: float) -> Tried:
+    result = object.__new__(Result)
+    object.__setattr__(result, "step_times", tuple(n * step_s for n in range(12)))
+    return Tried(plan_of(_scenario()), price, result, "")
+
+
+@given(st.lists(st.tuples(st.floats(1, 100), st.floats(1, 100)), min_size=1, max_size=40))
+def test_the_front_is_what_none_beats_and_beats_all_the_rest(points: list[tuple[float, float]]) -> None:
+    every = [_tried(*point) for point in points]
+    front = pareto(every)
+
+    for ours in front:
+        assert not any(
+            other.price <= ours.price
+            and other.step_s <= ours.step_s
+            and (other.price, other.step_s) != (ours.price, ours.step_s)
+            for other in every
+        )
+    for other in every:
+        assert any(ours.price <= other.price and ours.step_s <= other.step_s for ours in front)
+    assert [each.price for each in front] == sorted(each.price for each in front)
+
+
+def test_only_what_helped_is_put_together() -> None:
+    best = _tried(100, 10)
+    variants = [
+        replace(_tried(100, 8), plan=replace(best.plan, alpha=2)),
+        replace(_tried(100, 7), plan=replace(best.plan, alpha=3)),
+        replace(_tried(100, 9), plan=replace(best.plan, extra_members=1)),
+        replace(_tried(100, 11), plan=replace(best.plan, slots=1)),
+    ]
+
+    assert combined(best, variants) == replace(best.plan, alpha=3, extra_members=1)
+    assert combined(best, variants[3:]) is None
+
+
+def test_the_roofline_sees_which_side_of_a_split_is_too_small() -> None:
+    scenario, own = _scenario(), plan_of(_scenario())
+    means = means_of(scenario)
+    more = replace(own, engines=(replace(own.engines[0], count=16),))
+
+    assert estimate(own, scenario, means).generate > estimate(own, scenario, means).train
+    assert estimate(more, scenario, means).generate < estimate(own, scenario, means).generate / 1.5
+    assert estimate(more, scenario, means).train == estimate(own, scenario, means).train
+
+
+def test_promising_plans_come_from_every_level_of_spending() -> None:
+    scenario = _scenario()
+    plans = promising(scenario, list(splits(scenario, 100.0, ["H800"])), 100.0, each=1)
+
+    assert len(plans) == 4
+    assert min(plan.price(CATALOGUE) for plan in plans) <= 50 < 85 < max(plan.price(CATALOGUE) for plan in plans)
+
+
+def test_differences_name_each_thing_that_changed() -> None:
+    own = plan_of(_scenario())
+    other = replace(own, trainers=8, alpha=2, slots=128, batch_groups=4, group_size=16)
+
+    assert differences(other, own) == [
+        "8 H800 fewer for training",
+        "alpha 2, so trained data is up to 2 versions old",
+        "4 groups of 16",
+        "128 slots a task",
+    ]
+    assert differences(own, own) == []
+
+
+def test_a_budget_that_buys_nothing_is_told() -> None:
+    with pytest.raises(ConfigError, match="raise --budget"):
+        search(_scenario(), 3.0)
+
+
+def test_an_unknown_device_class_is_told() -> None:
+    with pytest.raises(ConfigError, match="no device class 'H9'"):
+        search(_scenario(), kinds=["H9"])
