@@ -6,6 +6,7 @@ the model saw and said is what was sampled. Runs with the Python of the family: 
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,14 @@ from rollart.agents.endpoint import AgentEpisode, Endpoint
 from rollart.agents.split import choose
 
 MOST = 1000
+# What an episode would import while it runs: the host does it once, and every episode is forked with it.
+EARLY = (
+    *("verifiers.v1.harnesses.null", "verifiers.v1.harnesses.bash", "renderers.client", "renderers.default"),
+    *("transformers.models.auto.tokenization_auto", "openai.resources", "anyio._backends._asyncio", "httpcore"),
+    *("mcp.server", "renderers.gpt_oss"),
+)
+for _name in EARLY:
+    importlib.import_module(_name)
 
 
 async def play(endpoint: Endpoint, episode: AgentEpisode) -> dict[str, Any]:

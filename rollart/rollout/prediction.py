@@ -11,7 +11,7 @@ from rollart.resources.roofline import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY, Ro
 class Predictor:
     """Seconds of forward passes, without an object for each question."""
 
-    __slots__ = ("_attend", "_fixed", "_kv", "_link", "_memory", "_shape", "_token")
+    __slots__ = ("_attend", "_fixed", "_kv", "_link", "_memory", "_read", "_shape", "_token")
 
     def __init__(self, roofline: Roofline) -> None:
         shape, device = roofline.shape, roofline.device
@@ -22,6 +22,7 @@ class Predictor:
         self._kv = shape.kv_bytes * self._memory
         self._link = roofline.transfer_seconds(1)
         self._shape = shape
+        self._read: dict[int, float] = {}
         self._fixed = None if shape.experts else shape.weight_bytes(1) * self._memory
 
     def prefill(self, new: int, cached: int) -> float:
@@ -46,7 +47,11 @@ class Predictor:
         return tokens * self._link
 
     def _weights(self, tokens: int) -> float:
-        return self._shape.weight_bytes(tokens) * self._memory if self._fixed is None else self._fixed
+        if self._fixed is not None:
+            return self._fixed
+        if (read := self._read.get(tokens)) is None:
+            read = self._read[tokens] = self._shape.weight_bytes(tokens) * self._memory
+        return read
 
 
 @dataclass(slots=True)

@@ -24,11 +24,12 @@ class Pace:
 class PassCost:
     """Of one engine: `roofline.devices` devices share the model's layers, or a measured `pace`."""
 
-    __slots__ = ("_attend", "_bytes_s", "_kv", "_overhead", "_reduce", "_shape", "_token", "kv_bytes", "link")
+    __slots__ = ("_attend", "_bytes_s", "_kv", "_overhead", "_read", "_reduce", "_shape", "_token", "kv_bytes", "link")
 
     def __init__(self, roofline: Roofline, pace: Pace | None = None) -> None:
         shape, device, count = roofline.shape, roofline.device, roofline.devices
         self._shape, self.kv_bytes = shape, shape.kv_bytes
+        self._read: dict[int, float] = {}
         self.link = roofline.transfer_seconds(1)
         if pace is not None:
             self._overhead, self._token, self._attend, self._kv = pace.fixed, pace.token, 0.0, pace.context
@@ -64,7 +65,9 @@ class PassCost:
         return around + (computed + read if self._bytes_s == 0.0 else max(computed, read))
 
     def _weights(self, tokens: int) -> float:
-        return self._shape.weight_bytes(tokens) * self._bytes_s if self._bytes_s else 0.0
+        if (read := self._read.get(tokens)) is None:
+            read = self._read[tokens] = self._shape.weight_bytes(tokens) * self._bytes_s
+        return read
 
 
 def seconds_of(steps: float, fixed: float, slope: float, batch: int, context: float) -> float:
@@ -75,6 +78,4 @@ def seconds_of(steps: float, fixed: float, slope: float, batch: int, context: fl
 def steps_in(seconds: float, fixed: float, slope: float, batch: int, context: float) -> float:
     """The inverse of `seconds_of`."""
     a, b = slope * batch / 2, fixed + slope * (context - batch / 2)
-    if a < 1e-18:
-        return seconds / b
-    return (math.sqrt(b * b + 4 * a * seconds) - b) / (2 * a)
+    return 2 * seconds / (b + math.sqrt(b * b + 4 * a * seconds))  # the root in a form that does not cancel

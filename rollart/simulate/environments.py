@@ -68,13 +68,16 @@ class ModelledEnvironment:
 
     async def step(self, action: str) -> Step:
         pool, task, luck = self.pool, self.task, self.luck
-        seconds = max(0.0, task.step(luck.random())) + max(0.0, task.delay(luck.random()))
+        seconds = max(0.0, task.step(luck.random()))
+        if task.workload.delay:
+            seconds += max(0.0, task.delay(luck.random()))
         pool.stepping += 1
         try:
             await asyncio.sleep(min(seconds, pool.config.step_deadline))
         finally:
             pool.stepping -= 1
-        if seconds > pool.config.step_deadline or luck.random() < task.workload.step_failures:
+        failures = task.workload.step_failures
+        if seconds > pool.config.step_deadline or (failures and luck.random() < failures):
             raise EnvironmentFailed("the modelled environment failed in a step")
         self.left -= 1
         if self.left <= 0:

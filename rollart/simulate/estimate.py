@@ -9,6 +9,7 @@ from rollart.simulate.cost import Pace, PassCost
 from rollart.simulate.plans import Engines, Plan
 from rollart.simulate.scenario import Scenario, Workload
 from rollart.simulate.spread import mean_of
+from rollart.simulate.weights import Weights
 
 _BATCH = 256
 
@@ -30,8 +31,8 @@ class Means:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds a step: the largest of what training takes, what engines take for a batch, and what a trajectory takes,
-    of which `alpha + 1` batches are under way."""
+    """Seconds a step: the largest of what training takes, what engines take for a batch, and what it takes to play a
+    trajectory, to train it and to bring the weights back to the engines; `alpha + 1` batches do that at once."""
 
     train: float
     generate: float
@@ -70,8 +71,17 @@ def estimate(plan: Plan, scenario: Scenario, means: Means) -> Estimate:
         prefill = cost.mixed(round(means.prefilled), attended, means.context, means.turns, 0, 0.0)
         rate += each.count / (prefill + means.answered * a_pass / batch)
         slowest = max(slowest, means.answered * a_pass + prefill)
-    latency = (means.waiting + slowest) / (plan.alpha + 1)
-    return Estimate(_train(plan, scenario, means, trajectories), trajectories / rate, latency)
+    train = _train(plan, scenario, means, trajectories)
+    latency = (means.waiting + slowest + train + transfer_seconds(scenario)) / (plan.alpha + 1)
+    return Estimate(train, trajectories / rate, latency)
+
+
+def transfer_seconds(scenario: Scenario) -> float:
+    """From the end of a training step until engines have its weights."""
+    shape, asked, links = scenario.shape, scenario.simulate.weights, scenario.links
+    size = shape.parameters * shape.number_bytes
+    weights = Weights(size, asked.way, links[asked.push] * 1e9, links[asked.pull] * 1e9)
+    return weights.push_s + weights.pull_s
 
 
 def _cost(engines: Engines, scenario: Scenario) -> tuple[PassCost, float]:

@@ -152,8 +152,12 @@ def engine(generations: Sequence[Generation], trainings: Sequence[Training], chu
     columns, seconds, beside = _design(generations, trainings, chunk)
     if not len(seconds):
         return EngineFit(EnginePace(fixed=0.0, token=0.0), 0.0, [], [])
+    weights = 1.0 / np.sqrt(seconds)  # what disturbs a generation adds up with its length
     contentions = [n * 0.05 for n in range(41)] if beside.std() > 0.05 else [0.0]
-    fits = [(contention, *_paced(columns / _speed(contention, beside)[:, None], seconds)) for contention in contentions]
+    fits = [
+        (contention, *_paced(columns * (weights / _speed(contention, beside))[:, None], seconds * weights))
+        for contention in contentions
+    ]
     contention, parts, _ = min(fits, key=lambda each: each[2])
     expected = (columns / _speed(contention, beside)[:, None]) @ parts
     scale = seconds.sum() / expected.sum() if expected.sum() > 0 else 1.0

@@ -85,9 +85,10 @@ def measured(folder: Path) -> Measured:
 
 @dataclass(slots=True)
 class _Open:
-    """A trajectory under way: its context so far and the engine's part of its turns."""
+    """A trajectory under way: when it began, when its last reset or turn ended, its context and turns so far."""
 
     began: float
+    last: float
     group: str
     context: int = 0
     reset: bool = False
@@ -109,9 +110,9 @@ class _Reader:
             case ev.TurnDone():
                 self._turn(event)
             case ev.TrajectoryStarted() if not event.held_out:
-                self._open[event.trajectory] = _Open(event.t, event.group)
+                self._open[event.trajectory] = _Open(event.t, event.t, event.group)
             case ev.EnvReset() if event.trajectory in self._open:
-                self._open[event.trajectory].reset = True
+                self._open[event.trajectory].reset, self._open[event.trajectory].last = True, event.t
                 if event.t - event.seconds >= self._since:
                     self._log(event.task).resets.append(event.seconds)
             case ev.Scored() if event.trajectory in self._open and event.t >= self._since:
@@ -148,9 +149,12 @@ class _Reader:
             trajectory.observations.append(event.prompt - trajectory.context)
         trajectory.context = event.prompt + event.tokens
         trajectory.responses.append(event.tokens)
-        if event.t - event.env_s - event.generate_s < self._since:
+        asked, before = event.t - event.env_s - event.generate_s, trajectory.last
+        trajectory.last = event.t
+        if asked < self._since:
             return
-        log.steps.append(event.env_s)
+        # What an agent does between two requests is not told by events of its own; an environment has nothing there.
+        log.steps.append(event.env_s + (max(0.0, asked - before) if event.turn else 0.0))
         engine_s = event.queue_s + event.prefill_s + event.decode_s
         log.overheads.append(max(0.0, event.generate_s - engine_s))
         ended = event.t - event.env_s

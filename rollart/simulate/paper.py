@@ -156,6 +156,12 @@ def end_to_end(scenarios: Scenarios) -> Iterator[Row]:
     yield Row(figure, "AReaL / RollArt to score 0.85", 1.31, step["start_bound"] / ours, _SCORE)
 
 
+_TWICE = (
+    "the paper gives this comparison twice: 804, 667 and 495 s per iteration are 1.21 and 1.63 times Sync+, its "
+    "throughput of the same runs says 1.41 and 1.91; the simulation follows the former"
+)
+
+
 def throughput(scenarios: Scenarios) -> Iterator[Row]:
     published = {
         "qwen3-8b": {"sync": 0.71, "one_off": 1.31, "rollart": 1.89},
@@ -165,14 +171,11 @@ def throughput(scenarios: Scenarios) -> Iterator[Row]:
     for model, ratios in published.items():
         base = scenarios.end_to_end(model, "sync_plus").tokens_per_s
         got = {preset: scenarios.end_to_end(model, preset).tokens_per_s for preset in ratios}
+        why = _TWICE if model == "qwen3-32b" else ""
         for preset, ratio in ratios.items():
-            yield Row("4.2 throughput", f"{model} {preset} / sync_plus", ratio, got[preset] / base)
-        yield Row(
-            "4.2 throughput",
-            f"{model} rollart / sync",
-            ratios["rollart"] / ratios["sync"],
-            got["rollart"] / got["sync"],
-        )
+            yield Row("4.2 throughput", f"{model} {preset} / sync_plus", ratio, got[preset] / base, why)
+        both = ratios["rollart"] / ratios["sync"]
+        yield Row("4.2 throughput", f"{model} rollart / sync", both, got["rollart"] / got["sync"], why)
     bound = scenarios.end_to_end("qwen3-32b", "start_bound").tokens_per_s
     one_off, ours = (scenarios.end_to_end("qwen3-32b", preset).tokens_per_s for preset in ("one_off", "rollart"))
     yield Row("4.2 throughput", "AReaL / One-off (1.03 to 1.06)", 1.045, bound / one_off)
@@ -204,7 +207,7 @@ def weight_transfer(scenarios: Scenarios) -> Iterator[Row]:
 
 def production(scenarios: Scenarios) -> Iterator[Row]:
     """An eighth of the cluster with an eighth of the batch: shares of a step stay the same."""
-    eighth = ("pools.trainer.count=63", "pools.h800.count=26", "pools.h20.count=13", "training.batch_groups=192")
+    eighth = ("pools.trainer.count=63", "pools.h800.count=26", "pools.h20.count=13", "training.batch_groups=320")
     got = scenarios.run("production", *eighth, "training.steps=6")
     reason = "the paper tells neither the model nor the batch nor the mixture of this job"
     shares = {

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from rollart.errors import ConfigError, RollartError
 from rollart.resources.devices import DeviceClass, catalogue
-from rollart.simulate.estimate import estimate, means_of
+from rollart.simulate.estimate import estimate, means_of, transfer_seconds
 from rollart.simulate.plans import SPENDING, Plan, applied, plan_of, splits, variations
 from rollart.simulate.result import Result, price_per_hour
 from rollart.simulate.scenario import Scenario
@@ -28,13 +28,15 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A plan and what its simulation says; `how` tells what makes it special. `step_s` is that of the steps between the
-    start, until all batches that may be under way are, and the end, when no more are begun."""
+    """A plan and what its simulation says; `how` tells what makes it special, `transfer_s` how long weights are on the
+    way. `step_s` is that of the steps between the start, until all batches that may be under way are, and the end, when
+    no more are begun."""
 
     plan: Plan
     price: float
     result: Result
     how: str
+    transfer_s: float = 0.0
 
     @property
     def step_s(self) -> float:
@@ -168,6 +170,7 @@ Runs = Callable[[list[tuple[str, Plan]]], tuple[list[Tried], dict[str, str]]]
 @contextmanager
 def _simulations(scenario: Scenario, steps: int, workers: int | None, tell: Tell) -> Iterator[Runs]:
     """Simulates plans side by side. A plan that cannot be is left out, with the reason."""
+    transfer_s = transfer_seconds(scenario)
     pool = ProcessPoolExecutor(workers or os.cpu_count(), mp_context=multiprocessing.get_context("spawn"))
 
     def run(plans: list[tuple[str, Plan]]) -> tuple[list[Tried], dict[str, str]]:
@@ -181,7 +184,7 @@ def _simulations(scenario: Scenario, steps: int, workers: int | None, tell: Tell
                 failed[plan.split] = str(error)
                 tell(f"{plan.split}: cannot be: {error}")
                 continue
-            tried.append(Tried(plan, result.price_per_hour, result, how))
+            tried.append(Tried(plan, result.price_per_hour, result, how, transfer_s))
             tell(f"{plan.split}{f' ({how})' if how else ''}: {tried[-1].step_s:.1f} s a step")
         return tried, failed
 

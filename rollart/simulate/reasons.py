@@ -4,6 +4,14 @@ from rollart.simulate.planner import Search, Tried
 from rollart.simulate.plans import Plan
 
 _BUSY = 0.85
+_STAGES = {
+    "slot": "waiting for a slot",
+    "reset": "reset",
+    "queue": "waiting for an engine",
+    "generate": "generation",
+    "step": "environment steps",
+    "score": "reward",
+}
 _SAME = 0.02
 
 
@@ -78,15 +86,11 @@ def _limit(tried: Tried) -> str:
     busiest = max(result.pools.items(), key=lambda item: item[1].busy)
     if busiest[1].busy >= _BUSY:
         return f"generation sets the pace ({busiest[0]} {busiest[1].busy:.0%} busy, trainer {result.trainer_use:.0%})"
-    stages = {
-        name: seconds for name, seconds in result.trajectory.items() if name in ("reset", "step", "score", "slot")
-    }
-    slowest = max(stages, key=lambda name: stages[name], default="step")
-    names = {"reset": "resets", "step": "environment steps", "score": "rewards", "slot": "free slots"}
-    generated = result.trajectory.get("generate", 0.0)
-    if generated >= stages.get(slowest, 0.0):
-        return f"the length of trajectories sets the pace ({generated:.0f} s of generation in each)"
-    return f"the length of trajectories sets the pace (most of all {names[slowest]}, {stages[slowest]:.0f} s in each)"
+    stages = {_STAGES[name]: seconds for name, seconds in result.trajectory.items()} | {"training": result.train_s}
+    stages["the way of weights to the engines"] = tried.transfer_s
+    longest = sorted((name for name in stages if stages[name] > 0), key=lambda name: -stages[name])[:2]
+    told = " and ".join(f"{name} {stages[name]:.0f} s" for name in longest)
+    return f"the way from one version to the next sets the pace (most of all {told}), not the number of devices"
 
 
 def _gain(tried: Tried, given: Tried) -> str:

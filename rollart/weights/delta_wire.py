@@ -17,7 +17,7 @@ from rollart.weights.store import MissingVersion, Shard, Store
 BASE, SPEED, ENCODING = "X-Base", "X-Link", "X-Encoding"
 DELTA = "delta"
 KEPT = 4
-LEAST_MEASURED = 1 << 20
+LEAST_MEASURED = 4 << 20
 """Fewer bytes than these say more about buffers than about the link."""
 
 FAST_LINK = 2e9
@@ -25,7 +25,7 @@ FAST_LINK = 2e9
 
 
 class Speeds:
-    """What links have been seen to carry, by the address of the source; the last measurements count most."""
+    """What a stream from a source, by its address, has been seen to carry; the last measurements count most."""
 
     def __init__(self) -> None:
         self._speeds: dict[str, float] = {}
@@ -55,10 +55,11 @@ class HeldBase:
         shard = _base(store, manifest)
         return None if shard is None else cls(shard)
 
-    def ask(self, source: str) -> dict[str, str]:
-        """The headers that ask for a delta; none over a link that is too fast for it, or not measured yet."""
-        speed = speeds.of(source)
-        if speed is None or speed > FAST_LINK:
+    def ask(self, source: str, streams: int) -> dict[str, str]:
+        """The headers that ask for a delta; none over a link that is too fast for it, or not measured yet. The link
+        carries as many streams at once, but encoding them all may be the work of one core."""
+        speed = (speeds.of(source) or FAST_LINK) * streams
+        if speed >= FAST_LINK:
             return {}
         return {BASE: self._shard.manifest.id, SPEED: f"{speed:.0f}"}
 

@@ -107,7 +107,8 @@ class _Coming:
             for shard in shards:
                 shard.release()
             raise
-        own = [number in self._threads for number in range(len(shards))]
+        began = {number for number, replica in list(self._replicas.items()) if replica.began}
+        own = [number in began for number in range(len(shards))]
         transport = "http" if any(own) else SHARED_MEMORY
         return Held(shards, checked=own, patience=self._weights.patience, transport=transport)
 

@@ -54,6 +54,7 @@ class Replica:
         self._finished = 0
         self._failure: Exception | None = None
         self._incoming: Preferred | None = None
+        self.began = False  # to write, so that what is found is checked on its way
 
     @property
     def transport(self) -> str:
@@ -69,6 +70,7 @@ class Replica:
             query = f"manifest?member={self._member}&relay={quote(self._relay)}"
             joined = msgspec.json.decode(self._control.ask(self._origin, f"{self._path}/{query}"), type=Joined)
             with self._store.create(joined.manifest) as writing:
+                self.began = True
                 return self._fetch(writing, joined)
         finally:
             self._leave()
@@ -81,13 +83,14 @@ class Replica:
     def _fetch(self, writing: Writing, joined: Joined) -> str:
         base = HeldBase.of(self._store, joined.manifest)
         sources = [*joined.sources, self._origin]
-        plain = HttpReceiver(sources, key=self._publication.key, deadline=self._patience, base=base)
+        streams = min(self._streams, joined.manifest.buckets)
+        plain = HttpReceiver(sources, key=self._publication.key, deadline=self._patience, base=base, streams=streams)
         incoming = self._incoming = Preferred(joined.offers, plain, self._patience)
         try:
             incoming.start(joined.manifest, writing.data)
             threads = [
                 threading.Thread(target=self._stream, args=(writing, incoming), name=f"weights-{number}", daemon=True)
-                for number in range(min(self._streams, joined.manifest.buckets))
+                for number in range(streams)
             ]
             for thread in threads:
                 thread.start()
@@ -146,8 +149,10 @@ class Replica:
         start, stop = writing.manifest.bounds(bucket)
         into = writing.data[start:stop]
         for _ in range(TRIES):
-            incoming.update(bucket, into)
-            if xxhash.xxh3_64_intdigest(into) == self._sums[bucket]:
+            checksum = incoming.update(bucket, into)
+            if checksum is None:
+                checksum = xxhash.xxh3_64_intdigest(into)
+            if checksum == self._sums[bucket]:
                 return
         raise Corrupt(
             f"bucket {bucket} of version {writing.manifest.version} came {TRIES} times with bytes that do not fit "

@@ -86,14 +86,9 @@ class Store:
         """Begin a shard. Raises BeingWritten and NoRoom."""
         version, id, shard = manifest.version, manifest.id, manifest.shard
         self.root.mkdir(parents=True, exist_ok=True)  # a run that begins removes what an earlier one left
-        sums = os.open(self.path(version, id, shard, "sums"), os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        if not try_lock(sums, fcntl.LOCK_EX):
-            os.close(sums)
-            raise BeingWritten(f"version {version} is being written to {self.root} by another process")
+        sums = self._claim(manifest)
         try:
-            os.ftruncate(sums, 0)
             data = self.path(version, id, shard, "data")
-            data.unlink(missing_ok=True)  # of a writer that died
             self._pages_for(manifest, data)
             pages = self.cache.hold(data, writable=True)
             assert pages is not None  # nobody else takes the pages of a version that is being written
@@ -105,6 +100,29 @@ class Store:
             os.close(sums)
             raise
         return Writing(self.cache, manifest, pages, sums)
+
+    def _claim(self, manifest: Manifest) -> int:
+        """The shard's `sums`, new and locked. What a writer that died has left goes first, and its sums before ours are
+        there: who still reads its data must never take our checksums for those of that."""
+        name = manifest.version, manifest.id, manifest.shard
+        path = self.path(*name, "sums")
+        another = BeingWritten(f"version {manifest.version} is being written to {self.root} by another process")
+        left = os.open(path, os.O_RDWR | os.O_CREAT)
+        try:
+            if not try_lock(left, fcntl.LOCK_EX):
+                raise another
+            for kind in ("manifest", "data", "sums"):
+                self.path(*name, kind).unlink(missing_ok=True)
+        finally:
+            os.close(left)
+        try:
+            sums = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND)
+        except FileExistsError:
+            raise another from None
+        if not try_lock(sums, fcntl.LOCK_EX):
+            os.close(sums)
+            raise another
+        return sums
 
     def _pages_for(self, manifest: Manifest, target: Path) -> None:
         """Make `target` a file of the right size: the first that nobody needs, else a new one."""

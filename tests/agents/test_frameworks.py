@@ -7,6 +7,7 @@ import pytest
 
 from rollart import run as controller
 from rollart import runfile
+from rollart.config import Vllm
 from rollart.envs import families
 from rollart.observe.events import read_events
 from rollart.observe.metrics import measure
@@ -14,7 +15,8 @@ from rollart.observe.metrics import measure
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agents.yaml"
 SMALL = ["training.steps=2", "training.batch_groups=3", "training.group_size=4", "environments.slots=6"]
 SMALL += ["evaluation.every=0", "evaluation.final_episodes=3"]
-VLLM = ["pools.trainer={role: train, device: cpu}", "pools.policy={role: generate, device: cpu, engine: vllm}"]
+POOLS = "pools={trainer: {role: train, device: cpu}, policy: {role: generate, device: cpu, engine: vllm}}"
+VLLM = [POOLS, "engine.kv_megabytes=256"]
 FRAMEWORKS = ("pydantic_ai", "openai_agents", "smolagents")
 there = pytest.mark.skipif(
     families.installed("agents") is None, reason="the family is not there; run: make test-agents"
@@ -44,6 +46,6 @@ def test_agents_of_three_frameworks_train_together_with_the_embedded_engine(tmp_
 @there
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(not Path(".venv-vllm/bin/python").exists(), reason="vLLM is not there; run: make vllm")
+@pytest.mark.skipif(not Vllm().interpreter().exists(), reason="vLLM is not there; run: make vllm")
 def test_agents_of_three_frameworks_train_together_with_vllm(tmp_path: Path) -> None:
     train(tmp_path, VLLM)

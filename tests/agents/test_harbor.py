@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from rollart import run as controller
+from rollart import runfile
 from rollart.agents.endpoint import AgentEpisode, Endpoint
 from rollart.agents.harbor import trial
 from rollart.agents.harbor.__main__ import solved
@@ -15,11 +17,22 @@ from rollart.agents.harbor.image import image_of
 from rollart.agents.harbor.task import folders, load
 from rollart.agents.harbor.trial import played
 from rollart.agents.split import choose
+from rollart.observe.events import read_events
+from rollart.observe.metrics import measure
 from rollart.sandbox.bubble import Limits
 from rollart.sandbox.shell import Sandbox
 from tests.gateway.gateways import KEY, Policy, gateway, tiny_template
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "harbor"
+TASK = """\
+version = "1.0"
+[agent]
+timeout_sec = 2
+[verifier]
+timeout_sec = 20
+[verifier.env]
+WORD = "from the task"
+"""
 sandboxed = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 
 
@@ -40,7 +53,7 @@ def made(tmp_path: Path, test: str, dockerfile: str = "FROM scratch\n") -> Path:
     """A task of one's own, with this verifier."""
     folder = tmp_path / "task"
     for name, text in {
-        "task.toml": 'version = "1.0"\n[verifier]\ntimeout_sec = 20\n[verifier.env]\nWORD = "from the task"\n',
+        "task.toml": TASK,
         "instruction.md": "Do it.",
         "environment/Dockerfile": dockerfile,
         "environment/notes/a.txt": "a",
@@ -81,6 +94,32 @@ def test_a_program_can_be_the_agent_of_a_trial(tmp_path: Path) -> None:
     program = {"agent": ["python3", "/agent/scribe.py"], "files": str(EXAMPLES)}
     found = play(tmp_path, ["12ab"], folder=str(EXAMPLES / "tasks" / "digits"), **program)
     assert (found["reward"], found["success"], found["info"]["letters"]) == (0.5, False, 4)
+
+
+@sandboxed
+def test_a_program_that_takes_too_long_is_verified_all_the_same_but_one_that_fails_is_not(tmp_path: Path) -> None:
+    folder = str(made(tmp_path, "cat /app/half > /logs/verifier/reward.txt"))
+    found = play(tmp_path, [], folder=folder, agent=["bash", "-c", "echo 0.5 > half; sleep 1000"])
+    assert found["reward"] == 0.5 and "more than 2 s" in found["info"]["killed"]
+    with pytest.raises(RuntimeError, match="exit code 3"):
+        play(tmp_path, [], folder=folder, agent=["bash", "-c", "exit 3"])
+
+
+@sandboxed
+def test_a_policy_that_is_refused_more_tokens_is_verified_with_what_it_did(tmp_path: Path) -> None:
+    folder = str(made(tmp_path, "cat /app/half > /logs/verifier/reward.txt"))
+    found = play(tmp_path, ["echo 0.5 > half; seq 3000", "never asked"], folder=folder, rules=False)
+    assert (found["reward"], found["info"]["turns"]) == (0.5, 1)
+
+
+@sandboxed
+@pytest.mark.slow
+def test_a_harbor_task_trains(tmp_path: Path) -> None:
+    small = ["training.steps=2", "training.batch_groups=1", "environments.slots=4", "evaluation.every=0"]
+    run = runfile.load(EXAMPLES.parent / "harbor.yaml", [*small, "evaluation.final_episodes=2"])
+    asyncio.run(controller.train(run, tmp_path))
+    shot = measure(read_events(tmp_path / "events.jsonl"))
+    assert shot.step == 2 and shot.trained == 2 * 8 and not shot.drops
 
 
 @sandboxed

@@ -169,3 +169,10 @@ def test_the_scenarios_of_the_paper_are_valid(path: Path) -> None:
 
 def test_a_row_is_close_within_fifteen_percent() -> None:
     assert paper.Row("f", "w", 1.0, 1.15).close and not paper.Row("f", "w", 1.0, 1.16).close
+
+
+def test_a_run_file_that_trains_can_be_simulated_as_it_is() -> None:
+    quickstart = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+    result = simulate(load(quickstart, ["training.steps=3", "simulate.train={fixed: 1}"]))
+    assert result.steps == 3
+    assert result.pools["engine"].device == "cpu"

@@ -175,3 +175,21 @@ def test_a_mapping_is_kept_while_its_file_comes_back_and_dropped_when_it_is_remo
     store.clear()
     reader.open(*written(store, 9)).release()
     assert len(reader.cache._pages) == 1
+
+
+def test_who_reads_what_a_dead_writer_left_never_takes_the_next_writers_checksums_for_it(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with process(WRITER, str(tmp_path), 2) as child:
+        assert line(child) == "written"
+        old = Store(tmp_path).open(1, "aa", 0)
+    manifest = blank(20_000, id="aa")
+    with store.create(manifest) as writing:
+        writing.data[:] = bytes([9]) * len(writing.data)
+        for bucket in range(manifest.buckets):
+            writing.finish(bucket)
+    with pytest.raises(MissingVersion, match="will never be complete"):
+        old.sum(4, 60.0)
+    new = Store(tmp_path).open(1, "aa", 0)
+    assert new.sum(4, 1.0) == 4 and set(bytes(new.data)) == {9}
+    old.release()
+    new.release()

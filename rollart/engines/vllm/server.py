@@ -9,6 +9,7 @@ import collections
 import ctypes
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -37,8 +38,8 @@ _NOISE = ("See stack trace", "See root cause", "Engine core initialization faile
 class Server:
     """Made by `started`."""
 
-    def __init__(self, process: asyncio.subprocess.Process, output: int) -> None:
-        self._process = process
+    def __init__(self, process: asyncio.subprocess.Process, output: int, folder: str) -> None:
+        self._process, self._folder = process, folder
         self._said: collections.deque[str] = collections.deque(maxlen=_TOLD)
         self._copying = asyncio.create_task(self._copy(output))
 
@@ -66,6 +67,11 @@ class Server:
     def kill(self) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+    def discard(self) -> None:
+        """At once and for good, as the last thing that this process does."""
+        self.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     async def stop(self) -> None:
         if self._process.returncode is None:
@@ -112,7 +118,7 @@ async def spawned(argv: list[str], environment: Mapping[str, str], folder: str) 
         raise ServiceError(f"vLLM cannot be started: {argv[0]} cannot be run: {error.strerror}; {HOW}") from error
     finally:
         os.close(theirs)
-    return Server(process, ours)
+    return Server(process, ours, folder)
 
 
 async def _answers(server: Server, url: str, deadline: float) -> None:

@@ -67,7 +67,7 @@ async def _engine(spec: dict[str, Any], stack: AsyncExitStack) -> VllmEngine:
         """Nothing can be saved: end, so that all requests fail at once and somebody starts anew."""
         print(reason, file=sys.stderr, flush=True)
         if server is not None:
-            server.kill()
+            server.discard()
         os._exit(1)
 
     watching = asyncio.create_task(_watch(api, server, broken))

@@ -31,11 +31,12 @@ class Family:
     pythons: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     tries: tuple[tuple[str, dict[str, Any]], ...] = ()
+    agents: tuple[str, ...] = ()  # `module:function` of ours that need it
     locked: bool = True  # the requirements are complete: pip need not resolve anything
 
     @property
     def adapters(self) -> list[str]:
-        return [env.partition(":")[0] for env, _ in self.tries]
+        return [target.partition(":")[0] for target in (*(env for env, _ in self.tries), *self.agents)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ def catalogue() -> dict[str, Family]:
             requirements=(HERE / f"{name}.txt").read_text(),
             pythons=tuple(about["pythons"]),
             modules=tuple(about.get("modules", ())),
+            agents=tuple(about.get("agents", ())),
             tries=tuple((attempt["env"], attempt.get("args", {})) for attempt in about.get("tries", ())),
         )
         for name, about in listed.items()

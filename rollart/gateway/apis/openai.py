@@ -1,5 +1,6 @@
 """What OpenAI's APIs have in common: errors, tools, usage, logprobs."""
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -73,8 +74,6 @@ class OpenAI:
 
 
 def arguments(given: str | dict[str, Any]) -> str:
-    import json
-
     return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
 

@@ -51,9 +51,10 @@ class Receiver(Protocol):
         """A version begins. `data` is where it goes, `manifest.size` bytes of memory that comes back later."""
         ...
 
-    def update(self, bucket: int, into: memoryview) -> None:
-        """Fill `into`, which is `data[slice(*manifest.bounds(bucket))]`. Blocks, with a deadline of its own. Raises
-        TransferFailed. The caller checks the checksum, and asks again or elsewhere when it is wrong."""
+    def update(self, bucket: int, into: memoryview) -> int | None:
+        """Fill `into`, which is `data[slice(*manifest.bounds(bucket))]`, and give its checksum if that was computed on
+        the way. Blocks, with a deadline of its own. Raises TransferFailed. The caller asks again, which may be
+        elsewhere, when the checksum is wrong."""
         ...
 
     def finish(self) -> None: ...

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+import xxhash
+
 from rollart.weights.delta import WrongDelta
 from rollart.weights.delta_wire import DELTA, ENCODING, HeldBase, speeds
 from rollart.weights.manifest import Manifest
@@ -20,11 +22,12 @@ from rollart.weights.transports import TransferFailed
 STRIKES = 2
 ATTEMPTS = 8
 AGAIN_S = 0.05
+CHUNK = 16 << 20
 
 
 class HttpReceiver:
     """`sources` in order of preference, the publisher last. `base` is what buckets may be told against; it is released
-    at the end. `decoded` counts the buckets that came so."""
+    at the end. `streams` is how many threads call `update`."""
 
     def __init__(
         self,
@@ -33,9 +36,10 @@ class HttpReceiver:
         key: str | None = None,
         deadline: float = 30.0,
         base: HeldBase | None = None,
+        streams: int = 1,
     ) -> None:
         self._base = self._held = base
-        self.decoded = 0
+        self._streams = streams
         self._sources, self._deadline = tuple(dict.fromkeys(sources)), deadline
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._strikes: Counter[str] = Counter()
@@ -50,17 +54,18 @@ class HttpReceiver:
         self._path = path_of(manifest.version, manifest.id, manifest.shard)
         self._gave.clear()
 
-    def update(self, bucket: int, into: memoryview) -> None:
+    def update(self, bucket: int, into: memoryview) -> int:
         for blamed in self._gave.pop(bucket, ()):  # asked again: what it gave was wrong
             self._strikes[blamed] += STRIKES
         gave: set[str] = set()
+        checksum = xxhash.xxh3_64()
         have, failures, reason = 0, 0, ""
         while have < len(into):
             if failures == ATTEMPTS:
                 raise TransferFailed(f"bucket {bucket} did not come: {reason}")
             source = self._best(failures)
             try:
-                got = self._read(source, bucket, into, have)
+                got = self._read(source, bucket, into, have, checksum)
             except (OSError, http.client.HTTPException, _Refused) as error:
                 self._drop(source)
                 reason = f"{source}: {str(error) or type(error).__name__}"
@@ -73,6 +78,7 @@ class HttpReceiver:
                 failures = 0 if got else failures + 1
                 time.sleep(AGAIN_S * failures)
         self._gave[bucket] = gave
+        return checksum.intdigest()
 
     def finish(self) -> None:
         self._gave.clear()
@@ -103,29 +109,31 @@ class HttpReceiver:
         good = [source for source in self._sources if self._strikes[source] < STRIKES]
         return good[0] if good else self._sources[-1 - failures % len(self._sources)]
 
-    def _read(self, source: str, bucket: int, into: memoryview, have: int) -> int:
-        """How many bytes came before the end, or before the connection was cut."""
+    def _read(self, source: str, bucket: int, into: memoryview, have: int, checksum: xxhash.xxh3_64) -> int:
+        """How many bytes came before the end, or before the connection was cut. The checksum follows right behind,
+        where they are still in the cache."""
         start, stop = self._manifest.bounds(bucket)
         connection = self._connection(source)
         asked = {"Range": f"bytes={start + have}-{stop - 1}"}
         base = self._base if have == 0 else None
         if base is not None:
-            asked |= base.ask(source)
+            asked |= base.ask(source, self._streams)
         connection.request("GET", f"{self._path}/data", headers=self._headers | asked)
         response = connection.getresponse()
         began = time.monotonic()
         if base is not None and response.headers.get(ENCODING) == DELTA:
             delta = response.read()
             speeds.measured(source, len(delta), time.monotonic() - began)
-            return self._decoded(base, delta, bucket, into)
+            return self._decoded(base, delta, bucket, into, checksum)
         if response.status != 206:
             raise _Refused(response.read().decode(errors="replace"))
         got = have
         try:
             while got < len(into):
-                count = response.readinto(into[got:])
+                count = response.readinto(into[got : got + CHUNK])
                 if not count:
                     break
+                checksum.update(into[got : got + count])
                 got += count
         except (OSError, http.client.HTTPException):
             pass  # what has come counts; the caller asks for the rest
@@ -134,13 +142,13 @@ class HttpReceiver:
         speeds.measured(source, got - have, time.monotonic() - began)
         return got - have
 
-    def _decoded(self, base: HeldBase, delta: bytes, bucket: int, into: memoryview) -> int:
+    def _decoded(self, base: HeldBase, delta: bytes, bucket: int, into: memoryview, checksum: xxhash.xxh3_64) -> int:
         try:
             base.apply(delta, bucket, into)
         except WrongDelta as error:
             self._base = None  # from now on plain; it is let go of at the end all the same
             raise _Refused(str(error)) from error
-        self.decoded += 1
+        checksum.update(into)
         return len(into)
 
     def _connection(self, source: str) -> http.client.HTTPConnection:

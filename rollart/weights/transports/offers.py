@@ -69,19 +69,18 @@ class Preferred:
             except TransferFailed as error:
                 self._give_up(error)
 
-    def update(self, bucket: int, into: memoryview) -> None:
+    def update(self, bucket: int, into: memoryview) -> int | None:
         """A bucket that is asked for again came wrong the first time."""
         fast = self._fast if bucket not in self._asked else None
         self._asked.add(bucket)
         if fast is not None:
             try:
-                fast.update(bucket, into)
-                return
+                return fast.update(bucket, into)
             except TransferFailed as error:
                 self._strikes += 1
                 if self._strikes == STRIKES:
                     self._give_up(error)
-        self._plain.update(bucket, into)
+        return self._plain.update(bucket, into)
 
     def finish(self) -> None:
         if self._fast is not None:
