@@ -5,6 +5,7 @@ Such sequences go through the control plane in the place of lists. The helpers h
 """
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import chain, repeat
 from typing import TypeVar
 
@@ -55,6 +56,12 @@ class Runs(Struct, frozen=True, gc=False):
     @property
     def lowest(self) -> int:
         return min(value for value, _ in self.spans)
+
+
+@lru_cache(maxsize=1 << 16)
+def run_of(value: int, count: int) -> Runs:
+    """The same object for the same run: short ones come again and again."""
+    return Runs.of(value, count)
 
 
 def lowest(values: "Sequence[int] | Runs") -> int:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from rollart.compact import Runs
+from rollart.compact import Runs, run_of
 from rollart.simulate.cost import PassCost, seconds_of, steps_in
 from rollart.simulate.weights import Weights
 from rollart.types import Completion, EngineStatus, GenerationRequest, Loaded
@@ -412,7 +412,7 @@ class FluidEngine:
         self.generated += sequence.wanted
         if sequence.answer.done():
             return
-        tokens = cast(Any, Runs.of(0, sequence.wanted))
+        tokens = cast(Any, run_of(0, sequence.wanted))
         sequence.answer.set_result(
             Completion(
                 tokens,
@@ -435,5 +435,7 @@ def _versions(sequence: _Sequence) -> Runs:
     for version, count in sequence.spans:
         counts[version] = counts.get(version, 0) + count
     last = sequence.spans[-1][0] if sequence.spans else 0
+    if len(counts) == 1:
+        return run_of(last, sequence.wanted)
     counts[last] = counts.get(last, 0) + sequence.wanted - sum(counts.values())
     return Runs(tuple((version, count) for version, count in counts.items() if count > 0), sequence.wanted)

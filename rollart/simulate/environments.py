@@ -10,9 +10,10 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, cast
 
-from rollart.compact import Runs
+from rollart.compact import Runs, run_of
 from rollart.config import Environments
 from rollart.errors import EnvironmentFailed
 from rollart.rollout.seeds import seed_of
@@ -82,10 +83,16 @@ class ModelledEnvironment:
         self.left -= 1
         if self.left <= 0:
             return _LAST
-        return Step((Message("user", str(max(1, round(task.observation(luck.random()))))),))
+        return _said(max(1, round(task.observation(luck.random()))))
 
 
 _LAST = Step((), 1.0, True)
+
+
+@lru_cache(maxsize=1 << 16)
+def _said(tokens: int) -> Step:
+    """An observation of so many tokens. Nobody changes a step, so all of one length are one."""
+    return Step((Message("user", str(tokens)),))
 
 
 class ModelledEnvironments:
@@ -127,7 +134,7 @@ class ModelledRenderer:
         return cast(list[int], Runs.of(int(seed), int(tokens)))
 
     def extend(self, finish: Finish, messages: Sequence[Message]) -> list[int]:
-        return cast(list[int], Runs.of(0, int(messages[0].content)))
+        return cast(list[int], run_of(0, int(messages[0].content)))
 
     def may_fit(self, messages: Sequence[Message], tokens: int) -> bool:
         return True

@@ -86,11 +86,12 @@ def _limit(tried: Tried) -> str:
     busiest = max(result.pools.items(), key=lambda item: item[1].busy)
     if busiest[1].busy >= _BUSY:
         return f"generation sets the pace ({busiest[0]} {busiest[1].busy:.0%} busy, trainer {result.trainer_use:.0%})"
-    stages = {_STAGES[name]: seconds for name, seconds in result.trajectory.items()} | {"training": result.train_s}
-    stages["the way of weights to the engines"] = tried.transfer_s
+    stages = {_STAGES[name]: seconds for name, seconds in result.trajectory.items()}
+    stages["the way of new weights"] = tried.transfer_s
     longest = sorted((name for name in stages if stages[name] > 0), key=lambda name: -stages[name])[:2]
     told = " and ".join(f"{name} {stages[name]:.0f} s" for name in longest)
-    return f"the way from one version to the next sets the pace (most of all {told}), not the number of devices"
+    waits = f"the trainer waits {min(1.0, result.wait_s / result.step_s):.0%} of a step for the slowest of its batch"
+    return f"not devices but waiting sets the pace: {waits}; on average, most of all {told}"
 
 
 def _gain(tried: Tried, given: Tried) -> str:

@@ -42,6 +42,13 @@ def shared_folder(name: str) -> Path:
     return base / f"rollart-{name}"
 
 
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 class Store:
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -119,7 +126,7 @@ class Store:
             sums = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND)
         except FileExistsError:
             raise another from None
-        if not try_lock(sums, fcntl.LOCK_EX):
+        if not try_lock(sums, fcntl.LOCK_EX) or not _is_at(sums, path):  # another came between
             os.close(sums)
             raise another
         return sums
