@@ -9,6 +9,7 @@ adds to an engine's load is taken off again, once, however it ends.
 """
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -81,7 +82,7 @@ class Router:
         self._policy = policy or Measured()
         self._affinity = dict(affinity or {})
         self._sessions: dict[str, _Held] = {}
-        self._openings: dict[int, _Held] = {}
+        self._openings: OrderedDict[int, _Held] = OrderedDict()  # a plain dict is slow to lose its first key
         self._sink, self._on_lost, self._attempts, self._keeps_kv = sink, on_lost, attempts, keeps_kv
         self._revived = asyncio.Event()
         for name, engine in engines.items():
@@ -159,7 +160,7 @@ class Router:
         busy.prefill(choice.prediction.work, now)
         if request.turn == 0:
             if len(self._openings) >= _OPENINGS:
-                self._openings.pop(next(iter(self._openings)))
+                self._openings.popitem(last=False)
             self._openings[fingerprint(request.tokens)] = _Held(place, len(request.tokens) - 1, place.version)
         return busy.prefill_until
 

@@ -2,7 +2,8 @@
 
 Invariants
 - All decoding sequences gain tokens at the same pace, so one counter, `_steps`, tells the progress of all: a sequence
-  that joined at step j and wants n more tokens ends at step j + n. The next to end is on top of a heap.
+  that joined at step j and wants n more tokens ends at step j + n. The next to end is on top of a heap; entries of those
+  that left are passed over.
 - Time is cut into phases. In a phase of its own the engine prefills a chunk for some sequences while the others decode
   along, stands still for new weights, or computes KV again under them; outside, it only decodes. State changes at
   arrivals while it only decodes, at ends of phases and of sequences, and never in between.
@@ -28,6 +29,7 @@ from rollart.types import Completion, EngineStatus, GenerationRequest, Loaded
 
 _CLOSE = 1e-6  # of a step: rounding
 _OPENINGS = 512
+_SPARE = 0.01  # of the KV stays free when a sequence is admitted, so that the others can grow
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +51,7 @@ class _Sequence:
     made: float = 0.0
     base: float = 0.0
     joined: float = 0.0
+    order: int = 0
     decoding: bool = False
     gone: bool = False
     spans: list[tuple[int, int]] = field(default_factory=list)
@@ -90,6 +93,7 @@ class FluidEngine:
         self._clock: Callable[[], float] = asyncio.get_running_loop().time
         self._waiting: deque[_Sequence] = deque()
         self._ends: list[tuple[float, int, _Sequence]] = []
+        self._joined: list[tuple[float, int, _Sequence]] = []
         self._order = 0
         self._batch, self._context, self._steps, self._at = 0, 0.0, 0.0, self._clock()
         self._group: list[_Sequence] = []
@@ -247,7 +251,7 @@ class FluidEngine:
         if not self._phase:
             self._begin()
         ends = self._ends
-        while ends and ends[0][2].gone:
+        while ends and not _there(ends[0]):
             heapq.heappop(ends)
         due = math.inf
         if ends:
@@ -276,10 +280,10 @@ class FluidEngine:
         self._advance()
         ends = self._ends
         while ends and ends[0][0] <= self._steps + _CLOSE:
-            sequence = heapq.heappop(ends)[2]
-            if not sequence.gone:
-                self._leave(sequence)
-                self._finish(sequence)
+            top = heapq.heappop(ends)
+            if _there(top):
+                self._leave(top[2])
+                self._finish(top[2])
         if self._phase and self._at >= self._phase_end - 1e-12:
             self._end_phase()
         if self._batch > 1 and self._context >= self._kv_tokens - _CLOSE:
@@ -318,7 +322,7 @@ class FluidEngine:
                 self._waiting.popleft()
                 continue
             held = sequence.length + sequence.made
-            full = self._context + kv + held > self._kv_tokens
+            full = self._context + kv + held > self._kv_tokens * (1 - _SPARE)
             if (group and tokens + sequence.new > self._chunk) or (full and (self._batch or group)):
                 break
             self._waiting.popleft()
@@ -368,15 +372,17 @@ class FluidEngine:
         self._batch += 1
         self._context += sequence.base
         self._order += 1
+        sequence.order = self._order
+        self._joined.append((0.0, self._order, sequence))
+        if len(self._joined) > 4 * self._max_batch:
+            self._joined = list(filter(_there, self._joined))
         heapq.heappush(self._ends, (self._steps + left, self._order, sequence))
 
     def _preempt(self) -> None:
         """The last to join starts again later, when there is room; its tokens stay."""
-        place = max(range(len(self._ends)), key=lambda n: -1 if self._ends[n][2].gone else self._ends[n][1])
-        sequence = self._ends[place][2]
-        self._ends[place] = self._ends[-1]
-        self._ends.pop()
-        heapq.heapify(self._ends)
+        while not _there(self._joined[-1]):
+            self._joined.pop()
+        sequence = self._joined.pop()[2]
         self._note_versions(sequence)
         sequence.made += self._steps - sequence.joined
         self._leave(sequence)
@@ -427,6 +433,11 @@ class FluidEngine:
                 decode_s=self._at - sequence.first,
             )
         )
+
+
+def _there(entry: tuple[float, int, _Sequence]) -> bool:
+    """Whether it still decodes, and has not started again since."""
+    return entry[2].decoding and entry[2].order == entry[1]
 
 
 def _versions(sequence: _Sequence) -> Runs:

@@ -6,10 +6,12 @@ bucket is given up after `ATTEMPTS` requests without a byte of progress.
 """
 
 import http.client
+import socket
+import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
 import xxhash
@@ -22,7 +24,7 @@ from rollart.weights.transports import TransferFailed
 STRIKES = 2
 ATTEMPTS = 8
 AGAIN_S = 0.05
-CHUNK = 16 << 20
+CHUNK = 1 << 20  # of a bucket, so that it is still in the cache when its checksum is computed
 
 
 class HttpReceiver:
@@ -129,14 +131,12 @@ class HttpReceiver:
             raise _Refused(response.read().decode(errors="replace"))
         got = have
         try:
-            while got < len(into):
-                count = response.readinto(into[got : got + CHUNK])
-                if not count:
-                    break
+            for count in _pieces(connection.sock, response, into[have:], self._deadline):
                 checksum.update(into[got : got + count])
                 got += count
         except (OSError, http.client.HTTPException):
             pass  # what has come counts; the caller asks for the rest
+        response.close()
         if got < len(into):
             self._drop(source)
         speeds.measured(source, got - have, time.monotonic() - began)
@@ -164,6 +164,26 @@ class HttpReceiver:
         connection = self._local.__dict__.pop(source, None)
         if connection is not None:
             connection.close()
+
+
+def _pieces(
+    connection: socket.socket, response: http.client.HTTPResponse, into: memoryview, deadline: float
+) -> Iterator[int]:
+    """Fills `into`, piece by piece: with what came along with the headers, then straight from the socket. The kernel
+    keeps the deadline of each, for with one of Python's a read would be two calls and bring whatever has come."""
+    early = response.fp.peek()[: len(into)]
+    into[: len(early)] = response.fp.read(len(early))
+    yield len(early)
+    got, seconds = len(early), int(deadline)
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, int(deadline % 1 * 1e6)))
+    while got < len(into):
+        count = connection.recv_into(into[got : got + CHUNK], 0, socket.MSG_WAITALL)
+        if not count:
+            return
+        got += count
+        yield count
+    connection.settimeout(deadline)
 
 
 class _Refused(Exception):
