@@ -2,8 +2,8 @@
 
 Invariants
 - All decoding sequences gain tokens at the same pace, so one counter, `_steps`, tells the progress of all: a sequence
-  that joined at step j and wants n more tokens ends at step j + n. The next to end is on top of a heap; entries of those
-  that left are passed over.
+  that joined at step j and wants n more tokens ends at step j + n. The next to end is on top of a heap; entries of
+  those that left are passed over.
 - Time is cut into phases. In a phase of its own the engine prefills a chunk for some sequences while the others decode
   along, stands still for new weights, or computes KV again under them; outside, it only decodes. State changes at
   arrivals while it only decodes, at ends of phases and of sequences, and never in between.

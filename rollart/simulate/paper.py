@@ -207,7 +207,7 @@ def weight_transfer(scenarios: Scenarios) -> Iterator[Row]:
 
 def production(scenarios: Scenarios) -> Iterator[Row]:
     """An eighth of the cluster with an eighth of the batch: shares of a step stay the same."""
-    eighth = ("pools.trainer.count=63", "pools.h800.count=26", "pools.h20.count=13", "training.batch_groups=320")
+    eighth = ("pools.trainer.count=63", "pools.h800.count=26", "pools.h20.count=13", "training.batch_groups=160")
     got = scenarios.run("production", *eighth, "training.steps=6")
     reason = "the paper tells neither the model nor the batch nor the mixture of this job"
     shares = {

@@ -20,7 +20,7 @@ KEPT = 4
 LEAST_MEASURED = 4 << 20
 """Fewer bytes than these say more about buffers than about the link."""
 
-FAST_LINK = 2e9
+FAST_LINK = 1e9
 """Bytes a second at which no codec keeps up, so that nothing need be asked or measured."""
 
 

@@ -3,7 +3,7 @@
 `GET /{version}-{id}.{shard}/...`, with the run's key as bearer token:
 - `manifest?member=...&relay=...` joins the tree of those who fetch the shard, and tells whom to take buckets from;
 - `sums?from=n` gives the checksums of buckets n and later, as soon as there is one;
-- `data` with `Range: bytes=a-b` gives bytes once they are final, by sendfile; or, to who names a base that it holds,
+- `data` with `Range: bytes=a-b` gives bytes once they are final; or, to who names a base that it holds,
   the delta of a bucket to it;
 - `leave?member=...` says that the member has all it wants.
 
@@ -13,7 +13,6 @@ taken for another version while they fetch it, until they leave or are silent fo
 """
 
 import hmac
-import io
 import threading
 import time
 from collections.abc import Mapping
@@ -194,8 +193,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.flush()
             self.server.owner.count(stop - start)
-            with io.FileIO(shard.fd, closefd=False) as file:
-                self.connection.sendfile(file, start, stop - start)
+            # Faster than sendfile, which makes packets of single pages that cost the receiver twice the time.
+            self.connection.sendall(shard.data[start:stop])
         finally:
             shard.release()
 

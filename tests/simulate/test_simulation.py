@@ -176,3 +176,18 @@ def test_a_run_file_that_trains_can_be_simulated_as_it_is() -> None:
     result = simulate(load(quickstart, ["training.steps=3", "simulate.train={fixed: 1}"]))
     assert result.steps == 3
     assert result.pools["engine"].device == "cpu"
+
+
+def test_reproducing_tells_what_was_missed_and_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = [
+        paper.Row("f", "near", 1.0, 1.1),
+        paper.Row("f", "far", 1.0, 2.0),
+        paper.Row("f", "told", 1.0, 3.0, "because"),
+    ]
+    monkeypatch.setattr(paper, "FIGURES", [lambda scenarios: iter(rows)])
+    said = CliRunner().invoke(app, ["reproduce", "paper", "--json", "-o", str(tmp_path / "paper.png")])
+    assert said.exit_code == 0, said.output
+    answer = json.loads(said.stdout.strip().splitlines()[-1])
+    counts = [answer[key] for key in ("within_15_percent", "missed", "missed_with_reason")]
+    assert counts == [1, 1, 1]
+    assert (tmp_path / "paper.png").stat().st_size > 1000
