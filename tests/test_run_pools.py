@@ -78,12 +78,16 @@ def test_an_engine_that_someone_else_runs_serves_as_a_pool(tmp_path: Path, monke
             more = f"pools:\n  partner: {{role: generate, device: cpu, urls: ['{url}']}}\n"
             text = RUN.replace("model: {tiny: {hidden: 64, layers: 2, context: 256}}", f"model: {{path: {model}}}")
             path.write_text(text + more)
-            return await controller.train(runfile.load(path, []), tmp_path / "run")
+            summary = await controller.train(runfile.load(path, []), tmp_path / "run")
+            await controller.train(runfile.load(path, ["training.steps=1"]), tmp_path / "again")
+            return summary
         finally:
             await launcher.close()
 
     summary = asyncio.run(main())
     assert (summary["version"], summary["phase"]) == (3, "finished")
+    later = read_events(tmp_path / "again" / "events.jsonl")
+    assert next(event.version for event in later if isinstance(event, TurnDone)) == 0  # though it was left at 3
     events = list(read_events(tmp_path / "run" / "events.jsonl"))
     assert {event.engine for event in events if isinstance(event, TurnDone)} == {"partner-0"}
     assert {event.transport for event in events if isinstance(event, EngineSwapped)} == {"http"}

@@ -34,7 +34,7 @@ class RunFile(Section):
     )
     measured: Path | None = Field(
         None,
-        description="folder of an earlier run; what it measured of the tasks decides about `device: auto` and first routes",
+        description="folder of an earlier run; what it measured of its tasks settles `device: auto` and first routes",
     )
     routing: Routing = Routing()
     engine: Engine = Engine()

@@ -6,7 +6,7 @@ only when no engine is left. Engines that someone else runs are connected to, an
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -95,6 +95,21 @@ class Engines:
 
     async def _first(self, binding: Binding) -> None:
         await self._begin(binding, None)
+
+    async def agree(self, version: int, publish: Callable[[], Awaitable[int]] | None) -> None:
+        """Bring those to `version` that serve another: engines of others go on where an earlier run left them. Nobody
+        can be brought anywhere without `publish`. Raises ServiceError."""
+        others = [engine for engine in self._engines.values() if (await engine.client.status()).version != version]
+        if not others:
+            return
+        names = " and ".join(engine.binding.worker for engine in others)
+        if publish is None:
+            raise ServiceError(f"{names} serve another version than the model's; start them anew from that model")
+        await publish()
+        try:
+            await asyncio.gather(*(engine.client.load(version) for engine in others))
+        except EngineFailed as error:
+            raise ServiceError(f"{names} serve another version than {version} and cannot take it: {error}") from error
 
     async def _begin(self, binding: Binding, ended: Started | None) -> _Engine:
         """Start or connect, and tell where it is."""

@@ -98,6 +98,7 @@ class Fleet:
             group.create_task(self._start_engines())
             if self._train:
                 group.create_task(self._start_trainer())
+        await self._engines.agree(self.version, self.trainer.publish if self._train else None)
         self._make_router(placed)
 
     def _build(self, placed: Plan, launcher: Launcher) -> None:

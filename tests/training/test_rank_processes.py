@@ -32,6 +32,7 @@ def spec(tmp_path: Path) -> dict[str, Any]:
 
 def test_rank_0_serves_for_all_and_takes_them_along_when_it_ends(tmp_path: Path, spec: dict[str, Any]) -> None:
     alone = Trainer(tmp_path / "model", Training())
+
     async def body() -> None:
         async with spread_trainer(spec, 2, tmp_path) as (trainer, ranks):
             for step in range(3):
