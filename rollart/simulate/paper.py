@@ -79,7 +79,7 @@ def _train(count: int) -> str:
 
 
 def _engines(device: str, devices: int, each: int) -> str:
-    return f"{{role: generate, device: {device}, count: {devices // each}, parallel: {each}}}"
+    return f"{{role: generate, device: {device}, count: {devices // each}, engine: vllm, tensor_parallel: {each}}}"
 
 
 def same_cost(scenarios: Scenarios) -> Iterator[Row]:

@@ -7,12 +7,13 @@ per hour. Splits always round down, so none is above its budget.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from rollart.config import AFFINITIES
+from rollart.config import AFFINITIES, Pool
 from rollart.errors import ConfigError
 from rollart.resources.devices import DeviceClass, catalogue
 from rollart.simulate.constants import MEMORY_FOR_KV
-from rollart.simulate.scenario import Scenario, ScenarioPool, ScenarioTask
+from rollart.simulate.scenario import Scenario, ScenarioTask
 
 SPENDING = (1.0, 0.85, 0.7, 0.5)  # shares of the budget
 TRAINING = (0.08, 0.12, 0.16, 0.2, 0.25, 0.3, 0.4, 0.5)  # shares of that for training
@@ -76,7 +77,7 @@ def plan_of(scenario: Scenario) -> Plan:
     if scenario.simulate.colocated:
         raise ConfigError("a plan splits devices between training and generation; leave out simulate.colocated")
     ordered = [generate[name] for name in pairs] + [pool for name, pool in generate.items() if name not in pairs]
-    engines = (Engines(pool.devices[0], pool.workers, _parallel(pool)) for pool in ordered)
+    engines = (Engines(pool.devices[0], pool.workers, pool.tensor_parallel) for pool in ordered)
     schedule = scenario.rollout.schedule()
     return Plan(
         trainer=train.devices[0],
@@ -94,9 +95,12 @@ def plan_of(scenario: Scenario) -> Plan:
 def applied(plan: Plan, scenario: Scenario) -> Scenario:
     """The scenario with this plan. Pools of a class that it has keep their names, so that tasks can name them."""
     trainer = next(iter(scenario.pools_of("train")))
-    pools = {trainer: ScenarioPool(role="train", device=plan.trainer, count=plan.trainers)}
+    pools = {trainer: Pool(role="train", device=plan.trainer, count=plan.trainers)}
     for name, each in zip(_names(plan, scenario), plan.engines, strict=True):
-        pools[name] = ScenarioPool(role="generate", device=each.device, count=each.count, parallel=each.parallel)
+        kind: Literal["torch", "vllm"] = "vllm" if each.parallel > 1 else "torch"
+        pools[name] = Pool(
+            role="generate", device=each.device, count=each.count, engine=kind, tensor_parallel=each.parallel
+        )
     pools |= {name: pool for name, pool in scenario.pools.items() if pool.role == "environment"}
     generate = [name for name, pool in pools.items() if pool.role == "generate"]
     hand_over = generate[:2] if plan.hand_over else "never"
@@ -183,15 +187,11 @@ def least_parallel(scenario: Scenario, kind: str) -> int:
     """As the scenario has it for this class; else the fewest devices, a power of two, that hold model and contexts."""
     for pool in scenario.pools_of("generate").values():
         if pool.devices[0] == kind:
-            return _parallel(pool)
+            return pool.tensor_parallel
     shape, device = scenario.shape, catalogue(scenario)[kind]
     longest = max(task.max_context for task in scenario.tasks)
     need = shape.parameters * shape.number_bytes + 2 * longest * shape.kv_bytes
     return 1 << max(0, math.ceil(math.log2(need / (device.memory * 1e9 * MEMORY_FOR_KV))))
-
-
-def _parallel(pool: object) -> int:
-    return pool.parallel if isinstance(pool, ScenarioPool) else 1
 
 
 def _whole_nodes(devices: float) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from rollart.config import Pool
 from rollart.resources.devices import DeviceClass
 from rollart.rollout.places import EnginePool
-from rollart.simulate.scenario import Scenario, ScenarioPool
+from rollart.simulate.scenario import Scenario
 from rollart.simulate.tally import Tally
 
 STAGES = ("slot", "reset", "queue", "generate", "step", "score")
@@ -87,7 +87,7 @@ def price_per_hour(scenario: Scenario, classes: Mapping[str, DeviceClass]) -> fl
 
 
 def devices_of(pool: Pool) -> int:
-    return pool.workers * (pool.parallel if isinstance(pool, ScenarioPool) else 1)
+    return pool.workers * pool.tensor_parallel
 
 
 def result_of(

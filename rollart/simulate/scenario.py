@@ -13,7 +13,7 @@ import yaml
 from pydantic import Field, model_validator
 
 from rollart import runfile
-from rollart.config import Engine, Model, Pool, RunFile, Section, Task
+from rollart.config import Engine, Model, RunFile, Section, Task
 from rollart.config.base import Conflict, ImportPath, Natural, Positive, Seconds
 from rollart.config.rollout import SCHEDULE_KEYS, Preset, Rollout
 from rollart.errors import ConfigError
@@ -42,10 +42,6 @@ class ScenarioModel(Model):
 
 class ScenarioTask(Task):
     env: ImportPath = Field("rollart.simulate.environments:ModelledEnvironment", description="not looked at")
-
-
-class ScenarioPool(Pool):
-    parallel: Positive = Field(1, description="generate: devices of one engine, which share each layer")
 
 
 class ScenarioEngine(Engine):
@@ -126,7 +122,6 @@ class Simulate(Section):
 class Scenario(RunFile):
     model: ScenarioModel
     tasks: list[ScenarioTask] = Field(min_length=1)  # type: ignore[assignment]
-    pools: dict[str, ScenarioPool] = Field(default_factory=dict)  # type: ignore[assignment]
     engine: ScenarioEngine = ScenarioEngine()
     simulate: Simulate = Simulate()
 

@@ -38,7 +38,7 @@ from rollart.simulate.cost import Pace, PassCost
 from rollart.simulate.engine import FluidEngine
 from rollart.simulate.environments import Answers, ModelledEnvironments, ModelledRenderer
 from rollart.simulate.result import Result, result_of
-from rollart.simulate.scenario import Scenario, ScenarioPool
+from rollart.simulate.scenario import Scenario
 from rollart.simulate.services import Forgetful, ModelledRewards, ModelledTrainer, counted
 from rollart.simulate.tally import Tally
 from rollart.simulate.weights import Weights
@@ -162,9 +162,8 @@ class Simulation:
     def _make_router(self, sink: EventSink) -> Router:
         scenario, answers, places = self._scenario, Answers(self._scenario), {}
         for name, pool in scenario.pools_of("generate").items():
-            parallel = pool.parallel if isinstance(pool, ScenarioPool) else 1
             device = self._device(pool.devices[0])
-            roofline = Roofline(device, scenario.shape, pool.emulate or 1.0, parallel)
+            roofline = Roofline(device, scenario.shape, pool.emulate or 1.0, pool.tensor_parallel)
             pace = scenario.simulate.engines.get(name)
             cost = PassCost(roofline, Pace(pace.fixed, pace.token, pace.context) if pace else None)
             max_batch, chunk, kv_tokens = self._limits(name, roofline)
@@ -209,7 +208,7 @@ class Simulation:
         if kv_tokens < longest:
             raise ConfigError(
                 f"an engine of pool {pool!r} has room for {max(0, kv_tokens)} tokens of KV, but max_context is "
-                f"{longest}; give it more devices (parallel), a larger class, or a smaller model"
+                f"{longest}; give it more devices (tensor_parallel), a larger class, or a smaller model"
             )
         return config.max_batch or defaults["max_batch"], config.prefill_chunk or defaults["prefill_chunk"], kv_tokens
 
