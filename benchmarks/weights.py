@@ -305,7 +305,16 @@ def main() -> None:
         results[megabytes] = result = measure(megabytes * MB, options.rounds)
         for key, value in result.items():
             print(f"{megabytes:>5} MB  {key:<26} {told(value)}", flush=True)
-    print(json.dumps({str(size): bars(result) for size, result in results.items()}))
+    print(json.dumps(worst(results) | {"megabytes": {str(size): bars(result) for size, result in results.items()}}))
+
+
+def worst(results: dict[int, dict[str, Any]]) -> dict[str, float]:
+    """Of all sizes."""
+    ratios = ("publish_vs_memcpy", "fetch_vs_memcpy", "http_vs_socket")
+    told = {key: [one[key].wall for one in results.values() if key in one] for key in ratios}
+    return {key: round(min(values), 3) for key, values in told.items() if values} | {
+        "peak_extra_bucket_sets": round(max(one["peak_extra_bucket_sets"] for one in results.values()), 3)
+    }
 
 
 def told(value: Any) -> str:

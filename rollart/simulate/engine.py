@@ -16,45 +16,18 @@ Invariants
 import asyncio
 import heapq
 import math
-from bisect import bisect_right
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass
 
-from rollart.compact import Runs, run_of
 from rollart.simulate.cost import PassCost, seconds_of, steps_in
+from rollart.simulate.prefixes import Prefixes
+from rollart.simulate.sequence import Sequence
 from rollart.simulate.weights import Weights
 from rollart.types import Completion, EngineStatus, GenerationRequest, Loaded
 
 _CLOSE = 1e-6  # of a step: rounding
-_OPENINGS = 512
 _SPARE = 0.01  # of the KV stays free when a sequence is admitted, so that the others can grow
-
-
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    """`length` tokens of context, `new` of them to prefill, `wanted` to answer with; `made` and `spans` before it had
-    to start again. `base` is its context when it joined the decoding ones at step `joined`."""
-
-    request: GenerationRequest
-    answer: "asyncio.Future[Completion]"
-    length: int
-    new: int
-    wanted: int
-    finish: str
-    began: float
-    cached: int = 0
-    fetched: int = 0
-    admitted: float = -1.0
-    first: float = -1.0
-    made: float = 0.0
-    base: float = 0.0
-    joined: float = 0.0
-    order: int = 0
-    decoding: bool = False
-    gone: bool = False
-    spans: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -91,12 +64,12 @@ class FluidEngine:
         self._cost, self._weights, self._answer = cost, weights, answer
         self._max_batch, self._chunk, self._kv_tokens, self._keeps_kv = max_batch, chunk, kv_tokens, keeps_kv
         self._clock: Callable[[], float] = asyncio.get_running_loop().time
-        self._waiting: deque[_Sequence] = deque()
-        self._ends: list[tuple[float, int, _Sequence]] = []
-        self._joined: list[tuple[float, int, _Sequence]] = []
+        self._waiting: deque[Sequence] = deque()
+        self._ends: list[tuple[float, int, Sequence]] = []
+        self._joined: list[tuple[float, int, Sequence]] = []
         self._order = 0
         self._batch, self._context, self._steps, self._at = 0, 0.0, 0.0, self._clock()
-        self._group: list[_Sequence] = []
+        self._group: list[Sequence] = []
         self._phase, self._phase_end, self._rate = "", 0.0, 0.0
         self._standstill: tuple[float, int, asyncio.Future[None]] | None = None
         self._recompute = False
@@ -104,9 +77,7 @@ class FluidEngine:
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
         self._swaps: list[tuple[float, int]] = [(0.0, 0)]
-        self._parked: OrderedDict[str, int] = OrderedDict()
-        self._parked_tokens = 0
-        self._openings: OrderedDict[int, None] = OrderedDict()
+        self._prefixes = Prefixes()
 
     @property
     def idle(self) -> bool:
@@ -118,7 +89,7 @@ class FluidEngine:
         wanted, finish = self._answer(request)
         fetched = 0
         if request.kv_from is not None and request.kv_from != self.url:
-            fetched = len(request.tokens) - 1 - self._parked.get(request.session, 0)
+            fetched = len(request.tokens) - 1 - self._prefixes.of(request.session)
             await asyncio.sleep(fetched * self._cost.link)
         return await self._serve(request, wanted, finish, fetched)
 
@@ -127,10 +98,10 @@ class FluidEngine:
 
     async def _serve(self, request: GenerationRequest, wanted: int, finish: str, fetched: int) -> Completion:
         length = len(request.tokens)
-        cached = self._cached(request, length)
-        cached = length - 1 if fetched else cached
+        kept = self._prefixes.take(request)
+        cached = length - 1 if fetched else kept
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        sequence = _Sequence(request, answer, length, length - cached, wanted, finish, self._clock(), cached, fetched)
+        sequence = Sequence(request, answer, length, length - cached, wanted, finish, self._clock(), cached, fetched)
         self._waiting.append(sequence)
         if not self._phase:
             self._advance()
@@ -141,21 +112,7 @@ class FluidEngine:
             self._withdraw(sequence)
             raise
 
-    def _cached(self, request: GenerationRequest, length: int) -> int:
-        parked = self._parked.pop(request.session, None)
-        if parked is not None:
-            self._parked_tokens -= parked
-            return min(parked, length - 1)
-        if request.turn == 0:
-            opening = cast(Runs, request.tokens).spans[0][0]
-            if opening in self._openings:
-                return length - 1
-            self._openings[opening] = None
-            if len(self._openings) > _OPENINGS:
-                self._openings.popitem(last=False)
-        return 0
-
-    def _withdraw(self, sequence: _Sequence) -> None:
+    def _withdraw(self, sequence: Sequence) -> None:
         sequence.gone = True
         if sequence.decoding:
             self._advance()
@@ -214,9 +171,7 @@ class FluidEngine:
         self.version = version
         self._swaps.append((self._steps, version))
         if not self._keeps_kv:
-            self._parked.clear()
-            self._openings.clear()
-            self._parked_tokens = 0
+            self._prefixes.clear()
             self._recompute = self._batch > 0
         if not done.done():
             done.set_result(None)
@@ -290,7 +245,7 @@ class FluidEngine:
             self._preempt()
         self._go_on()
 
-    def _leave(self, sequence: _Sequence) -> None:
+    def _leave(self, sequence: Sequence) -> None:
         self._batch -= 1
         self._context -= sequence.base + self._steps - sequence.joined
         if not self._batch:
@@ -355,7 +310,7 @@ class FluidEngine:
                     self._join(sequence)
             self._group.clear()
 
-    def _join(self, sequence: _Sequence) -> None:
+    def _join(self, sequence: Sequence) -> None:
         """It is prefilled, and has one more token from that."""
         if sequence.first < 0.0:
             sequence.first = self._at
@@ -383,7 +338,7 @@ class FluidEngine:
         while not _there(self._joined[-1]):
             self._joined.pop()
         sequence = self._joined.pop()[2]
-        self._note_versions(sequence)
+        sequence.note_versions(self._swaps, self._steps)
         sequence.made += self._steps - sequence.joined
         self._leave(sequence)
         sequence.new = math.ceil(sequence.length + sequence.made)
@@ -391,62 +346,20 @@ class FluidEngine:
         self.preempted += 1
 
     def _make_room(self, more: float) -> None:
-        while self._parked and self._context + more + self._parked_tokens > self._kv_tokens:
-            self._parked_tokens -= self._parked.popitem(last=False)[1]
+        self._prefixes.shrink(self._kv_tokens - self._context - more)
 
     # Answers
 
-    def _note_versions(self, sequence: _Sequence) -> None:
-        """Which versions made its tokens since it joined."""
-        joined, swaps = sequence.joined, self._swaps
-        if swaps[-1][0] <= joined:
-            sequence.spans.append((self.version, round(self._steps - joined)))
-            return
-        index = bisect_right(swaps, joined, key=lambda swap: swap[0]) - 1
-        while joined < self._steps:
-            until = swaps[index + 1][0] if index + 1 < len(swaps) else self._steps
-            sequence.spans.append((swaps[index][1], round(until - joined)))
-            joined, index = until, index + 1
-
-    def _finish(self, sequence: _Sequence) -> None:
+    def _finish(self, sequence: Sequence) -> None:
         if sequence.wanted > sequence.made:
-            self._note_versions(sequence)
-        session, held = sequence.request.session, sequence.length + sequence.wanted - 1
-        self._parked_tokens += held - self._parked.pop(session, 0)
-        self._parked[session] = held
+            sequence.note_versions(self._swaps, self._steps)
+        self._prefixes.park(sequence.request.session, sequence.length + sequence.wanted - 1)
         self._make_room(0.0)
         self.generated += sequence.wanted
-        if sequence.answer.done():
-            return
-        tokens = cast(Any, run_of(0, sequence.wanted))
-        sequence.answer.set_result(
-            Completion(
-                tokens,
-                tokens,
-                cast(Any, _versions(sequence)),
-                cast(Any, sequence.finish),
-                prompt=sequence.length,
-                cached=sequence.cached,
-                fetched=sequence.fetched,
-                queue_s=sequence.admitted - sequence.began,
-                prefill_s=sequence.first - sequence.admitted,
-                decode_s=self._at - sequence.first,
-            )
-        )
+        if not sequence.answer.done():
+            sequence.answer.set_result(sequence.completed(self._at))
 
 
-def _there(entry: tuple[float, int, _Sequence]) -> bool:
+def _there(entry: tuple[float, int, Sequence]) -> bool:
     """Whether it still decodes, and has not started again since."""
     return entry[2].decoding and entry[2].order == entry[1]
-
-
-def _versions(sequence: _Sequence) -> Runs:
-    """Joined where they are the same, and exactly as many as there are tokens: parts of steps were rounded."""
-    counts: dict[int, int] = {}
-    for version, count in sequence.spans:
-        counts[version] = counts.get(version, 0) + count
-    last = sequence.spans[-1][0] if sequence.spans else 0
-    if len(counts) == 1:
-        return run_of(last, sequence.wanted)
-    counts[last] = counts.get(last, 0) + sequence.wanted - sum(counts.values())
-    return Runs(tuple((version, count) for version, count in counts.items() if count > 0), sequence.wanted)
