@@ -110,13 +110,16 @@ class Store:
 
     def _claim(self, manifest: Manifest) -> int:
         """The shard's `sums`, new and locked. What a writer that died has left goes first, and its sums before ours are
-        there: who still reads its data must never take our checksums for those of that."""
+        there: who still reads its data must never take our checksums for those of that. What is complete stays: it was
+        not there when the caller looked, but its writer has been faster."""
         name = manifest.version, manifest.id, manifest.shard
         path = self.path(*name, "sums")
         another = BeingWritten(f"version {manifest.version} is being written to {self.root} by another process")
         left = os.open(path, os.O_RDWR | os.O_CREAT)
         try:
             if not try_lock(left, fcntl.LOCK_EX):
+                raise another
+            if os.fstat(left).st_size >= manifest.buckets * SUM_BYTES and self.path(*name, "manifest").exists():
                 raise another
             for kind in ("manifest", "data", "sums"):
                 self.path(*name, kind).unlink(missing_ok=True)

@@ -285,7 +285,17 @@ asyncio.run(main(*sys.argv[1:]))
 
 def test_a_cluster_is_joined_from_outside_through_its_client_port(cluster: Cluster) -> None:
     port = free_port("127.0.0.1")
-    serve = [sys.executable, "-m", "ray.util.client.server", "--host", "127.0.0.1", "--port", str(port)]
+    serve = [
+        sys.executable,
+        "-m",
+        "ray.util.client.server",
+        "--mode",
+        "legacy",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     server = subprocess.Popen([*serve, "--address", cluster.address], start_new_session=True)
     try:
         deadline = time.monotonic() + 60

@@ -122,6 +122,18 @@ def test_two_processes_do_not_write_the_same_shard(tmp_path: Path) -> None:
             Store(tmp_path).create(blank(20_000, id="aa"))
 
 
+def test_what_is_complete_is_never_begun_again(tmp_path: Path) -> None:
+    """Who looked a moment too early wants to bring it here, and finds that its writer has been faster."""
+    store = Store(tmp_path)
+    version, id, shard = written(store, 3, fill=5)
+    with pytest.raises(BeingWritten):
+        store.create(blank(20_000, version, id=id))
+    opened = store.open(version, id, shard)
+    assert opened.ready == opened.manifest.buckets
+    assert set(opened.data) == {5}
+    opened.release()
+
+
 def test_shards_of_several_ranks_never_take_each_others_pages(tmp_path: Path) -> None:
     store = Store(tmp_path)
     for version in range(1, 4):
