@@ -177,6 +177,9 @@ class Scored(Event):
     seconds: float
 
 
+CANCELLED = "it was cancelled"  # the reason of a call that nobody wanted any more, which is no failure
+
+
 class RewardCalled(Event):
     """What a score has cost, whether it was had or not. `billed_s` is what the function's side charges for; `cold` that
     it had to start first, `first_byte_s` how long the last answer took to begin; `hedges` are second requests."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from rollart.config import Reward, Task
 from rollart.config import Rewards as RewardsConfig
 from rollart.errors import RewardFailed, ServiceError
-from rollart.observe.events import EventSink, RewardCalled
+from rollart.observe.events import CANCELLED, EventSink, RewardCalled
 from rollart.rewards.calls import Usage
 from rollart.rewards.pool import IDLE_S, RewardPool
 from rollart.rewards.remote import RemoteReward
@@ -104,7 +104,7 @@ class Rewards:
             reason = str(error)
             raise
         except asyncio.CancelledError:
-            reason = "it was cancelled"
+            reason = CANCELLED
             raise
         finally:
             total.add(usage, clock() - began)
