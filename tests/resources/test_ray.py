@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -294,7 +295,9 @@ def test_a_cluster_is_joined_from_outside_through_its_client_port(cluster: Clust
             assert server.poll() is None and time.monotonic() < deadline
         outside = [sys.executable, "-c", THROUGH_A_CLIENT, f"ray://127.0.0.1:{port}", SERVICES]
         told = subprocess.run(outside, capture_output=True, text=True, timeout=150, check=True).stdout
-        assert told.splitlines()[-1] == '["H800", "hello", ["H800", "cpu"]]'
+        device, word, classes = json.loads(told.splitlines()[-1])
+        assert (device, word) == ("H800", "hello")
+        assert {"H800", "cpu"} <= set(classes)  # nodes that other tests killed may still be listed
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
