@@ -84,7 +84,7 @@ class App:
             await _send_json(send, error.status, shape.error(error), more)
         except Gone:
             pass
-        except Exception:
+        except Exception:  # the boundary: one request that fails must not end the others
             logger.exception("a request to %s failed", path)
             failed = ApiError(500, "the gateway failed at this request; its log has the reason", code="internal_error")
             await _send_json(send, 500, shape.error(failed))

@@ -10,7 +10,7 @@ from typing import BinaryIO, Literal, Protocol, Union
 
 import msgspec
 
-from rollart.types import Gap, Outcome
+from rollart.types import EngineStatus, Gap, Outcome
 
 
 class Event(msgspec.Struct, tag_field="kind", tag=True, kw_only=True):
@@ -282,6 +282,11 @@ class EngineSample(Event):
     generated: int
     busy_s: float
     late_s: float = 0.0
+
+    @classmethod
+    def of(cls, engine: str, status: EngineStatus) -> "EngineSample":
+        told = {name: getattr(status, name) for name in cls.__struct_fields__ if name not in ("t", "engine")}
+        return cls(engine=engine, **told)
 
 
 class PipelineSample(Event):

@@ -254,17 +254,5 @@ class Engines:
                 self._sink.emit(Warned(message=f"{name} did not tell its status: {error}"))
             else:
                 self.router.told(name, status)
-                self._sink.emit(
-                    EngineSample(
-                        engine=name,
-                        version=status.version,
-                        running=status.running,
-                        waiting=status.waiting,
-                        kv_bytes=status.kv_bytes,
-                        prefilled=status.prefilled,
-                        generated=status.generated,
-                        busy_s=status.busy_s,
-                        late_s=status.late_s,
-                    )
-                )
+                self._sink.emit(EngineSample.of(name, status))
             await asyncio.sleep(SAMPLE_S)

@@ -269,18 +269,7 @@ class Simulation:
         )
         for name, engine in self._engines.items():
             status = await engine.status()
-            sink.emit(
-                EngineSample(
-                    engine=name,
-                    version=status.version,
-                    running=status.running,
-                    waiting=status.waiting,
-                    kv_bytes=status.kv_bytes,
-                    prefilled=status.prefilled,
-                    generated=status.generated,
-                    busy_s=status.busy_s,
-                )
-            )
+            sink.emit(EngineSample.of(name, status))
 
     def _tell_start(self, sink: EventSink) -> None:
         scenario = self._scenario

@@ -6,16 +6,13 @@ from typing import Any
 from msgspec import Struct
 from msgspec.json import Decoder
 
-from rollart.gateway.apis.base import event, read, slices, texts
+from rollart.gateway.apis.base import event, read, slices
 from rollart.gateway.apis.openai import (
     Count,
     Function,
-    Heat,
     Message,
     OpenAI,
-    Seed,
-    Several,
-    Share,
+    Streamed,
     finish_reason,
     tool,
     usage,
@@ -31,23 +28,10 @@ class _Tool(Struct):
     type: str = "function"
 
 
-class _StreamOptions(Struct):
-    include_usage: bool = False
-
-
-class _Request(Struct):
+class _Request(Streamed, kw_only=True):
     messages: list[Message]
     model: str = ""
-    max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
-    temperature: Heat | None = None
-    top_p: Share | None = None
-    top_k: int | None = None
-    n: Several | None = None
-    seed: Seed | None = None
-    stop: str | list[str] | None = None
-    stream: bool | None = None
-    stream_options: _StreamOptions | None = None
     logprobs: bool | None = None
     tools: list[_Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -62,6 +46,7 @@ class ChatCompletions(OpenAI):
         if not request.messages:
             raise invalid("there must be at least one message", "messages")
         tools = tuple(tool(each.function) for each in request.tools or ())
+        limit = request.max_completion_tokens
         force, calls = wanted(request.tool_choice, tools)
         return Ask(
             model=request.model,
@@ -69,17 +54,10 @@ class ChatCompletions(OpenAI):
             tools=tools,
             force=force,
             calls=calls,
-            n=request.n or 1,
-            seed=request.seed,
-            max_tokens=request.max_completion_tokens or request.max_tokens,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            stop=texts(request.stop),
+            **request.drawing() | ({"max_tokens": limit} if limit else {}),
             logprobs=bool(request.logprobs),
             token_ids=bool(request.return_token_ids),
-            stream=bool(request.stream),
-            usage_in_stream=request.stream_options is not None and request.stream_options.include_usage,
+            **request.streaming(),
         )
 
     def whole(self, ask: Ask, answer: Answer) -> Any:

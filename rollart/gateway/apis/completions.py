@@ -3,32 +3,18 @@
 from collections.abc import Iterator
 from typing import Any
 
-from msgspec import Struct
 from msgspec.json import Decoder
 
-from rollart.gateway.apis.base import event, read, slices, texts
-from rollart.gateway.apis.openai import Count, Heat, OpenAI, Seed, Several, Share, usage
+from rollart.gateway.apis.base import event, read, slices
+from rollart.gateway.apis.openai import OpenAI, Streamed, usage
 from rollart.gateway.errors import invalid
 from rollart.gateway.tenant import Tenant
 from rollart.gateway.words import Answer, Ask, Choice
 
 
-class _StreamOptions(Struct):
-    include_usage: bool = False
-
-
-class _Request(Struct):
+class _Request(Streamed, kw_only=True):
     prompt: str | list[str | int | list[int]]
     model: str = ""
-    max_tokens: Count | None = None
-    temperature: Heat | None = None
-    top_p: Share | None = None
-    top_k: int | None = None
-    n: Several | None = None
-    seed: Seed | None = None
-    stop: str | list[str] | None = None
-    stream: bool | None = None
-    stream_options: _StreamOptions | None = None
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -48,17 +34,10 @@ class Completions(OpenAI):
             model=request.model,
             text=text,
             tokens=tokens,
-            n=request.n or 1,
-            seed=request.seed,
-            max_tokens=request.max_tokens,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            stop=texts(request.stop),
+            **request.drawing(),
             logprobs=request.logprobs is not None,
             token_ids=bool(request.return_token_ids),
-            stream=bool(request.stream),
-            usage_in_stream=request.stream_options is not None and request.stream_options.include_usage,
+            **request.streaming(),
         )
 
     def whole(self, ask: Ask, answer: Answer) -> Any:

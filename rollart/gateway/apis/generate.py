@@ -6,21 +6,14 @@ from typing import Any
 from msgspec import Struct
 from msgspec.json import Decoder
 
-from rollart.gateway.apis.base import event, read, texts
-from rollart.gateway.apis.openai import Count, Heat, OpenAI, Seed, Several, Share, usage
+from rollart.gateway.apis.base import event, read
+from rollart.gateway.apis.openai import Drawn, OpenAI, usage
 from rollart.gateway.errors import invalid
 from rollart.gateway.tenant import Tenant
 from rollart.gateway.words import Answer, Ask, Choice
 
 
-class _Sampling(Struct):
-    max_tokens: Count | None = None
-    temperature: Heat | None = None
-    top_p: Share | None = None
-    top_k: int | None = None
-    n: Several | None = None
-    seed: Seed | None = None
-    stop: str | list[str] | None = None
+class _Sampling(Drawn):
     stop_token_ids: list[int] | None = None
     logprobs: int | None = None
 
@@ -44,13 +37,7 @@ class Generate(OpenAI):
         return Ask(
             model=request.model or "",
             tokens=request.token_ids,
-            n=asked.n or 1,
-            seed=asked.seed,
-            max_tokens=asked.max_tokens,
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            top_k=asked.top_k,
-            stop=texts(asked.stop),
+            **asked.drawing(),
             stop_tokens=tuple(asked.stop_token_ids or ()),
             logprobs=asked.logprobs is not None,
             stream=bool(request.stream),

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from rollart.gateway.apis.base import Part, text_of
+from rollart.gateway.apis.base import Part, text_of, texts
 from rollart.gateway.errors import ApiError, invalid
 from rollart.gateway.template import ChatTemplate
 from rollart.gateway.tenant import Tenant
@@ -18,6 +18,36 @@ Seed = Annotated[int, Meta(ge=-(2**62), le=2**62)]
 Heat = Annotated[float, Meta(ge=0, le=2)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 _KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+
+
+class StreamOptions(Struct):
+    include_usage: bool = False
+
+
+class Drawn(Struct, kw_only=True):
+    """What every request may say of how its answers are drawn."""
+
+    max_tokens: Count | None = None
+    temperature: Heat | None = None
+    top_p: Share | None = None
+    top_k: int | None = None
+    n: Several | None = None
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+
+    def drawing(self) -> dict[str, Any]:
+        """The same for an `Ask`."""
+        keys = ("max_tokens", "temperature", "top_p", "top_k", "seed")
+        return {key: getattr(self, key) for key in keys} | {"n": self.n or 1, "stop": texts(self.stop)}
+
+
+class Streamed(Drawn, kw_only=True):
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    def streaming(self) -> dict[str, Any]:
+        options = self.stream_options
+        return {"stream": bool(self.stream), "usage_in_stream": options is not None and options.include_usage}
 
 
 class Function(Struct):
