@@ -29,7 +29,7 @@ from rollart.config import RunFile, TinyModel
 from rollart.engines.client import EngineClient
 from rollart.envs.pool import EnvironmentPool
 from rollart.models.tiny import make
-from rollart.observe.events import EventLog, read_events
+from rollart.observe.log import EventLog, read_events
 from rollart.observe.metrics import measure
 from rollart.protocols import LeasedEnvironment
 from rollart.resources.devices import CATALOGUE

@@ -20,7 +20,7 @@ from typing import Any
 
 from rollart.config import RunFile, TinyModel
 from rollart.models.tiny import make
-from rollart.observe.events import EventLog
+from rollart.observe.log import EventLog
 from rollart.resources.fleet import Fleet
 from rollart.rollout.ledger import Ledger
 from rollart.rollout.lockstep import Lockstep

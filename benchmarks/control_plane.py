@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from rollart import collector
-from rollart.observe.events import EventLog
+from rollart.observe.log import EventLog
 from rollart.rollout.ledger import Ledger
 from rollart.rollout.router import Router
 from rollart.rollout.schedule import Schedule

@@ -21,16 +21,8 @@ from typing import Any
 
 import psutil
 
-from rollart.observe.events import (
-    BatchTaken,
-    GroupDropped,
-    GroupReady,
-    GroupStarted,
-    RolledBack,
-    RunEnded,
-    RunStarted,
-    read_events,
-)
+from rollart.observe.events import BatchTaken, GroupDropped, GroupReady, GroupStarted, RolledBack, RunEnded, RunStarted
+from rollart.observe.log import read_events
 
 START_DEADLINE = 120.0
 END_DEADLINE = 600.0

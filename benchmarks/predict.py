@@ -21,7 +21,8 @@ from typing import Any
 from rollart import run as controller
 from rollart.config import RunFile
 from rollart.models.prepare import prepare
-from rollart.observe.events import StepDone, read_events
+from rollart.observe.events import StepDone
+from rollart.observe.log import read_events
 from rollart.simulate.calibration import calibrate
 from rollart.simulate.fit import scaled
 from rollart.simulate.scenario import Scenario

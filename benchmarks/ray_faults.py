@@ -25,15 +25,8 @@ from ray.cluster_utils import Cluster
 from benchmarks.crash import surviving
 from rollart import runfile
 from rollart.config import RunFile
-from rollart.observe.events import (
-    AnyEvent,
-    Placed,
-    StepDone,
-    TrajectoryEnded,
-    TrajectoryStarted,
-    TurnDone,
-    read_events,
-)
+from rollart.observe.events import AnyEvent, Placed, StepDone, TrajectoryEnded, TrajectoryStarted, TurnDone
+from rollart.observe.log import read_events
 
 NODE = {"object_store_memory": 80_000_000, "include_dashboard": False}
 # A dead node is noticed after about (failures x period); the defaults add up to far longer.

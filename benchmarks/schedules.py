@@ -17,7 +17,8 @@ from typing import Any
 from rollart import run as controller
 from rollart.config import RunFile
 from rollart.models.prepare import prepare
-from rollart.observe.events import EngineSample, StepDone, read_events
+from rollart.observe.events import EngineSample, StepDone
+from rollart.observe.log import read_events
 
 PRESETS = ("sync", "sync_plus", "one_off", "start_bound", "rollart")
 MEAN_STEP_S = 4.7  # of the paper's distribution

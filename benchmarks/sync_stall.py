@@ -25,7 +25,8 @@ from typing import Any
 
 from rollart import run as controller
 from rollart.config import RunFile
-from rollart.observe.events import AnyEvent, BatchTaken, EngineSwapped, StepDone, TurnDone, read_events
+from rollart.observe.events import AnyEvent, BatchTaken, EngineSwapped, StepDone, TurnDone
+from rollart.observe.log import read_events
 
 WAYS = {"rollart": "rollart", "blocking": "one_off"}
 GAMES = "rollart.envs"

@@ -232,7 +232,7 @@ def show(run_dir: RunDir, as_json: AsJson = False) -> None:
     [dim]rollart show runs/quickstart-1[/dim]
     """
     from rollart import runfolder
-    from rollart.observe.events import read_events
+    from rollart.observe.log import read_events
     from rollart.observe.metrics import measure
     from rollart.observe.summary import summarise
 
@@ -260,7 +260,7 @@ def trajectory(
     rollart trajectory runs/quickstart-1 frozen_lake-000012[/dim]
     """
     from rollart import runfolder
-    from rollart.observe.events import read_events
+    from rollart.observe.log import read_events
     from rollart.observe.metrics import measure
 
     console = Console(highlight=False)
@@ -291,7 +291,7 @@ def timeline(
     """
     from rollart import runfolder
     from rollart.observe import timeline as trace
-    from rollart.observe.events import read_events
+    from rollart.observe.log import read_events
 
     path = output or run_dir / "timeline.json"
     records = trace.write(read_events(runfolder.events_of(run_dir)), path)

@@ -17,7 +17,8 @@ from rollart.config import Task as TaskConfig
 from rollart.errors import RollartError, ServiceError
 from rollart.models.prepare import Progress, prepare_in_child
 from rollart.observe import summary
-from rollart.observe.events import Evaluated, EventLog, PipelineSample, RunEnded, RunStarted, StepDone, WarmedUp
+from rollart.observe.events import Evaluated, PipelineSample, RunEnded, RunStarted, StepDone, WarmedUp
+from rollart.observe.log import EventLog
 from rollart.resources.fleet import Fleet
 from rollart.resources.ranks import TrainerLost
 from rollart.rollout.evaluation import Evaluator

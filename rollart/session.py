@@ -11,7 +11,7 @@ from rollart import run as controller
 from rollart import runfolder
 from rollart.config import RunFile
 from rollart.observe import curves, live, timeline
-from rollart.observe.events import EventLog, read_events
+from rollart.observe.log import EventLog, read_events
 from rollart.observe.metrics import measure
 from rollart.observe.report import results, scores
 from rollart.observe.tensorboard import TensorBoard

@@ -17,6 +17,7 @@ from rollart.cli import app
 from rollart.errors import RollartError
 from rollart.observe import events as ev
 from rollart.observe import summary
+from rollart.observe.log import EventLog
 from rollart.rollout.ledger import Ledger
 from rollart.types import Message, Outcome, Trajectory, Turn
 
@@ -197,12 +198,10 @@ def controlled(monkeypatch: pytest.MonkeyPatch, end: BaseException | None = None
     """Stands where the controller is: the command's own work is to choose the folder, watch, print and exit."""
     calls: list[tuple[Path, bool]] = []
 
-    async def train(
-        run: Any, directory: Path, *, resume: bool, on_log: Callable[[ev.EventLog], None]
-    ) -> dict[str, Any]:
+    async def train(run: Any, directory: Path, *, resume: bool, on_log: Callable[[EventLog], None]) -> dict[str, Any]:
         calls.append((directory, resume))
         ticks = iter(range(100))
-        log = ev.EventLog(directory / "events.jsonl", lambda: float(next(ticks)))
+        log = EventLog(directory / "events.jsonl", lambda: float(next(ticks)))
         on_log(log)
         print("a stray print")
         log.emit(ev.RunStarted(name=run.name, preset="rollart", alpha=1, seed=0, steps=2, tasks=["lake"]))

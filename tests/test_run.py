@@ -18,17 +18,8 @@ from benchmarks.crash import crash_and_resume
 from rollart import run as controller
 from rollart import runfile
 from rollart.errors import RollartError
-from rollart.observe.events import (
-    AnyEvent,
-    BatchTaken,
-    EventLog,
-    Published,
-    RolledBack,
-    RunEnded,
-    ServiceStarted,
-    StepDone,
-    read_events,
-)
+from rollart.observe.events import AnyEvent, BatchTaken, Published, RolledBack, RunEnded, ServiceStarted, StepDone
+from rollart.observe.log import EventLog, read_events
 from rollart.rollout.ledger import Ledger
 
 pytestmark = pytest.mark.slow

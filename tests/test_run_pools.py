@@ -12,7 +12,8 @@ from rollart import run as controller
 from rollart import runfile
 from rollart.config import TinyModel
 from rollart.models.tiny import make
-from rollart.observe.events import EngineSwapped, Placed, TurnDone, read_events
+from rollart.observe.events import EngineSwapped, Placed, TurnDone
+from rollart.observe.log import read_events
 from rollart.resources.external import KEY
 from rollart.resources.launcher import Wish, service
 from rollart.resources.local import LocalLauncher

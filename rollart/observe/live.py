@@ -17,6 +17,7 @@ from rich.live import Live
 
 from rollart.observe import events as ev
 from rollart.observe.draw import clock, count
+from rollart.observe.log import EventLog
 from rollart.observe.metrics import Metrics
 from rollart.observe.screen import screen
 from rollart.observe.snapshot import Snapshot
@@ -33,7 +34,7 @@ class View:
         self.console = console
         self.metrics = Metrics()
 
-    def attach(self, log: ev.EventLog) -> None:
+    def attach(self, log: EventLog) -> None:
         log.subscribe(self.on_event)
 
     def remember(self, past: Iterable[ev.AnyEvent]) -> None:

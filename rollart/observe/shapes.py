@@ -4,7 +4,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rollart import runfolder
-from rollart.observe.events import AnyEvent, TrajectoryEnded, TurnDone, read_events
+from rollart.observe.events import AnyEvent, TrajectoryEnded, TurnDone
+from rollart.observe.log import read_events
 from rollart.resources.workload import Shape
 
 

@@ -18,7 +18,8 @@ from rollart.chat import ChatRenderer
 from rollart.config import RunFile
 from rollart.envs.pool import EnvironmentPool
 from rollart.gateway.client import Gateway
-from rollart.observe.events import EventLog, RolledBack, ServiceEnded
+from rollart.observe.events import RolledBack, ServiceEnded
+from rollart.observe.log import EventLog
 from rollart.resources.devices import catalogue
 from rollart.resources.engine_command import start_deadline
 from rollart.resources.engines import Engines

@@ -12,6 +12,7 @@ from pathlib import Path
 from rollart import runfolder
 from rollart.errors import RollartError
 from rollart.observe import events as ev
+from rollart.observe.log import read_events
 from rollart.types import Outcome
 
 
@@ -74,9 +75,9 @@ class Measured:
 def measured(folder: Path) -> Measured:
     """From a run folder. Raises RollartError if it holds no run, or one that trained nothing."""
     log = runfolder.events_of(folder)
-    done = [event.t for event in ev.read_events(log) if isinstance(event, ev.Published)]
+    done = [event.t for event in read_events(log) if isinstance(event, ev.Published)]
     reader = _Reader(since=done[0] if len(done) > 1 else 0.0)
-    for event in ev.read_events(log):
+    for event in read_events(log):
         reader.read(event)
     if not reader.found.trainings or not any(log.turns for log in reader.found.tasks.values()):
         raise RollartError(f"the run in {folder} has not trained a single step; there is nothing to calibrate on")

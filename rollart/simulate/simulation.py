@@ -12,15 +12,8 @@ from pathlib import Path
 
 from rollart import collector
 from rollart.errors import ConfigError
-from rollart.observe.events import (
-    EngineSample,
-    EventLog,
-    EventSink,
-    PipelineSample,
-    Placed,
-    RunEnded,
-    RunStarted,
-)
+from rollart.observe.events import EngineSample, EventSink, PipelineSample, Placed, RunEnded, RunStarted
+from rollart.observe.log import EventLog
 from rollart.resources.devices import DeviceClass, catalogue
 from rollart.resources.roofline import Roofline
 from rollart.rollout.evaluation import Evaluator

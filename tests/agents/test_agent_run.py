@@ -14,7 +14,8 @@ import pytest
 
 from rollart import run as controller
 from rollart import runfile
-from rollart.observe.events import AgentPlayed, StepDone, read_events
+from rollart.observe.events import AgentPlayed, StepDone
+from rollart.observe.log import read_events
 from rollart.observe.metrics import measure
 from rollart.rollout.ledger import Ledger
 from rollart.rollout.samples import samples

@@ -9,7 +9,7 @@ from rollart import run as controller
 from rollart import runfile
 from rollart.config import Vllm
 from rollart.envs import families
-from rollart.observe.events import read_events
+from rollart.observe.log import read_events
 from rollart.observe.metrics import measure
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agents.yaml"

@@ -17,7 +17,7 @@ from rollart.agents.harbor.image import image_of
 from rollart.agents.harbor.task import folders, load
 from rollart.agents.harbor.trial import played
 from rollart.agents.split import choose
-from rollart.observe.events import read_events
+from rollart.observe.log import read_events
 from rollart.observe.metrics import measure
 from rollart.sandbox.bubble import Limits
 from rollart.sandbox.shell import Sandbox

@@ -9,7 +9,7 @@ from rollart import run as controller
 from rollart import runfile
 from rollart.envs import families
 from rollart.errors import ConfigError
-from rollart.observe.events import read_events
+from rollart.observe.log import read_events
 from rollart.observe.metrics import measure
 from rollart.rollout.ledger import Ledger
 

@@ -7,6 +7,7 @@ from sample_run import sample_run
 
 from rollart.observe import events as ev
 from rollart.observe.live import LiveView, PlainView, view
+from rollart.observe.log import EventLog
 
 WEIGHTS = {"frozen_lake": 1.0, "sokoban": 1.0, "arithmetic": 1.0}
 
@@ -62,7 +63,7 @@ def test_an_error_of_the_run_is_not_hidden() -> None:
 def test_plain_lines_come_every_ten_seconds_and_for_what_matters(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=80)
     ticks = iter(i / 4 for i in range(10_000))
-    log = ev.EventLog(tmp_path / "events.jsonl", lambda: next(ticks))
+    log = EventLog(tmp_path / "events.jsonl", lambda: next(ticks))
     with PlainView(console) as plain:
         plain.attach(log)
         log.emit(ev.RunStarted(name="x", preset="rollart", alpha=1, seed=0, steps=10, tasks=["a"]))

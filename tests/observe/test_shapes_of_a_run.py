@@ -7,7 +7,8 @@ import pytest
 
 from rollart.config import RunFile
 from rollart.errors import RollartError
-from rollart.observe.events import EventLog, TurnDone
+from rollart.observe.events import TurnDone
+from rollart.observe.log import EventLog
 from rollart.observe.shapes import measured
 from rollart.resources.inventory import Inventory
 from rollart.resources.launcher import Node

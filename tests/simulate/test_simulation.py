@@ -7,7 +7,8 @@ from typer.testing import CliRunner
 
 from rollart.cli import app
 from rollart.errors import ConfigError
-from rollart.observe.events import BatchTaken, read_events
+from rollart.observe.events import BatchTaken
+from rollart.observe.log import read_events
 from rollart.simulate import paper
 from rollart.simulate.scenario import Scenario, load
 from rollart.simulate.simulation import simulate

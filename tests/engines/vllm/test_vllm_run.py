@@ -16,7 +16,8 @@ from vllm_fleet import NEEDS_VLLM, PYTHON, network
 
 from rollart import run as controller
 from rollart import runfile
-from rollart.observe.events import AnyEvent, EngineSwapped, EventLog, ServiceEnded, StepDone, read_events
+from rollart.observe.events import AnyEvent, EngineSwapped, ServiceEnded, StepDone
+from rollart.observe.log import EventLog, read_events
 from rollart.rollout.ledger import Ledger
 from rollart.types import Trajectory
 

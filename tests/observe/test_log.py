@@ -1,6 +1,7 @@
 from pathlib import Path
 
-from rollart.observe.events import AnyEvent, BatchTaken, EventLog, TrajectoryEnded, Warned, read_events
+from rollart.observe.events import AnyEvent, BatchTaken, TrajectoryEnded, Warned
+from rollart.observe.log import EventLog, read_events
 from rollart.types import Outcome
 
 
