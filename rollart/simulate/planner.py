@@ -29,8 +29,7 @@ Tell = Callable[[str], None]
 @dataclass(frozen=True, slots=True)
 class Tried:
     """A plan and what its simulation says; `how` tells what makes it special, `transfer_s` how long weights are on the
-    way. `step_s` is that of the steps between the start, until all batches that may be under way are, and the end, when
-    no more are begun."""
+    way."""
 
     plan: Plan
     price: float
@@ -40,9 +39,7 @@ class Tried:
 
     @property
     def step_s(self) -> float:
-        times, around = self.result.step_times, self.plan.alpha + 1
-        times = times[around - 1 : len(times) - self.plan.alpha]
-        return (times[-1] - times[0]) / (len(times) - 1)
+        return self.result.step_s
 
     @property
     def cost_per_step(self) -> float:
@@ -153,9 +150,9 @@ def _asked(scenario: Scenario) -> Scenario:
 
 
 def _lasting(scenario: Scenario, steps: int, alpha: int) -> Scenario:
-    """So many steps that count, after those of the start and before those of the end."""
-    training = scenario.training.model_copy(update={"steps": 1 + alpha + steps + alpha})
-    section = scenario.simulate.model_copy(update={"warm_up": 1 + alpha})
+    """So many steps that count."""
+    training = scenario.training.model_copy(update={"steps": 1 + alpha + steps})
+    section = scenario.simulate.model_copy(update={"warm_up": None, "ends": False})
     return scenario.model_copy(update={"training": training, "simulate": section})
 
 

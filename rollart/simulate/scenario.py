@@ -105,7 +105,10 @@ class TrainPace(Section):
 
 class Simulate(Section):
     workloads: dict[str, Workload] = Field(default_factory=dict, description="by task")
-    warm_up: Natural = Field(1, description="steps at the start that do not count")
+    warm_up: Natural | None = Field(
+        None, description="steps at the start that do not count; by default 1 and one for each version of alpha"
+    )
+    ends: bool = Field(False, description="nothing is begun for steps after the last, as in a run of so many steps")
     scoring: Scoring = Scoring()
     weights: Transfer = Transfer()
     links: dict[str, float] = Field(default_factory=dict, description=f"GB/s; there are {LINKS}")
@@ -135,7 +138,20 @@ class Scenario(RunFile):
             if (link := getattr(self.simulate.weights, key)) not in self.links:
                 known = did_you_mean(link, list(self.links))
                 raise Conflict(f"there is no link {link!r}{known}; name it in links", "simulate", "weights", key)
+        if self.warm_up >= self.training.steps:
+            raise Conflict(
+                f"{self.training.steps} steps of training leave none to count after a warm-up of {self.warm_up}; take "
+                "more steps, or set simulate.warm_up",
+                "training",
+                "steps",
+            )
         return self
+
+    @property
+    def warm_up(self) -> int:
+        """Steps that do not count. Until all batches that may be under way at once are, steps come too soon."""
+        said = self.simulate.warm_up
+        return 1 + self.rollout.schedule().alpha if said is None else said
 
     @property
     def links(self) -> dict[str, float]:

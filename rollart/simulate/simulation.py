@@ -5,6 +5,7 @@ plane, lets it run, and looks every few seconds at what everything is doing.
 """
 
 import asyncio
+import sys
 import time
 from collections import Counter, defaultdict
 from contextlib import suppress
@@ -63,7 +64,7 @@ class Simulation:
         scenario = self._scenario
         now = asyncio.get_running_loop().time
         began = time.process_time()
-        self._tally = Tally(now, scenario.simulate.warm_up, self._totals)
+        self._tally = Tally(now, scenario.warm_up, self._totals)
         log = None
         sink: EventSink = self._tally
         if self._folder is not None and scenario.simulate.log == "full":
@@ -117,7 +118,7 @@ class Simulation:
             schedule=schedule,
             batch_groups=scenario.training.batch_groups,
             group_size=scenario.training.group_size,
-            steps=scenario.training.steps,
+            steps=scenario.training.steps if scenario.simulate.ends else sys.maxsize,
             retries=scenario.rollout.retries,
             seed=scenario.seed,
             player=player,

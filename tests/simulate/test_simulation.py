@@ -106,7 +106,7 @@ def test_prefill_and_decode_can_have_pools_of_their_own(file: Path) -> None:
 
 def test_blocking_weights_cost_more_than_a_store(file: Path) -> None:
     ways = {
-        way: simulate(changed(file, f"simulate.weights={{way: {way}, push: slow}}", "simulate.links={slow: 1.0}"))
+        way: simulate(changed(file, "simulate.train={fixed: 100}", f"simulate.weights={{way: {way}, push: ethernet}}"))
         for way in ("store", "collective")
     }
     assert ways["collective"].blocked_s > 0 == ways["store"].blocked_s
@@ -192,3 +192,18 @@ def test_reproducing_tells_what_was_missed_and_why(monkeypatch: pytest.MonkeyPat
     counts = [answer[key] for key in ("within_15_percent", "missed", "missed_with_reason")]
     assert counts == [1, 1, 1]
     assert (tmp_path / "paper.png").stat().st_size > 1000
+
+
+def test_a_run_that_goes_on_begins_what_comes_after_its_last_step_and_one_that_ends_does_not(file: Path) -> None:
+    def finished(ends: bool) -> int:
+        keys = ("simulate.warm_up=0", "simulate.train={fixed: 300}", f"simulate.ends={ends}")
+        return simulate(changed(file, *keys)).outcomes["finished"]
+
+    assert finished(ends=True) == 4 * 4 * 4 < finished(ends=False)
+
+
+def test_a_warm_up_must_leave_steps_to_count(file: Path) -> None:
+    assert load(file).warm_up == 2
+    assert load(file, ["rollout.alpha=2"]).warm_up == 3
+    with pytest.raises(ConfigError, match="4 steps of training leave none to count after a warm-up of 4"):
+        load(file, ["rollout.alpha=3"])
