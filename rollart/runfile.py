@@ -3,18 +3,17 @@
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import ValidationError
 
-from rollart import importable
-from rollart.config import RunFile, Section, Task
+from rollart import importable, mistakes
+from rollart.config import RunFile, Task
 from rollart.engines.vllm import problems as vllm
 from rollart.envs import families
 from rollart.errors import ConfigError
-from rollart.yamltree import Dumper, KeyPath, Tree, did_you_mean, dotted, parse
+from rollart.yamltree import Dumper, Tree, parse
 
 _MOST = 10
 R = TypeVar("R", bound=RunFile)
@@ -63,108 +62,9 @@ def validated(tree: Tree, kind: type[R]) -> R:
     try:
         return kind.model_validate_json(json.dumps(tree.value), strict=True)
     except ValidationError as error:
-        problems = [_sentence(tree, each) for each in _causes(error.errors(include_url=False))]
+        problems = mistakes.sentences(tree, kind, error.errors(include_url=False))
     more = [f"and {len(problems) - _MOST} more problems"] if len(problems) > _MOST else []
     raise ConfigError("\n".join(problems[:_MOST] + more))
-
-
-def _causes(errors: list[ErrorDetails]) -> Iterator[ErrorDetails]:
-    """Without the missing keys that are there under a misspelt name: one mistake is one sentence."""
-    unknown = [tuple(error["loc"]) for error in errors if error["type"] == "extra_forbidden"]
-    for error in errors:
-        path = tuple(error["loc"])
-        misspelt = any(path[:-1] == other[:-1] and f" {path[-1]!r}?" in _nearest(other) for other in unknown)
-        if error["type"] != "missing" or not misspelt:
-            yield error
-
-
-def _sentence(tree: Tree, error: ErrorDetails) -> str:
-    path: KeyPath = tuple(error["loc"])
-    cause = error.get("ctx", {}).get("error")
-    path += getattr(cause, "path", ())
-    name, kind, value = dotted(path, tree.value), error["type"], error["input"]
-    if kind == "extra_forbidden":
-        what = f"unknown key {path[-1]!r} in {_section(tree, path[:-1])}{_nearest(path)}"
-    elif kind == "missing":
-        what = f"key {path[-1]!r} is missing in {_section(tree, path[:-1])}"
-    elif kind == "value_error":
-        section = dotted(tuple(error["loc"]), tree.value)
-        what = f"{section}: {cause}" if section else str(cause)
-    elif kind == "string_pattern_mismatch":
-        what = f"{name} must {_shape(error)}, not {value!r}"
-    else:
-        what = f"{name} {_must(error)}, not {_shown(value)}{_hint(kind, value, error)}"
-    return f"{tree.place(path)}: {' '.join(what.split())}"
-
-
-def _section(tree: Tree, path: KeyPath) -> str:
-    return dotted(path, tree.value) or "the run file"
-
-
-def _must(error: ErrorDetails) -> str:
-    special = {
-        "model_type": "must be a section with keys of its own",
-        "int_from_float": "must be a whole number",
-        "int_type": "must be a whole number",
-        "float_type": "must be a number",
-        "string_type": "must be text",
-        "list_type": "must be a list",
-        "path_type": "must be a path",
-    }
-    return special.get(error["type"]) or error["msg"].replace("Input should", "must").replace("Value should", "must")
-
-
-def _shown(value: Any) -> str:
-    text = "empty" if value is None else json.dumps(value, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _hint(kind: str, value: Any, error: ErrorDetails) -> str:
-    if kind == "string_type" and isinstance(value, bool | int | float):
-        return "; put it in quotes"
-    if kind == "bool_type" and str(value).lower() in ("yes", "no", "on", "off", "y", "n"):
-        return "; write true or false"
-    if kind == "model_type" and value is None:
-        return "; remove it or give it keys"
-    if kind == "literal_error" and isinstance(value, str):
-        return did_you_mean(value, error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", "))
-    return ""
-
-
-def _shape(error: ErrorDetails) -> str:
-    pattern = error["ctx"]["pattern"]
-    if ":" in pattern:
-        return "look like package.module:Name"
-    return "be letters, digits, - and _ only, and begin with a letter" if "A-Za-z]" in pattern else f"match {pattern}"
-
-
-def _nearest(path: KeyPath) -> str:
-    """The key that was probably meant: in the same section, or in the one section that has such a key."""
-    sections = dict(_sections(RunFile, ()))
-    inside = next((section for above, section in sections.items() if _leads(above, path[:-1])), None)
-    known = list(inside.model_fields) if inside else []
-    elsewhere = [dotted(above) for above, section in sections.items() if path[-1] in section.model_fields]
-    if close := did_you_mean(str(path[-1]), known):
-        return close
-    if elsewhere:
-        return f"; it belongs in {elsewhere[0] or 'the top level'}"
-    return f"; valid keys are {', '.join(known)}"
-
-
-def _leads(above: KeyPath, path: KeyPath) -> bool:
-    """Whether a path is one of those that `above` stands for: <task> is any item of the list or mapping `tasks`."""
-    return len(above) == len(path) and all(
-        str(step).startswith("<") or step == other for step, other in zip(above, path, strict=True)
-    )
-
-
-def _sections(model: type[BaseModel], path: KeyPath) -> Iterator[tuple[KeyPath, type[BaseModel]]]:
-    yield path, model
-    for name, field in model.model_fields.items():
-        for kind in (field.annotation, *get_args(field.annotation)):
-            if isinstance(kind, type) and issubclass(kind, Section):
-                several = getattr(field.annotation, "__origin__", None) in (list, dict)
-                yield from _sections(kind, (*path, name, *((f"<{name.removesuffix('s')}>",) if several else ())))
 
 
 def _unusable(run: RunFile, tree: Tree, need_model: bool, only_task: str | None) -> Iterator[str]:
