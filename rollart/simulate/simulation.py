@@ -8,6 +8,7 @@ import asyncio
 import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,19 +43,28 @@ _CPU_ENGINE = {"max_batch": 64, "prefill_chunk": 512, "kv_megabytes": 512}  # as
 _GPU_ENGINE = {"max_batch": 256, "prefill_chunk": 2048}
 
 
+Tell = Callable[[int, float], None]
+
+
 def simulate(
-    scenario: Scenario, *, folder: Path | None = None, until: float | None = None, seed: int | None = None
+    scenario: Scenario,
+    *,
+    folder: Path | None = None,
+    until: float | None = None,
+    seed: int | None = None,
+    tell: Tell | None = None,
 ) -> Result:
-    """Run the scenario to its last step, or for `until` virtual seconds. With a `folder`, leave the event log there."""
+    """Run the scenario to its last step, or for `until` virtual seconds. With a `folder`, leave the event log there.
+    `tell` hears now and then how many steps are done and how many seconds have passed."""
     if seed is not None:
         scenario = scenario.model_copy(update={"seed": seed})
     collector.calm()
-    return clock.run(Simulation(scenario, folder, until).run())
+    return clock.run(Simulation(scenario, folder, until, tell).run())
 
 
 class Simulation:
-    def __init__(self, scenario: Scenario, folder: Path | None, until: float | None) -> None:
-        self._scenario, self._folder, self._until = scenario, folder, until
+    def __init__(self, scenario: Scenario, folder: Path | None, until: float | None, tell: Tell | None = None) -> None:
+        self._scenario, self._folder, self._until, self._tell = scenario, folder, until, tell
         self._classes = catalogue(scenario)
         self._looks: Counter[str] = Counter()
         self._engines: dict[str, FluidEngine] = {}
@@ -230,6 +240,8 @@ class Simulation:
             looks["running"] += scheduler.running
             if log:
                 await self._tell_samples(sink)
+            if self._tell is not None:
+                self._tell(self._trainer.version, asyncio.get_running_loop().time())
             await asyncio.sleep(self._scenario.simulate.sample_s)
 
     def _why_idle(self) -> str:
