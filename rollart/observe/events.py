@@ -3,6 +3,7 @@
 `t` is seconds since the run began, across resumes; the log sets it. Durations end at `t`.
 """
 
+from math import isfinite
 from typing import Literal, Protocol, Union
 
 import msgspec
@@ -238,7 +239,8 @@ class BatchTaken(Event):
 
 
 class StepDone(Event):
-    """The optimizer step that made `version`. `gaps` between the engine's logprobs and the trainer's."""
+    """The optimizer step that made `version`. `gaps` between the engine's logprobs and the trainer's. Values that are
+    not finite are left out: a step that is skipped for them has said so."""
 
     version: int
     seconds: float
@@ -246,6 +248,10 @@ class StepDone(Event):
     values: dict[str, float]
     tasks: dict[str, dict[str, float]]
     gaps: tuple[Gap, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.values = _finite(self.values)
+        self.tasks = {task: _finite(values) for task, values in self.tasks.items()}
 
 
 class Published(Event):
@@ -351,6 +357,10 @@ AnyEvent = Union[  # noqa: UP007 (msgspec reads the union at run time)
     Checkpointed,
     Warned,
 ]
+
+
+def _finite(values: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if isfinite(value)}
 
 
 class EventSink(Protocol):

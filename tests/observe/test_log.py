@@ -1,6 +1,7 @@
+import math
 from pathlib import Path
 
-from rollart.observe.events import AnyEvent, BatchTaken, TrajectoryEnded, Warned
+from rollart.observe.events import AnyEvent, BatchTaken, StepDone, TrajectoryEnded, Warned
 from rollart.observe.log import EventLog, read_events
 from rollart.types import Outcome
 
@@ -25,6 +26,15 @@ def test_events_come_back_as_they_were(tmp_path: Path) -> None:
     write(path, 2.0, ended, taken)
     assert list(read_events(path)) == [ended, taken]
     assert [event.t for event in read_events(path)] == [2.0, 2.0]
+
+
+def test_values_that_json_does_not_have_are_left_out_and_the_log_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    values = {"loss": math.nan, "grad_norm": math.inf, "lr": 0.1}
+    write(path, 2.0, StepDone(version=1, seconds=1.0, tokens=9, values=values, tasks={"t": values}))
+    (step,) = read_events(path)
+    assert isinstance(step, StepDone)
+    assert step.values == {"lr": 0.1} == step.tasks["t"]
 
 
 def test_time_goes_on_across_a_resume(tmp_path: Path) -> None:
