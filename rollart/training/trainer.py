@@ -73,6 +73,9 @@ class Trainer:
             totals = self.learner.learn(orders[0])
         self.version += 1
         rows = cells.rows(totals.gaps)
+        warnings = self._guard.check(batch.step, rows)
+        if totals.skipped:
+            warnings = (*warnings, f"step {self.version} left the weights alone: its loss or gradient is not finite")
         return StepMetrics(
             version=self.version,
             seconds=time.perf_counter() - began,
@@ -80,7 +83,7 @@ class Trainer:
             values=totals.values(),
             tasks=task_metrics(batch, solved),
             gaps=table(rows),
-            warnings=self._guard.check(batch.step, rows),
+            warnings=warnings,
         )
 
     def snapshot(self) -> tuple[int, dict[str, Tensor]]:

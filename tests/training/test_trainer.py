@@ -139,6 +139,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_says_so(folder: Path, poison: 
     before = weights(subject)
     metrics = subject.step(make_batch(0, [[poison, 0.0], [1.0, 0.0]]))
     assert metrics.values["skipped"] == 1.0
+    assert any("left the weights alone" in warning for warning in metrics.warnings)
     assert metrics.version == subject.version == 1
     assert same(before, weights(subject))
     assert subject.step(make_batch(1, SPREAD)).values["skipped"] == 0.0
