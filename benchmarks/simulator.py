@@ -1,5 +1,9 @@
 """How fast the simulator is: the paper's production job, whole and scaled down, for some virtual time on one core.
 
+As shipped, training and the push of the weights hold the job up, and few trajectories run at once. Here both are quick
+and more batches may be under way, so that it waits for engines, and about 20,000 trajectories have an environment at a
+time. `--shipped` takes the scenario as it is.
+
 Seconds are CPU seconds of this process, so a busy machine does not count. An event is a callback that the virtual loop
 ran. Last line: virtual seconds per real second and events per second at each size; `hour_at_3000_s`, what a virtual
 hour of 3,000 GPUs takes; and `event_cost_growth`, the cost of an event at 3,000 GPUs over that at 128.
@@ -8,6 +12,7 @@ hour of 3,000 GPUs takes; and `event_cost_growth`, the cost of an event at 3,000
 import argparse
 import json
 import resource
+from collections.abc import Sequence
 from pathlib import Path
 
 from rollart.simulate.result import Result
@@ -18,21 +23,46 @@ SCENARIO = Path(__file__).parents[1] / "examples" / "paper" / "production.yaml"
 WHOLE = 3000
 
 
-def scaled(gpus: int) -> Scenario:
+FULL = (
+    "training.batch_groups=3200",
+    "rollout.alpha=3",
+    "environments.slots=8000",
+    "simulate.train={fixed: 100, token: 0}",
+    "simulate.links={ethernet: 1000, infiniband: 1000}",
+)
+
+
+def scaled(gpus: int, changes: Sequence[str]) -> Scenario:
     """The production job with everything in proportion: devices, batch and environments."""
-    whole = load(SCENARIO)
+    whole = load(SCENARIO, [*changes])
     part = gpus / WHOLE
 
     def count(name: str) -> str:
         return f"pools.{name}.count={max(1, round(whole.pools[name].count * part))}"
 
     groups = max(len(whole.tasks), round(whole.training.batch_groups * part))
-    return load(SCENARIO, [*map(count, whole.pools), f"training.batch_groups={groups}", "training.steps=100000"])
+    slots = max(1, round(whole.environments.slots * part))
+    return load(
+        SCENARIO,
+        [
+            *changes,
+            *map(count, whole.pools),
+            f"training.batch_groups={groups}",
+            f"environments.slots={slots}",
+            "training.steps=100000",
+            "simulate.warm_up=0",
+        ],
+    )
 
 
-def told(gpus: int, result: Result) -> str:
+def at_once(scenario: Scenario, result: Result) -> int:
+    """Trajectories that have an environment, on the average."""
+    return round(result.environments_use * scenario.environments.slots * len(scenario.tasks))
+
+
+def told(gpus: int, running: int, result: Result) -> str:
     return (
-        f"{gpus:5} GPUs, {result.running:7.0f} trajectories at once: {result.seconds:6.0f} virtual s in "
+        f"{gpus:5} GPUs, {running:6} trajectories at once: {result.seconds:6.0f} virtual s in "
         f"{result.cpu_s:6.1f} s, {result.all_turns:8} turns, {result.cpu_s / result.all_turns * 1e6:5.0f} us each, "
         f"{result.steps} steps of {result.step_s:.0f} s"
     )
@@ -41,12 +71,17 @@ def told(gpus: int, result: Result) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=3600.0, help="virtual time at each size")
-    span = parser.parse_args().seconds
-    simulate(scaled(128), until=60.0)  # imports and caches
+    parser.add_argument("--shipped", action="store_true", help="the scenario as it is, with fewer trajectories at once")
+    asked = parser.parse_args()
+    span, changes = asked.seconds, () if asked.shipped else FULL
+    simulate(scaled(128, changes), until=60.0)  # imports and caches
     results: dict[int, Result] = {}
+    running: dict[int, int] = {}
     for gpus in (128, 1000, WHOLE):
-        results[gpus] = simulate(scaled(gpus), until=span)
-        print(told(gpus, results[gpus]), flush=True)
+        scenario = scaled(gpus, changes)
+        results[gpus] = simulate(scenario, until=span)
+        running[gpus] = at_once(scenario, results[gpus])
+        print(told(gpus, running[gpus], results[gpus]), flush=True)
     cost = {gpus: result.cpu_s / result.events for gpus, result in results.items()}
     print(
         json.dumps(
@@ -55,7 +90,7 @@ def main() -> None:
                 "event_cost_growth": round(cost[WHOLE] / cost[128], 3),
                 "virtual_per_real_s": {gpus: round(span / result.cpu_s, 1) for gpus, result in results.items()},
                 "events_per_s": {gpus: round(1 / each) for gpus, each in cost.items()},
-                "trajectories_at_once": {gpus: round(result.running) for gpus, result in results.items()},
+                "trajectories_at_once": running,
                 "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
             }
         )

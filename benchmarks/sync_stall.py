@@ -1,38 +1,45 @@
 """What weight updates cost generation: updates in flight, against updates that drain the engines first.
 
-`python benchmarks/sync_stall.py [--steps 20] [--hidden 256]` trains the same tiny model on the same tasks twice, with
-real processes: once as `rollart` does it, where engines get and check new weights while they generate and swap between
-two steps, and once with the preset `one_off`, which lets all requests end before it swaps. From the event logs:
+`python benchmarks/sync_stall.py [--steps 6] [--hidden 128] [--groups 32]` trains the same tiny model on the same tasks
+three times, with real processes and the same asynchronous schedule. Only what an engine does with its requests at a
+swap differs (`engine.on_swap`):
 
-- pause: the time in which an engine could not step because it was swapping, as a share of the time of RL;
-- drained: between the end of a training step and the swap to its weights, the share of the usual number of requests
-  that an engine did not have, as time, as a share of the time of RL;
-- exposed_fraction: both together; exposed_vs_transfer: pauses, as a share of the time that the weights took to come;
-- recomputed: tokens whose KV was made again because they were in flight at a swap, as a share of all tokens computed.
+- rollart: they go on with the new weights, and their KV is made anew;
+- keep: they go on, on KV that the old weights made, which costs nothing and is not exact;
+- drain: the swap waits for them to end, and nothing new begins before it, as where updates block.
 
-The last line is one JSON object.
+From the event logs, as shares of the time in which engines generated:
+
+- stalled: no step could run because the engine was swapping, or a step was emptier because the engine was draining;
+- recompute: KV was made anew that had been there before a swap, of requests in flight and of sessions between two
+  turns: what steps took for it beyond the tokens decoded in them;
+- exposed_fraction: both together. `stalled_vs_transfer` is what stalled as a share of the time that the weights took.
+
+A batch is several times the trajectories in flight (256 against 32): with tiny batches, swaps would come faster than in
+any real run. What is made anew grows as that proportion shrinks, which `--groups` shows. Answers are long enough that
+generation, not training, is what a step takes its time for: else engines would be idle when new weights come. KV made
+anew is dearer here than elsewhere: on a CPU a token of prefill costs a fifth to half of one that is decoded, on a GPU
+far less. The last line is one JSON object.
 """
 
 import argparse
 import asyncio
 import json
 import tempfile
-from bisect import bisect_right
-from collections import defaultdict
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from rollart import run as controller
 from rollart.config import RunFile
-from rollart.observe.events import AnyEvent, BatchTaken, EngineSwapped, StepDone, TurnDone
+from rollart.observe.events import AnyEvent, BatchTaken, EngineSample, EngineSwapped, StepDone
 from rollart.observe.log import read_events
 
-WAYS = {"rollart": "rollart", "blocking": "one_off"}
+WAYS = {"rollart": "recompute", "keep": "keep", "drain": "drain"}
 GAMES = "rollart.envs"
+GROUP = 8
 
 
-def run_file(folder: Path, preset: str, steps: int, hidden: int) -> RunFile:
+def run_file(folder: Path, on_swap: str, steps: int, hidden: int, groups: int) -> RunFile:
     def task(name: str, kind: str, turns: int, tokens: int) -> dict[str, Any]:
         game = f"{GAMES}.{name}:{kind}"
         sampling = {"max_tokens": tokens}
@@ -46,89 +53,64 @@ def run_file(folder: Path, preset: str, steps: int, hidden: int) -> RunFile:
             "model": {
                 "tiny": {"context": 512, "hidden": hidden, "layers": 4, "heads": heads, "kv_heads": max(1, heads // 4)}
             },
-            "tasks": [task("frozen_lake", "FrozenLake", 10, 8), task("guess_number", "GuessNumber", 4, 32)],
-            "rollout": {"preset": preset},
-            "environments": {"slots": 128},
-            "engine": {"max_batch": 64},
-            "training": {"steps": steps, "batch_groups": 8, "group_size": 8},
+            "tasks": [task("frozen_lake", "FrozenLake", 10, 16), task("guess_number", "GuessNumber", 4, 64)],
+            "environments": {"slots": 2 * GROUP},
+            "engine": {"max_batch": 32, "on_swap": on_swap},
+            "training": {"steps": steps, "batch_groups": groups, "group_size": GROUP},
             "evaluation": {"every": 0, "episodes": 1, "final_episodes": 1},
             "checkpoint": {"every": 1000},
         }
     )
 
 
-class InFlight:
-    """How many requests an engine had at any time."""
-
-    def __init__(self, turns: list[TurnDone]) -> None:
-        changes: dict[float, int] = defaultdict(int)
-        for turn in turns:
-            changes[turn.t - turn.env_s - turn.generate_s] += 1
-            changes[turn.t - turn.env_s] -= 1
-        self.times, self.counts, count = [0.0], [0], 0
-        for time in sorted(changes):
-            count += changes[time]
-            self.times.append(time)
-            self.counts.append(count)
-
-    def missing(self, start: float, stop: float, usual: float) -> float:
-        """The seconds between `start` and `stop` that were lost, if `usual` requests are none lost."""
-        first, last = bisect_right(self.times, start), bisect_right(self.times, stop)
-        points = [start, *self.times[first:last], stop]
-        counts = self.counts[first - 1 : last]
-        return sum(
-            (after - before) * max(0.0, 1 - count / usual)
-            for (before, after), count in zip(pairwise(points), counts, strict=True)
-        )
-
-    def mean(self, start: float, stop: float) -> float:
-        whole = 1e9
-        return whole * (1 - self.missing(start, stop, whole) / (stop - start))
+def generating(events: list[AnyEvent], engine: str, begin: float, end: float) -> float:
+    """The seconds that an engine spent in its steps."""
+    samples = [event for event in events if isinstance(event, EngineSample) and event.engine == engine]
+    inside = [sample.busy_s for sample in samples if begin <= sample.t <= end]
+    return inside[-1] - inside[0]
 
 
 def cost(events: list[AnyEvent]) -> dict[str, float]:
     begin = next(event.t for event in events if isinstance(event, BatchTaken))
-    made = {event.version: event.t for event in events if isinstance(event, StepDone)}
-    end = max(made.values())
+    steps = [event for event in events if isinstance(event, StepDone)]
+    end = max(step.t for step in steps)
     swaps = [event for event in events if isinstance(event, EngineSwapped) and event.t <= end]
-    turns = [event for event in events if isinstance(event, TurnDone)]
-    engines = {swap.engine for swap in swaps}
-    drained = 0.0
-    for engine in engines:
-        flight = InFlight([turn for turn in turns if turn.engine == engine])
-        usual = flight.mean(begin, end)
-        drained += sum(flight.missing(made[s.version], s.t, usual) for s in swaps if s.engine == engine)
-    period = (end - begin) * len(engines)
-    pause, transfer = sum(swap.exposed_s for swap in swaps), sum(swap.transfer_s for swap in swaps)
-    computed = sum(turn.prompt - turn.cached + turn.tokens for turn in turns if begin <= turn.t <= end)
-    recomputed = sum(swap.recomputed for swap in swaps)
+    busy = sum(generating(events, engine, begin, end) for engine in {swap.engine for swap in swaps})
+    stalled, transfer = sum(swap.exposed_s for swap in swaps), sum(swap.transfer_s for swap in swaps)
+    # Each tells of the one before it, so that the last one's cost is not known.
+    recompute = sum(swap.recompute_s for swap in swaps) * len(swaps) / (len(swaps) - 1)
+    period = busy + stalled
     return {
-        "pause": pause / period,
-        "drained": drained / period,
-        "exposed_fraction": (pause + drained) / period,
-        "exposed_vs_transfer": pause / transfer,
-        "recomputed": recomputed / (computed + recomputed),
-        "pause_ms": 1000 * pause / len(swaps),
+        "exposed_fraction": (stalled + recompute) / period,
+        "stalled": stalled / period,
+        "recompute": recompute / period,
+        "stalled_vs_transfer": stalled / transfer,
+        "stalled_ms": 1000 * stalled / len(swaps),
+        "recompute_ms": 1000 * recompute / len(swaps),
         "transfer_ms": 1000 * transfer / len(swaps),
         "megabytes": swaps[-1].bytes / 2**20,
         "swaps": len(swaps),
-        "rl_seconds": end - begin,
+        "busy": busy / (end - begin),
+        "step_s": (end - begin) / len(steps),
+        "tokens_per_step": sum(step.tokens for step in steps) / len(steps),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--groups", type=int, default=32, help=f"in a batch, of {GROUP} trajectories each")
     given = parser.parse_args()
     costs: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="sync-stall-") as scratch:
-        for way, preset in WAYS.items():
+        for way, on_swap in WAYS.items():
             folder = Path(scratch) / way
-            asyncio.run(controller.train(run_file(Path(scratch), preset, given.steps, given.hidden), folder))
+            run = run_file(Path(scratch), on_swap, given.steps, given.hidden, given.groups)
+            asyncio.run(controller.train(run, folder))
             costs[way] = cost(list(read_events(folder / "events.jsonl")))
-            print(f"{way:9}", ", ".join(f"{key} {value:.4g}" for key, value in costs[way].items()), flush=True)
-    shown = ("exposed_fraction", "pause", "drained", "exposed_vs_transfer", "recomputed")
+            print(f"{way:8}", ", ".join(f"{key} {value:.4g}" for key, value in costs[way].items()), flush=True)
+    shown = ("exposed_fraction", "stalled", "recompute", "stalled_vs_transfer")
     print(json.dumps({key: {way: round(one[key], 5) for way, one in costs.items()} for key in shown}))
 
 

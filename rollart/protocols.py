@@ -2,8 +2,9 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from rollart.gateway.words import Captured
 from rollart.types import (
@@ -43,6 +44,27 @@ class Engine(Protocol):
     async def status(self) -> EngineStatus: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Somebody who wants to hear of the tokens of an answer while it is made, `every` so many of them. `hear` is given
+    those that are new, and answers whether that is enough: then the answer ends soon. `anew`: what was heard so far is
+    void, for the answer is made again; it raises EngineFailed if that cannot be."""
+
+    every: int
+    hear: Callable[[list[int]], bool]
+    anew: Callable[[], None]
+
+
+@runtime_checkable
+class StreamingEngine(Protocol):
+    """An engine that tells of tokens before the answer is complete; one that is not gives its answers whole."""
+
+    async def stream(self, request: GenerationRequest, listener: Listener) -> Completion:
+        """As `generate`. An answer that ended because it was enough has the finish `length`, and perhaps more tokens
+        than were heard of."""
+        ...
+
+
 class Environment(Protocol):
     """What an environment author writes: synchronous, one episode at a time, isolated by our worker.
 
@@ -69,7 +91,10 @@ class EnvironmentPool(Protocol):
     def lease(self, task: str, held_out: bool) -> AbstractAsyncContextManager[LeasedEnvironment]: ...
 
 
-Generate = Callable[[GenerationRequest], Awaitable[Completion]]
+class Generate(Protocol):
+    def __call__(self, request: GenerationRequest, listener: Listener | None = None, /) -> Awaitable[Completion]:
+        """Raises EngineFailed."""
+        ...
 
 
 class LeasedAgent(Protocol):

@@ -73,8 +73,7 @@ class GenerationRequest:
     branch_of: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(Struct, frozen=True):
     """One `logprob` and one `version` per token; `cached` of the `prompt` tokens needed no prefill, and `fetched` of
     these came from another engine."""
 
@@ -113,8 +112,10 @@ class EngineStatus:
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """Weights that an engine has taken: `transfer_s` is what it took to get and check them, while generation went on,
-    and `exposed_s` how long no step could run for it. `transport` is how they came. `recomputed` tokens of requests in
-    flight had KV of the old weights, which has to be made anew."""
+    and `exposed_s` how long no step could run for it, or was emptier because requests in flight were waited for.
+    `transport` is how they came. `recomputed` tokens of requests in flight had KV of the old weights, which has to be
+    made anew; `recompute_s` is what that has cost after the swap before this one, kept sessions' KV included, where the
+    engine can tell."""
 
     version: int
     transfer_s: float = 0.0
@@ -122,6 +123,7 @@ class Loaded:
     bytes: int = 0
     transport: str = ""
     recomputed: int = 0
+    recompute_s: float = 0.0
 
 
 class Turn(Struct, frozen=True, gc=False):
@@ -173,8 +175,7 @@ class RewardResult:
     success: bool | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Trajectory:
+class Trajectory(Struct, frozen=True):
     """One attempt at one episode, as the ledger keeps it."""
 
     id: str
@@ -185,10 +186,10 @@ class Trajectory:
     outcome: Outcome
     turns: tuple[Turn, ...] = ()
     reward: float | None = None
-    parts: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, float] = {}
     success: bool | None = None
     reason: str = ""
-    info: dict[str, Any] = field(default_factory=dict)
+    info: dict[str, Any] = {}
     temperature: float = 1.0
     started_s: float = 0.0
     seconds: float = 0.0

@@ -4,7 +4,8 @@ The invariants:
 - An episode is one process, forked for it and ended with it, and one key at the gateway, valid for as long.
 - However an episode ends, `captured` hears once what was sampled in it, unless the gateway itself was lost.
 - A failure of the program or of its deadline is EnvironmentFailed; one that followed a failure of the engines is
-  EngineFailed; a reward that nobody gives is RewardFailed. None of them is a reward.
+  EngineFailed. A program that raises because a limit refused its request or cut its last answer has not failed:
+  the episode is truncated. A reward that nobody gives is RewardFailed. None of them is a reward.
 """
 
 import asyncio
@@ -18,8 +19,9 @@ from rollart.agents.drivers import driver_of, host_spec
 from rollart.agents.endpoint import AgentEpisode
 from rollart.config import Reward, Task
 from rollart.errors import EngineFailed, EnvironmentFailed, RewardFailed, ServiceError
-from rollart.gateway.client import Gateway, Generate
+from rollart.gateway.client import Gateway
 from rollart.gateway.words import Captured, Terms
+from rollart.protocols import Generate, Listener
 from rollart.resources.launcher import Launcher, Wish
 from rollart.types import Completion, GenerationRequest, Sampling, Step
 from rollart.workers.lease import Lease
@@ -104,16 +106,22 @@ class LeasedAgent:
         """The whole episode. Raises EnvironmentFailed, EngineFailed or RewardFailed."""
         watched = _Watched(generate)
         episode = AgentEpisode(id, self._task.name, seed, held_out, self._task.args)
-        opened = None
+        opened, raised = None, None
+        answer: dict[str, Any] = {}
         try:
             async with self._gateway.episode(self._terms(id, seed), watched.generate) as opened:
                 endpoint = asdict(opened.endpoint)
                 args = {"agent": driver_of(self._task).agent, "endpoint": endpoint, "episode": asdict(episode)}
-                answer = await self._run(args, watched)
+                try:
+                    answer = await self._run(args, watched)
+                except _Raised as error:
+                    raised = error  # whether it had a reason is known when the episode is captured
         finally:
             if opened is not None and opened.captured is not None:
                 captured(opened.captured)
-        return self._step(answer, opened.captured)
+        if raised is not None and not (opened.captured is not None and opened.captured.limited):
+            raise raised
+        return self._step(answer, opened.captured, raised)
 
     def _terms(self, id: str, seed: int) -> Terms:
         agent, asked = self._task.agent, self._task.sampling
@@ -129,23 +137,30 @@ class LeasedAgent:
             failed = f"the agent of task {self._task.name!r} failed: {told}"
             if watched.failure is not None:
                 raise EngineFailed(f"{failed}; before that, {watched.failure}") from error
-            raise EnvironmentFailed(failed) from error
+            raise (_Raised if isinstance(error, CallRaised) else EnvironmentFailed)(failed) from error
         if not isinstance(answer, dict):
             raise EnvironmentFailed(f"the agent of task {self._task.name!r} answered {answer!r}, not a dict")
         return answer
 
-    def _step(self, answer: dict[str, Any], captured: Captured | None) -> Step:
+    def _step(self, answer: dict[str, Any], captured: Captured | None, raised: "_Raised | None") -> Step:
         name, reward = self._task.name, answer.get("reward")
         if captured is None:
             raise EnvironmentFailed(f"the gateway was lost when the agent of task {name!r} had ended")
         if not captured.turns:
             raise EnvironmentFailed(f"the agent of task {name!r} ended without a single answer of the policy")
         if reward is None and self._task.reward.function == Reward().function:
-            raise RewardFailed(f"the agent of task {name!r} returned no reward, and the task names no reward function")
+            why = f"; it had met a limit, and {raised}" if raised is not None else ""
+            raise RewardFailed(
+                f"the agent of task {name!r} returned no reward, and the task names no reward function{why}"
+            )
         info = dict(answer.get("info") or {})
         if answer.get("success") is not None:
             info["success"] = bool(answer["success"])
-        return Step((), reward, done=True, truncated=captured.truncated, info=info)
+        return Step((), reward, done=True, truncated=captured.truncated or raised is not None, info=info)
+
+
+class _Raised(EnvironmentFailed):
+    """The program itself raised, or ended with an error."""
 
 
 class _Watched:
@@ -155,9 +170,9 @@ class _Watched:
         self._generate = generate
         self.failure: EngineFailed | None = None
 
-    async def generate(self, request: GenerationRequest) -> Completion:
+    async def generate(self, request: GenerationRequest, listener: Listener | None = None, /) -> Completion:
         try:
-            return await self._generate(request)
+            return await self._generate(request, listener)
         except EngineFailed as error:
             self.failure = error
             raise

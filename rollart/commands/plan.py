@@ -34,6 +34,7 @@ def plan(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each plan that count.")] = 4,
     each: Annotated[int, typer.Option(min=1, help="Simulate so many splits at each level of spending.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Simulate the best with so many seeds.")] = 3,
     workers: Annotated[int | None, typer.Option(min=1, help="Simulations side by side; default: all cores.")] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the fastest plan as a scenario.")
@@ -66,6 +67,7 @@ def plan(
         most=dict(_limit(text) for text in most or ()),
         steps=steps,
         each=each,
+        seeds=seeds,
         workers=workers,
         tell=lambda text: console.print(text, style="dim", markup=False),
     )

@@ -30,12 +30,12 @@ def reproduce(
     [dim]rollart reproduce paper
     rollart reproduce paper --json[/dim]
     """
-    from rollart.simulate import paper
+    from rollart.simulate import figures, paper
 
     console = Console(stderr=as_json, highlight=False)
     folder = scenarios or paper.FOLDER
     with console.status("") as status:
-        rows = list(paper.reproduce(paper.Scenarios(folder, lambda name: status.update(name[:100]))))
+        rows = list(figures.reproduce(paper.Scenarios(folder, lambda name: status.update(name[:100]))))
     console.print(_table(rows))
     missed = [row for row in rows if not row.close]
     told = sum(bool(row.reason) for row in missed)

@@ -42,7 +42,7 @@ def serve(
 
 async def _serve(model: Path, name: str, key: str, host: str, port: int, threads: int, dtype: str) -> None:
     from rollart.config import Engine
-    from rollart.gateway.app import Limits
+    from rollart.gateway.limits import Limits
     from rollart.gateway.saved import serving
 
     this = asyncio.current_task()

@@ -17,6 +17,12 @@ def simulate(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one key; again for more.")
     ] = None,
     preset: Annotated[str | None, typer.Option(help="sync, sync_plus, one_off, start_bound or rollart.")] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=A,B,C", help="A row for each value; KEY,KEY=A:B,C:D together; again for all combinations."
+        ),
+    ] = None,
     workload: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Lay this file over the `simulate` section.")
     ] = None,
@@ -32,13 +38,17 @@ def simulate(
     folder, so `rollart show` and `rollart timeline` work on it.
 
     [dim]rollart simulate examples/paper/end_to_end.yaml
-    rollart simulate examples/paper/end_to_end.yaml --preset sync_plus --seeds 3[/dim]
+    rollart simulate examples/paper/end_to_end.yaml --preset sync_plus --seeds 3
+    rollart simulate examples/paper/end_to_end.yaml --sweep rollout.alpha=0,1,2,3[/dim]
     """
     from rollart import runfolder
     from rollart.simulate import scenario as scenarios
     from rollart.simulate.report import report, summary
     from rollart.simulate.simulation import simulate as run
 
+    if sweep:
+        _sweep(scenario, sweep, overrides or [], preset, workload, seed, seeds, as_json)
+        return
     asked = scenarios.load(scenario, overrides or [], workload)
     if preset is not None:
         asked = asked.with_preset(preset)
@@ -61,3 +71,34 @@ def simulate(
         console.print(f"run folder: {folder}", soft_wrap=True, markup=False)
     if as_json:
         typer.echo(json.dumps({**summary(results), "folder": str(folder) if folder else None}))
+
+
+def _sweep(
+    scenario: Path,
+    sweep: list[str],
+    overrides: list[str],
+    preset: str | None,
+    workload: Path | None,
+    seed: int | None,
+    seeds: int,
+    as_json: bool,
+) -> None:
+    """Every point is checked before the first is simulated; no run folders are made."""
+    from rollart.simulate import scenario as scenarios
+    from rollart.simulate import sweep as sweeps
+    from rollart.simulate.simulation import simulate as run
+
+    asked = []
+    for point in sweeps.points(sweep):
+        loaded = scenarios.load(scenario, [*overrides, *point.overrides], workload)
+        name = point.preset or preset
+        asked.append((point, loaded.with_preset(name) if name else loaded))
+    swept = []
+    with Console(stderr=True).status("") as status:
+        for point, each in asked:
+            status.update(" ".join(point.values.values())[:100])
+            first = each.seed if seed is None else seed
+            swept.append((point, [run(each, seed=first + number) for number in range(seeds)]))
+    Console(stderr=as_json, highlight=False).print(sweeps.table(swept))
+    if as_json:
+        typer.echo(json.dumps({"sweep": sweeps.as_rows(swept)}))

@@ -19,7 +19,10 @@ class Engine(Section):
     max_batch: Positive = Field(64, description="sequences decoded together")
     prefill_chunk: Positive = Field(512, description="prompt tokens per step, beside the decoding ones")
     kv_megabytes: Positive = Field(512, description="for running and for kept sequences together")
-    on_swap: Literal["recompute", "keep"] = Field("recompute", description="KV of running sequences at a weight swap")
+    on_swap: Literal["recompute", "keep", "drain"] = Field(
+        "recompute",
+        description="at a weight swap KV is made anew, or kept as it is; or running requests end first",
+    )
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: TorchDevice = "auto"
     threads: Positive = 1

@@ -3,13 +3,19 @@
 from collections.abc import Callable
 from typing import TypeVar
 
+import msgspec
+from msgspec.structs import replace
+
+from rollart.engines.streamed import Streamed
 from rollart.errors import EngineFailed, EngineLost, ServiceError
+from rollart.protocols import Listener
 from rollart.services import rpc
 from rollart.types import Completion, EngineStatus, GenerationRequest, Loaded
 from rollart.weights.manifest import Publication
 
 T = TypeVar("T")
 SHORT_S = 30.0
+_tokens = msgspec.msgpack.Decoder(list[int])
 LOAD_S = 3600.0  # a bucket that does not come ends a load much sooner
 
 
@@ -40,6 +46,19 @@ class EngineClient:
     async def generate(self, request: GenerationRequest) -> Completion:
         return await self._call("generate", request, Completion, self._deadline)
 
+    async def stream(self, request: GenerationRequest, listener: Listener) -> Completion:
+        enough = False
+
+        def hear(item: msgspec.Raw) -> None:
+            nonlocal enough
+            if not enough and listener.hear(_tokens.decode(item)):
+                enough = True
+                self._client.send("abort", request.id)
+
+        asked = Streamed(request, listener.every)
+        completion = await self._call("stream", asked, Completion, self._deadline, hear)
+        return replace(completion, finish="length") if enough and completion.finish == "abort" else completion
+
     async def prefill(self, request: GenerationRequest) -> int:
         return await self._call("prefill", request, int, self._deadline)
 
@@ -55,9 +74,16 @@ class EngineClient:
     async def close(self) -> None:
         await self._client.close()
 
-    async def _call(self, method: str, argument: object, returns: type[T], deadline: float) -> T:
+    async def _call(
+        self,
+        method: str,
+        argument: object,
+        returns: type[T],
+        deadline: float,
+        hear: Callable[[msgspec.Raw], None] = rpc.unheard,
+    ) -> T:
         try:
-            return await self._client.call(method, argument, returns=returns, deadline=deadline)
+            return await self._client.call(method, argument, returns=returns, deadline=deadline, hear=hear)
         except ServiceError as error:
             failure = EngineFailed if self._client.alive else EngineLost
             raise failure(str(error)) from error

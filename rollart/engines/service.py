@@ -47,6 +47,7 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
         )
         yield {
             "generate": engine.generate,
+            "stream": engine.stream,
             "prefill": engine.prefill,
             "abort": engine.abort,
             "load": engine.load,

@@ -1,35 +1,33 @@
 """The gateway over HTTP: which API a path is, whose key it shows, and what becomes of the answer.
 
-Plain ASGI, because a framework around each of these requests would cost more than all the rest of the gateway.
-
 The invariants:
 - Nothing but `/health` is answered without a key, and a key sees its own tenant only. Keys are never logged or echoed.
-- A body has a size and a time limit, an answer a deadline; there are at most `requests` under way, more are told when
-  to come back.
+- An answer has a deadline; there are at most `requests` under way, more are told when to come back.
 - A client that is gone has its request cancelled, and its answer counts as undelivered: an answer was delivered if the
   connection stood until the last of it was handed to the system.
+- A stream begins with the first text that there is to show, so what fails before that still fails by its status.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from msgspec import Struct
-
-from rollart.gateway.apis.base import Api, encode
+from rollart.gateway.apis.base import Api, Writer, encode, event
 from rollart.gateway.apis.chat import ChatCompletions
 from rollart.gateway.apis.completions import Completions
 from rollart.gateway.apis.generate import Generate
 from rollart.gateway.apis.messages import CountTokens, Messages
 from rollart.gateway.apis.responses import Responses
 from rollart.gateway.errors import ApiError, busy
+from rollart.gateway.http import Exchange, Gone
+from rollart.gateway.limits import Limits
 from rollart.gateway.template import ChatTemplate
-from rollart.gateway.tenant import Served, Tenant
+from rollart.gateway.tenant import Hear, Served, Tenant
 from rollart.gateway.tenants import Tenants
+from rollart.gateway.words import Answer, Ask
 
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = dict[bytes, bytes]
 JSON = b"application/json"
 EVENTS = b"text/event-stream; charset=utf-8"
@@ -37,18 +35,13 @@ EVENTS = b"text/event-stream; charset=utf-8"
 logger = logging.getLogger(__name__)
 
 
-class Limits(Struct, frozen=True):
-    """Seconds for a body to come, for an answer, and for a client to take a piece of it."""
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where a request goes: to an API, or, without one, it gets what is `there`."""
 
-    body_bytes: int = 32 << 20
-    requests: int = 4096
-    read_s: float = 30.0
-    answer_s: float = 600.0
-    send_s: float = 60.0
-
-
-class Gone(Exception):
-    """The client has left."""
+    tenant: Tenant
+    api: Api | None = None
+    there: Any = None
 
 
 class App:
@@ -57,7 +50,8 @@ class App:
     def __init__(
         self, template: ChatTemplate, tenants: Tenants, limits: Limits, model: str, any_model: bool = True
     ) -> None:
-        self._tenants, self._limits, self._model, self._any_model = tenants, limits, model, any_model
+        self.limits = limits
+        self._tenants, self._model, self._any_model = tenants, model, any_model
         chat, messages, count = ChatCompletions(template), Messages(), CountTokens()
         self._chat, self._messages, self._count = chat, messages, count
         self._apis: dict[str, Api] = {
@@ -70,67 +64,78 @@ class App:
         }
         self._open = 0
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-        headers: Headers = dict(scope["headers"])
-        key, path = _key(scope["path"], headers)
-        api = self._apis.get(path)
-        shape = api or (self._messages if b"anthropic-version" in headers else self._chat)
-        try:
-            await self._answer(scope["method"], path, api, self._tenant(key, path), headers, receive, send)
-        except ApiError as error:
-            more = [(b"retry-after", b"%d" % error.retry_after)] if error.retry_after else []
-            await _send_json(send, error.status, shape.error(error), more)
-        except Gone:
-            pass
-        except Exception:  # the boundary: one request that fails must not end the others
-            logger.exception("a request to %s failed", path)
-            failed = ApiError(500, "the gateway failed at this request; its log has the reason", code="internal_error")
-            await _send_json(send, 500, shape.error(failed))
+    # Whose request it is, and for what
 
-    def _tenant(self, key: str | None, path: str) -> Tenant | None:
+    def route(self, request: Exchange) -> Route | None:
+        """None: it asks for the gateway's health. Raises ApiError."""
+        key, path = _key(request.path, request.headers)
         if path == "/health":
             return None
         tenant = self._tenants.find(key) if key else None
         if tenant is None:
             said = "this key is not known, or its episode is over" if key else "show a key: Authorization: Bearer ..."
             raise ApiError(401, said, code="invalid_api_key")
-        return tenant
+        api = self._apis.get(path)
+        if api is None:
+            return Route(tenant, there=self._listed(path))
+        if request.method != "POST":
+            raise ApiError(405, f"{path} takes POST, not {request.method}", code="method_not_allowed")
+        return Route(tenant, api)
 
-    async def _answer(
-        self,
-        method: str,
-        path: str,
-        api: Api | None,
-        tenant: Tenant | None,
-        headers: Headers,
-        receive: Receive,
-        send: Send,
-    ) -> None:
-        if tenant is None:
-            await _send_json(send, 200, {"ok": True})
-        elif api is not None and method == "POST":
-            if self._open >= self._limits.requests:
-                raise busy(f"{self._open} requests are under way, as many as the gateway takes")
-            self._open += 1
-            try:
-                await self._serve(api, tenant, headers, receive, send)
-            finally:
-                self._open -= 1
-        elif api is not None:
-            raise ApiError(405, f"{path} takes POST, not {method}", code="method_not_allowed")
-        elif path == "/models" or path == f"/models/{self._model}":
-            await _send_json(send, 200, self._models(listed=path == "/models"))
-        else:
-            raise ApiError(404, f"there is nothing at {path}", code="not_found")
-
-    def _models(self, listed: bool) -> Any:
+    def _listed(self, path: str) -> Any:
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "rollart"}
-        return {"object": "list", "data": [model]} if listed else model
+        if path == "/models":
+            return {"object": "list", "data": [model]}
+        if path != f"/models/{self._model}":
+            raise ApiError(404, f"there is nothing at {path}", code="not_found")
+        return model
 
-    async def _serve(self, api: Api, tenant: Tenant, headers: Headers, receive: Receive, send: Send) -> None:
-        ask = api.parse(await self._body(headers, receive), tenant)
+    def refuse(self, request: Exchange, error: ApiError) -> None:
+        _, path = _key(request.path, request.headers)
+        anthropic = b"anthropic-version" in request.headers
+        shape = self._apis.get(path) or (self._messages if anthropic else self._chat)
+        if request.ended:
+            return
+        if request.begun:
+            request.write(event(shape.error(error), "error"))
+            request.end()
+            return
+        more = [(b"retry-after", b"%d" % error.retry_after)] if error.retry_after else []
+        _answer(request, error.status, shape.error(error), more)
+
+    # The answer
+
+    async def handle(self, request: Exchange) -> None:
+        route: Route | None = request.route
+        try:
+            if route is None:
+                _answer(request, 200, {"ok": True})
+            elif route.api is None:
+                _answer(request, 200, route.there)
+            else:
+                await self._admitted(route.api, route.tenant, request)
+        except ApiError as error:
+            self.refuse(request, error)
+        except Gone:
+            pass
+        except Exception as error:  # the boundary: one request that fails must not end the others
+            self.refuse(request, self._failed(request, error))
+
+    def _failed(self, request: Exchange, error: Exception) -> ApiError:
+        logger.error("a request to %s failed", _key(request.path, request.headers)[1], exc_info=error)
+        return ApiError(500, "the gateway failed at this request; its log has the reason", code="internal_error")
+
+    async def _admitted(self, api: Api, tenant: Tenant, request: Exchange) -> None:
+        if self._open >= self.limits.requests:
+            raise busy(f"{self._open} requests are under way, as many as the gateway takes")
+        self._open += 1
+        try:
+            await self._serve(api, tenant, request)
+        finally:
+            self._open -= 1
+
+    async def _serve(self, api: Api, tenant: Tenant, request: Exchange) -> None:
+        ask = api.parse(request.body, tenant)
         if not self._any_model and ask.model not in ("", self._model):
             raise ApiError(
                 404,
@@ -140,71 +145,60 @@ class App:
             )
         ask.model = ask.model or self._model
         if api is self._count:
-            await _send_json(send, 200, {"input_tokens": tenant.count_tokens(ask)})
-            return
-        watch = asyncio.ensure_future(_left(receive))
-        try:
-            served = await self._served(asyncio.ensure_future(tenant.serve(ask)), watch)
-            try:
-                await self._deliver(api, served, watch, send)
-            except BaseException:
-                tenant.lost(served)
-                raise
-            tenant.delivered(served)
-            api.served(ask, served.answer, tenant)
-        finally:
-            watch.cancel()
+            _answer(request, 200, {"input_tokens": tenant.count_tokens(ask)})
+        elif ask.stream:
+            await self._stream(api, api.writer(ask), ask, tenant, request)
+        else:
+            served = await self._served(tenant, ask)
+            await self._deliver(api, tenant, served, request, lambda: encode(api.whole(ask, served.answer)))
 
-    async def _body(self, headers: Headers, receive: Receive) -> bytes:
-        most = self._limits.body_bytes
-        large = ApiError(413, f"the body is larger than {most:,} bytes", code="request_too_large")
-        if int(headers.get(b"content-length", b"0")) > most:
-            raise large
-        pieces, size = [], 0
+    async def _stream(self, api: Api, writer: Writer, ask: Ask, tenant: Tenant, request: Exchange) -> None:
+        def hear(answer: Answer, index: int, piece: str) -> bool:
+            if not request.ready:
+                return False
+            _write(request, answer, writer.text(answer, index, piece))
+            return True
+
+        served = await self._served(tenant, ask, hear if api.speaks else None)
+        shown = [draft.shown for draft in served.drafts]
+        await self._deliver(api, tenant, served, request, lambda: writer.end(served.answer, shown))
+
+    async def _served(self, tenant: Tenant, ask: Ask, hear: Hear | None = None) -> Served:
         try:
-            async with asyncio.timeout(self._limits.read_s):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise Gone
-                    pieces.append(message.get("body", b""))
-                    size += len(pieces[-1])
-                    if size > most:
-                        raise large
-                    if not message.get("more_body"):
-                        return b"".join(pieces)
+            async with asyncio.timeout(self.limits.answer_s):
+                return await tenant.serve(ask, hear)
         except TimeoutError:
-            raise ApiError(408, f"the body did not come within {self._limits.read_s:g} s") from None
+            raise ApiError(
+                504, f"there was no answer within {self.limits.answer_s:g} s", code="deadline_exceeded"
+            ) from None
 
-    async def _served(self, work: "asyncio.Task[Served]", watch: "asyncio.Task[None]") -> Served:
-        """The answer, unless the client leaves or the deadline passes first."""
+    async def _deliver(
+        self, api: Api, tenant: Tenant, served: Served, request: Exchange, last: Callable[[], bytes]
+    ) -> None:
+        """`last` gives all of the answer, or of a stream what it still lacks."""
+        answer = served.answer
         try:
-            await asyncio.wait((work, watch), timeout=self._limits.answer_s, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                return work.result()
-            if watch.done():
-                raise Gone
-            raise ApiError(504, f"there was no answer within {self._limits.answer_s:g} s", code="deadline_exceeded")
-        finally:
-            if not work.done():
-                work.cancel()
-                await asyncio.wait((work,))
+            if served.ask.stream:
+                _write(request, answer, last())
+                request.end()
+            else:
+                request.answer(200, JSON, last(), [(b"x-request-id", answer.id.encode())])
+            await request.drained()
+        except BaseException:
+            tenant.lost(served)
+            raise
+        tenant.delivered(served)
+        api.served(served.ask, answer, tenant)
 
-    async def _deliver(self, api: Api, served: Served, watch: "asyncio.Task[None]", send: Send) -> None:
-        ask, answer = served.ask, served.answer
-        pieces: Iterable[bytes] = api.stream(ask, answer) if ask.stream else [encode(api.whole(ask, answer))]
-        size = [] if ask.stream else [(b"content-length", b"%d" % len(pieces[0]))]  # type: ignore[index]
-        kind = EVENTS if ask.stream else JSON
-        head = [(b"content-type", kind), (b"x-request-id", answer.id.encode()), *size]
-        await send({"type": "http.response.start", "status": 200, "headers": head})
-        for piece, more in _with_end(pieces):
-            if watch.done():
-                raise Gone
-            try:
-                async with asyncio.timeout(self._limits.send_s):
-                    await send({"type": "http.response.body", "body": piece, "more_body": more})
-            except TimeoutError:
-                raise Gone from None
+
+def _write(request: Exchange, answer: Answer, piece: bytes) -> None:
+    if not request.begun:
+        request.begin(EVENTS, [(b"x-request-id", answer.id.encode()), (b"cache-control", b"no-cache")])
+    request.write(piece)
+
+
+def _answer(request: Exchange, status: int, value: Any, more: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    request.answer(status, JSON, encode(value), more)
 
 
 def _key(path: str, headers: Headers) -> tuple[str | None, str]:
@@ -223,25 +217,3 @@ def _key(path: str, headers: Headers) -> tuple[str | None, str]:
     while path.startswith("/v1/"):
         path = path[3:]
     return key, path.rstrip("/")
-
-
-def _with_end(pieces: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Each with whether more follows."""
-    last: bytes | None = None
-    for piece in pieces:
-        if last is not None:
-            yield last, True
-        last = piece
-    yield last or b"", False
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _send_json(send: Send, status: int, value: Any, more: Iterable[tuple[bytes, bytes]] = ()) -> None:
-    body = encode(value)
-    head = [(b"content-type", JSON), (b"content-length", b"%d" % len(body)), *more]
-    await send({"type": "http.response.start", "status": status, "headers": head})
-    await send({"type": "http.response.body", "body": body})

@@ -10,7 +10,7 @@ The invariants:
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,22 +20,22 @@ import msgspec
 
 from rollart.agents.endpoint import Endpoint
 from rollart.errors import EngineFailed, EnvironmentFailed, ServiceError
-from rollart.gateway.app import Limits
+from rollart.gateway.limits import Limits
 from rollart.gateway.service import Opening
 from rollart.gateway.upstream import PULL_S, Given, Wanted
 from rollart.gateway.words import Captured, Terms
 from rollart.observe.events import EventSink, ServiceEnded, ServiceStarted
+from rollart.protocols import Generate, Listener
 from rollart.resources.launcher import Launcher, Started, Wish, service
 from rollart.services import rpc
-from rollart.types import Completion, GenerationRequest
+from rollart.types import GenerationRequest
 
 T = TypeVar("T")
-Generate = Callable[[GenerationRequest], Awaitable[Completion]]
 NAME = "policy"  # of the model, for clients
-PULLS = 2  # one is on its way while the other is being worked on
 CALL_S = 30.0
 START_S = 60.0
 RESTARTS, HEALTHY_S = 3, 60.0
+_wanted = msgspec.msgpack.Decoder(Wanted)
 
 
 @dataclass(slots=True)
@@ -71,12 +71,12 @@ class Gateway:
         self._started: Started | None = None
         self._client: rpc.Client | None = None
         self._up = asyncio.Event()
-        self._pulling: list[asyncio.Task[None]] = []
+        self._pulling: asyncio.Task[None] | None = None
         self._episodes: dict[str, Generate] = {}
         self._alive: set[asyncio.Timeout] = set()  # what ends the episodes of a gateway that is lost
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._enough: set[int] = set()  # of these, those whose callers want no more tokens
         self._given: list[Given] = []
-        self._answering: asyncio.Task[None] | None = None
         self.url = ""
 
     async def start(self) -> None:
@@ -95,7 +95,7 @@ class Gateway:
             await self._stack.aclose()
             raise
         self._client = client
-        self._pulling = [asyncio.create_task(self._pull(client)) for _ in range(PULLS)]
+        self._pulling = asyncio.create_task(self._pull(client))
         self._sink.emit(ServiceStarted(role="gateway", name="gateway", pid=self._started.pid, seconds=clock() - began))
         self._up.set()
 
@@ -127,7 +127,7 @@ class Gateway:
 
     async def _down(self) -> None:
         self._lose()
-        tasks = [*self._pulling, *self._running.values(), *([self._answering] if self._answering else [])]
+        tasks = [*self._running.values(), *([self._pulling] if self._pulling else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -176,11 +176,13 @@ class Gateway:
 
     async def _pull(self, client: rpc.Client) -> None:
         """Until the connection is lost or silent; the process is then ended, which `watch` hears of."""
+
+        def hear(item: msgspec.Raw) -> None:
+            self._take(client, _wanted.decode(item))
+
         with suppress(ServiceError):
             while True:
-                pulled = await client.call("pull", returns=list[Wanted], deadline=PULL_S + CALL_S)
-                for wanted in pulled:
-                    self._take(client, wanted)
+                await client.call("pull", returns=type(None), deadline=PULL_S + CALL_S, hear=hear)
         if self._client is client:
             self._lose()
             self.kill()
@@ -193,29 +195,47 @@ class Gateway:
             alive.reschedule(now)
 
     def _take(self, client: rpc.Client, wanted: Wanted) -> None:
-        if wanted.request is None:
-            if wanted.number in self._running:
-                self._running[wanted.number].cancel()
-            return
-        task = asyncio.create_task(self._serve(client, wanted, wanted.request))
-        self._running[wanted.number] = task
-        task.add_done_callback(lambda _: self._running.pop(wanted.number, None))
+        number = wanted.number
+        if wanted.request is not None:
+            task = asyncio.create_task(self._serve(client, wanted, wanted.request))
+            self._running[number] = task
+            task.add_done_callback(lambda _: self._ended(number))
+        elif number in self._running:
+            if wanted.enough:
+                self._enough.add(number)
+            else:
+                self._running[number].cancel()
+
+    def _ended(self, number: int) -> None:
+        del self._running[number]
+        self._enough.discard(number)
 
     async def _serve(self, client: rpc.Client, wanted: Wanted, request: GenerationRequest) -> None:
-        generate = self._episodes.get(wanted.episode)
+        generate, number = self._episodes.get(wanted.episode), wanted.number
+
+        def hear(tokens: list[int]) -> bool:
+            self._give(client, Given(number, tokens=tokens))
+            return number in self._enough
+
+        def anew() -> None:
+            self._enough.discard(number)
+            self._give(client, Given(number, anew=True))
+
         try:
             if generate is None:
                 raise EngineFailed("the episode is over")
-            given = Given(wanted.number, await generate(request))
+            listener = Listener(wanted.every, hear, anew) if wanted.every else None
+            given = Given(number, await generate(request, listener))
         except EngineFailed as error:
-            given = Given(wanted.number, error=str(error))
-        self._given.append(given)
-        if self._answering is None or self._answering.done():
-            self._answering = asyncio.create_task(self._answer(client))
+            given = Given(number, error=str(error))
+        self._give(client, given)
 
-    async def _answer(self, client: rpc.Client) -> None:
-        """All that is there in one call; what comes meanwhile in the next."""
-        with suppress(ServiceError):
-            while self._given:
-                given, self._given = self._given, []
-                await client.call("answer", given, returns=type(None), deadline=CALL_S)
+    def _give(self, client: rpc.Client, given: Given) -> None:
+        """All that is there at the end of this turn of the event loop goes in one message."""
+        if not self._given:
+            asyncio.get_running_loop().call_soon(self._send, client)
+        self._given.append(given)
+
+    def _send(self, client: rpc.Client) -> None:
+        given, self._given = self._given, []
+        client.send("answer", given)

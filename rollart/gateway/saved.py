@@ -3,7 +3,7 @@
 import json
 import secrets
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +13,18 @@ from rollart.agents.endpoint import Endpoint
 from rollart.config import Engine as EngineConfig
 from rollart.engines.client import EngineClient
 from rollart.errors import ServiceError
-from rollart.gateway.app import App, Limits
+from rollart.gateway.app import App
+from rollart.gateway.limits import Limits
 from rollart.gateway.server import served
 from rollart.gateway.template import ChatTemplate
 from rollart.gateway.tenants import Tenants
 from rollart.gateway.words import Terms
+from rollart.protocols import Listener
 from rollart.resources.gpus import gpus
 from rollart.resources.launcher import Started, Wish, service
 from rollart.resources.local import LocalLauncher
 from rollart.services import rpc
-from rollart.types import Sampling
+from rollart.types import Completion, GenerationRequest, Sampling
 
 PARALLEL = 1024
 
@@ -53,7 +55,12 @@ async def serving(
         command = service("rollart.engines.service", spec, name="engine", logs=folder, threads=config.threads)
         engine = await launcher.launch(command, Wish(classes))
         client = await stack.enter_async_context(rpc.connected(str(engine.answer["url"]), key=launcher.key))
-        tenants = Tenants(template, EngineClient(client, deadline=limits.answer_s).generate)
+        own = EngineClient(client, deadline=limits.answer_s)
+
+        def generate(request: GenerationRequest, listener: Listener | None = None, /) -> Awaitable[Completion]:
+            return own.generate(request) if listener is None else own.stream(request, listener)
+
+        tenants = Tenants(template, generate)
         tenants.open(key, _terms(model))
         app = App(template, tenants, limits, name, any_model=False)
         url = await stack.enter_async_context(served(app, host, port))

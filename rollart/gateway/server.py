@@ -1,28 +1,19 @@
-"""The gateway's listener: an ASGI application on a port of its own, for as long as a block lasts."""
+"""The gateway's listener: an application on a port of its own, for as long as a block lasts."""
 
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
-from typing import Any
-
-import uvicorn
+from contextlib import asynccontextmanager
 
 from rollart.errors import ServiceError
+from rollart.gateway.http import Application, Connection
 
 BACKLOG = 2048
-END_S = 2
-
-
-class _Server(uvicorn.Server):
-    """Without uvicorn's own signal handling: whoever opened the block ends it."""
-
-    def capture_signals(self) -> Any:
-        return nullcontext()
+END_S = 2.0  # for answers that are under way at the end
 
 
 @asynccontextmanager
-async def served(app: Any, host: str, port: int = 0) -> AsyncIterator[str]:
+async def served(app: Application, host: str, port: int = 0) -> AsyncIterator[str]:
     """Its address. Raises ServiceError if it cannot listen there."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -32,21 +23,27 @@ async def served(app: Any, host: str, port: int = 0) -> AsyncIterator[str]:
     except OSError as error:
         listener.close()
         raise ServiceError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another port") from error
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,  # paths may hold keys
-        lifespan="off",
-        ws="none",
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=END_S,
-        backlog=BACKLOG,
-    )
-    server = _Server(config)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    connections: set[Connection] = set()
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Connection(app, connections), sock=listener, backlog=BACKLOG)
     address, number = listener.getsockname()[:2]
     try:
         yield f"http://{address}:{number}"
     finally:
-        server.should_exit = True
-        await serving
+        server.close()
+        await _ended(connections)
+
+
+async def _ended(connections: set[Connection]) -> None:
+    """Each after the answer that is under way, if that does not take long."""
+    under_way = [connection.task for connection in connections if connection.task is not None]
+    for connection in list(connections):
+        connection.shut()
+    if under_way:
+        _, late = await asyncio.wait(under_way, timeout=END_S)
+        for task in late:
+            task.cancel()
+        if late:
+            await asyncio.wait(late)
+    for connection in list(connections):
+        connection.abort()

@@ -12,7 +12,9 @@ from typing import Any
 
 import msgspec
 
-from rollart.gateway.app import App, Limits
+from rollart import collector
+from rollart.gateway.app import App
+from rollart.gateway.limits import Limits
 from rollart.gateway.server import served
 from rollart.gateway.template import ChatTemplate
 from rollart.gateway.tenants import Tenants
@@ -40,6 +42,7 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
     async def close(key: str) -> Captured:
         return tenants.close(key)
 
+    collector.calm()
     async with served(app, spec.get("bind", LOOPBACK), spec["port"]) as url:
 
         async def address() -> str:

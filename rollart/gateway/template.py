@@ -25,9 +25,21 @@ class ChatTemplate(ChatRenderer):
         self.native = "tools" in text
         self.format = format_of(text)
         self.size = int(self._backend.get_vocab_size(with_added_tokens=True))
+        self._marks = {token: mark for mark in self.format.marks if (token := self._backend.token_to_id(mark))}
 
     def encode(self, text: str) -> list[int]:
         return self._encode(text)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Without control tokens, but for those that calls of tools are written with."""
+        if not self._marks or self._marks.keys().isdisjoint(tokens):
+            return super().text(tokens)
+        pieces, begin = [], 0
+        for at, token in enumerate(tokens):
+            if token in self._marks:
+                pieces += [super().text(tokens[begin:at]), self._marks[token]]
+                begin = at + 1
+        return "".join([*pieces, super().text(tokens[begin:])])
 
     def opening(self, messages: Sequence[Said], tools: Sequence[Tool]) -> list[int]:
         """Raises ApiError for what the template refuses."""

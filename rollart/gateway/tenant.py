@@ -10,9 +10,8 @@ The invariants:
 import asyncio
 import secrets
 import time
-from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 
 from rollart.errors import EngineFailed
@@ -21,25 +20,32 @@ from rollart.gateway.errors import ApiError, busy, invalid
 from rollart.gateway.history import History, digests
 from rollart.gateway.segments import Claim, Segment, Segments
 from rollart.gateway.template import ChatTemplate
+from rollart.gateway.transcript import Transcript, cut
 from rollart.gateway.words import Answer, Ask, Captured, Choice, Counts, Said, Terms, ToolCall
+from rollart.protocols import Generate, Listener
 from rollart.rollout.seeds import seed_of
 from rollart.types import Completion, GenerationRequest, Message, Sampling, Turn
 
-Generate = Callable[[GenerationRequest], Awaitable[Completion]]
+# Text of an answer that is being made, of the choice of that index; False: not now, bring it with what comes next.
+Hear = Callable[[Answer, int, str], bool]
 REMEMBERED = 10_000
+STRIDE = 8  # tokens between two looks for a stop string, where nobody is shown the text meanwhile
 KEPT = 256  # conversations of a holder whose answers are not recorded
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """One completion, before anybody knows whether it will be delivered; `used` of its tokens are the answer."""
+    """One completion, before anybody knows whether it will be delivered; `used` of its tokens are the answer and
+    say `text`; `shown` characters of the choice's text were streamed already."""
 
     claim: Claim
     completion: Completion
     used: int
+    text: str
     choice: Choice
     said: Said
     seconds: float
+    shown: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +72,12 @@ class Tenant:
         self._turns: list[Turn] = []
         self._numbers = count()
         self._used = self._open = 0
-        self._tasks: set[asyncio.Task[Draft]] = set()
-        self._closed = False
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._closed = self._cut_short = False
 
     # A request
 
-    async def serve(self, ask: Ask) -> Served:
+    async def serve(self, ask: Ask, hear: Hear | None = None) -> Served:
         """Raises ApiError. Every answer must be given to `delivered` or `lost` in the end."""
         self._admit(ask.n)
         self._used += ask.n
@@ -81,21 +87,15 @@ class Tenant:
             new, context, after, sampling = self._prepared(ask, chain)
             self._count(chain)
             claims = [self._segments.claim(context, after, anew=number > 0) for number in range(ask.n)]
-            drafts = await self._drafts(ask, claims, sampling)
+            answer = Answer(secrets.token_hex(12), int(time.time()), ask.model, context)
+            drafts = await self._drafts(ask, answer, claims, sampling, hear)
         except BaseException:
             self._used -= ask.n
             raise
         finally:
             self._open -= 1
-        first = drafts[0].completion
-        answer = Answer(
-            secrets.token_hex(12),
-            int(time.time()),
-            ask.model,
-            [draft.choice for draft in drafts],
-            context,
-            min(first.cached, len(context)),
-        )
+        answer.choices = [draft.choice for draft in drafts]
+        answer.cached = min(drafts[0].completion.cached, len(context))
         return Served(ask, answer, tuple(drafts), new, chain)
 
     def delivered(self, served: Served) -> None:
@@ -113,6 +113,7 @@ class Tenant:
             if self.terms.record and not self._closed:
                 self._turns.append(self._turn(served, draft))
         self.counts.completions += len(served.drafts)
+        self._cut_short = any(draft.choice.finish == "length" for draft in served.drafts)
 
     def lost(self, served: Served) -> None:
         """The client was gone before it had it all."""
@@ -134,7 +135,7 @@ class Tenant:
         self._closed = True
         for task in self._tasks:
             task.cancel()
-        return Captured(tuple(self._turns), self.counts, self.truncated)
+        return Captured(tuple(self._turns), self.counts, self.truncated, self._cut_short)
 
     # What stands before the answer
 
@@ -202,58 +203,86 @@ class Tenant:
 
     # The answer
 
-    async def _drafts(self, ask: Ask, claims: Sequence[Claim], sampling: Sampling) -> list[Draft]:
+    async def _drafts(
+        self, ask: Ask, answer: Answer, claims: Sequence[Claim], sampling: Sampling, hear: Hear | None
+    ) -> list[Draft]:
         """All or none; a client that gives up gives up all of them."""
-        tasks = [asyncio.ensure_future(self._draft(ask, claim, sampling, index)) for index, claim in enumerate(claims)]
-        self._tasks.update(tasks)
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
         try:
-            return list(await asyncio.gather(*tasks))
+            drafts = [self._draft(ask, answer, claim, sampling, index, hear) for index, claim in enumerate(claims)]
+            if len(drafts) == 1:
+                return [await drafts[0]]
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(draft) for draft in drafts]
+            return [each.result() for each in tasks]
         except BaseException as error:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             for claim in claims:
                 self._segments.drop(claim)
             if isinstance(error, asyncio.CancelledError) and self._closed:
+                task.uncancel()
                 raise ApiError(401, "this key was revoked: its episode is over", code="invalid_api_key") from None
+            if isinstance(error, BaseExceptionGroup):
+                raise error.exceptions[0] from None
             raise
         finally:
-            self._tasks.difference_update(tasks)
+            self._tasks.discard(task)
 
-    async def _draft(self, ask: Ask, claim: Claim, sampling: Sampling, index: int) -> Draft:
+    async def _draft(
+        self, ask: Ask, answer: Answer, claim: Claim, sampling: Sampling, index: int, hear: Hear | None
+    ) -> Draft:
         """The one of this index among the answers to a request."""
         terms, number = self.terms, next(self._numbers)
         seed = seed_of(terms.id, terms.seed, number) if sampling.seed is None else sampling.seed + index
-        drawn = Sampling(
-            sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens, sampling.stop, seed % 2**31
-        )
         request = GenerationRequest(
             f"{terms.id}/{number}",
             f"{terms.id}~{claim.segment.number}",
             terms.task,
             claim.segment.turns,
             claim.context,
-            drawn,
+            replace(sampling, seed=seed % 2**31),
             branch_of="" if claim.branch_of is None else f"{terms.id}~{claim.branch_of.number}",
         )
+        shows = hear is not None and ask.force is None
+        script = self._transcript(ask) if shows or ask.stop else None
+
+        def heard(tokens: list[int]) -> bool:
+            assert script is not None
+            script.add(tokens)
+            if hear is not None and shows and (fresh := script.fresh()) and hear(answer, index, fresh):
+                script.shown += len(fresh)
+            return script.over
+
+        def anew() -> None:
+            assert script is not None
+            if script.shown:
+                raise EngineFailed("an engine was lost when a part of its answer had been shown")
+            script.clear()
+
         clock = asyncio.get_running_loop().time
         start = clock()
         try:
-            completion = await self._generate(request)
+            listener = Listener(1 if shows else STRIDE, heard, anew) if script is not None else None
+            completion = await self._generate(request, listener)
         except EngineFailed as error:
             raise ApiError(503, f"no engine could answer: {error}", code="engine_failed", retry_after=1) from error
         if completion.finish == "abort" or not completion.tokens:
             raise ApiError(503, "the engine gave this request up", code="engine_failed", retry_after=1)
-        return self._read(ask, claim, completion, clock() - start)
+        return self._read(ask, claim, completion, clock() - start, script.shown if script is not None else 0)
 
-    def _read(self, ask: Ask, claim: Claim, completion: Completion, seconds: float) -> Draft:
+    def _transcript(self, ask: Ask) -> Transcript:
+        held = self._template.format.held if ask.tools and ask.calls else None
+        return Transcript(self._template.text, ask.stop, held)
+
+    def _read(self, ask: Ask, claim: Claim, completion: Completion, seconds: float, shown: int) -> Draft:
         """The completion as the client is to see it."""
-        text, used, stopped_by = self._cut(completion, ask.stop)
+        text, end, used, stopped_by = cut(self._template.text, completion.tokens, ask.stop)
         ended = stopped_by is not None or completion.finish == "stop"
-        whole = self._beginning(ask) + text if ask.force is not None else text
+        whole = self._beginning(ask) + text[:end] if ask.force is not None else text[:end]
         calls: tuple[ToolCall, ...] = ()
         if ask.tools and ask.calls:
-            whole, found = self._template.format.read(whole)
+            whole, found = self._template.format.read(whole, ask.tools)
             calls = tuple(ToolCall(name, arguments, f"call_{secrets.token_hex(12)}") for name, arguments in found)
         choice = Choice(
             whole,
@@ -263,30 +292,18 @@ class Tenant:
             completion.tokens[:used],
             completion.logprobs[:used],
         )
-        return Draft(claim, completion, used, choice, Said("assistant", ask.prefix + whole, calls), seconds)
-
-    def _cut(self, completion: Completion, stops: Sequence[str]) -> tuple[str, int, str | None]:
-        """The text up to the first stop string, and the tokens that it took to say that string, too."""
-        template, tokens = self._template, completion.tokens
-        text = template.text(tokens)
-        found = [(at, stop) for stop in stops if stop and (at := text.find(stop)) >= 0]
-        if not found:
-            return text, len(tokens), None
-        at, stop = min(found)
-        used = bisect_left(range(len(tokens)), True, key=lambda n: stop in template.text(tokens[: n + 1])) + 1
-        return text[:at], used, stop
+        said = Said("assistant", ask.prefix + whole, calls)
+        return Draft(claim, completion, used, text, choice, said, seconds, shown)
 
     def _turn(self, served: Served, draft: Draft) -> Turn:
         completion, used, template = draft.completion, draft.used, self._template
-        tokens = completion.tokens[:used]
-        text = template.text(tokens)
-        sampled = tokens[:-1] if completion.finish == "stop" and used == len(completion.tokens) else tokens
-        self.counts.mismatches += template.encode(text) != sampled
-        whole = used == len(completion.tokens)
+        tokens, whole = completion.tokens[:used], used == len(completion.tokens)
+        sampled = tokens[:-1] if completion.finish == "stop" and whole else tokens
+        self.counts.mismatches += template.encode(draft.text) != sampled
         return Turn(
             served.new or (Message("prompt", template.text(draft.claim.prompt)),),
             tuple(draft.claim.prompt),
-            text,
+            draft.text,
             tuple(tokens),
             tuple(completion.logprobs[:used]),
             tuple(completion.versions[:used]),

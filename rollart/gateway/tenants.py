@@ -1,10 +1,11 @@
 """Who may ask: tenants by their keys, of which only digests are kept."""
 
-from hashlib import sha256
+from hashlib import blake2b
 
 from rollart.gateway.template import ChatTemplate
-from rollart.gateway.tenant import Generate, Tenant
+from rollart.gateway.tenant import Tenant
 from rollart.gateway.words import Captured, Terms
+from rollart.protocols import Generate
 
 
 class Tenants:
@@ -28,4 +29,4 @@ class Tenants:
 
 
 def _digest(key: str) -> bytes:
-    return sha256(key.encode("utf-8", "surrogateescape")).digest()
+    return blake2b(key.encode("utf-8", "surrogateescape"), digest_size=32).digest()

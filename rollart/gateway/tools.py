@@ -1,7 +1,14 @@
 """How a model writes the call of a tool, and how it is read back.
 
-Most open models write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Qwen, Hermes, SmolLM). Llama 3 writes
-a bare object with `parameters`. What cannot be read as a call stays text: the model said it, and the agent may see it.
+| | written as | by |
+|---|---|---|
+| Tagged | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` | Qwen, Hermes, SmolLM |
+| Bare | an object with `parameters`, and nothing else | Llama 3 |
+| Listed | `[TOOL_CALLS][{"name": ..., "arguments": {...}}]` | Mistral until 2024 |
+| Named | `[TOOL_CALLS]name[ARGS]{...}` | Mistral since |
+| Marked | `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>` | Qwen3-Coder, Qwen3.5 |
+
+What cannot be read as a call stays text: the model said it, and the agent may see it.
 """
 
 import json
@@ -9,12 +16,21 @@ import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from rollart.gateway.transcript import overlap
 from rollart.gateway.words import Tool
 
+Found = list[tuple[str, str]]
 _TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+_NAMED = re.compile(r"\[TOOL_CALLS\]\s*([^\s\[{]+)\s*(?:\[CALL_ID\][^\[]*)?\[ARGS\]\s*(?=\{)")
+_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_decoder = json.JSONDecoder()
 
 
 class ToolFormat(Protocol):
+    marks: tuple[str, ...]
+    """What must not be lost from a text, though it may be a control token of the model."""
+
     def write(self, name: str, arguments: str) -> str:
         """A call as the model would have written it."""
         ...
@@ -23,8 +39,12 @@ class ToolFormat(Protocol):
         """How a call of this tool, or of any if it is empty, begins."""
         ...
 
-    def read(self, text: str) -> tuple[str, list[tuple[str, str]]]:
-        """The text beside the calls, and each call's name and arguments."""
+    def read(self, text: str, tools: Sequence[Tool] = ()) -> tuple[str, Found]:
+        """The text beside the calls, and each call's name and arguments. The text begins as it did with them."""
+        ...
+
+    def held(self, text: str) -> int:
+        """From where on this beginning of a text may belong to a call."""
         ...
 
     def explain(self, tools: Sequence[Tool]) -> str:
@@ -33,6 +53,7 @@ class ToolFormat(Protocol):
 
 
 class Tagged:
+    marks: tuple[str, ...] = ()
     key, opening, closing = "arguments", "<tool_call>\n", "\n</tool_call>"
 
     def write(self, name: str, arguments: str) -> str:
@@ -44,18 +65,26 @@ class Tagged:
             return f'{self.opening}{{"name": "'
         return f'{self.opening}{{"name": {_json(name)}, "{self.key}": '
 
-    def read(self, text: str) -> tuple[str, list[tuple[str, str]]]:
-        calls: list[tuple[str, str]] = []
+    def read(self, text: str, tools: Sequence[Tool] = ()) -> tuple[str, Found]:
+        calls: Found = []
 
         def taken(match: re.Match[str]) -> str:
-            call = _call(match[1], self.key)
+            call = self._call(match[1], tools)
             if call is None:
                 return match[0]
             calls.append(call)
             return ""
 
         rest = _TAGGED.sub(taken, text)
-        return (rest.strip() if calls else rest), calls
+        return (rest.rstrip() if calls else rest), calls
+
+    def _call(self, inside: str, tools: Sequence[Tool]) -> tuple[str, str] | None:
+        return _call(_parsed(inside), self.key)
+
+    def held(self, text: str) -> int:
+        mark = self.opening.strip()
+        at = text.find(mark)
+        return at if at >= 0 else len(text) - overlap(text, mark)
 
     def explain(self, tools: Sequence[Tool]) -> str:
         listed = "\n".join(_json(described(tool)) for tool in tools)
@@ -65,17 +94,81 @@ class Tagged:
 
 
 class Bare(Tagged):
-    """One object and nothing else."""
-
     key, opening, closing = "parameters", "", ""
 
-    def read(self, text: str) -> tuple[str, list[tuple[str, str]]]:
-        call = _call(text.strip(), self.key)
+    def read(self, text: str, tools: Sequence[Tool] = ()) -> tuple[str, Found]:
+        call = _call(_parsed(text.strip()), self.key)
         return ("", [call]) if call is not None else (text, [])
+
+    def held(self, text: str) -> int:
+        return 0 if text.lstrip()[:1] in ("", "{") else len(text)
+
+
+class Listed(Tagged):
+    marks: tuple[str, ...] = ("[TOOL_CALLS]",)
+    opening, closing = "[TOOL_CALLS][", "]"
+
+    def read(self, text: str, tools: Sequence[Tool] = ()) -> tuple[str, Found]:
+        before, mark, after = text.partition(self.marks[0])
+        said = _parsed(after.strip()) if mark else None
+        calls = [_call(each, self.key) for each in said] if isinstance(said, list) else []
+        whole = [call for call in calls if call is not None]
+        return (before.rstrip(), whole) if whole and len(whole) == len(calls) else (text, [])
+
+    def held(self, text: str) -> int:
+        at = text.find(self.marks[0])
+        return at if at >= 0 else len(text) - overlap(text, self.marks[0])
+
+
+class Named(Listed):
+    marks = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+
+    def write(self, name: str, arguments: str) -> str:
+        return f"[TOOL_CALLS]{name}[ARGS]{_json(value(arguments))}"
+
+    def begin(self, name: str) -> str:
+        return f"[TOOL_CALLS]{name}[ARGS]" if name else "[TOOL_CALLS]"
+
+    def read(self, text: str, tools: Sequence[Tool] = ()) -> tuple[str, Found]:
+        calls: Found = []
+        rest, at = "", 0
+        while (match := _NAMED.search(text, at)) is not None:
+            try:
+                said, end = _decoder.raw_decode(text, match.end())
+            except ValueError:
+                break
+            calls.append((match[1], _json(said)))
+            rest, at = rest + text[at : match.start()], end
+        return ((rest + text[at:]).rstrip(), calls) if calls else (text, [])
+
+
+class Marked(Tagged):
+    def write(self, name: str, arguments: str) -> str:
+        said = value(arguments)
+        given = said.items() if isinstance(said, dict) else ()
+        inside = "".join(f"<parameter={key}>\n{_plain(each)}\n</parameter>\n" for key, each in given)
+        return f"{self.opening}<function={name}>\n{inside}</function>{self.closing}"
+
+    def begin(self, name: str) -> str:
+        return f"{self.opening}<function={name}>\n" if name else f"{self.opening}<function="
+
+    def _call(self, inside: str, tools: Sequence[Tool]) -> tuple[str, str] | None:
+        match = _FUNCTION.match(inside)
+        if match is None:
+            return None
+        name = match[1].strip()
+        known = next((tool.parameters.get("properties") for tool in tools if tool.name == name), None)
+        kinds = known if isinstance(known, dict) else {}
+        given = {key.strip(): _typed(text, kinds.get(key.strip())) for key, text in _PARAMETER.findall(match[2])}
+        return name, _json(given)
 
 
 def format_of(template: str) -> ToolFormat:
     """The one that a chat template speaks of; the tagged one if it speaks of none."""
+    if "[TOOL_CALLS]" in template:
+        return Named() if "[ARGS]" in template else Listed()
+    if "<function=" in template and "<parameter=" in template:
+        return Marked()
     bare = "<|python_tag|>" in template or ('"parameters": ' in template and "<tool_call>" not in template)
     return Bare() if bare else Tagged()
 
@@ -94,11 +187,23 @@ def canonical(arguments: str) -> str:
         return arguments
 
 
-def _call(text: str, key: str) -> tuple[str, str] | None:
+def value(arguments: str) -> Any:
+    """What the JSON says; what is none stays text."""
     try:
-        said = json.loads(text)
+        return json.loads(arguments or "{}")
+    except ValueError:
+        return arguments
+
+
+def _parsed(text: str) -> Any:
+    """None for what is no JSON."""
+    try:
+        return json.loads(text)
     except ValueError:
         return None
+
+
+def _call(said: Any, key: str) -> tuple[str, str] | None:
     if not isinstance(said, dict) or not isinstance(said.get("name"), str):
         return None
     arguments = said.get(key, said.get("arguments", said.get("parameters", {})))
@@ -107,12 +212,16 @@ def _call(text: str, key: str) -> tuple[str, str] | None:
     return (said["name"], _json(arguments)) if isinstance(arguments, dict) else None
 
 
-def value(arguments: str) -> Any:
-    """What the JSON says; what is none stays text."""
-    try:
-        return json.loads(arguments or "{}")
-    except ValueError:
-        return arguments
+def _typed(text: str, schema: Any) -> Any:
+    """A parameter that is to be text is text; another is what its JSON says, if it is any."""
+    if isinstance(schema, dict) and schema.get("type") == "string":
+        return text
+    said = _parsed(text)
+    return text if said is None and text.strip() != "null" else said
+
+
+def _plain(given: Any) -> str:
+    return given if isinstance(given, str) else _json(given)
 
 
 def _json(value: Any) -> str:

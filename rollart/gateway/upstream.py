@@ -1,49 +1,66 @@
 """Generation that somebody else does: the controller, which asks for work and answers it.
 
-The controller has the router and is the one who connects, so requests wait here until it pulls them, many at a time.
+The controller has the router and is the one who connects: it asks for work once in a while, is told of requests as they
+come, and sends answers back. Either way is one message a request, and what happens at the same time shares it.
 
-The invariants: a request is pulled once; it is answered, or its caller gives up, which the controller is told in the
-same queue; an answer that nobody waits for any more is dropped.
+The invariants: a request is told once; it is answered, or its caller gives up or has enough, which the controller is
+told in the same way; an answer that nobody waits for any more is dropped.
 """
 
 import asyncio
+from collections.abc import Callable
 from itertools import count
 
 from msgspec import Struct
 
 from rollart.errors import EngineFailed
+from rollart.protocols import Listener
 from rollart.types import Completion, GenerationRequest
 
-PULL_S = 20.0  # a pull that finds nothing answers so
+PULL_S = 20.0  # how long the controller is told, until it asks again
 
 
 class Wanted(Struct, frozen=True):
-    """A request of an episode; without one, its caller has given up."""
+    """A request of an episode, whose caller wants to hear of `every` so many tokens, if not 0. Without a request, its
+    caller has given up; or has heard `enough`, and waits for what there is."""
 
     number: int
     episode: str
     request: GenerationRequest | None = None
+    every: int = 0
+    enough: bool = False
 
 
 class Given(Struct, frozen=True):
+    """An answer, an error, or the next `tokens` of an answer that is being made; `anew`: it begins again."""
+
     number: int
     completion: Completion | None = None
     error: str = ""
+    tokens: list[int] | None = None
+    anew: bool = False
+
+
+class _Open(Struct):
+    episode: str
+    future: "asyncio.Future[Completion]"
+    listener: Listener | None
+    enough: bool = False
 
 
 class Upstream:
     def __init__(self) -> None:
         self._numbers = count()
         self._queue: list[Wanted] = []
-        self._there = asyncio.Event()
-        self._open: dict[int, asyncio.Future[Completion]] = {}
+        self._tell: Callable[[object], None] | None = None
+        self._open: dict[int, _Open] = {}
 
-    async def generate(self, request: GenerationRequest) -> Completion:
+    async def generate(self, request: GenerationRequest, listener: Listener | None = None, /) -> Completion:
         """Raises EngineFailed."""
         number, episode = next(self._numbers), request.id.rpartition("/")[0]
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._open[number] = future
-        self._put(Wanted(number, episode, request))
+        self._open[number] = _Open(episode, future, listener)
+        self._put(Wanted(number, episode, request, listener.every if listener is not None else 0))
         try:
             return await future
         except asyncio.CancelledError:
@@ -53,27 +70,44 @@ class Upstream:
             del self._open[number]
 
     def _put(self, wanted: Wanted) -> None:
-        self._queue.append(wanted)
-        self._there.set()
+        if self._tell is not None:
+            self._tell(wanted)
+        else:
+            self._queue.append(wanted)
 
-    async def pull(self) -> list[Wanted]:
-        """All that waits; nothing, after a while without any."""
+    async def pull(self, tell: Callable[[object], None]) -> None:
+        """Tells of all that waits, and of what comes, for a while. A later call takes over from an earlier one."""
+        self._tell = tell
+        queue, self._queue = self._queue, []
+        for wanted in queue:
+            tell(wanted)
         try:
-            async with asyncio.timeout(PULL_S):
-                while not self._queue:
-                    self._there.clear()
-                    await self._there.wait()
-        except TimeoutError:
-            return []
-        pulled, self._queue = self._queue, []
-        return pulled
+            await asyncio.sleep(PULL_S)
+        finally:
+            if self._tell is tell:
+                self._tell = None
 
     async def answer(self, given: list[Given]) -> None:
         for each in given:
-            future = self._open.get(each.number)
-            if future is None or future.done():
+            opened = self._open.get(each.number)
+            if opened is None or opened.future.done():
                 continue
             if each.completion is not None:
-                future.set_result(each.completion)
+                opened.future.set_result(each.completion)
+            elif each.tokens is not None or each.anew:
+                self._heard(opened, each)
             else:
-                future.set_exception(EngineFailed(each.error))
+                opened.future.set_exception(EngineFailed(each.error))
+
+    def _heard(self, opened: _Open, given: Given) -> None:
+        assert opened.listener is not None
+        try:
+            if given.anew:
+                opened.listener.anew()
+                opened.enough = False
+            elif not opened.enough and opened.listener.hear(given.tokens or []):
+                opened.enough = True
+                self._put(Wanted(given.number, opened.episode, enough=True))
+        except Exception as error:  # the listener's own, so it is the one to be told
+            opened.future.set_exception(error)
+            self._put(Wanted(given.number, opened.episode))

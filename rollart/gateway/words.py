@@ -74,14 +74,15 @@ class Choice(Struct):
 
 
 class Answer(Struct):
-    """`cached` of the `prompt` tokens needed no prefill, for the first choice."""
+    """`cached` of the `prompt` tokens needed no prefill, for the first choice. While it is being made it has no choices
+    and nothing is known to be cached."""
 
     id: str
     created: int
     model: str
-    choices: list[Choice]
     prompt: list[int]
-    cached: int
+    choices: list[Choice] = []
+    cached: int = 0
 
     @property
     def made(self) -> int:
@@ -119,8 +120,15 @@ class Counts(Struct):
 
 
 class Captured(Struct, frozen=True):
-    """An episode as it was sampled, in the order of delivery. `truncated`: a limit refused a request."""
+    """An episode as it was sampled, in the order of delivery. `truncated`: a limit refused a request; `cut`: the last
+    answer ended at a limit of its length."""
 
     turns: tuple[Turn, ...]
     counts: Counts
     truncated: bool = False
+    cut: bool = False
+
+    @property
+    def limited(self) -> bool:
+        """Whether a program that ends here may do so because of a limit."""
+        return self.truncated or self.cut

@@ -261,7 +261,8 @@ class Published(Event):
 
 class EngineSwapped(Event):
     """`seconds` from the order to the swap; of these, `transfer_s` to get and check the weights while generation went
-    on, and `exposed_s` in which no step could run. `recomputed` tokens in flight needed KV of the new weights."""
+    on, and `exposed_s` in which no step could run, or ran emptier because requests were waited for. `recomputed` tokens
+    in flight needed KV of the new weights; `recompute_s` went into making such KV after the swap before this one."""
 
     engine: str
     version: int
@@ -271,6 +272,7 @@ class EngineSwapped(Event):
     bytes: int = 0
     transport: str = ""
     recomputed: int = 0
+    recompute_s: float = 0.0
 
 
 class EngineSample(Event):

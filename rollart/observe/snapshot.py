@@ -179,6 +179,7 @@ class Swaps:
     transfer_s: float
     exposed_s: float
     recomputed: float
+    recompute_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""What new weights cost the engines: by the way they came, how long they took and how long no step could run."""
+"""What new weights cost the engines: by the way they came, how long they took, how long no step could run, and how long
+steps made KV anew for what was in flight."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -27,6 +28,7 @@ class SwapMetrics:
                 _mean(swap.transfer_s for swap in swaps),
                 _mean(swap.exposed_s for swap in swaps),
                 _mean(swap.recomputed for swap in swaps),
+                _mean(swap.recompute_s for swap in swaps),
             )
             for (engine, transport), swaps in self._swaps.items()
         )
@@ -38,8 +40,9 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def weights(swaps: Sequence[Swaps]) -> Table:
-    rows = table("name", "by", "swaps", "MB", "transfer ms", "exposed ms", "tokens recomputed")
+    rows = table("name", "by", "swaps", "MB", "transfer ms", "exposed ms", "KV anew ms", "tokens in flight")
     for swap in swaps:
-        size, times = f"{swap.bytes / 2**20:.1f}", (f"{1000 * swap.transfer_s:.1f}", f"{1000 * swap.exposed_s:.2f}")
+        times = f"{1000 * swap.transfer_s:.1f}", f"{1000 * swap.exposed_s:.2f}", f"{1000 * swap.recompute_s:.1f}"
+        size = f"{swap.bytes / 2**20:.1f}"
         rows.add_row(swap.engine, swap.transport, str(swap.number), size, *times, f"{swap.recomputed:.0f}")
     return rows

@@ -187,7 +187,12 @@ class Timeline:
             case ev.Checkpointed():
                 yield from self._put(_CONTROL, "checkpoint", f"checkpoint {event.version}", event.t, event.seconds)
             case ev.EngineSwapped():
-                args = {"transfer_s": event.transfer_s, "exposed_s": event.exposed_s, "bytes": event.bytes}
+                args = {
+                    "transfer_s": event.transfer_s,
+                    "exposed_s": event.exposed_s,
+                    "recompute_s": event.recompute_s,
+                    "bytes": event.bytes,
+                }
                 yield from self._put(_ENGINES, event.engine, f"swap to {event.version}", event.t, event.seconds, **args)
             case ev.Evaluated():
                 yield _instant(f"{event.task} {event.success:.3f}", event.t, {"version": event.version})

@@ -21,12 +21,17 @@ def balanced(seconds: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, 
     prices = dict.fromkeys({pool for task in seconds.values() for pool in task}, 1.0)
     rounds = {task: dict.fromkeys(pools, 0) for task, pools in seconds.items()}
     scale = sum(min(pools.values()) for pools in seconds.values())
+    tasks = [(list(pools.items()), rounds[task]) for task, pools in seconds.items()]
     for _ in range(_ROUNDS):
         load = dict.fromkeys(prices, 0.0)
-        for task, pools in seconds.items():
-            cheapest = min(pools, key=lambda pool: prices[pool] * pools[pool])
-            rounds[task][cheapest] += 1
-            load[cheapest] += pools[cheapest]
+        for pools, told in tasks:
+            cheapest, work = pools[0]
+            least = prices[cheapest] * work
+            for pool, each in pools:
+                if prices[pool] * each < least:
+                    cheapest, work, least = pool, each, prices[pool] * each
+            told[cheapest] += 1
+            load[cheapest] += work
         for pool, given in load.items():
             prices[pool] *= math.exp(_RATE * given / scale)
     return {task: {pool: number / _ROUNDS for pool, number in told.items()} for task, told in rounds.items()}

@@ -1,6 +1,6 @@
 """Which ready groups make the next batch: in start order, within a window, in the exact mixture."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 
 from rollart.rollout.groups import Group
@@ -16,8 +16,21 @@ def choose(quota: Mapping[str, int], groups: Mapping[str, Mapping[str, Group]], 
     batch: list[Group] = []
     for task, need in quota.items():
         reach = max(need, int(need * window))
-        ready = [group for group in islice(groups[task].values(), reach) if group.ready][:need]
+        ready = _first(need, islice(groups[task].values(), reach), reach - need)
         if len(ready) < need:
             return None
         batch += ready
     return batch
+
+
+def _first(need: int, groups: Iterable[Group], spare: int) -> list[Group]:
+    """The first ready ones, or fewer once more than `spare` are not: this is asked whenever a group becomes ready."""
+    ready: list[Group] = []
+    for group in groups:
+        if len(ready) == need:
+            break
+        if group.ready:
+            ready.append(group)
+        elif (spare := spare - 1) < 0:
+            break
+    return ready

@@ -13,6 +13,7 @@ from rollart.compact import lowest
 from rollart.errors import EngineFailed
 from rollart.gateway.words import Captured
 from rollart.observe.events import AgentPlayed, EventSink, TurnDone
+from rollart.protocols import Listener
 from rollart.rollout.router import Routed, Router
 from rollart.types import Completion, GenerationRequest, Turn
 
@@ -26,12 +27,12 @@ class Driven:
         self._answers = 0
         self.turns: tuple[Turn, ...] = ()
 
-    async def generate(self, request: GenerationRequest) -> Completion:
+    async def generate(self, request: GenerationRequest, listener: Listener | None = None, /) -> Completion:
         """Raises EngineFailed."""
         clock = asyncio.get_running_loop().time
         began = clock()
         self._sessions.add(request.session)
-        routed = await self._router.generate(request)
+        routed = await self._router.generate(request, listener)
         completion = checked(routed, f"a request of {self._id}")
         self._on_version(lowest(completion.versions))
         self._sink.emit(turn_done(self._id, self._task, self._answers, routed, clock() - began, 0.0))

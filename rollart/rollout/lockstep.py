@@ -1,11 +1,16 @@
-"""Turn-synchronous rollout, for the `sync` preset: nobody goes on before everybody has arrived."""
+"""Turn-synchronous rollout, for the `sync` preset: nobody goes on before everybody of its task has arrived.
+
+By task, because what is stepped as one batch are environments of one kind: a task of many short turns does not wait for
+the long answers of another.
+"""
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Lockstep:
+class Waves:
     """Invariants: `_members` are the trajectories that take part; a wave is released when all of them wait, or when the
     last one that did not wait leaves; a trajectory that joins late takes part from the current wave on."""
 
@@ -38,3 +43,13 @@ class Lockstep:
             for future in wave:
                 if not future.done():
                     future.set_result(None)
+
+
+class Lockstep:
+    """The waves of every task."""
+
+    def __init__(self) -> None:
+        self._tasks: defaultdict[str, Waves] = defaultdict(Waves)
+
+    def of(self, task: str) -> Waves:
+        return self._tasks[task]

@@ -116,13 +116,20 @@ class EnginePool:
         """FLOP/s per byte/s: high for devices that suit prefill, low for those that suit decode."""
         return self.roofline.device.tflops / self.roofline.device.bandwidth
 
+    def usable(self, floor: int) -> bool:
+        """Whether some engine of it is."""
+        for place in self.places:  # noqa: SIM110 (it is asked on every turn; a generator costs more than the answer)
+            if place.usable(floor):
+                return True
+        return False
+
     def least_loaded(self, floor: int) -> Place | None:
         """The usable engine with the least to do; of a large pool, the best of a few looked at in turn."""
         places = self.places
         if len(places) > ALL:
             self._turn = (self._turn + SOME) % len(places)
-            some = [places[(self._turn + n) % len(places)] for n in range(SOME)]
-            best = _best(some, floor)
+            some = places[self._turn : self._turn + SOME]
+            best = _best(some + places[: SOME - len(some)], floor)
             if best is not None:
                 return best
         return _best(places, floor)
@@ -144,13 +151,12 @@ class EnginePool:
 
 
 def _best(places: list[Place], floor: int) -> Place | None:
-    best: Place | None = None
+    best, least = None, 0
     for place in places:
-        if place.usable(floor) and (
-            best is None
-            or (place.reserved + place.foreign_kv, place.served) < (best.reserved + best.foreign_kv, best.served)
-        ):
-            best = place
+        if place.usable(floor):
+            load = place.reserved + place.foreign_kv
+            if best is None or load < least or (load == least and place.served < best.served):
+                best, least = place, load
     return best
 
 

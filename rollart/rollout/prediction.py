@@ -3,7 +3,7 @@
 The roofline's formula with its constants worked out beforehand: a prediction is made for every pool on every turn.
 """
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from rollart.resources.roofline import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY, Roofline
 
@@ -54,8 +54,7 @@ class Predictor:
         return read
 
 
-@dataclass(slots=True)
-class Prediction:
+class Prediction(Struct):
     """Seconds until there is room for it, until the prefill before it is done, of its prefill, of each decoded token
     and of all of them. `work` is what its prefill adds to the engine's backlog, `others` the delay of everybody else,
     `factors` the corrections of prefill and decode that are in it."""

@@ -11,12 +11,14 @@ adds to an engine's load is taken off again, once, however it ends.
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from msgspec import Struct
 
 from rollart.compact import fingerprint
 from rollart.errors import EngineFailed, EngineLost
 from rollart.observe.events import EngineSwapped, EventSink, Warned
-from rollart.protocols import Engine
+from rollart.protocols import Engine, Listener, StreamingEngine
 from rollart.rollout.places import EnginePool, Place
 from rollart.rollout.routing import Ask, Choice, Measured, Policy, Why
 from rollart.rollout.shapes import TaskShapes
@@ -27,8 +29,7 @@ _OPENINGS = 4096
 _LOADS, _LOAD_AGAIN_S = 4, 0.5
 
 
-@dataclass(slots=True)
-class Routed:
+class Routed(Struct):
     """An answer, the engine and pool that gave it, why it was asked, and the seconds that were predicted for it."""
 
     completion: Completion
@@ -39,8 +40,7 @@ class Routed:
     prefilled_by: str = ""
 
 
-@dataclass(slots=True)
-class _Held:
+class _Held(Struct):
     """Where a conversation's KV is: `cached` tokens, made by `version`."""
 
     place: Place
@@ -79,6 +79,7 @@ class Router:
         self._pools: dict[str, EnginePool] = {}
         self._kinds: tuple[EnginePool, ...] = ()
         self._places: dict[str, Place] = {}
+        self._living: dict[int, int] = {}  # engines by version
         self._policy = policy or Measured()
         self._affinity = dict(affinity or {})
         self._sessions: dict[str, _Held] = {}
@@ -90,11 +91,11 @@ class Router:
 
     @property
     def serving(self) -> int:
-        living = [place.version for place in self._places.values() if place.alive]
+        living = self._living
         return min((version for version in living if version >= self.floor), default=min(living, default=self.target))
 
-    async def generate(self, request: GenerationRequest) -> Routed:
-        """Raises EngineFailed after the last attempt."""
+    async def generate(self, request: GenerationRequest, listener: Listener | None = None) -> Routed:
+        """Raises EngineFailed after the last attempt, or if the listener cannot do with another one."""
         reason = "no engine was tried"
         clock = asyncio.get_running_loop().time
         for _ in range(self._attempts):
@@ -110,12 +111,17 @@ class Router:
                         asked = await self._prefill(choice.prefill_at, request)
                     finally:
                         choice.prefill_at.give_back(tokens, 0)
-                completion = await place.engine.generate(asked)
+                if listener is not None and isinstance(place.engine, StreamingEngine):
+                    completion = await place.engine.stream(asked, listener)
+                else:
+                    completion = await place.engine.generate(asked)
             except EngineFailed as error:
                 reason = str(error)
                 self._sessions.pop(request.session, None)
                 if isinstance(error, EngineLost):
                     self._lose(place, reason)
+                if listener is not None:
+                    listener.anew()
             else:
                 self._learn(request, choice, completion, began, until, clock() - began)
                 prefilled_by = choice.prefill_at.name if choice.prefill_at is not None else ""
@@ -128,17 +134,17 @@ class Router:
 
     def _choose(self, request: GenerationRequest, now: float) -> Choice | None:
         held = self._sessions.get(request.session) or self._sessions.get(request.branch_of)
-        cached, shared = 0, None
+        cached, shared, tokens = 0, None, len(request.tokens)
         if held is not None:
             cached = held.cached if self._keeps_kv or held.version == held.place.version else 0
-            cached = min(cached, len(request.tokens) - 1)  # a branch may be shorter than what it left
+            cached = min(cached, tokens - 1)  # a branch may be shorter than what it left
         elif request.turn == 0:
             opened = self._openings.get(fingerprint(request.tokens))
             if opened is not None and (self._keeps_kv or opened.version == opened.place.version):
                 shared = opened.place
         most = request.sampling.max_tokens
         ask = Ask(
-            len(request.tokens),
+            tokens,
             self.shapes.decoded(request.task, request.turn, most),
             most,
             now,
@@ -153,15 +159,15 @@ class Router:
 
     def _begin(self, choice: Choice, request: GenerationRequest, now: float) -> float:
         """Counts the request where it goes; answers when the prefill there should be done, its own included."""
-        place = choice.place
-        place.take(len(request.tokens), request.sampling.max_tokens)
+        place, tokens = choice.place, len(request.tokens)
+        place.take(tokens, request.sampling.max_tokens)
         busy = choice.prefill_at or place
         place.pool.expect(choice.prediction.seconds)
         busy.prefill(choice.prediction.work, now)
         if request.turn == 0:
             if len(self._openings) >= _OPENINGS:
                 self._openings.popitem(last=False)
-            self._openings[fingerprint(request.tokens)] = _Held(place, len(request.tokens) - 1, place.version)
+            self._openings[fingerprint(request.tokens)] = _Held(place, tokens - 1, place.version)
         return busy.prefill_until
 
     async def _prefill(self, place: Place, request: GenerationRequest) -> GenerationRequest:
@@ -223,7 +229,7 @@ class Router:
 
     def _lose(self, place: Place, reason: str) -> None:
         if place.alive and self._places.get(place.name) is place:
-            place.alive = False
+            self._bury(place)
             self._sink.emit(Warned(message=f"engine {place.name} is out: {reason}"))
             self._on_lost(place.name)
             self.on_change()
@@ -253,7 +259,7 @@ class Router:
     def remove(self, name: str) -> None:
         """The engine will not come back."""
         place = self._places.pop(name)
-        place.alive = False
+        self._bury(place)
         place.pool.places.remove(place)
         self.on_change()
 
@@ -261,7 +267,7 @@ class Router:
         """An engine came (back) with `version` loaded."""
         old = self._places.get(name)
         if old is not None:
-            old.alive = False
+            self._bury(old)
             old.pool.places.remove(old)
         self._put(name, engine, version, pool or (old.pool if old is not None else None))
         self._revived.set()
@@ -273,7 +279,24 @@ class Router:
         self._pools.setdefault(pool.name, pool)
         self._kinds = tuple(self._pools.values())
         self._places[name] = place = Place(name, pool, engine, version)
+        self._count(version, 1)
         pool.places.append(place)
+
+    def _move(self, place: Place, version: int) -> None:
+        if place.alive:
+            self._count(place.version, -1)
+            self._count(version, 1)
+        place.version = version
+
+    def _bury(self, place: Place) -> None:
+        if place.alive:
+            place.alive = False
+            self._count(place.version, -1)
+
+    def _count(self, version: int, more: int) -> None:
+        self._living[version] = self._living.get(version, 0) + more
+        if not self._living[version]:
+            del self._living[version]
 
     # Weights
 
@@ -311,7 +334,7 @@ class Router:
             return f"version {version} could not be loaded: {error}"
         # One that was too old comes back only with what is served elsewhere: what started since counts on that.
         if place.version >= self.floor or version >= self.serving:
-            place.version = version
+            self._move(place, version)
         self._sink.emit(
             EngineSwapped(
                 engine=place.name,
@@ -322,6 +345,7 @@ class Router:
                 bytes=loaded.bytes,
                 transport=loaded.transport,
                 recomputed=loaded.recomputed,
+                recompute_s=loaded.recompute_s,
             )
         )
         self._revived.set()

@@ -6,9 +6,10 @@ are there to wait for it. Every decision has a reason.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import Literal, Protocol
+
+from msgspec import Struct
 
 from rollart.rollout.places import EnginePool, Place
 from rollart.rollout.prediction import Prediction
@@ -18,8 +19,7 @@ Why = Literal["prefix", "group", "fastest", "moved", "handed over", "pinned", "f
 CLEARLY = 0.8  # leave a cached prefix only for less than this share of the cost of staying
 
 
-@dataclass(slots=True)
-class Ask:
+class Ask(Struct):
     """One request: `tokens` of context, an answer of about `decoded` and at most `most`. `held` keeps `cached` tokens
     of its KV; `shared` is where the same prompt was sent before. `floor` is the oldest version that may answer."""
 
@@ -35,8 +35,7 @@ class Ask:
     task: str = ""
 
 
-@dataclass(slots=True)
-class Choice:
+class Choice(Struct):
     """`prefill_at`: prefill there first, then decode at `place`."""
 
     place: Place
@@ -55,24 +54,25 @@ class Policy(Protocol):
 def predict(place: Place, ask: Ask, cached: int) -> Prediction:
     """The request on that engine as things stand."""
     pool, model = place.pool, place.pool.predictor
+    tokens, decoded = ask.tokens, ask.decoded
     there = max(place.open, place.usual_open) + place.foreign
     full = there - pool.max_batch + 1
     room = 0.0
-    if full > 0 or place.reserved + place.foreign_kv + ask.tokens + ask.most > pool.kv_tokens:
+    if full > 0 or place.reserved + place.foreign_kv + tokens + ask.most > pool.kv_tokens:
         room = pool.mean_s * (1 + max(0, full) / pool.max_batch)
-    new = ask.tokens - cached
+    new = tokens - cached
     work = model.compute(new, cached) * pool.prefill_factor
     prefill = max(work, model.prefill(new, cached) * pool.prefill_factor)
     beside = int(min(there, pool.max_batch - 1))
     contexts = (max(place.context, place.usual_context) + place.foreign_kv) * (beside / there if there else 0.0)
     apart = 1.0 - place.prefilling(ask.now)  # what prefill leaves of its time
-    token = model.decode(beside + 1, contexts + ask.tokens + ask.decoded / 2) * pool.decode_factor / apart
+    step = model.decode(beside + 1, contexts + tokens + decoded / 2)
+    token = step * pool.decode_factor / apart
     wait = max(0.0, place.prefill_until - ask.now)
     alone = model.decode(beside, contexts) if beside else 0.0
-    slower = (model.decode(beside + 1, contexts + ask.tokens + ask.decoded / 2) - alone) * pool.decode_factor
-    others = (1.0 + there) * (work + ask.decoded * slower)
+    others = (1.0 + there) * (work + decoded * ((step - alone) * pool.decode_factor))
     factors = (pool.prefill_factor, pool.decode_factor)
-    return Prediction(room, wait, prefill, token, ask.decoded * token, work, others, factors)
+    return Prediction(room, wait, prefill, token, decoded * token, work, others, factors)
 
 
 def pinned(ask: Ask, pools: Sequence[EnginePool]) -> tuple[Sequence[EnginePool], Why | None]:
@@ -82,7 +82,7 @@ def pinned(ask: Ask, pools: Sequence[EnginePool]) -> tuple[Sequence[EnginePool],
     wanted = (ask.affinity,) if isinstance(ask.affinity, str) else ask.affinity
     for index, name in enumerate(wanted):
         for pool in pools:
-            if pool.of == name and any(place.usable(ask.floor) for place in pool.places):
+            if pool.of == name and pool.usable(ask.floor):
                 same = tuple(each for each in pools if each.of == name)
                 return same, "pinned" if index == 0 else "fallback"
     return pools, "fallback"
@@ -192,7 +192,7 @@ class Declared:
         if ask.affinity in ("prefill", "decode"):
             ratio = (max if ask.affinity == "prefill" else min)(pool.ratio for pool in pools)
             allowed, pin = [pool for pool in pools if pool.ratio == ratio], "declared"
-            if not any(place.usable(ask.floor) for pool in allowed for place in pool.places):
+            if not any(pool.usable(ask.floor) for pool in allowed):
                 allowed, pin = pools, "fallback"
         if (stay := kept(ask, allowed)) is not None:
             return stay

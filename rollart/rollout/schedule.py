@@ -8,7 +8,7 @@ class Schedule:
     """`alpha` is the staleness bound in versions; the flags take freedoms away from the full `rollart` schedule."""
 
     alpha: int = 1
-    lockstep: bool = False  # generation and environment steps advance turn by turn for all trajectories together
+    lockstep: bool = False  # all trajectories of a task generate together, then step together, turn by turn
     score_late: bool = False  # rewards wait until every trajectory of the batch has ended
     one_batch: bool = False  # a batch starts as a whole, when the one before it is complete
     swap_late: bool = False  # engines take new weights only when no trajectory runs

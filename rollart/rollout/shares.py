@@ -39,14 +39,12 @@ class Shares:
 
     def of(self, task: str, pools: Sequence[EnginePool], floor: int) -> dict[str, float]:
         """Shares by name of the pools that the task should use, of those that have an engine for it now."""
-        able = [pool.name for pool in pools if any(place.usable(floor) for place in pool.places)]
+        able = [pool.name for pool in pools if pool.usable(floor)]
         if able != self._known or task not in self._plan or self._count >= self._until:
             self._until = min(SELDOM, 2 * self._until)
             self._count, self._known = 0, able
             self._make([pool for pool in pools if pool.name in able], floor)
-        shares = self._plan.get(task, {})
-        least = WORTH * max(shares.values(), default=0.0)
-        return {name: share for name, share in shares.items() if share >= least}
+        return self._plan.get(task, {})
 
     def saw(self, task: str, new: int, context: int, decoded: float) -> None:
         """A request that has so many tokens to prefill, in such a context, and about so many to decode."""
@@ -79,7 +77,12 @@ class Shares:
             task: {pool.name: demand.weight * _work(pool, demand) / engines[pool.name] for pool in pools}
             for task, demand in self._tasks.items()
         }
-        self._plan = balanced(seconds) if pools else {}
+        self._plan = {task: _worth(shares) for task, shares in balanced(seconds).items()} if pools else {}
+
+
+def _worth(shares: dict[str, float]) -> dict[str, float]:
+    least = WORTH * max(shares.values(), default=0.0)
+    return {name: share for name, share in shares.items() if share >= least}
 
 
 def _work(pool: EnginePool, demand: _Demand) -> float:

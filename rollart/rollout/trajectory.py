@@ -7,11 +7,11 @@ is asked for; a failure of the machinery is an outcome of its own and never a re
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from rollart.compact import joined, kept, lowest
 from rollart.errors import EngineFailed, EnvironmentFailed, RewardFailed
@@ -145,7 +145,7 @@ class Player:
     async def _play(self, attempt: Attempt) -> Outcome:
         attempt.phase = "waiting for an environment"
         async with self.environments.lease(attempt.task.name, attempt.held_out) as environment:
-            with self.lockstep.member() if self.lockstep is not None else nullcontext():
+            with self.lockstep.of(attempt.task.name).member() if self.lockstep is not None else nullcontext():
                 async with asyncio.timeout(self.deadline):
                     return await self._converse(attempt, environment)
 
@@ -164,11 +164,12 @@ class Player:
             attempt.turns[:] = driven.turns
             driven.forget()
         attempt.info.update(step.info)
-        attempt.turns[-1] = msgspec.structs.replace(attempt.turns[-1], reward=step.reward)
+        attempt.turns[-1] = replace(attempt.turns[-1], reward=step.reward)
         return self._truncated(attempt, "by a limit of its task") if step.truncated else Outcome.FINISHED
 
     async def _converse(self, attempt: Attempt, environment: LeasedEnvironment) -> Outcome:
         clock = asyncio.get_running_loop().time
+        waves = self.lockstep.of(attempt.task.name) if self.lockstep is not None else None
         began = clock()
         attempt.phase = "resetting its environment"
         messages = await environment.reset(attempt.seed)
@@ -179,16 +180,16 @@ class Player:
             if prompt is None:
                 return self._no_room(attempt, messages)
             context = joined(context, prompt)
-            if self.lockstep is not None:
-                await self.lockstep.arrive()
+            if waves is not None:
+                await waves.arrive()
             attempt.phase = "generating"
             began = clock()
             routed = await self.router.generate(self._request(attempt, context))
             generated = clock()
             completion = self._checked(attempt, routed)
             context = joined(context, completion.tokens)
-            if self.lockstep is not None:
-                await self.lockstep.arrive()
+            if waves is not None:
+                await waves.arrive()
             attempt.phase = "stepping its environment"
             action = self.renderer.text(completion.tokens)
             step = await environment.step(action)

@@ -2,8 +2,8 @@
 
 Invariants: a connection's calls run at the same time and answer in any order; everything put on a connection within
 one turn of the event loop leaves in one frame; a lost connection fails every open call at once; a cancelled or
-timed-out call is forgotten by the caller and cancelled at the service; a service that has a key lets nobody in who
-does not show it.
+timed-out call is forgotten by the caller and cancelled at the service; what a handler tells before it answers arrives
+before the answer, in order; a service that has a key lets nobody in who does not show it.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import contextlib
 import hmac
 import inspect
 import itertools
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar, get_type_hints
 
@@ -33,10 +34,12 @@ MAX_FRAME = 1 << 30
 # pings after so many seconds without a message and waits half as long for the answer.
 PING_S = 20.0
 _CANCEL = "$cancel"
+_ITEM = None  # in place of good or bad: not the answer yet
 
 _encoder = msgspec.msgpack.Encoder()
 _calls = msgspec.msgpack.Decoder(list[tuple[int, str, msgspec.Raw]])
-_answers = msgspec.msgpack.Decoder(list[tuple[int, bool, msgspec.Raw]])
+_answers = msgspec.msgpack.Decoder(list[tuple[int, bool | None, msgspec.Raw]])
+logger = logging.getLogger(__name__)
 
 
 class _Outbox:
@@ -44,10 +47,10 @@ class _Outbox:
 
     def __init__(self, send: Callable[[bytes], Awaitable[None]]) -> None:
         self._send = send
-        self._pending: list[tuple[int, str | bool, msgspec.Raw]] = []
+        self._pending: list[tuple[int, str | bool | None, msgspec.Raw]] = []
         self._wake = asyncio.Event()
 
-    def put(self, call: int, head: str | bool, value: object) -> None:
+    def put(self, call: int, head: str | bool | None, value: object) -> None:
         self._pending.append((call, head, msgspec.Raw(_encoder.encode(value))))
         self._wake.set()
 
@@ -60,9 +63,10 @@ class _Outbox:
 
 
 def application(handlers: Mapping[str, Handler], key: str | None = None) -> Starlette:
-    """A service whose methods are `handlers`: async functions of at most one argument, decoded to its annotation.
-    Callers must show the `key`, if there is one."""
-    methods = {name: (handler, _argument_type(handler)) for name, handler in handlers.items()}
+    """A service whose methods are `handlers`: async functions of at most one argument, decoded to its annotation. One
+    that has a second parameter, `tell`, is given a function that sends the caller a value before the answer. Callers
+    must show the `key`, if there is one."""
+    methods = {name: _Method(handler) for name, handler in handlers.items()}
 
     async def health(request: Request) -> JSONResponse:
         return JSONResponse({"ok": True})
@@ -100,22 +104,34 @@ def _credential(key: str) -> str:
     return f"Bearer {key}"
 
 
-def _argument_type(handler: Handler) -> Any:
-    parameters = list(inspect.signature(handler).parameters)
-    return get_type_hints(handler)[parameters[0]] if parameters else None
+class _Method:
+    def __init__(self, handler: Handler) -> None:
+        names = list(inspect.signature(handler).parameters)
+        self._handler, self._tells = handler, names[-1:] == ["tell"]
+        arguments = names[:-1] if self._tells else names
+        self._decoder = msgspec.msgpack.Decoder(get_type_hints(handler)[arguments[0]]) if arguments else None
+
+    async def __call__(self, body: msgspec.Raw, tell: Callable[[object], None]) -> Any:
+        given = () if self._decoder is None else (self._decoder.decode(body),)
+        return await (self._handler(*given, tell) if self._tells else self._handler(*given))
 
 
-async def _answer(
-    methods: Mapping[str, tuple[Handler, Any]], outbox: _Outbox, call: int, method: str, body: msgspec.Raw
-) -> None:
+async def _answer(methods: Mapping[str, _Method], outbox: _Outbox, call: int, method: str, body: msgspec.Raw) -> None:
     try:
         if method not in methods:
             raise ServiceError(f"this service has no method {method!r}")
-        handler, argument = methods[method]
-        value = await (handler() if argument is None else handler(msgspec.msgpack.decode(body, type=argument)))
-        outbox.put(call, True, value)
+        value = await methods[method](body, lambda item: outbox.put(call, _ITEM, item))
+        if call > 0:
+            outbox.put(call, True, value)
     except Exception as error:  # the boundary: every failure of a handler is the caller's to judge
-        outbox.put(call, False, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+        if call < 0:
+            logger.exception("%s failed, and nobody waits for its answer", method)
+        else:
+            outbox.put(call, False, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+
+
+def unheard(item: msgspec.Raw) -> None:
+    """What nobody asked to hear."""
 
 
 class Client:
@@ -126,8 +142,8 @@ class Client:
         self._session = session
         self._socket = socket
         self._outbox = _Outbox(socket.send_bytes)
-        self._numbers = itertools.count()
-        self._open: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self._numbers = itertools.count(1)  # negative: nobody waits for the answer
+        self._open: dict[int, tuple[asyncio.Future[msgspec.Raw], Callable[[msgspec.Raw], None]]] = {}
         self._lost: str | None = None
         self._gone = asyncio.Event()
         self._tasks = [asyncio.create_task(self._outbox.run()), asyncio.create_task(self._receive())]
@@ -141,13 +157,22 @@ class Client:
         await self._gone.wait()
         return self._lost or ""
 
-    async def call(self, method: str, argument: object = None, *, returns: type[T], deadline: float) -> T:
-        """Raises ServiceError when the service fails, is lost, or does not answer within `deadline` seconds."""
+    async def call(
+        self,
+        method: str,
+        argument: object = None,
+        *,
+        returns: type[T],
+        deadline: float,
+        hear: Callable[[msgspec.Raw], None] = unheard,
+    ) -> T:
+        """Raises ServiceError when the service fails, is lost, or does not answer within `deadline` seconds. `hear` is
+        given what the service tells before it answers, still encoded; it must not raise."""
         if self._lost is not None:
             raise ServiceError(self._lost)
         number = next(self._numbers)
         future: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
-        self._open[number] = future
+        self._open[number] = future, hear
         self._outbox.put(number, method, argument)
         try:
             async with asyncio.timeout(deadline):
@@ -162,6 +187,11 @@ class Client:
             self._open.pop(number, None)
         return msgspec.msgpack.decode(body, type=returns)
 
+    def send(self, method: str, argument: object) -> None:
+        """A call that nobody waits for: it is begun, after those before it, if the connection lasts."""
+        if self._lost is None:
+            self._outbox.put(-next(self._numbers), method, argument)
+
     def _forget(self, number: int) -> None:
         if self._lost is None:
             self._outbox.put(number, _CANCEL, None)
@@ -172,10 +202,12 @@ class Client:
                 if message.type is not aiohttp.WSMsgType.BINARY:
                     break
                 for number, good, body in _answers.decode(message.data):
-                    future = self._open.get(number)
+                    future, hear = self._open.get(number, (None, unheard))
                     if future is None or future.done():
                         continue
-                    if good:
+                    if good is _ITEM:
+                        hear(body)
+                    elif good:
                         future.set_result(body)
                     else:
                         future.set_exception(ServiceError(msgspec.msgpack.decode(body, type=str)))
@@ -185,7 +217,7 @@ class Client:
     def _lose(self, reason: str) -> None:
         self._lost = self._lost or reason
         self._gone.set()
-        for future in self._open.values():
+        for future, _ in self._open.values():
             if not future.done():
                 future.set_exception(ServiceError(self._lost))
 

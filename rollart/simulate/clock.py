@@ -4,6 +4,7 @@ import asyncio
 import heapq
 from collections import deque
 from collections.abc import Coroutine
+from contextvars import Context, copy_context
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -11,6 +12,24 @@ T = TypeVar("T")
 
 class NothingLeft(RuntimeError):
     """Every coroutine waits and no timer is set: in real time this program would hang for ever."""
+
+
+class _Call(asyncio.TimerHandle):
+    """A callback, at once or at a time. Made and run by the million, so without the library's debugging aids."""
+
+    __slots__ = ()
+
+    def __init__(self, when: float, callback: Any, args: tuple[Any, ...], loop: "VirtualLoop", context: Any) -> None:
+        self._when, self._callback, self._args, self._loop = when, callback, args, loop
+        self._context: Context = copy_context() if context is None else context
+        self._cancelled = self._scheduled = False
+        self._repr = self._source_traceback = None
+
+    def cancel(self) -> None:
+        if not self._cancelled:
+            self._cancelled = True
+            self._loop._timer_handle_cancelled(self)
+            self._callback = self._args = None  # type: ignore[assignment] # as the library does
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -25,7 +44,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__()
         self._now = 0.0
         self._times: list[float] = []
-        self._due: dict[float, asyncio.TimerHandle | list[asyncio.TimerHandle]] = {}
+        self._due: dict[float, _Call | list[_Call]] = {}
         self._timers = 0
         self._cancelled = 0
         self.handled = 0
@@ -33,60 +52,102 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._now
 
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:  # type: ignore[override]
+        call = _Call(self._now, callback, args, self, context)
+        self._ready.append(call)  # type: ignore[attr-defined]
+        return call
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Any, *args: Any, context: Any = None
+    ) -> asyncio.TimerHandle:
+        return self._set(_Call(self._now + delay, callback, args, self, context))
+
     def call_at(  # type: ignore[override]
         self, when: float, callback: Any, *args: Any, context: Any = None
     ) -> asyncio.TimerHandle:
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        return self._set(_Call(when, callback, args, self, context))
+
+    def _set(self, call: _Call) -> _Call:
+        when = call._when
         due = self._due.get(when)
         if due is None:
-            self._due[when] = timer
+            self._due[when] = call
             heapq.heappush(self._times, when)
         elif isinstance(due, list):
-            due.append(timer)
+            due.append(call)
         else:
-            self._due[when] = [due, timer]
+            self._due[when] = [due, call]
         self._timers += 1
-        timer._scheduled = True  # type: ignore[attr-defined]
-        return timer
+        call._scheduled = True
+        return call
 
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        self._cancelled += handle._scheduled  # type: ignore[attr-defined] # one that has fired is gone already
+    def _timer_handle_cancelled(self, handle: _Call) -> None:
+        self._cancelled += handle._scheduled  # one that has fired is gone already
         if self._cancelled > 1000 and self._cancelled * 2 > self._timers:
-            left = {when: [timer for timer in _listed(due) if not timer.cancelled()] for when, due in self._due.items()}
-            self._due = {when: timers[0] if len(timers) == 1 else timers for when, timers in left.items() if timers}
+            left = {when: [call for call in _listed(due) if not call._cancelled] for when, due in self._due.items()}
+            self._due = {when: calls[0] if len(calls) == 1 else calls for when, calls in left.items() if calls}
             self._times = list(self._due)
             heapq.heapify(self._times)
             self._timers -= self._cancelled
             self._cancelled = 0
 
     def _run_once(self) -> None:
-        ready: deque[asyncio.Handle] = self._ready  # type: ignore[attr-defined]
-        if not ready:
-            self._move_to_next_timer(ready)
-        count = len(ready)
-        self.handled += count
-        for _ in range(count):
-            handle = ready.popleft()
-            if not handle.cancelled():
-                handle._run()
+        """Until it is stopped, in fact: asking anew between any two moments would cost more than many of them."""
+        ready: deque[_Call] = self._ready  # type: ignore[attr-defined]
+        while True:
+            if not ready:
+                self._move_to_next_timer(ready)
+            count = len(ready)
+            self.handled += count
+            for _ in range(count):
+                call = ready.popleft()
+                if call._cancelled:
+                    continue
+                try:
+                    call._context.run(call._callback, *call._args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:
+                    self.call_exception_handler({"message": f"exception in {call}", "exception": error, "handle": call})
+            if self._stopping:  # type: ignore[attr-defined]
+                return
 
-    def _move_to_next_timer(self, ready: deque[asyncio.Handle]) -> None:
+    def _move_to_next_timer(self, ready: deque[_Call]) -> None:
         while not ready:
             if not self._times:
                 raise NothingLeft("every coroutine waits and no timer is set")
             self._now = max(self._now, self._times[0])
             while self._times and self._times[0] <= self._now:
-                for timer in _listed(self._due.pop(heapq.heappop(self._times))):
+                for call in _listed(self._due.pop(heapq.heappop(self._times))):
                     self._timers -= 1
-                    timer._scheduled = False  # type: ignore[attr-defined]
-                    if timer.cancelled():
+                    call._scheduled = False
+                    if call._cancelled:
                         self._cancelled -= 1
                     else:
-                        ready.append(timer)
+                        ready.append(call)
 
 
-def _listed(due: asyncio.TimerHandle | list[asyncio.TimerHandle]) -> list[asyncio.TimerHandle]:
+def _listed(due: _Call | list[_Call]) -> list[_Call]:
     return due if isinstance(due, list) else [due]
+
+
+async def sleep(seconds: float) -> None:
+    """`asyncio.sleep` with less around it."""
+    if seconds <= 0.0:
+        return await asyncio.sleep(0)
+    loop = asyncio.get_running_loop()
+    done = loop.create_future()
+    timer = loop.call_later(seconds, _end, done)
+    try:
+        await done
+    except asyncio.CancelledError:
+        timer.cancel()
+        raise
+
+
+def _end(done: "asyncio.Future[None]") -> None:
+    if not done.done():
+        done.set_result(None)
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:

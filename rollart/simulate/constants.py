@@ -14,10 +14,10 @@ ALL_REDUCE_S = 15e-6
 MEMORY_FOR_KV = 0.9
 """Share of a device's memory that weights and KV may fill together: the engine's default."""
 
-TRAINING_EFFICIENCY = 0.08
+TRAINING_EFFICIENCY = 0.1
 """Of the peak FLOP/s, for all that a training step does (logprobs of policy and reference, forward, backward,
-optimizer), counted as forward and backward once. From the step breakdown: 84 s of training for a batch of 128
-software-engineering trajectories, Qwen3-8B on 32 H800."""
+optimizer), counted as forward and backward once. The step breakdown asks for 0.09: 84 s, of which weights take 5, for a
+batch of 128 software-engineering trajectories, Qwen3-8B on 32 H800. One-off's gain over Sync+ asks for 0.11 to 0.19."""
 
 STORE_PUSH_EFFICIENCY = 0.0195
 """Of the link's rate, from the trainer into a store in another cluster. From the weight transfer table: 16, 30 and 66

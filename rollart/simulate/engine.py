@@ -1,32 +1,29 @@
 """A modelled engine: continuous batching in closed form, from one event to the next.
 
 Invariants
-- All decoding sequences gain tokens at the same pace, so one counter, `_steps`, tells the progress of all: a sequence
-  that joined at step j and wants n more tokens ends at step j + n. The next to end is on top of a heap; entries of
-  those that left are passed over.
 - Time is cut into phases. In a phase of its own the engine prefills a chunk for some sequences while the others decode
   along, stands still for new weights, or computes KV again under them; outside, it only decodes. State changes at
   arrivals while it only decodes, at ends of phases and of sequences, and never in between.
-- `_context` is the KV of decoding sequences in tokens. When it, the prefilled and the parked do not fit, parked KV goes
-  first, the least recently used; then the sequence that joined last starts again later.
+- When the KV of decoding, prefilled and parked sequences does not fit, parked KV goes first, the least recently used;
+  then the sequence that joined last starts again later.
 - KV of a finished turn is parked under its session, and comes back with the session's next turn. Members of a group
   that meet on an engine prefill their common prompt once.
 """
 
 import asyncio
-import heapq
 import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rollart.simulate.clock import sleep
 from rollart.simulate.cost import PassCost, seconds_of, steps_in
+from rollart.simulate.decoding import CLOSE, Decoding
 from rollart.simulate.prefixes import Prefixes
 from rollart.simulate.sequence import Sequence
 from rollart.simulate.weights import Weights
-from rollart.types import Completion, EngineStatus, GenerationRequest, Loaded
+from rollart.types import Completion, EngineStatus, Finish, GenerationRequest, Loaded
 
-_CLOSE = 1e-6  # of a step: rounding
 _SPARE = 0.01  # of the KV stays free when a sequence is admitted, so that the others can grow
 
 
@@ -52,7 +49,7 @@ class FluidEngine:
         url: str,
         cost: PassCost,
         weights: Weights,
-        answer: Callable[[GenerationRequest], tuple[int, str]],
+        answer: Callable[[GenerationRequest], tuple[int, Finish]],
         *,
         max_batch: int,
         chunk: int,
@@ -60,15 +57,13 @@ class FluidEngine:
         keeps_kv: bool = False,
     ) -> None:
         self.url, self.version, self.times = url, 0, Times()
-        self.prefilled = self.generated = self.preempted = 0
+        self.prefilled = self.generated = self.preempted = self.swaps = 0
         self._cost, self._weights, self._answer = cost, weights, answer
         self._max_batch, self._chunk, self._kv_tokens, self._keeps_kv = max_batch, chunk, kv_tokens, keeps_kv
-        self._clock: Callable[[], float] = asyncio.get_running_loop().time
+        self._loop = asyncio.get_running_loop()
+        self._clock: Callable[[], float] = self._loop.time
         self._waiting: deque[Sequence] = deque()
-        self._ends: list[tuple[float, int, Sequence]] = []
-        self._joined: list[tuple[float, int, Sequence]] = []
-        self._order = 0
-        self._batch, self._context, self._steps, self._at = 0, 0.0, 0.0, self._clock()
+        self._batch, self._at = Decoding(), self._clock()
         self._group: list[Sequence] = []
         self._phase, self._phase_end, self._rate = "", 0.0, 0.0
         self._standstill: tuple[float, int, asyncio.Future[None]] | None = None
@@ -76,12 +71,11 @@ class FluidEngine:
         self._slowdown = 1.0
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
-        self._swaps: list[tuple[float, int]] = [(0.0, 0)]
         self._prefixes = Prefixes()
 
     @property
     def idle(self) -> bool:
-        return not self._batch and not self._phase
+        return not self._batch.count and not self._phase
 
     # Requests
 
@@ -90,17 +84,17 @@ class FluidEngine:
         fetched = 0
         if request.kv_from is not None and request.kv_from != self.url:
             fetched = len(request.tokens) - 1 - self._prefixes.of(request.session)
-            await asyncio.sleep(fetched * self._cost.link)
+            await sleep(fetched * self._cost.link)
         return await self._serve(request, wanted, finish, fetched)
 
     async def prefill(self, request: GenerationRequest) -> int:
         return (await self._serve(request, 0, "stop", 0)).prompt
 
-    async def _serve(self, request: GenerationRequest, wanted: int, finish: str, fetched: int) -> Completion:
+    async def _serve(self, request: GenerationRequest, wanted: int, finish: Finish, fetched: int) -> Completion:
         length = len(request.tokens)
         kept = self._prefixes.take(request)
         cached = length - 1 if fetched else kept
-        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Completion] = self._loop.create_future()
         sequence = Sequence(request, answer, length, length - cached, wanted, finish, self._clock(), cached, fetched)
         self._waiting.append(sequence)
         if not self._phase:
@@ -116,7 +110,7 @@ class FluidEngine:
         sequence.gone = True
         if sequence.decoding:
             self._advance()
-            self._leave(sequence)
+            self._batch.leave(sequence)
             if not self._phase:
                 self._go_on()
 
@@ -128,13 +122,13 @@ class FluidEngine:
         kv = self._cost.kv_bytes
         return EngineStatus(
             version=self.version,
-            running=self._batch + len(self._group),
+            running=self._batch.count + len(self._group),
             waiting=len(self._waiting),
-            kv_bytes=int(self._context) * kv,
+            kv_bytes=int(self._batch.context) * kv,
             kv_budget=self._kv_tokens * kv,
             prefilled=self.prefilled,
             generated=self.generated,
-            swaps=len(self._swaps) - 1,
+            swaps=self.swaps,
             busy_s=self.times.busy,
         )
 
@@ -159,7 +153,7 @@ class FluidEngine:
     async def load(self, version: int) -> Loaded:
         """Waits for the weights while it generates, then stands still between two passes to take them."""
         taken = await self._weights.fetched(version)
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[None] = self._loop.create_future()
         self._standstill = (taken.exposed_s, version, done)
         if not self._phase:
             self._advance()
@@ -169,10 +163,11 @@ class FluidEngine:
 
     def _swap(self, version: int, done: "asyncio.Future[None]") -> None:
         self.version = version
-        self._swaps.append((self._steps, version))
+        self.swaps += 1
+        self._batch.swapped(version)
         if not self._keeps_kv:
             self._prefixes.clear()
-            self._recompute = self._batch > 0
+            self._recompute = self._batch.count > 0
         if not done.done():
             done.set_result(None)
 
@@ -192,35 +187,21 @@ class FluidEngine:
                 self.times.prefill += seconds
             else:
                 self.times.weights += seconds
-        elif batch:
-            fixed, slope = self._cost.decode(batch, self._context)
-            steps = steps_in(seconds / self._slowdown, fixed, slope, batch, self._context)
+        elif batch.count:
+            fixed, slope = self._cost.decode(batch.count, batch.context)
+            steps = steps_in(seconds / self._slowdown, fixed, slope, batch.count, batch.context)
             self.times.decode += seconds
         else:
             return
-        self._steps += steps
-        self._context += batch * steps
+        batch.go_on(steps)
 
     def _go_on(self) -> None:
         """Begin the next phase if there is none, and set the timer for whatever ends first."""
         if not self._phase:
             self._begin()
-        ends = self._ends
-        while ends and not _there(ends[0]):
-            heapq.heappop(ends)
-        due = math.inf
-        if ends:
-            left = max(0.0, ends[0][0] - self._steps)
-            if self._phase:
-                due = self._at + left / self._rate if self._rate else math.inf
-            else:
-                if self._batch > 1:
-                    left = min(left, max(0.0, (self._kv_tokens - self._context) / self._batch))
-                fixed, slope = self._cost.decode(self._batch, self._context)
-                left = max(left, _CLOSE)
-                due = self._at + self._slowdown * seconds_of(left, fixed, slope, self._batch, self._context)
-        if self._phase:
-            due = min(due, self._phase_end)
+        due = self._phase_end if self._phase else math.inf
+        if (end := self._batch.next_end()) is not None:
+            due = min(due, self._first_end(end - self._batch.steps))
         if self._timer is not None:
             if due == self._due:
                 return
@@ -228,29 +209,28 @@ class FluidEngine:
             self._timer = None
         self._due = due
         if due < math.inf:
-            self._timer = asyncio.get_running_loop().call_at(due, self._wake)
+            self._timer = self._loop.call_at(due, self._wake)
+
+    def _first_end(self, left: float) -> float:
+        """When so many steps have been made, or there is no room for more."""
+        if self._phase:
+            return self._at + max(0.0, left) / self._rate if self._rate else math.inf
+        batch, context = self._batch.count, self._batch.context
+        if batch > 1:
+            left = min(left, (self._kv_tokens - context) / batch)
+        fixed, slope = self._cost.decode(batch, context)
+        return self._at + self._slowdown * seconds_of(max(left, CLOSE), fixed, slope, batch, context)
 
     def _wake(self) -> None:
         self._timer = None
         self._advance()
-        ends = self._ends
-        while ends and ends[0][0] <= self._steps + _CLOSE:
-            top = heapq.heappop(ends)
-            if _there(top):
-                self._leave(top[2])
-                self._finish(top[2])
+        for sequence in self._batch.ended():
+            self._finish(sequence)
         if self._phase and self._at >= self._phase_end - 1e-12:
             self._end_phase()
-        if self._batch > 1 and self._context >= self._kv_tokens - _CLOSE:
+        if self._batch.count > 1 and self._batch.context >= self._kv_tokens - CLOSE:
             self._preempt()
         self._go_on()
-
-    def _leave(self, sequence: Sequence) -> None:
-        self._batch -= 1
-        self._context -= sequence.base + self._steps - sequence.joined
-        if not self._batch:
-            self._context = 0.0
-        sequence.decoding = False
 
     # Phases
 
@@ -258,8 +238,8 @@ class FluidEngine:
         if self._standstill is not None:
             self._enter("weights", self._standstill[0], 0.0)
         elif self._recompute:
-            context = self._context
-            attended, passes = context * context / max(1, self._batch) / 2, max(1.0, context / self._chunk)
+            context = self._batch.context
+            attended, passes = context * context / max(1, self._batch.count) / 2, max(1.0, context / self._chunk)
             seconds = self._slowdown * self._cost.mixed(int(context), attended, 0.0, passes, 0, 0.0)
             self._enter("recompute", seconds, 0.0)
         elif self._waiting:
@@ -271,14 +251,15 @@ class FluidEngine:
     def _begin_prefill(self) -> None:
         """As many of the waiting as fit into one pass, or the first alone in several."""
         group, tokens, attended, kv = self._group, 0, 0.0, 0.0
-        while self._waiting and self._batch + len(group) < self._max_batch:
+        batch, context = self._batch.count, self._batch.context
+        while self._waiting and batch + len(group) < self._max_batch:
             sequence = self._waiting[0]
             if sequence.gone:
                 self._waiting.popleft()
                 continue
             held = sequence.length + sequence.made
-            full = self._context + kv + held > self._kv_tokens * (1 - _SPARE)
-            if (group and tokens + sequence.new > self._chunk) or (full and (self._batch or group)):
+            full = context + kv + held > self._kv_tokens * (1 - _SPARE)
+            if (group and tokens + sequence.new > self._chunk) or (full and (batch or group)):
                 break
             self._waiting.popleft()
             if sequence.admitted < 0.0:
@@ -292,8 +273,8 @@ class FluidEngine:
         self._make_room(kv)
         self.prefilled += tokens
         passes = max(1.0, tokens / self._chunk)
-        seconds = self._slowdown * self._cost.mixed(tokens, attended, kv, passes, self._batch, self._context)
-        self._enter("prefill", seconds, passes / seconds if self._batch else 0.0)
+        seconds = self._slowdown * self._cost.mixed(tokens, attended, kv, passes, batch, context)
+        self._enter("prefill", seconds, passes / seconds if batch else 0.0)
 
     def _end_phase(self) -> None:
         phase, self._phase = self._phase, ""
@@ -314,52 +295,37 @@ class FluidEngine:
         """It is prefilled, and has one more token from that."""
         if sequence.first < 0.0:
             sequence.first = self._at
-        sequence.joined = self._steps
         if sequence.wanted:
             sequence.made += 1
             sequence.spans.append((self.version, 1))
         sequence.base = sequence.length + sequence.made
         left = sequence.wanted - sequence.made
-        if left < 1 - _CLOSE:
+        if left < 1 - CLOSE:
             self._finish(sequence)
-            return
-        sequence.decoding = True
-        self._batch += 1
-        self._context += sequence.base
-        self._order += 1
-        sequence.order = self._order
-        self._joined.append((0.0, self._order, sequence))
-        if len(self._joined) > 4 * self._max_batch:
-            self._joined = list(filter(_there, self._joined))
-        heapq.heappush(self._ends, (self._steps + left, self._order, sequence))
+        else:
+            self._batch.join(sequence, left)
 
     def _preempt(self) -> None:
         """The last to join starts again later, when there is room; its tokens stay."""
-        while not _there(self._joined[-1]):
-            self._joined.pop()
-        sequence = self._joined.pop()[2]
-        sequence.note_versions(self._swaps, self._steps)
-        sequence.made += self._steps - sequence.joined
-        self._leave(sequence)
+        batch = self._batch
+        sequence = batch.last()
+        batch.note_versions(sequence)
+        sequence.made += batch.steps - sequence.joined
+        batch.leave(sequence)
         sequence.new = math.ceil(sequence.length + sequence.made)
         self._waiting.appendleft(sequence)
         self.preempted += 1
 
     def _make_room(self, more: float) -> None:
-        self._prefixes.shrink(self._kv_tokens - self._context - more)
+        self._prefixes.shrink(self._kv_tokens - self._batch.context - more)
 
     # Answers
 
     def _finish(self, sequence: Sequence) -> None:
         if sequence.wanted > sequence.made:
-            sequence.note_versions(self._swaps, self._steps)
+            self._batch.note_versions(sequence)
         self._prefixes.park(sequence.request.session, sequence.length + sequence.wanted - 1)
         self._make_room(0.0)
         self.generated += sequence.wanted
         if not sequence.answer.done():
             sequence.answer.set_result(sequence.completed(self._at))
-
-
-def _there(entry: tuple[float, int, Sequence]) -> bool:
-    """Whether it still decodes, and has not started again since."""
-    return entry[2].decoding and entry[2].order == entry[1]

@@ -7,21 +7,23 @@ under every schedule. The content of a message is the number of its tokens; that
 import asyncio
 import random
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, Self
 
 from rollart.compact import Runs, run_of
 from rollart.config import Environments
 from rollart.errors import EnvironmentFailed
 from rollart.rollout.seeds import seed_of
+from rollart.simulate.clock import sleep
 from rollart.simulate.scenario import Scenario, Workload
 from rollart.simulate.spread import Draw, draw_of
-from rollart.types import Finish, Message, Step
+from rollart.types import Finish, GenerationRequest, Message, Step
 
 _REMEMBERED = 200_000  # seeds of groups that may still get another member
+_NO_LUCK = random.Random(0)  # before the first reset; one is too large for everybody to have it twice
 
 
 class _Task:
@@ -37,10 +39,21 @@ class _Task:
 
 @dataclass(slots=True)
 class ModelledEnvironment:
+    """Leased for as long as it is entered."""
+
     pool: "ModelledEnvironments"
     task: _Task
-    luck: random.Random = field(default_factory=lambda: random.Random(0))
+    luck: random.Random = _NO_LUCK
     left: int = 0
+
+    async def __aenter__(self) -> Self:
+        await self.task.slots.acquire()
+        self.pool.in_use += 1
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.pool.in_use -= 1
+        self.task.slots.release()
 
     async def reset(self, seed: int) -> tuple[Message, ...]:
         pool, task = self.pool, self.task
@@ -62,7 +75,7 @@ class ModelledEnvironment:
             if seconds > task.hedge_after:
                 seconds = min(seconds, task.hedge_after + task.reset(luck.random()))
             failed = luck.random() < task.workload.reset_failures
-            await asyncio.sleep(min(seconds, config.reset_deadline))
+            await sleep(min(seconds, config.reset_deadline))
             if not failed and seconds <= config.reset_deadline:
                 return
         raise EnvironmentFailed("the modelled environment could not be reset")
@@ -74,7 +87,7 @@ class ModelledEnvironment:
             seconds += max(0.0, task.delay(luck.random()))
         pool.stepping += 1
         try:
-            await asyncio.sleep(min(seconds, pool.config.step_deadline))
+            await sleep(min(seconds, pool.config.step_deadline))
         finally:
             pool.stepping -= 1
         failures = task.workload.step_failures
@@ -113,15 +126,8 @@ class ModelledEnvironments:
             self._seen.popitem(last=False)
         return count
 
-    @asynccontextmanager
-    async def lease(self, task: str, held_out: bool) -> AsyncIterator[ModelledEnvironment]:
-        of = self._tasks[task]
-        async with of.slots:
-            self.in_use += 1
-            try:
-                yield ModelledEnvironment(self, of)
-            finally:
-                self.in_use -= 1
+    def lease(self, task: str, held_out: bool) -> AbstractAsyncContextManager[ModelledEnvironment]:
+        return ModelledEnvironment(self, self._tasks[task])
 
 
 class ModelledRenderer:
@@ -131,10 +137,12 @@ class ModelledRenderer:
 
     def open(self, messages: Sequence[Message]) -> list[int]:
         tokens, seed = messages[0].content.split()
-        return cast(list[int], Runs.of(int(seed), int(tokens)))
+        opening: Any = Runs.of(int(seed), int(tokens))
+        return opening  # type: ignore[no-any-return]
 
     def extend(self, finish: Finish, messages: Sequence[Message]) -> list[int]:
-        return cast(list[int], run_of(0, int(messages[0].content)))
+        said: Any = run_of(0, int(messages[0].content))
+        return said  # type: ignore[no-any-return]
 
     def may_fit(self, messages: Sequence[Message], tokens: int) -> bool:
         return True
@@ -151,7 +159,8 @@ class Answers:
             task.name: draw_of(scenario.workload(task.name).response) for task in scenario.tasks
         }
 
-    def __call__(self, request: Any) -> tuple[int, str]:
+    def __call__(self, request: GenerationRequest) -> tuple[int, Finish]:
         sampling = request.sampling
+        assert sampling.seed is not None
         tokens = max(1, round(self._draws[request.task](sampling.seed / 0x7FFFFFFF)))
         return (sampling.max_tokens, "length") if tokens >= sampling.max_tokens else (tokens, "stop")

@@ -78,10 +78,8 @@ def estimate(plan: Plan, scenario: Scenario, means: Means) -> Estimate:
 
 def transfer_seconds(scenario: Scenario) -> float:
     """From the end of a training step until engines have its weights."""
-    shape, asked, links = scenario.shape, scenario.simulate.weights, scenario.links
-    size = shape.parameters * shape.number_bytes
-    weights = Weights(size, asked.way, links[asked.push] * 1e9, links[asked.pull] * 1e9)
-    return weights.push_s + weights.pull_s
+    weights = Weights.of(scenario)
+    return weights.hidden_s + weights.exposed_s
 
 
 def _cost(engines: Engines, scenario: Scenario) -> tuple[PassCost, float]:

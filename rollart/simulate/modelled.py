@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollart.errors import EngineFailed, EnvironmentFailed, RewardFailed
+from rollart.simulate.clock import sleep
 from rollart.types import (
     Batch,
     Completion,
@@ -42,7 +43,7 @@ class ModelledEngine:
         self.running += 1
         before = self.version
         try:
-            await asyncio.sleep(self.seconds(self.rng))
+            await sleep(self.seconds(self.rng))
         except asyncio.CancelledError:
             self.aborted += 1
             raise
@@ -55,7 +56,7 @@ class ModelledEngine:
         return Completion([1] * self.tokens, [-1.0] * self.tokens, versions, "stop", prompt=len(request.tokens))
 
     async def prefill(self, request: GenerationRequest) -> int:
-        await asyncio.sleep(self.seconds(self.rng))
+        await sleep(self.seconds(self.rng))
         if self.rng.random() < self.failures:
             raise EngineFailed("the modelled engine failed")
         return len(request.tokens) - 1
@@ -64,7 +65,7 @@ class ModelledEngine:
         self.aborted += 1
 
     async def load(self, version: int) -> Loaded:
-        await asyncio.sleep(self.load_seconds(self.rng))
+        await sleep(self.load_seconds(self.rng))
         self.version = version
         return Loaded(version)
 
@@ -79,7 +80,7 @@ class ModelledEnvironment:
 
     async def reset(self, seed: int) -> tuple[Message, ...]:
         rng = self.pool.rng
-        await asyncio.sleep(self.pool.reset_seconds(rng))
+        await sleep(self.pool.reset_seconds(rng))
         if rng.random() < self.pool.failures:
             raise EnvironmentFailed("the modelled environment failed to reset")
         self.left = self.pool.turns(rng)
@@ -87,7 +88,7 @@ class ModelledEnvironment:
 
     async def step(self, action: str) -> Step:
         rng = self.pool.rng
-        await asyncio.sleep(self.pool.step_seconds(rng))
+        await sleep(self.pool.step_seconds(rng))
         if rng.random() < self.pool.failures:
             raise EnvironmentFailed("the modelled environment failed to step")
         self.left -= 1
@@ -125,7 +126,7 @@ class ModelledRewards:
     failures: float = 0.0
 
     async def score(self, task: str, episode: Episode) -> RewardResult:
-        await asyncio.sleep(self.seconds(self.rng))
+        await sleep(self.seconds(self.rng))
         if self.rng.random() < self.failures:
             raise RewardFailed("the modelled reward failed")
         return RewardResult(self.rng.random())
@@ -161,7 +162,7 @@ class ModelledTrainer:
     async def step(self, batch: Batch) -> StepMetrics:
         self.batches.append(batch)
         seconds = self.seconds(self.rng)
-        await asyncio.sleep(seconds)
+        await sleep(seconds)
         self.version = batch.step + 1
         tokens = sum(len(sample.tokens) for group in batch.groups for sample in group.samples)
         return StepMetrics(self.version, seconds, tokens)

@@ -2,7 +2,8 @@
 
 All splits of the budget on a coarse grid are ranked by averages and the roofline; the most promising at every level of
 spending are simulated, in parallel processes; then the fastest hardware is used in other ways, and what helped is put
-together. What is told of a plan is always what its own simulation said.
+together. What is told of a plan is always what its own simulations said: one while there are many, and several, with
+other seeds, of each that none beats, so that no plan is there by luck.
 """
 
 import multiprocessing
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from rollart.errors import ConfigError, RollartError
 from rollart.resources.devices import DeviceClass, catalogue
@@ -29,17 +31,18 @@ Tell = Callable[[str], None]
 @dataclass(frozen=True, slots=True)
 class Tried:
     """A plan and what its simulation says; `how` tells what makes it special, `transfer_s` how long weights are on the
-    way."""
+    way. `others` are the seconds of a step under other seeds."""
 
     plan: Plan
     price: float
     result: Result
     how: str
     transfer_s: float = 0.0
+    others: tuple[float, ...] = ()
 
     @property
     def step_s(self) -> float:
-        return self.result.step_s
+        return (self.result.step_s + sum(self.others)) / (1 + len(self.others))
 
     @property
     def cost_per_step(self) -> float:
@@ -82,11 +85,13 @@ def search(
     most: Mapping[str, int] | None = None,
     steps: int = 4,
     each: int = 3,
+    seeds: int = 3,
     workers: int | None = None,
     tell: Tell = lambda text: None,
 ) -> Search:
     """Within `budget`, by default the price of the scenario's own plan: generate on `kinds`, by default those of its
-    pools, with at most `most` devices of a class. `each` splits are simulated at every level of spending."""
+    pools, with at most `most` devices of a class. `each` splits are simulated at every level of spending, and with
+    `seeds` seeds what turns out best."""
     classes, own = catalogue(scenario), plan_of(scenario)
     if unknown := [kind for kind in (*kinds, *(most or ())) if kind not in classes]:
         raise ConfigError(f"there is no device class {unknown[0]!r}; known are {', '.join(sorted(classes))}")
@@ -105,13 +110,29 @@ def search(
         tried, failed = run([("as given" if plan == own else "", plan) for plan in chosen])
         if not tried:
             raise RollartError(f"no plan could be simulated; the first said: {next(iter(failed.values()), '')}")
-        given = next((found for found in tried if found.plan == own), None)
         best = min(tried, key=lambda found: found.step_s)
         more, _ = run(list(variations(best.plan)))
         tried += more
         if (joint := combined(best, more)) is not None:
             tried += run([("what helped, together", joint)])[0]
+        tried = _confirmed(tried, own, run, range(asked.seed + 1, asked.seed + seeds))
+    given = next((found for found in tried if found.plan == own), None)
     return Search(budget, given, tried, len(candidates), failed)
+
+
+def _confirmed(tried: list[Tried], own: Plan, run: "Runs", seeds: range) -> list[Tried]:
+    """With the front, and the plan as given, simulated under all `seeds`. What was there by luck falls behind, others
+    take its place, until all of the front is confirmed."""
+    while seeds:
+        front = pareto(tried)
+        unsure = [each for each in tried if not each.others and (each in front or each.plan == own)]
+        if not unsure:
+            break
+        plans = [(each.how, each.plan) for each in unsure]
+        times = [[found.result.step_s for found in run(plans, seed)[0]] for seed in seeds]
+        for each, others in zip(unsure, zip(*times, strict=True), strict=True):
+            tried[tried.index(each)] = replace(each, others=others)
+    return tried
 
 
 def promising(scenario: Scenario, candidates: Sequence[Plan], budget: float, each: int) -> list[Plan]:
@@ -161,7 +182,10 @@ def _keen(device: DeviceClass) -> float:
     return device.tflops / device.bandwidth
 
 
-Runs = Callable[[list[tuple[str, Plan]]], tuple[list[Tried], dict[str, str]]]
+class Runs(Protocol):
+    def __call__(
+        self, plans: list[tuple[str, Plan]], seed: int | None = None
+    ) -> tuple[list[Tried], dict[str, str]]: ...
 
 
 @contextmanager
@@ -170,9 +194,9 @@ def _simulations(scenario: Scenario, steps: int, workers: int | None, tell: Tell
     transfer_s = transfer_seconds(scenario)
     pool = ProcessPoolExecutor(workers or os.cpu_count(), mp_context=multiprocessing.get_context("spawn"))
 
-    def run(plans: list[tuple[str, Plan]]) -> tuple[list[Tried], dict[str, str]]:
+    def run(plans: list[tuple[str, Plan]], seed: int | None = None) -> tuple[list[Tried], dict[str, str]]:
         lasting = [_lasting(applied(plan, scenario), steps, plan.alpha) for _, plan in plans]
-        futures: list[Future[Result]] = [pool.submit(simulate, each) for each in lasting]
+        futures: list[Future[Result]] = [pool.submit(simulate, each, seed=seed) for each in lasting]
         tried, failed = [], {}
         for (how, plan), future in zip(plans, futures, strict=True):
             try:

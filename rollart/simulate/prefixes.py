@@ -2,9 +2,7 @@
 members of a group have in common. The least recently used goes first."""
 
 from collections import OrderedDict
-from typing import cast
 
-from rollart.compact import Runs
 from rollart.types import GenerationRequest
 
 _OPENINGS = 512
@@ -29,7 +27,7 @@ class Prefixes:
             self.tokens -= parked
             return min(parked, most)
         if request.turn == 0:
-            opening = cast(Runs, request.tokens).spans[0][0]
+            opening = request.tokens.spans[0][0]  # type: ignore[attr-defined] # compact, as everything simulated
             if opening in self._openings:
                 return most
             self._openings[opening] = None

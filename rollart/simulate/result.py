@@ -124,7 +124,7 @@ def result_of(
         cost_per_step=price * span / steps / 3600,
         trainer_use=got["train"] / span,
         environments_use=got["environments"] / looks / max(1, scenario.environments.slots * len(scenario.tasks)),
-        reward_use=got["reward busy"] / span / (scoring.devices or scoring.concurrency),
+        reward_use=got["reward busy"] / span / scoring.concurrency,
         reward_calls=got["reward calls"] / steps,
         reward_cold=got["reward cold"] / max(1, got["reward calls"]),
         turns=turns / ended,

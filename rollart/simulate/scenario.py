@@ -73,7 +73,7 @@ class Scoring(Section):
     """Where rewards are computed: on elastic functions, or on workers that are there all the time."""
 
     where: Literal["serverless", "dedicated"] = "serverless"
-    concurrency: Positive = Field(1000, description="calls at the same time, or workers")
+    concurrency: Positive = Field(1000, description="calls at the same time, on all functions or devices together")
     cold_start: Spread = Field(0.0, description="serverless: seconds, when no warm instance is free")
     keep_warm: Seconds = Field(60.0, description="serverless: seconds that an idle instance stays")
     device: str | None = Field(None, description="dedicated: the class of the devices, for their price and use")
@@ -86,6 +86,7 @@ class Transfer(Section):
     way: Literal["store", "collective"] = "store"
     push: str = "ethernet"
     pull: str = "infiniband"
+    overlap: bool = Field(True, description="store: false stops training and generation until the weights are there")
 
 
 class EnginePace(Section):
@@ -181,7 +182,8 @@ class Scenario(RunFile):
 
 
 def load(path: Path, overrides: Sequence[str] = (), workload: Path | None = None) -> Scenario:
-    """The scenario with the keys of a `workload` file in its `simulate` section, and then `overrides`.
+    """The scenario with the keys of a `workload` file in its `simulate` section, and then `overrides`. A pool of count
+    0 is none, so that a sweep over mixes of devices can leave one out.
 
     Raises ConfigError with one sentence per problem."""
     tree = runfile.read(path)
@@ -190,4 +192,8 @@ def load(path: Path, overrides: Sequence[str] = (), workload: Path | None = None
             tree.set(f"simulate.{key}={yaml.safe_dump(value, default_flow_style=True, width=1 << 30)}")
     for override in overrides:
         tree.set(override)
+    if isinstance(pools := tree.value.get("pools"), dict):
+        empty = [name for name, pool in pools.items() if isinstance(pool, dict) and pool.get("count") == 0]
+        for name in empty:
+            del pools[name]
     return runfile.validated(tree, Scenario)

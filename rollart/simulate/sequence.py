@@ -1,26 +1,24 @@
 """A request inside a modelled engine, from its arrival to its answer."""
 
 import asyncio
-from bisect import bisect_right
-from collections.abc import Sequence as Sequenced
-from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
+
+from msgspec import Struct
 
 from rollart.compact import Runs, run_of
-from rollart.types import Completion, GenerationRequest
+from rollart.types import Completion, Finish, GenerationRequest
 
 
-@dataclass(slots=True, eq=False)
-class Sequence:
+class Sequence(Struct, eq=False):
     """`length` tokens of context, `new` of them to prefill, `wanted` to answer with; `made` and `spans` before it had
     to start again. `base` is its context when it joined the decoding ones at step `joined`."""
 
     request: GenerationRequest
-    answer: "asyncio.Future[Completion]"
+    answer: asyncio.Future[Completion]
     length: int
     new: int
     wanted: int
-    finish: str
+    finish: Finish
     began: float
     cached: int = 0
     fetched: int = 0
@@ -32,27 +30,16 @@ class Sequence:
     order: int = 0
     decoding: bool = False
     gone: bool = False
-    spans: list[tuple[int, int]] = field(default_factory=list)
-
-    def note_versions(self, swaps: Sequenced[tuple[float, int]], steps: float) -> None:
-        """Which versions made its tokens since it joined, up to step `steps`; `swaps` are (step, version)."""
-        joined = self.joined
-        if swaps[-1][0] <= joined:
-            self.spans.append((swaps[-1][1], round(steps - joined)))
-            return
-        index = bisect_right(swaps, joined, key=lambda swap: swap[0]) - 1
-        while joined < steps:
-            until = swaps[index + 1][0] if index + 1 < len(swaps) else steps
-            self.spans.append((swaps[index][1], round(until - joined)))
-            joined, index = until, index + 1
+    spans: list[tuple[int, int]] = []
 
     def completed(self, now: float) -> Completion:
-        tokens = cast(Any, run_of(0, self.wanted))
+        tokens: Any = run_of(0, self.wanted)
+        versions: Any = self._versions()
         return Completion(
             tokens,
             tokens,
-            cast(Any, self._versions()),
-            cast(Any, self.finish),
+            versions,
+            self.finish,
             prompt=self.length,
             cached=self.cached,
             fetched=self.fetched,

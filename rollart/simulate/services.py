@@ -14,6 +14,7 @@ from rollart.resources.roofline import ModelShape
 from rollart.rollout.groups import Group
 from rollart.rollout.ledger import GroupRecord
 from rollart.rollout.seeds import seed_of
+from rollart.simulate.clock import sleep
 from rollart.simulate.constants import TRAINING_EFFICIENCY
 from rollart.simulate.scenario import Scenario, TrainPace
 from rollart.simulate.spread import draw_of
@@ -57,7 +58,7 @@ class ModelledRewards:
             seconds += self._cold_start(luck.random())
         self.active += 1
         try:
-            await asyncio.sleep(seconds)
+            await sleep(seconds)
         finally:
             self.active -= 1
             ended = asyncio.get_running_loop().time()
@@ -85,14 +86,14 @@ class ModelledTrainer:
         self.blocked_s = 0.0
         self._shape, self._weights, self._pace, self._epochs = shape, weights, pace, epochs
         self._flops = device.tflops * 1e12 * ranks * TRAINING_EFFICIENCY
-        self.work: Callable[[float], Awaitable[None]] = asyncio.sleep
+        self.work: Callable[[float], Awaitable[None]] = sleep
 
     async def step(self, batch: Batch) -> StepMetrics:
         clock = asyncio.get_running_loop().time
         lengths = [len(sample.tokens) for group in batch.groups for sample in group.samples]
         if (wait := self._weights.free_at - clock()) > 0:
             self.blocked = True
-            await asyncio.sleep(wait)
+            await sleep(wait)
             self.blocked, self.blocked_s = False, self.blocked_s + wait
         self.busy = True
         began = clock()

@@ -58,8 +58,8 @@ def simulate(
     `tell` hears now and then how many steps are done and how many seconds have passed."""
     if seed is not None:
         scenario = scenario.model_copy(update={"seed": seed})
-    collector.calm()
-    return clock.run(Simulation(scenario, folder, until, tell).run())
+    with collector.off():  # a simulation leaves it nothing to find
+        return clock.run(Simulation(scenario, folder, until, tell).run())
 
 
 class Simulation:
@@ -105,11 +105,7 @@ class Simulation:
     def _build(self, sink: EventSink) -> None:
         scenario = self._scenario
         schedule = scenario.rollout.schedule()
-        transfer, links = scenario.simulate.weights, scenario.links
-        shape = scenario.shape
-        self._weights = Weights(
-            shape.parameters * shape.number_bytes, transfer.way, links[transfer.push] * 1e9, links[transfer.pull] * 1e9
-        )
+        self._weights = Weights.of(scenario)
         self._environments = ModelledEnvironments(scenario)
         self._rewards = ModelledRewards(scenario)
         self._trainer = self._make_trainer()

@@ -1,42 +1,56 @@
 """The modelled way of weights from the trainer to the engines, over named links.
 
-By a `store`: the trainer goes on at once, the weights are pushed to a store near the engines, who pull them as they
-come and stand still only for the last part. By a `collective`: trainer and engines stop and exchange them.
+By a `store`: the trainer goes on at once, the weights are pushed to a store near the engines, who pull each bucket once
+it is there and stand still only for the last part. By a `collective`, or by a store without `overlap`: trainer and
+engines stop until the weights have arrived.
 """
 
 import asyncio
 from typing import Literal
 
 from rollart.simulate.constants import COLLECTIVE_EFFICIENCY, PULL_EXPOSED, STORE_PULL_EFFICIENCY, STORE_PUSH_EFFICIENCY
+from rollart.simulate.scenario import Scenario
 from rollart.types import Loaded
 
 
 class Weights:
-    """`push` and `pull` are rates of links in bytes a second; a collective uses only the first."""
+    """`push` and `pull` are rates of links in bytes a second; a collective uses only the first. `hidden_s` of the way
+    pass while everybody works, then engines stand still for `exposed_s`."""
 
-    def __init__(self, size: int, way: Literal["store", "collective"], push: float, pull: float) -> None:
+    def __init__(
+        self, size: int, way: Literal["store", "collective"], push: float, pull: float, overlap: bool = True
+    ) -> None:
         self.size, self.way = size, way
         self.free_at = 0.0
         self._pushed_at: dict[int, float] = {}
         if way == "store":
             self.push_s = size / (push * STORE_PUSH_EFFICIENCY)
             self.pull_s = size / (pull * STORE_PULL_EFFICIENCY)
-            self.exposed_s = PULL_EXPOSED * self.pull_s
         else:
             self.push_s, self.pull_s = 0.0, size / (push * COLLECTIVE_EFFICIENCY)
-            self.exposed_s = self.pull_s
+        self._stops = way == "collective" or not overlap
+        self.exposed_s = self.push_s + self.pull_s if self._stops else PULL_EXPOSED * self.pull_s
+        self.hidden_s = 0.0 if self._stops else max(self.push_s, self.pull_s - self.exposed_s)
+
+    @classmethod
+    def of(cls, scenario: Scenario) -> "Weights":
+        shape, asked, links = scenario.shape, scenario.simulate.weights, scenario.links
+        size = shape.parameters * shape.number_bytes
+        return cls(size, asked.way, links[asked.push] * 1e9, links[asked.pull] * 1e9, asked.overlap)
 
     def publish(self, version: int) -> None:
         """Version `version` is there; the trainer may not begin another step before `free_at`."""
         now = asyncio.get_running_loop().time()
+        if self._stops:
+            self.free_at = now + self.exposed_s
+            return
         before = max(self._pushed_at.values(), default=now)
         self._pushed_at = {version: max(now, before) + self.push_s}
-        if self.way == "collective":
-            self.free_at = now + self.pull_s
 
     async def fetched(self, version: int) -> Loaded:
         """Until an engine has all that it can have without standing still."""
-        now = asyncio.get_running_loop().time()
-        pushed = self._pushed_at.get(version, now)
-        await asyncio.sleep(max(0.0, pushed - now) + self.pull_s - self.exposed_s)
+        if not self._stops:
+            now = asyncio.get_running_loop().time()
+            pushed = self._pushed_at.get(version, now)
+            await asyncio.sleep(max(pushed - now, self.pull_s - self.exposed_s))
         return Loaded(version, self.pull_s, self.exposed_s, self.size, self.way)

@@ -4,7 +4,7 @@ It is a Hugging Face folder, tokenizer included, that can be used as it is, and 
 
     optimizer.safetensors    Adam's moments, by parameter name
     reference.safetensors    the policy at the start of RL, if the loss has a KL to it
-    checkpoint.json          counters, reward ranges, and the size of every other file
+    checkpoint.json          counters, reward ranges, the numerics guard's memory, and the size of every other file
 
 It is written beside its place, flushed to disk, and renamed. Nothing in it is pickled.
 """
@@ -20,6 +20,7 @@ from torch import Tensor
 from rollart.errors import RollartError
 from rollart.models.folder import whole_folder
 from rollart.training.advantages import UNSEEN, RewardRange
+from rollart.training.guard import Memory
 from rollart.training.layout import MANIFEST, OPTIMIZER, REFERENCE
 from rollart.training.learner import MOMENTS, Held, Restore
 from rollart.training.policy import Policy
@@ -31,6 +32,7 @@ class Manifest(msgspec.Struct):
     updates: int
     ranges: dict[str, RewardRange]
     files: dict[str, int]
+    guard: Memory = Memory()
 
 
 def save_checkpoint(trainer: Trainer, path: Path) -> None:
@@ -43,7 +45,8 @@ def save_checkpoint(trainer: Trainer, path: Path) -> None:
             save_file(trainer.gather("reference"), folder / REFERENCE)
         ranges = {task: seen for task, seen in trainer.ranges.items() if seen != UNSEEN}
         sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.name != MANIFEST}
-        manifest = msgspec.json.encode(Manifest(trainer.version, learner.updates, ranges, sizes))
+        told = Manifest(trainer.version, learner.updates, ranges, sizes, trainer.guard.memory())
+        manifest = msgspec.json.encode(told)
         (folder / MANIFEST).write_bytes(msgspec.json.format(manifest))
 
 
@@ -62,6 +65,7 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
     _check_shapes(trainer, stored, moved, path)
     steps = {name: moments[f"{name}/step"].item() for name in moved}
     trainer.restore(manifest.version, manifest.ranges, Restore(manifest.updates, steps), stored)
+    trainer.guard.recall(manifest.guard)
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -9,7 +9,7 @@ is how a logprob moves with the logarithm of the inverse temperature.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from math import isfinite
+from math import isfinite, sqrt
 from typing import NamedTuple
 
 import torch
@@ -93,6 +93,11 @@ class GapRow:
     @property
     def mean(self) -> float:
         return self.size / self.tokens
+
+    @property
+    def error(self) -> float:
+        """The standard error of the mean."""
+        return sqrt(max(0.0, self.squares / self.tokens - self.mean**2) / self.tokens)
 
 
 def pooled(rows: Sequence[GapRow]) -> GapRow:

@@ -17,19 +17,29 @@ from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
 
+from msgspec import Struct
+
 from rollart.training.gaps import GapRow, pooled
 
 NOISE = {"float32": 1e-4, "bfloat16": 0.04, "float16": 0.01}
 """Mean gap of fresh tokens, by the engine's dtype, that rounding may explain; a few times what was measured."""
 
-LEAST_TOKENS = 16
+LEAST_TOKENS, LEAST_STALE = 16, 256
+"""Fewer say nothing: a handful may all be off to the same side by chance, and older ones by what they taught."""
+
 HISTORY, LEAST_HISTORY = 20, 5
 UNUSUAL, DRIFT = 5.0, 0.05
 """Older tokens are out of range at this many times their usual mean gap, and at this gap at least."""
 
+SURE = 3.0
+"""Standard errors by which a mean must be beyond that: it may be one of few tokens, and gaps have long tails."""
+
 REPEAT = 50
 ONE_FACTOR, ONE_FACTOR_STALE = 0.7, 0.9
 """Share of the squared gaps that one factor must explain: more where the policy has moved as well."""
+
+LEAST_FACTOR = 0.09
+"""Logarithm of the smallest factor that is one: a policy that gets surer of itself looks like a slightly lower one."""
 
 
 class Cause(StrEnum):
@@ -46,6 +56,13 @@ class Finding:
     task: str
     row: GapRow
     reason: str
+
+
+class Memory(Struct, frozen=True):
+    """What a guard knows, for a checkpoint: usual gaps by task and age, and when what was said about which task."""
+
+    usual: tuple[tuple[str, int, tuple[float, ...]], ...] = ()
+    said: tuple[tuple[Cause, str, int], ...] = ()
 
 
 class Guard:
@@ -69,13 +86,26 @@ class Guard:
             told.append(_sentence(finding))
         return tuple(told)
 
+    def memory(self) -> Memory:
+        return Memory(
+            tuple((task, age, tuple(means)) for (task, age), means in self._usual.items() if means),
+            tuple((cause, task, step) for (cause, task), step in self._said.items()),
+        )
+
+    def recall(self, memory: Memory) -> None:
+        """Be the guard whose memory that was."""
+        self._usual.clear()
+        for task, age, means in memory.usual:
+            self._usual[task, age].extend(means)
+        self._said = {(cause, task): step for cause, task, step in memory.said}
+
     def _drifted(self, rows: Sequence[GapRow]) -> Iterator[Finding]:
         for row in _by_age(rows):
             usual = self._usual[row.cell.task, row.cell.age]
             if len(usual) < LEAST_HISTORY or row.tokens < LEAST_TOKENS:
                 continue
             middle = median(usual)
-            if row.mean > max(DRIFT, UNUSUAL * middle):
+            if row.mean - SURE * row.error > max(DRIFT, UNUSUAL * middle):
                 reason = (
                     f"{row.mean / max(middle, 1e-12):.0f} times what is usual for tokens {row.cell.age} versions old: "
                     "the last update moved the policy far (training.lr, training.grad_clip), or tokens carry the "
@@ -94,18 +124,18 @@ def diagnose(rows: Sequence[GapRow], noise: float) -> Finding | None:
     fresh = [row for row in rows if row.cell.age == 0]
     stale = [row for row in rows if row.cell.age > 0]
     if not fresh or sum(row.tokens for row in fresh) < LEAST_TOKENS:
-        return _one_rule(stale, noise, ONE_FACTOR_STALE)
+        return _one_rule(stale, noise, ONE_FACTOR_STALE, LEAST_STALE)
     if all(row.mean <= noise for row in fresh):
         return None
-    return _one_rule(fresh, noise, ONE_FACTOR) or _other_weights(fresh, stale, noise)
+    return _one_rule(fresh, noise, ONE_FACTOR, LEAST_TOKENS) or _other_weights(fresh, stale, noise)
 
 
-def _one_rule(rows: Sequence[GapRow], noise: float, share: float) -> Finding | None:
+def _one_rule(rows: Sequence[GapRow], noise: float, share: float, least: int) -> Finding | None:
     """A gap that one rule of sampling explains, the same for all tokens."""
     if not rows:
         return None
     row = pooled(rows)
-    if row.mean <= noise or row.tokens < LEAST_TOKENS:
+    if row.mean <= noise or row.tokens < least:
         return None
     if row.lowest > -noise:
         reason = (
@@ -113,7 +143,7 @@ def _one_rule(rows: Sequence[GapRow], noise: float, share: float) -> Finding | N
             "does not; set the task's top_k to 0 and top_p to 1"
         )
         return Finding(Cause.CUT, row.cell.task, row, reason)
-    if row.lean**2 > share * row.leans * row.squares:
+    if row.lean**2 > share * row.leans * row.squares and abs(row.lean) > LEAST_FACTOR * row.leans:
         factor = math.exp(-row.lean / row.leans)
         reason = (
             f"as if the engine sampled at {factor:.2g} times the temperature that the trainer was told: check the "

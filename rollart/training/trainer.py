@@ -43,7 +43,7 @@ class Trainer:
         self.ranges: dict[str, RewardRange] = {}
         self.ranks = ranks or Ranks.alone()
         self.learner = Learner(folder, config, self.ranks, seed, publisher)
-        self._guard = Guard(engine_dtype)
+        self.guard = Guard(engine_dtype)
 
     def step(self, batch: Batch) -> StepMetrics:
         if batch.step != self.version:
@@ -73,7 +73,7 @@ class Trainer:
             totals = self.learner.learn(orders[0])
         self.version += 1
         rows = cells.rows(totals.gaps)
-        warnings = self._guard.check(batch.step, rows)
+        warnings = self.guard.check(batch.step, rows)
         if totals.skipped:
             warnings = (*warnings, f"step {self.version} left the weights alone: its loss or gradient is not finite")
         return StepMetrics(

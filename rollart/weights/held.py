@@ -29,10 +29,11 @@ class Corrupt(RollartError):
 
 
 class Held:
-    """`checked` tells for each shard whether its buckets have been checked already, on their way into this memory."""
+    """`checked` tells for each shard whether its buckets have been checked already, on their way into this memory.
+    `transport` is how they came."""
 
-    def __init__(self, shards: Sequence[Shard], *, checked: Sequence[bool], patience: float, transport: str) -> None:
-        self.shards, self.transport = shards, transport
+    def __init__(self, shards: Sequence[Shard], *, checked: Sequence[bool], patience: float) -> None:
+        self.shards, self.transport = shards, ""
         self.version = shards[0].manifest.version
         self.tensors: dict[str, Tensor] = {}
         self._checked, self._patience = checked, patience

@@ -15,7 +15,8 @@ import msgspec
 from msgspec import Struct
 
 ALIGN = 64
-BUCKET_BYTES = 64 << 20
+BUCKETS = 8
+LEAST_BUCKET, LARGEST_BUCKET = 4 << 20, 64 << 20
 ITEM_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "bool": 1,
@@ -103,3 +104,14 @@ def lay_out(parts: Iterable[Part]) -> tuple[tuple[Piece, ...], int]:
         pieces.append(Piece(part, offset))
         offset += -(-part.bytes // ALIGN) * ALIGN
     return tuple(pieces), offset
+
+
+def bucket_size(size: int) -> int:
+    """For a shard of so many bytes: enough buckets for several streams and for readers that begin early, and few enough
+    that what is done once for each does not matter.
+
+    >>> [bucket_size(size << 20) >> 20 for size in (1, 100, 4000)]
+    [4, 13, 64]
+    """
+    whole = -(-size // (BUCKETS << 20)) << 20
+    return min(max(whole, LEAST_BUCKET), LARGEST_BUCKET)

@@ -46,13 +46,6 @@ class Pages:
     def gone(self) -> bool:
         return os.fstat(self.fd).st_nlink == 0
 
-    def is_at(self, path: Path) -> bool:
-        """Whether `path` still names this file, which may have been given to another version meanwhile."""
-        try:
-            return os.path.samestat(path.stat(), os.fstat(self.fd))
-        except FileNotFoundError:
-            return False
-
 
 class PageCache:
     """The mappings of this process, by file, so that a file that comes back need not be mapped again."""
@@ -71,7 +64,7 @@ class PageCache:
             if not self._holds.get(pages) and not try_lock(pages.fd, fcntl.LOCK_SH):
                 return None
             self._holds[pages] = self._holds.get(pages, 0) + 1
-        if pages.is_at(path):
+        if is_at(pages.fd, path):  # it may have been given to another version meanwhile
             return pages
         self.release(pages)
         return None
@@ -101,6 +94,14 @@ class PageCache:
         with self._lock:
             self._pages.clear()
             self._holds.clear()
+
+
+def is_at(fd: int, path: Path) -> bool:
+    """Whether `path` names this open file."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
 
 
 def try_lock(fd: int, kind: int) -> bool:

@@ -17,7 +17,7 @@ import xxhash
 from torch import Tensor
 
 from rollart.weights.delta_cost import ANCHOR_EVERY
-from rollart.weights.manifest import ALIGN, BUCKET_BYTES, ITEM_BYTES, Manifest, Part, Publication, lay_out
+from rollart.weights.manifest import ALIGN, ITEM_BYTES, Manifest, Part, Publication, bucket_size, lay_out
 from rollart.weights.store import Shard, Store, Writing
 from rollart.weights.transports import Sender
 
@@ -35,7 +35,8 @@ class Share:
 
 
 class Publisher:
-    """Of the shard of one rank. `dtype` is what floating-point tensors are published in; None: as they are."""
+    """Of the shard of one rank. `dtype` is what floating-point tensors are published in; None: as they are. Without
+    `bucket_bytes`, buckets are as large as suits the shard."""
 
     def __init__(
         self,
@@ -44,10 +45,10 @@ class Publisher:
         shard: int = 0,
         shards: int = 1,
         dtype: str | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         senders: Sequence[Sender] = (),
     ) -> None:
-        if bucket_bytes % ALIGN:
+        if bucket_bytes is not None and bucket_bytes % ALIGN:
             raise ValueError(f"a bucket's size must be a multiple of {ALIGN} bytes")
         self.store = store
         self._shard, self._shards, self._dtype = shard, shards, dtype
@@ -61,9 +62,8 @@ class Publisher:
         unique, tied = _untied(shares)
         parts = [self._part(share) for share in unique]
         pieces, size = lay_out(parts)
-        manifest = Manifest(
-            version, id, self._shard, self._shards, size, self._bucket_bytes, pieces, {**(aliases or {}), **tied}
-        )
+        bucket = self._bucket_bytes or bucket_size(size)
+        manifest = Manifest(version, id, self._shard, self._shards, size, bucket, pieces, {**(aliases or {}), **tied})
         before = self._newest
         if version % ANCHOR_EVERY and before is not None and before.manifest.same_layout(manifest):
             manifest = msgspec.structs.replace(manifest, base=before.manifest.id)

@@ -49,6 +49,7 @@ class Weights:
             coming = _Coming(self, publication)
             held = coming.hold()
             try:
+                coming.wait()
                 held.all()
                 held.transport = coming.transport
                 return held
@@ -107,19 +108,23 @@ class _Coming:
             for shard in shards:
                 shard.release()
             raise
-        began = {number for number, replica in list(self._replicas.items()) if replica.began}
-        own = [number in began for number in range(len(shards))]
-        transport = "http" if any(own) else SHARED_MEMORY
-        return Held(shards, checked=own, patience=self._weights.patience, transport=transport)
+        own = [number in self._replicas and self._replicas[number].began.is_set() for number in range(len(shards))]
+        return Held(shards, checked=own, patience=self._weights.patience)
+
+    def wait(self) -> None:
+        """Until what this process brings has come, or not: replicas keep deadlines of their own."""
+        for replica in self._replicas.values():
+            replica.over.wait()
 
     @property
     def transport(self) -> str:
-        """What brought it, or is bringing it; shards may differ."""
-        return ", ".join(sorted({replica.transport for replica in self._replicas.values()})) or SHARED_MEMORY
+        """What brought it; shards may differ."""
+        brought = {replica.transport for replica in self._replicas.values() if replica.began.is_set()}
+        return ", ".join(sorted(brought)) or SHARED_MEMORY
 
     def failure(self, patience: float) -> RollartError | None:
         """Why a shard that this process was bringing did not come."""
-        for thread in self._threads.values():
+        for thread in list(self._threads.values()):
             thread.join(patience)
         return next(iter(self._failures.values()), None)
 
@@ -135,16 +140,16 @@ class _Coming:
                 if time.monotonic() > deadline or not self._publication.sources[number]:
                     raise
             if number not in self._threads:
+                self._replicas[number] = self._weights.replica(self._publication, number)
                 thread = threading.Thread(target=self._bring, args=(number,), name=f"replica-{number}", daemon=True)
                 self._threads[number] = thread
                 thread.start()
-            time.sleep(LOOK_AGAIN_S)
+            self._replicas[number].began.wait(LOOK_AGAIN_S)
 
     def _bring(self, number: int) -> None:
         try:
-            self._replicas[number] = self._weights.replica(self._publication, number)
             self._replicas[number].run()
         except BeingWritten:
-            del self._replicas[number], self._threads[number]  # another process does; should it die, we shall see
+            del self._threads[number]  # another process does; should it die, we shall see
         except RollartError as error:
             self._failures[number] = error

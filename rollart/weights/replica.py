@@ -25,11 +25,11 @@ from rollart.weights.transports.offers import Preferred
 
 STREAMS = 4
 TRIES = 3  # for bytes that do not fit their checksum
-PIECE = 1 << 20
 
 
 class Replica:
-    """One shard, fetched by `run`. `relay` is the URL at which this host serves its own store, if it does."""
+    """One shard, fetched by `run`. `relay` is the URL at which this host serves its own store, if it does. Raises
+    TransferFailed if no source of the publication speaks HTTP."""
 
     def __init__(
         self,
@@ -45,6 +45,8 @@ class Replica:
         self._relay, self._streams, self._patience = relay, streams, patience
         self._member = uuid.uuid4().hex
         self._origin = next((url for url in publication.sources[shard] if url.startswith("http://")), "")
+        if not self._origin:
+            raise TransferFailed(f"version {publication.version} is not here, and nobody tells where it is")
         self._control = HttpReceiver([self._origin], key=publication.key, deadline=WAIT_S + patience)
         self._path = path_of(publication.version, publication.id, shard)
         self._state = threading.Condition()
@@ -54,7 +56,8 @@ class Replica:
         self._finished = 0
         self._failure: Exception | None = None
         self._incoming: Preferred | None = None
-        self.began = False  # to write, so that what is found is checked on its way
+        self.began = threading.Event()  # to write, so that what is found is checked on its way
+        self.over = threading.Event()  # well or not
 
     @property
     def transport(self) -> str:
@@ -64,15 +67,14 @@ class Replica:
     def run(self) -> str:
         """Blocks until the shard is there; tells how it came. Raises RollartError, and BeingWritten if another process
         of this host does it already."""
-        if not self._origin:
-            raise TransferFailed(f"version {self._publication.version} is not here, and nobody tells where it is")
         try:
             query = f"manifest?member={self._member}&relay={quote(self._relay)}"
             joined = msgspec.json.decode(self._control.ask(self._origin, f"{self._path}/{query}"), type=Joined)
             with self._store.create(joined.manifest) as writing:
-                self.began = True
+                self.began.set()
                 return self._fetch(writing, joined)
         finally:
+            self.over.set()
             self._leave()
             self._control.close()
 
@@ -94,6 +96,7 @@ class Replica:
             ]
             for thread in threads:
                 thread.start()
+            self._learn(joined.sums)
             self._follow(joined.manifest)
             for thread in threads:
                 thread.join()
@@ -117,11 +120,13 @@ class Replica:
             silent = 0.0 if told else silent + WAIT_S
             if silent >= self._patience:
                 self._fail(TransferFailed(f"{self._origin} published nothing more within {silent:g} s"))
-            with self._state:
-                self._sums += [
-                    int.from_bytes(told[at : at + SUM_BYTES], "little") for at in range(0, len(told), SUM_BYTES)
-                ]
-                self._state.notify_all()
+            self._learn(told)
+
+    def _learn(self, told: bytes) -> None:
+        sums = [int.from_bytes(told[at : at + SUM_BYTES], "little") for at in range(0, len(told), SUM_BYTES)]
+        with self._state:
+            self._sums += sums
+            self._state.notify_all()
 
     def _fail(self, error: Exception) -> None:
         with self._state:

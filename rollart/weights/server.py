@@ -1,7 +1,8 @@
 """Serves what is in a store over HTTP: on the publisher's side to all, on an engine's to the engines after it.
 
 `GET /{version}-{id}.{shard}/...`, with the run's key as bearer token:
-- `manifest?member=...&relay=...` joins the tree of those who fetch the shard, and tells whom to take buckets from;
+- `manifest?member=...&relay=...` joins the tree of those who fetch the shard, and tells whom to take buckets from, and
+  the checksums that there are;
 - `sums?from=n` gives the checksums of buckets n and later, as soon as there is one;
 - `data` with `Range: bytes=a-b` gives bytes once they are final; or, to who names a base that it holds,
   the delta of a bucket to it;
@@ -12,13 +13,17 @@ taken for another version while they fetch it, until they leave or are silent fo
 `WAIT_S`; who still wants the answer asks again.
 """
 
+import contextlib
 import hmac
+import socket
+import struct
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import msgspec
@@ -33,13 +38,18 @@ LEASE_S = 60.0
 IDLE_S = 120.0
 LOOPBACK = "127.0.0.1"
 OFFERS = 4
+NEAR_US = 200
+IN_FLIGHT = 256 << 10
+MIN_RTT_AT = 148  # in the kernel's struct tcp_info
 
 
 class Joined(msgspec.Struct, frozen=True):
-    """`sources` serve by HTTP; `offers` are other transports that the publisher has the shard ready for."""
+    """`sources` serve by HTTP; `offers` are other transports that the publisher has the shard ready for. `sums` are the
+    checksums of the buckets that are final."""
 
     manifest: Manifest
     sources: tuple[str, ...]
+    sums: bytes
     offers: tuple[str, ...] = ()
 
 
@@ -80,7 +90,8 @@ class WeightServer:
                 self._leases[name] = _Lease(self.store.open(*name))
             lease = self._leases[name]
             lease.seen[member] = time.monotonic()
-            return Joined(lease.shard.manifest, tuple(lease.tree.join(relay)), self._offers.get(name, ()))
+            shard, sources = lease.shard, tuple(lease.tree.join(relay))
+            return Joined(shard.manifest, sources, shard.sums(0), self._offers.get(name, ()))
 
     def offer(self, manifest: Manifest, urls: tuple[str, ...]) -> None:
         """To whoever joins from now on; the last few shards are remembered."""
@@ -122,7 +133,23 @@ class _Listener(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], owner: WeightServer) -> None:
         self.owner = owner
+        self._connections: set[Any] = set()
         super().__init__(address, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._connections.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._connections.discard(request)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        """Those who keep their connections must not be served by one who is gone."""
+        super().server_close()
+        for connection in list(self._connections):
+            with contextlib.suppress(OSError):  # it ended by itself
+                connection.shutdown(socket.SHUT_RDWR)
 
     def service_actions(self) -> None:
         self.owner.expire()
@@ -133,6 +160,12 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = IDLE_S
     disable_nagle_algorithm = True
     server: _Listener
+
+    def setup(self) -> None:
+        super().setup()
+        # More than such a link holds at several GB/s, and little enough to stay in both sides' caches.
+        if _round_trip_us(self.connection) < NEAR_US:
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, IN_FLIGHT)
 
     def do_GET(self) -> None:
         owner = self.server.owner
@@ -231,3 +264,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Requests are not news."""
+
+
+def _round_trip_us(connection: socket.socket) -> int:
+    """The shortest that the kernel has seen; that of a long way where it does not tell."""
+    told = b""
+    if hasattr(socket, "TCP_INFO"):
+        told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, MIN_RTT_AT + 4)
+    return int(struct.unpack_from("I", told, MIN_RTT_AT)[0]) if len(told) > MIN_RTT_AT else 1_000_000

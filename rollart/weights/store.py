@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rollart.errors import RollartError
 from rollart.weights.manifest import Manifest
-from rollart.weights.pages import PageCache, Pages, reserve, try_lock
+from rollart.weights.pages import PageCache, Pages, is_at, reserve, try_lock
 
 SHARED_MEMORY = Path("/dev/shm")
 SUM_BYTES = 8
@@ -40,13 +40,6 @@ def shared_folder(name: str) -> Path:
     """A folder in a machine's shared memory if it has any, else in its folder for temporary files."""
     base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     return base / f"rollart-{name}"
-
-
-def _is_at(fd: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 class Store:
@@ -129,7 +122,7 @@ class Store:
             sums = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND)
         except FileExistsError:
             raise another from None
-        if not try_lock(sums, fcntl.LOCK_EX) or not _is_at(sums, path):  # another came between
+        if not try_lock(sums, fcntl.LOCK_EX) or not is_at(sums, path):  # another came between
             os.close(sums)
             raise another
         return sums
@@ -244,11 +237,6 @@ class Shard:
     def ready(self) -> int:
         """The buckets that are final."""
         return os.fstat(self._sums).st_size // SUM_BYTES
-
-    @property
-    def fd(self) -> int:
-        """The file of `data`."""
-        return self._pages.fd
 
     def sum(self, bucket: int, patience: float) -> int:
         """The checksum of a bucket, once that is final. Raises MissingVersion after `patience` seconds."""

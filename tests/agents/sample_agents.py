@@ -1,10 +1,12 @@
 """Agents that behave, and agents that do not. They talk to the gateway with the standard library."""
 
 import asyncio
+import json
 import os
 import threading
 import time
 from typing import Any
+from urllib.request import Request, urlopen
 
 from rollart.agents.demo import chat
 from rollart.agents.endpoint import AgentEpisode, Endpoint
@@ -29,6 +31,25 @@ async def sub_agents(endpoint: Endpoint, episode: AgentEpisode) -> float:
     return sum(answer < "a" for answer in answers) / 3
 
 
+def streams(endpoint: Endpoint, episode: AgentEpisode) -> dict[str, Any]:
+    """Leaves one stream in the middle, reads another to its end, and asks for a third that ends at a vowel."""
+    with _asked(endpoint, ASK, stream=True) as left:
+        left.readline()
+    with _asked(endpoint, ASK, stream=True) as read:
+        events = [json.loads(line[6:]) for line in read if line.startswith(b"data: {")]
+    texts = [text for event in events if (text := event["choices"][0]["delta"].get("content"))]
+    more = [*ASK, {"role": "assistant", "content": "".join(texts)}, *ASK]
+    with _asked(endpoint, more, stop=list("aeiou")) as ended:
+        choice = json.load(ended)["choices"][0]
+    return {"reward": float(choice["finish_reason"] == "stop"), "info": {"pieces": len(texts)}}
+
+
+def _asked(endpoint: Endpoint, messages: list[dict[str, Any]], **more: Any) -> Any:
+    body = json.dumps({"model": endpoint.model, "messages": messages, **more}).encode()
+    headers = {"Authorization": f"Bearer {endpoint.key}", "Content-Type": "application/json"}
+    return urlopen(Request(f"{endpoint.base_url}/chat/completions", body, headers), timeout=60)
+
+
 def by_environment(endpoint: Endpoint, episode: AgentEpisode) -> float:
     """Finds the gateway as a program would."""
     found = Endpoint(os.environ["OPENAI_BASE_URL"].removesuffix("/v1"), os.environ["OPENAI_API_KEY"])
@@ -43,6 +64,12 @@ def no_reward(endpoint: Endpoint, episode: AgentEpisode) -> None:
 def crash(endpoint: Endpoint, episode: AgentEpisode) -> float:
     chat(endpoint, ASK)
     raise RuntimeError("I give up")
+
+
+def strict(endpoint: Endpoint, episode: AgentEpisode) -> float:
+    """Some frameworks raise at an answer that is not complete."""
+    chat(endpoint, ASK)
+    raise RuntimeError("the response is incomplete")
 
 
 def killed(endpoint: Endpoint, episode: AgentEpisode) -> float:

@@ -23,17 +23,20 @@ from rollart.rollout.router import Router
 from rollart.rollout.samples import samples
 from rollart.rollout.trajectory import Attempt, Player, TaskPlan
 from rollart.simulate.modelled import ModelledEngine
-from rollart.types import Completion, GenerationRequest, Outcome, Sampling, Trajectory
+from rollart.types import Completion, Finish, GenerationRequest, Outcome, Sampling, Trajectory
 
 
 class Engine(ModelledEngine):
-    """Answers at once with random letters."""
+    """Answers at once with random letters. `cuts`: each answer is one that was too long."""
+
+    cuts = False
 
     async def generate(self, request: GenerationRequest) -> Completion:
         if self.failures:
             raise EngineFailed("the modelled engine failed")
         tokens = [self.rng.randrange(60, 90) for _ in range(4)] + [tiny.SPECIAL.index(tiny.END)]
-        return Completion(tokens, [-1.0] * 5, [self.version] * 5, "stop", len(request.tokens))
+        finish: Finish = "length" if self.cuts else "stop"
+        return Completion(tokens, [-1.0] * 5, [self.version] * 5, finish, len(request.tokens))
 
 
 @dataclass
@@ -65,6 +68,11 @@ def tasks() -> list[Task]:
     special: dict[str, Any] = {name: {} for name in (*names, "not_a_number")}
     special["scored"] = {"agent": "sample_agents:no_reward", "reward": "sample_agents:length"}
     special["late"] = {"agent": {"function": "sample_agents:hang", "deadline": 1.0}}
+    special["strict"] = {"reward": "sample_agents:length"}
+    special["refused"] = {
+        "agent": {"function": "sample_agents:sub_agents", "calls": 2},
+        "reward": "sample_agents:length",
+    }
     special["limited"] = {"agent": {"function": "sample_agents:sub_agents", "calls": 2}}
     common = {"args": {"level": 3}, "max_context": 500}
     return [
@@ -104,7 +112,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
         async def within(test: Callable[[World], Awaitable[None]]) -> None:
             made.seen.events.clear()
-            made.engine.failures = 0.0
+            made.engine.failures, made.engine.cuts = 0.0, False
             async with asyncio.timeout(100):
                 await test(made)
 
@@ -211,10 +219,24 @@ def test_a_cancelled_episode_ends_at_once_and_frees_its_place(run: Run) -> None:
 
 def test_a_limit_truncates_the_episode(run: Run) -> None:
     async def test(made: World) -> None:
+        played = await made.play("refused")
+        assert (played.outcome, played.reward, len(played.turns)) == (Outcome.TRUNCATED, 2.0, 2)
         played = await made.play("limited")
-        assert played.outcome is Outcome.ENV_FAILED  # the program did not expect to be refused
+        assert played.outcome is Outcome.REWARD_FAILED  # nobody gives one
         assert "400" in played.reason
         assert len(played.turns) == 2
+
+    run(test)
+
+
+def test_a_program_that_gives_up_at_an_answer_that_was_cut_is_truncated(run: Run) -> None:
+    async def test(made: World) -> None:
+        made.engine.cuts = True
+        played = await made.play("strict")
+        assert (played.outcome, played.reward) == (Outcome.TRUNCATED, 1.0)
+        assert (await made.play("crash")).outcome is Outcome.REWARD_FAILED
+        made.engine.cuts = False
+        assert (await made.play("strict")).outcome is Outcome.ENV_FAILED
 
     run(test)
 

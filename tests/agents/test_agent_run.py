@@ -81,6 +81,11 @@ def test_a_trained_model_is_served_until_ctrl_c(trained: Path) -> None:
             client.chat.completions.create(model="model", messages=said, max_tokens=6, temperature=0) for _ in range(2)
         ]
         assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
+        streamed = client.chat.completions.create(
+            model="model", messages=said, max_tokens=6, temperature=0, stream=True
+        )
+        pieces = [text for chunk in streamed if (text := chunk.choices[0].delta.content)]
+        assert "".join(pieces) == answers[0].choices[0].message.content and len(pieces) > 1
         with pytest.raises(openai.NotFoundError):
             client.chat.completions.create(model="another", messages=said)
         with pytest.raises(openai.AuthenticationError):
@@ -90,6 +95,22 @@ def test_a_trained_model_is_served_until_ctrl_c(trained: Path) -> None:
     finally:
         server.kill()
         server.wait(10)
+
+
+@pytest.mark.slow
+def test_streams_that_are_read_left_or_ended_by_a_stop_string_train_only_what_was_delivered(tmp_path: Path) -> None:
+    more = ["training.steps=2", "tasks.digits.agent=sample_agents:streams", "tasks.digits.sampling.max_tokens=40"]
+    asyncio.run(controller.train(runfile.load(EXAMPLE, [*SMALL, *more]), tmp_path))
+    shot = measure(read_events(tmp_path / "events.jsonl"))
+    assert shot.step == 2 and not shot.drops
+    played = Ledger.open_readonly(tmp_path / "ledger.sqlite").scored(8)
+    for trajectory in played:
+        read, ended = trajectory.turns
+        assert trajectory.info["pieces"] > 1
+        assert read.segment == ended.segment and len(ended.logprobs) == len(ended.tokens)
+        stopped = any(vowel in ended.action for vowel in "aeiou")
+        assert trajectory.reward == float(stopped or ended.finish == "stop")
+        assert not any(vowel in ended.action[:-1] for vowel in "aeiou")
 
 
 @pytest.mark.slow

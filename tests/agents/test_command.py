@@ -19,6 +19,7 @@ from rollart.gateway.client import Gateway
 from rollart.gateway.template import ChatTemplate
 from rollart.models import tiny
 from rollart.observe.events import AnyEvent
+from rollart.protocols import Listener
 from rollart.resources.local import LocalLauncher
 from rollart.types import Completion, GenerationRequest, Step
 from tests.gateway.gateways import KEY, Policy, Running, gateway, tiny_template
@@ -131,7 +132,7 @@ async def pooled(tmp_path: Path, agents: dict[str, Any]) -> dict[str, Step | Rol
     gateway = Gateway(tmp_path, launcher, Unheard(), tmp_path)
     pool = AgentPool(tasks, gateway, launcher, slots=1, deadline=60.0, log=tmp_path / "agents.log")
 
-    async def generate(request: GenerationRequest) -> Completion:
+    async def generate(request: GenerationRequest, listener: Listener | None = None, /) -> Completion:
         return Completion(words, [-1.0] * 6, [0] * 6, "stop", len(request.tokens))
 
     try:

@@ -17,6 +17,7 @@ from rollart.engines.client import EngineClient
 from rollart.engines.service import build
 from rollart.engines.torch.pace import CREDIT_S
 from rollart.errors import EngineFailed
+from rollart.protocols import Listener
 from rollart.resources.devices import device_class
 from rollart.resources.roofline import ModelShape, Roofline, decode
 from rollart.services import rpc
@@ -72,6 +73,16 @@ def test_an_engine_process_serves_swaps_aborts_and_ends_with_its_parent(tmp_path
                 pass
             await engine.abort("long")
             assert (await running).finish == "abort"
+            heard: list[int] = []
+
+            def hear(tokens: list[int]) -> bool:
+                heard.extend(tokens)
+                return len(heard) >= 5
+
+            asked = request("enough", [7] * 20, max_tokens=500)
+            completion = await engine.stream(asked, Listener(1, hear, heard.clear))
+            assert len(heard) == 5 and completion.tokens[:5] == heard and len(completion.tokens) < 500
+            assert completion.finish == "length" and worst(networks, asked, completion) <= 1e-4
             with pytest.raises(EngineFailed, match="vocabulary"):
                 await engine.generate(request("bad", [99999]))
             with pytest.raises(EngineFailed, match="version 9 was not loaded"):

@@ -192,6 +192,56 @@ def test_kv_kept_over_a_swap_is_the_old_one_and_recomputed_kv_is_the_new_one() -
     assert gaps["recompute"] <= 1e-4 < gaps["keep"]
 
 
+def test_a_swap_tells_what_the_one_before_it_has_cost_in_kv_made_anew() -> None:
+    network = decoder()
+    costs = {}
+    for choice in ("recompute", "keep"):
+        stepper = engine(network, on_swap=choice)
+        run(stepper, request("kept", list(range(40)), max_tokens=4, session="kept"))
+        stepper.add(stepper.accept(request("running", list(range(30)), max_tokens=30)))
+        for _ in range(5):
+            stepper.step()
+        weights = stepper._model.prepare(network.state_dict())
+        assert stepper.swap(1, weights).recompute_s == 0
+        before = stepper.status()
+        run(stepper)
+        after_running = stepper.swap(2, weights).recompute_s
+        run(stepper, request("again", [*range(40), 1, 2, 3], max_tokens=4, session="kept"))
+        costs[choice] = after_running, stepper.swap(3, weights).recompute_s
+        assert all(cost <= stepper.status().busy_s - before.busy_s for cost in costs[choice])
+    assert all(cost > 0 for cost in costs["recompute"])
+    assert costs["keep"] == (0, 0)
+
+
+def test_a_swap_that_drains_waits_for_what_runs_and_lets_nothing_in_before_it() -> None:
+    networks = {0: decoder(seed=1), 1: decoder(seed=2)}
+    stepper = engine(networks[0], on_swap="drain")
+    asked = [request(name, list(range(20)), max_tokens=tokens, seed=1) for name, tokens in (("a", 5), ("b", 9))]
+    for one in asked:
+        stepper.add(stepper.accept(one))
+    for _ in range(3):
+        stepper.step()
+    swapped = []
+    weights = stepper._model.prepare(networks[1].state_dict())
+    stepper.when_empty(lambda: swapped.append(stepper.swap(1, weights)))
+    late = request("late", list(range(20)), max_tokens=4, seed=1)
+    done = run(stepper, late)
+    assert [set(done[name].versions) for name in ("a", "b", "late")] == [{0}, {0}, {1}]
+    assert max(worst(networks, one, done[one.id]) for one in [*asked, late]) <= 1e-4
+    [loaded] = swapped
+    assert loaded.recomputed == 0 and loaded.exposed_s > 0
+    assert not stepper.busy
+
+
+def test_an_idle_engine_drains_at_once() -> None:
+    stepper = engine(decoder(), on_swap="drain")
+    swapped = []
+    stepper.when_empty(lambda: swapped.append(True))
+    assert stepper.busy
+    stepper.step()
+    assert swapped and not stepper.busy
+
+
 def test_an_abort_returns_the_tokens_so_far_and_leaves_the_neighbours_alone() -> None:
     network = decoder()
     pair = [request(name, [1, 2, 3], max_tokens=40, seed=ord(name)) for name in "ab"]

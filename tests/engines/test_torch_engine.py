@@ -9,6 +9,7 @@ from tiny_decoders import decoder, request, twin, worst
 from torch import Tensor
 
 from rollart.config import Engine as EngineConfig
+from rollart.engines.streamed import Streamed
 from rollart.engines.torch.engine import TorchEngine
 from rollart.engines.torch.model import Model
 from rollart.errors import EngineFailed
@@ -19,11 +20,14 @@ from rollart.weights.reader import Weights
 DEADLINE_S = 60.0
 
 
-def drive(network: Any, scenario: Callable[[TorchEngine], Awaitable[None]], **options: Any) -> None:
+def drive(
+    network: Any, scenario: Callable[[TorchEngine], Awaitable[None]], *, on_swap: Any = "recompute", **options: Any
+) -> None:
     """Runs the scenario in a started engine, within a deadline."""
 
     async def body() -> None:
-        async with asyncio.timeout(DEADLINE_S), TorchEngine(Model(twin(network)), EngineConfig(), **options) as engine:
+        config = EngineConfig(on_swap=on_swap)
+        async with asyncio.timeout(DEADLINE_S), TorchEngine(Model(twin(network)), config, **options) as engine:
             await scenario(engine)
 
     asyncio.run(body())
@@ -69,6 +73,21 @@ def test_weights_are_swapped_under_requests_in_flight(tmp_path: Any) -> None:
         assert 0 < loaded.exposed_s < loaded.transfer_s
 
     drive(networks[0], scenario, store=Weights(tmp_path))
+
+
+def test_an_engine_told_to_drain_swaps_when_its_requests_have_ended(tmp_path: Any) -> None:
+    networks = {0: decoder(seed=1), 1: decoder(seed=2)}
+    publication = publish(tmp_path, 1, networks[1].state_dict())
+
+    async def scenario(engine: TorchEngine) -> None:
+        running = asyncio.create_task(engine.generate(request("1", [1, 2, 3], max_tokens=200, seed=1)))
+        await until_generating(engine)
+        loading = asyncio.create_task(engine.load(publication))
+        assert set((await running).versions) == {0}
+        assert (await loading).recomputed == 0
+        assert set((await engine.generate(request("2", [1, 2, 3], max_tokens=4))).versions) == {1}
+
+    drive(networks[0], scenario, store=Weights(tmp_path), on_swap="drain")
 
 
 def test_an_engine_computes_with_the_published_memory_itself_and_lets_go_of_it_at_the_next_swap(tmp_path: Any) -> None:
@@ -121,6 +140,38 @@ def test_an_engine_without_a_store_says_so() -> None:
     async def scenario(engine: TorchEngine) -> None:
         with pytest.raises(EngineFailed, match="without a weight store"):
             await engine.load(at(1))
+
+    drive(decoder(), scenario)
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_tokens_are_told_in_order_while_they_are_made_but_for_the_last(every: int) -> None:
+    async def scenario(engine: TorchEngine) -> None:
+        told: list[Any] = []
+        completion = await engine.stream(Streamed(request("1", [1], max_tokens=30), every), told.append)
+        heard = [token for tokens in told for token in tokens]
+        assert heard == completion.tokens[: len(heard)] and 0 < len(completion.tokens) - len(heard) <= every
+        assert all(len(tokens) == every for tokens in told)
+
+    drive(decoder(), scenario)
+
+
+def test_a_request_that_is_aborted_because_it_is_enough_leaves_its_kv() -> None:
+    async def scenario(engine: TorchEngine) -> None:
+        async def abort() -> None:
+            await engine.abort("1")
+
+        aborting: list[asyncio.Task[None]] = []
+
+        def tell(tokens: object) -> None:
+            if not aborting:
+                aborting.append(asyncio.create_task(abort()))
+
+        asked = request("1", [1] * 20, "s", max_tokens=500)
+        made = await engine.stream(Streamed(asked, 3), tell)
+        assert made.finish == "abort" and 3 <= len(made.tokens) < 500
+        again = await engine.generate(request("2", [*asked.tokens, *made.tokens, 1], "s", max_tokens=2))
+        assert again.cached == 20 + len(made.tokens) - 1
 
     drive(decoder(), scenario)
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from rollart.gateway.app import App, Limits
+from rollart.gateway.app import App
+from rollart.gateway.limits import Limits
 from rollart.gateway.server import served
 from rollart.gateway.template import ChatTemplate
 from rollart.gateway.tenants import Tenants
 from rollart.gateway.words import Terms
 from rollart.models import tiny
+from rollart.protocols import Listener
 from rollart.types import Completion, GenerationRequest, Sampling
 
 KEY = "the-key"
@@ -27,11 +29,14 @@ class Policy:
     version: int = 3
     seen: list[tuple[GenerationRequest, Completion]] = field(default_factory=list)
     gate: asyncio.Event | None = None
+    pause: asyncio.Event | None = None  # after the first tokens that are told
+    lost: bool = False  # the first engine, after all its tokens
     begun: asyncio.Event = field(default_factory=asyncio.Event)
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
     running: int = 0
     cancelled: int = 0
 
-    async def generate(self, request: GenerationRequest) -> Completion:
+    async def generate(self, request: GenerationRequest, listener: Listener | None = None, /) -> Completion:
         self.running += 1
         self.begun.set()
         try:
@@ -48,10 +53,26 @@ class Policy:
             said = "".join(rng.choice("abcdefgh") for _ in range(rng.randint(1, 8)))
         tokens = [*self.template.encode(said), self.template.stop[0]][: request.sampling.max_tokens]
         finish = "stop" if tokens[-1] == self.template.stop[0] else "length"
+        if listener is not None:
+            if self.lost:
+                await self._told(tokens, finish, listener)
+                listener.anew()
+            tokens, finish = await self._told(tokens, finish, listener)
         logprobs = [-rng.random() for _ in tokens]
         completion = Completion(tokens, logprobs, [self.version] * len(tokens), finish, len(request.tokens), 0)  # type: ignore[arg-type]
         self.seen.append((request, completion))
+        self.answered.set()
         return completion
+
+    async def _told(self, tokens: list[int], finish: str, listener: Listener) -> tuple[list[int], str]:
+        """As an engine would: it hears a token too late that it was enough."""
+        for at in range(0, len(tokens), listener.every):
+            if listener.hear(tokens[at : at + listener.every]):
+                return tokens[: at + listener.every + 1], "length"
+            if self.pause is not None:
+                await self.pause.wait()
+            await asyncio.sleep(0)
+        return tokens, finish
 
 
 def tiny_template(path: Path) -> ChatTemplate:

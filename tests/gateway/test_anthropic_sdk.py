@@ -43,6 +43,31 @@ def test_a_message_has_text_a_reason_and_usage(tiny: ChatTemplate) -> None:
     with_client(tiny, test, "fine")
 
 
+def test_the_first_text_is_there_before_the_answer_is_complete(tiny: ChatTemplate) -> None:
+    async def test(client: anthropic.AsyncAnthropic, running: Running) -> None:
+        pause = running.policy.pause = asyncio.Event()
+        async with client.messages.stream(model="claude", max_tokens=50, messages=ASK) as stream:
+            assert await anext(aiter(stream.text_stream)) == "s"
+            assert not running.policy.seen
+            pause.set()
+            assert await stream.get_final_text() == "slowly"
+            message = await stream.get_final_message()
+        assert (message.stop_reason, message.usage.output_tokens) == ("end_turn", 7)
+
+    with_client(tiny, test, "slowly")
+
+
+def test_a_format_that_cannot_be_enforced_is_a_bad_request(tiny: ChatTemplate) -> None:
+    async def test(client: anthropic.AsyncAnthropic, running: Running) -> None:
+        schema: Any = {"format": {"type": "json_schema", "schema": {}}}
+        with pytest.raises(anthropic.BadRequestError, match="only text"):
+            await client.messages.create(
+                model="claude", max_tokens=9, messages=ASK, extra_body={"output_config": schema}
+            )
+
+    with_client(tiny, test, "fine")
+
+
 def test_a_streamed_tool_call_and_its_result_stay_in_one_segment(tiny: ChatTemplate) -> None:
     async def test(client: anthropic.AsyncAnthropic, running: Running) -> None:
         async with client.messages.stream(model="claude", max_tokens=99, messages=ASK, tools=TOOLS) as stream:

@@ -1,6 +1,7 @@
 """Keys, limits and clients that leave, over a real connection."""
 
 import asyncio
+import json
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -8,10 +9,13 @@ from typing import Any
 import aiohttp
 import pytest
 from gateways import KEY, Policy, Running, gateway, terms
+from wire import Wire, parsed
 
 from rollart.errors import EngineFailed
-from rollart.gateway.app import Limits
+from rollart.gateway.http import Connection
+from rollart.gateway.limits import Limits
 from rollart.gateway.template import ChatTemplate
+from rollart.protocols import Listener
 from rollart.types import Completion, GenerationRequest
 
 CHAT = "/v1/chat/completions"
@@ -72,7 +76,7 @@ def test_without_a_key_that_holds_there_is_nothing_but_health(tiny: ChatTemplate
 
 def test_keys_are_never_logged(tiny: ChatTemplate, caplog: pytest.LogCaptureFixture, capfd: Any) -> None:
     class Broken(Policy):
-        async def generate(self, request: GenerationRequest) -> Completion:
+        async def generate(self, request: GenerationRequest, listener: Listener | None = None, /) -> Completion:
             raise ValueError("a bug")
 
     async def test(session: aiohttp.ClientSession, running: Running) -> None:
@@ -129,7 +133,7 @@ def test_an_answer_that_takes_too_long_is_cancelled(tiny: ChatTemplate) -> None:
 
 def test_engines_that_fail_are_a_503_worth_trying_again(tiny: ChatTemplate) -> None:
     class Failing(Policy):
-        async def generate(self, request: GenerationRequest) -> Completion:
+        async def generate(self, request: GenerationRequest, listener: Listener | None = None, /) -> Completion:
             raise EngineFailed("none is left")
 
     async def test(session: aiohttp.ClientSession, running: Running) -> None:
@@ -145,9 +149,9 @@ def test_a_client_that_leaves_has_its_request_cancelled_and_nothing_is_kept(tiny
     class Told(Policy):
         ended = asyncio.Event()
 
-        async def generate(self, request: GenerationRequest) -> Completion:
+        async def generate(self, request: GenerationRequest, listener: Listener | None = None, /) -> Completion:
             try:
-                return await super().generate(request)
+                return await super().generate(request, listener)
             finally:
                 self.ended.set()
 
@@ -163,6 +167,52 @@ def test_a_client_that_leaves_has_its_request_cancelled_and_nothing_is_kept(tiny
         assert running.tenants.close(KEY).turns == ()
 
     with_session(tiny, test, policy=Told(tiny))
+
+
+def test_a_client_that_leaves_in_mid_stream_has_the_generation_cancelled(tiny: ChatTemplate) -> None:
+    class Told(Policy):
+        left = asyncio.Event()
+
+        async def generate(self, request: GenerationRequest, listener: Listener | None = None, /) -> Completion:
+            try:
+                return await super().generate(request, listener)
+            except asyncio.CancelledError:
+                self.left.set()
+                raise
+
+    async def test(session: aiohttp.ClientSession, running: Running) -> None:
+        assert isinstance(running.policy, Told)
+        running.policy.pause = asyncio.Event()
+        async with session.post(CHAT, json={**ASK, "stream": True}, headers=bearer(KEY)) as response:
+            assert (await response.content.readline()).startswith(b"data: {")
+        async with asyncio.timeout(10):
+            await running.policy.left.wait()
+        assert not running.policy.seen
+        assert running.tenants.close(KEY).turns == ()
+
+    with_session(tiny, test, policy=Told(tiny))
+
+
+def test_a_client_that_reads_slowly_gets_what_it_missed_in_one_piece(tiny: ChatTemplate) -> None:
+    async def test(wire: Wire, policy: Policy) -> None:
+        body = json.dumps({**ASK, "stream": True}).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nauthorization: Bearer {KEY}\r\ncontent-length: {len(body)}\r\n\r\n"
+        wire.connection.pause_writing()
+        wire.send(head.encode() + body)
+        await policy.answered.wait()
+        wire.connection.resume_writing()
+        assert wire.connection.task is not None
+        await asyncio.wait([wire.connection.task])
+        _, _, events = parsed(wire.received)
+        deltas = [json.loads(line[6:]) for line in events.decode().splitlines() if line.startswith("data: {")]
+        assert [each["choices"][0]["delta"].get("content") for each in deltas] == ["", "a long answer", None]
+
+    async def run() -> None:
+        policy = Policy(tiny, say=lambda request: "a long answer")
+        async with gateway(tiny, policy) as running:
+            await test(Wire(Connection(running.app, set())), policy)
+
+    asyncio.run(run())
 
 
 def test_a_revoked_key_cancels_what_is_under_way(tiny: ChatTemplate) -> None:

@@ -9,7 +9,7 @@ import openai
 import pytest
 from gateways import KEY, Policy, Running, gateway, terms
 
-from rollart.gateway.app import Limits
+from rollart.gateway.limits import Limits
 from rollart.gateway.template import ChatTemplate
 
 ASK: Any = [{"role": "user", "content": "hello"}]
@@ -77,6 +77,89 @@ def test_a_stream_says_the_same_as_the_whole_answer(tiny: ChatTemplate) -> None:
         assert usage is not None and usage.completion_tokens == len(says) + 1
 
     with_client(tiny, test, says)
+
+
+def test_the_first_delta_is_there_before_the_answer_is_complete(tiny: ChatTemplate) -> None:
+    async def test(client: openai.AsyncOpenAI, running: Running) -> None:
+        pause = running.policy.pause = asyncio.Event()
+        chat = await client.chat.completions.create(model="gpt", messages=ASK, stream=True)
+        first = [(await anext(chat)).choices[0].delta.content for _ in range(2)]
+        assert first == ["", "s"] and not running.policy.seen
+        plain = await client.completions.create(model="gpt", prompt="x", stream=True)
+        assert (await anext(plain)).choices[0].text == "s"
+        async with client.responses.stream(model="gpt", input="y") as response:
+            async for event in response:
+                if event.type == "response.output_text.delta":
+                    assert event.delta == "s" and len(running.policy.seen) == 0
+                    break
+            pause.set()
+            assert (await response.get_final_response()).output_text == "slowly"
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in chat]) == "lowly"
+        assert "".join([chunk.choices[0].text async for chunk in plain]) == "lowly"
+
+    with_client(tiny, test, "slowly")
+
+
+def test_text_streams_until_a_tool_call_may_begin_which_comes_whole(tiny: ChatTemplate) -> None:
+    async def test(client: openai.AsyncOpenAI, running: Running) -> None:
+        deltas = [
+            chunk.choices[0].delta
+            async for chunk in await client.chat.completions.create(model="gpt", messages=ASK, tools=TOOLS, stream=True)
+        ]
+        texts = [delta.content for delta in deltas if delta.content]
+        assert "".join(texts) == "I < add." and len(texts) > 3
+        (call,) = [delta.tool_calls[0] for delta in deltas if delta.tool_calls]
+        assert call.function is not None and json.loads(call.function.arguments or "") == {"a": 2, "b": 3}
+
+    with_client(tiny, test, f"I < add. {CALL}")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_generation_early_and_what_was_sampled_until_then_is_trained(
+    tiny: ChatTemplate, stream: bool
+) -> None:
+    async def test(client: openai.AsyncOpenAI, running: Running) -> None:
+        answer: Any = await client.chat.completions.create(model="gpt", messages=ASK, stop=["END"], stream=stream)
+        if stream:
+            chunks = [chunk.choices[0] async for chunk in answer]
+            said = "".join(chunk.delta.content or "" for chunk in chunks), chunks[-1].finish_reason
+        else:
+            said = answer.choices[0].message.content, answer.choices[0].finish_reason
+        assert said == ("so far ", "stop")
+        (_, made), (turn,) = running.policy.seen[0], running.tenants.close(KEY).turns
+        assert len("so far END") <= len(made.tokens) < 30
+        assert tiny.text(turn.tokens) == "so far END" and list(turn.logprobs) == made.logprobs[:10]
+
+    with_client(tiny, test, "so far END" + " and on" * 50)
+
+
+def test_engines_that_are_lost_in_the_middle_of_a_stream_are_an_error_in_it(tiny: ChatTemplate) -> None:
+    async def test(client: openai.AsyncOpenAI, running: Running) -> None:
+        running.policy.lost = True
+        chat = await client.chat.completions.create(model="gpt", messages=ASK, stream=True)
+        with pytest.raises(openai.APIError, match="a part of its answer had been shown"):
+            async for _ in chat:
+                pass
+        whole = await client.chat.completions.create(model="gpt", messages=ASK, stop=["zzz"])
+        assert whole.choices[0].message.content == "fine"
+        captured = running.tenants.close(KEY)
+        assert len(captured.turns) == 1
+
+    with_client(tiny, test, "fine")
+
+
+def test_a_format_that_cannot_be_enforced_is_a_bad_request(tiny: ChatTemplate) -> None:
+    async def test(client: openai.AsyncOpenAI, running: Running) -> None:
+        schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+        with pytest.raises(openai.BadRequestError, match="only text") as refused:
+            await client.chat.completions.create(model="gpt", messages=ASK, response_format=schema)
+        assert refused.value.param == "response_format.type"
+        text: Any = {"format": {"type": "json_object"}}
+        with pytest.raises(openai.BadRequestError, match="only text"):
+            await client.responses.create(model="gpt", input="x", text=text)
+        await client.chat.completions.create(model="gpt", messages=ASK, response_format={"type": "text"})
+
+    with_client(tiny, test, "fine")
 
 
 def test_a_tool_call_is_parsed_and_its_result_continues_the_same_tokens(tiny: ChatTemplate) -> None:

@@ -16,14 +16,14 @@ def test_swaps_are_averaged_by_engine_and_transport() -> None:
         swap("a", 1, transfer_s=1.0, exposed_s=0.1, bytes=10),
         swap("a", 2, transfer_s=3.0, exposed_s=0.3, bytes=30),
         swap("a", 3, "shared memory", transfer_s=0.5),
-        swap("b", 3, recomputed=7),
+        swap("b", 3, recomputed=7, recompute_s=0.5),
     ):
         metrics.add(event)
     first, near, other = metrics.snapshot()
     assert (first.engine, first.transport, first.number, first.bytes, first.transfer_s) == ("a", "http", 2, 20, 2.0)
     assert first.exposed_s == 0.2
     assert (near.transport, near.transfer_s) == ("shared memory", 0.5)
-    assert (other.engine, other.recomputed) == ("b", 7)
+    assert (other.engine, other.recomputed, other.recompute_s) == ("b", 7, 0.5)
 
 
 def test_the_report_tells_what_new_weights_cost() -> None:
@@ -33,4 +33,4 @@ def test_the_report_tells_what_new_weights_cost() -> None:
     shown = console.export_text()
     assert "New weights, while generation went on" in shown
     row = next(line for line in shown.splitlines() if line.startswith("engine-0"))
-    assert row.split() == ["engine-0", "shared", "memory", "1", "5.0", "12.3", "0.45", "0"]
+    assert row.split() == ["engine-0", "shared", "memory", "1", "5.0", "12.3", "0.45", "0.0", "0"]

@@ -1,3 +1,6 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
 from rollart.rollout.batcher import choose
 from rollart.rollout.groups import Group
 from rollart.types import Outcome, Trajectory
@@ -33,3 +36,13 @@ def test_waits_until_every_task_can_fill_its_share() -> None:
     groups = {"a": row("a", True, True), "b": row("b", False)}
     assert choose({"a": 1, "b": 1}, groups, 2.0) is None
     assert names(choose({"a": 2, "b": 0}, groups, 2.0)) == ["a0", "a1"]
+
+
+@given(st.lists(st.booleans(), max_size=12), st.integers(0, 6), st.sampled_from([1.0, 1.5, 2.0, 4.0]))
+def test_the_batch_is_the_first_ready_ones_of_the_window_or_nothing(
+    ready: list[bool], need: int, window: float
+) -> None:
+    within = [f"a{n}" for n, is_ready in enumerate(ready[: max(need, int(need * window))]) if is_ready]
+    assert names(choose({"a": need}, {"a": row("a", *ready)}, window)) == (
+        within[:need] if len(within) >= need else None
+    )

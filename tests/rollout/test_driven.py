@@ -1,13 +1,14 @@
 """Requests of an agent, in several conversations, through the router."""
 
 import random
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from world import Recorder
 
-from rollart.errors import EngineFailed
+from rollart.errors import EngineFailed, EngineLost
 from rollart.observe.events import TurnDone
+from rollart.protocols import Listener
 from rollart.rollout.driven import Driven
 from rollart.rollout.router import Router
 from rollart.simulate.clock import run
@@ -60,5 +61,56 @@ def test_an_answer_that_is_none_is_the_engines_failure() -> None:
         driven = Driven("e", "t", Router({"x": Silent(random.Random(0))}, 0, recorder), recorder, lambda version: None)
         with pytest.raises(EngineFailed, match="gave up a request of e"):
             await driven.generate(request(0))
+
+    run(main())
+
+
+class Streaming(ModelledEngine):
+    """Tells of two tokens, and is then lost if it is to be."""
+
+    doomed = False
+
+    async def stream(self, request: GenerationRequest, listener: Listener) -> Completion:
+        listener.hear([1])
+        if self.doomed:
+            raise EngineLost("gone")
+        listener.hear([2])
+        return await super().generate(request)
+
+
+def test_what_was_heard_of_a_lost_engine_is_void_before_another_begins() -> None:
+    async def main() -> None:
+        recorder, heard = Recorder(), list[object]()
+
+        def hear(tokens: list[int]) -> bool:
+            heard.append(tokens)
+            return False
+
+        engines = {name: Streaming(random.Random(0)) for name in "xy"}
+        driven = Driven("e", "t", Router(dict(engines), 0, recorder), recorder, lambda version: None)
+        await driven.generate(request(0), Listener(1, hear, heard.clear))
+        (told,) = recorder.of(TurnDone)
+        engines[told.engine].doomed = True
+        heard.clear()
+        await driven.generate(request(0, 1), Listener(1, hear, lambda: heard.append("anew")))
+        assert heard == [[1], "anew", [1], [2]]
+
+    run(main())
+
+
+def test_an_engine_that_cannot_stream_gives_its_answer_whole_and_a_listener_may_refuse_another_attempt() -> None:
+    async def main() -> None:
+        recorder = Recorder()
+        engine = ModelledEngine(random.Random(0))
+        driven = Driven("e", "t", Router({"x": engine}, 0, recorder), recorder, lambda version: None)
+
+        def anew() -> None:
+            raise EngineFailed("it was shown already")
+
+        listener = Listener(1, lambda tokens: False, anew)
+        assert (await driven.generate(request(0), listener)).tokens
+        engine.failures = 1.0
+        with pytest.raises(EngineFailed, match="shown already"):
+            await driven.generate(request(1), listener)
 
     run(main())

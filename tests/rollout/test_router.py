@@ -108,6 +108,26 @@ def test_serving_is_the_oldest_version_that_a_request_could_meet() -> None:
     run(main())
 
 
+def test_serving_follows_engines_that_come_and_go() -> None:
+    async def main() -> None:
+        router = Router({"x": engine(), "y": engine()}, 3, Recorder())
+        router.replace("y", engine(), 1)
+        assert router.serving == 1
+        router.lost("y", "gone")
+        assert router.serving == 3
+        router.replace("y", engine(), 2)
+        assert router.serving == 2
+        router.remove("y")
+        router.replace("z", engine(), 4)
+        router.lost("x", "gone")
+        router.remove("x")
+        assert router.serving == 4
+        router.lost("z", "gone")
+        assert router.serving == router.target == 3
+
+    run(main())
+
+
 def test_an_engine_that_cannot_load_a_version_keeps_serving_its_own_until_that_is_too_old() -> None:
     async def main() -> None:
         recorder, lost = Recorder(), []

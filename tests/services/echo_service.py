@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from rollart.services import process
@@ -44,7 +44,33 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
         await both.wait()
         return number
 
-    yield {"double": double, "word": word, "fail": fail, "hang": hang, "cancelled": cancelled, "meet": meet}
+    async def count(most: int, tell: Callable[[object], None]) -> int:
+        for number in range(most):
+            tell(number)
+            await asyncio.sleep(0)
+        return most
+
+    noted: list[int] = []
+
+    async def note(number: int) -> None:
+        noted.append(number)
+        if number < 0:
+            raise ValueError("nobody hears this")
+
+    async def notes() -> list[int]:
+        return noted
+
+    yield {
+        "double": double,
+        "word": word,
+        "fail": fail,
+        "hang": hang,
+        "cancelled": cancelled,
+        "meet": meet,
+        "count": count,
+        "note": note,
+        "notes": notes,
+    }
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@ import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rollart.errors import ServiceError
@@ -66,6 +68,30 @@ def test_an_error_in_a_handler_is_the_callers_to_judge(with_service: Callable[[T
         with pytest.raises(ServiceError, match="Expected `int`"):
             await client.call("double", "two", returns=int, deadline=10)
         assert await client.call("double", 4, returns=int, deadline=10) == 8
+
+    with_service(check)
+
+
+def test_what_a_handler_tells_is_heard_in_order_before_its_answer(with_service: Callable[[Test], None]) -> None:
+    async def check(child: Child, client: rpc.Client) -> None:
+        heard: list[int] = []
+        hear = partial(_note, heard)
+        assert await client.call("count", 100, returns=int, deadline=10, hear=hear) == 100
+        assert heard == list(range(100))
+        assert await client.call("count", 3, returns=int, deadline=10) == 3
+
+    with_service(check)
+
+
+def _note(heard: list[int], item: msgspec.Raw) -> None:
+    heard.append(msgspec.msgpack.decode(item, type=int))
+
+
+def test_a_call_that_nobody_waits_for_is_done_in_its_turn_and_may_fail(with_service: Callable[[Test], None]) -> None:
+    async def check(child: Child, client: rpc.Client) -> None:
+        for number in (3, -1, 5):
+            client.send("note", number)
+        assert await client.call("notes", returns=list[int], deadline=10) == [3, -1, 5]
 
     with_service(check)
 

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from rollart.simulate.clock import NothingLeft, run
+from rollart.simulate.clock import NothingLeft, run, sleep
 
 
 def test_sleeping_costs_no_time_but_moves_the_clock() -> None:
@@ -33,3 +33,39 @@ def test_a_program_that_would_hang_for_ever_is_an_error() -> None:
 
     with pytest.raises(NothingLeft):
         run(main())
+
+
+def test_cancelled_timers_never_fire_and_are_thrown_out() -> None:
+    async def main() -> tuple[list[int], float]:
+        loop, fired = asyncio.get_running_loop(), list[int]()
+        timers = [loop.call_later(1 + number, fired.append, number) for number in range(5_000)]
+        for timer in timers[1:]:
+            timer.cancel()
+        await asyncio.sleep(2)
+        return fired, loop.time()
+
+    assert run(main()) == ([0], 2.0)
+
+
+def test_a_sleeper_that_is_cancelled_wakes_at_once() -> None:
+    async def main() -> float:
+        sleeper = asyncio.create_task(sleep(100))
+        await sleep(1)
+        sleeper.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sleeper
+        return asyncio.get_running_loop().time()
+
+    assert run(main()) == 1.0
+
+
+def test_a_callback_that_fails_is_told_and_the_others_run() -> None:
+    async def main() -> tuple[list[str], list[int]]:
+        loop, told, ran = asyncio.get_running_loop(), list[str](), list[int]()
+        loop.set_exception_handler(lambda loop, context: told.append(repr(context["exception"])))
+        loop.call_later(1, lambda: 1 / 0)
+        loop.call_later(1, ran.append, 1)
+        await sleep(2)
+        return told, ran
+
+    assert run(main()) == (["ZeroDivisionError('division by zero')"], [1])

@@ -38,7 +38,7 @@ def _scenario(**more: Any) -> Scenario:
 
 @pytest.fixture(scope="module")
 def found() -> Search:
-    return search(_scenario(), kinds=["H800", "H20"], steps=2, each=1, workers=2)
+    return search(_scenario(), kinds=["H800", "H20"], steps=2, each=1, seeds=2, workers=2)
 
 
 def test_the_plan_found_is_within_budget_and_faster_than_the_one_given(found: Search) -> None:
@@ -46,6 +46,12 @@ def test_the_plan_found_is_within_budget_and_faster_than_the_one_given(found: Se
     assert found.budget == pytest.approx(found.given.price)
     assert all(each.price <= found.budget + 1e-9 for each in found.tried)
     assert found.fastest.step_s < found.given.step_s
+
+
+def test_the_plans_that_none_beats_and_the_one_given_are_confirmed_by_another_seed(found: Search) -> None:
+    assert found.given is not None
+    assert all(len(each.others) == 1 for each in (*found.front, found.given))
+    assert found.fastest.step_s == (found.fastest.result.step_s + found.fastest.others[0]) / 2
 
 
 def test_a_plan_is_explained_by_what_differs_and_what_limits_it(found: Search) -> None:

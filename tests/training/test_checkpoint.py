@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 from rollart.config import Algorithm, Training
 from rollart.errors import RollartError
 from rollart.training.checkpoint import load_checkpoint, save_checkpoint
+from rollart.training.guard import Memory
 from rollart.training.trainer import Trainer
 
 REWARDS = [[1.0, 0.0, 0.5], [1.0, 1.0]]
@@ -38,6 +39,7 @@ def test_training_goes_on_exactly_as_if_it_had_not_stopped(saved: tuple[Trainer,
         trainer.learner.updates,
         trainer.ranges,
     )
+    assert resumed.guard.memory() == trainer.guard.memory() != Memory()
     for step in (3, 4):
         expected, got = (each.step(make_batch(step, REWARDS, seed=step)) for each in (trainer, resumed))
         assert got.values == expected.values

@@ -1,10 +1,12 @@
 """Each fault is planted between the real engine and the real trainer; the guard sees only what a step reports."""
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from tiny_models import VOCABULARY, save_tiny
@@ -14,7 +16,7 @@ from rollart.config import Engine as EngineConfig
 from rollart.engines.torch.model import Model
 from rollart.engines.torch.stepper import Stepper
 from rollart.training.gaps import Cell, GapRow
-from rollart.training.guard import REPEAT, Guard
+from rollart.training.guard import REPEAT, Guard, Memory
 from rollart.training.packing import pack
 from rollart.training.trainer import Trainer
 from rollart.types import Batch, GenerationRequest, Sample, SampleGroup, Sampling, StepMetrics
@@ -241,6 +243,40 @@ def test_older_tokens_may_drift_with_the_policy() -> None:
     guard = Guard()
     for step in range(30):
         assert not guard.check(step, [row(age=1, mean=0.02 * 1.1**step)])
+
+
+def test_a_few_older_tokens_far_off_are_no_drift() -> None:
+    guard = Guard()
+    for step in range(6):
+        assert not guard.check(step, [row(age=1, mean=0.02)])
+    few = row(age=1, mean=0.4, tokens=20)
+    assert not guard.check(6, [replace(few, squares=20 * few.mean * 20)])  # nearly all of it is one token's
+    assert guard.check(7, [few])
+
+
+def test_a_policy_that_gets_surer_of_itself_is_no_temperature() -> None:
+    leans, tokens = 1000.0, 1000
+    for factor, named in ((0.95, False), (0.8, True)):
+        slope = -math.log(factor)
+        gaps = GapRow(Cell("t", 1, False), tokens, 0.05 * tokens, 0.3, -0.2, slope * leans, leans, slope**2 * leans)
+        assert bool(Guard().check(0, [gaps])) == named
+
+
+def test_a_handful_of_older_tokens_all_off_to_one_side_is_no_cut_vocabulary() -> None:
+    for tokens, named in ((100, False), (1000, True)):
+        gaps = replace(row(age=1, mean=0.1, tokens=tokens), lowest=0.01)
+        assert bool(Guard().check(0, [gaps])) == named
+
+
+def test_a_guard_that_comes_back_knows_what_is_usual_and_what_it_has_said() -> None:
+    first, second = Guard(), Guard()
+    for step in range(6):
+        first.check(step, [row(age=1, mean=0.02)])
+    assert first.check(6, [row(age=0, mean=0.2)])
+    second.recall(msgspec.json.decode(msgspec.json.encode(first.memory()), type=Memory))
+    assert not second.check(7, [row(age=0, mean=0.2)])
+    (warning,) = second.check(8, [row(age=1, mean=0.4)])
+    assert warning.startswith("drift") and "20 times" in warning
 
 
 def row(*, age: int, mean: float, tokens: int = 100) -> GapRow:

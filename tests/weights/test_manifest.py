@@ -3,7 +3,17 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.weights.manifest import ALIGN, ITEM_BYTES, Manifest, Part, lay_out
+from rollart.weights.manifest import (
+    ALIGN,
+    BUCKETS,
+    ITEM_BYTES,
+    LARGEST_BUCKET,
+    LEAST_BUCKET,
+    Manifest,
+    Part,
+    bucket_size,
+    lay_out,
+)
 
 parts = st.lists(
     st.builds(
@@ -25,3 +35,11 @@ def test_pieces_follow_each_other_aligned_and_buckets_cover_them_all(held: list[
     assert sum(stop - start for start, stop in cuts) == size
     assert all(before[1] == after[0] for before, after in itertools.pairwise(cuts))
     assert Manifest.decode(manifest.encode()) == manifest
+
+
+@given(size=st.integers(1, 1 << 40))
+def test_buckets_suit_their_shard(size: int) -> None:
+    bucket = bucket_size(size)
+    assert bucket % ALIGN == 0
+    assert LEAST_BUCKET <= bucket <= LARGEST_BUCKET
+    assert -(-size // bucket) <= BUCKETS or bucket == LARGEST_BUCKET

@@ -88,6 +88,7 @@ class Batch:
     def restart(self) -> None:
         """All KV is to be computed again: who ran waits before all others, with what it has generated."""
         for sequence in self.running:
+            sequence.lost = max(sequence.lost, sequence.computed)
             sequence.computed = 0
         self.waiting.extendleft(reversed(self.running))
         self.running, self.decoding = [], 0

@@ -1,11 +1,11 @@
 """The engine as the control plane sees it: coroutines outside, one stepping thread inside.
 
 Invariants: only the stepping thread touches the stepper's state; everything else reaches it as a command in a queue,
-run between two steps; only the parked KV may be looked at from outside, under its own lock. Completions go back to the
-event loop once a step, all of them in one call. An idle engine blocks on the queue. A step that raises fails the
-requests in flight, each with the reason, and the engine goes on. A request whose KV is being fetched from another
-engine reaches the stepper once that has ended, well or not. Every request ends exactly once; a caller who gives up has
-its request aborted.
+run between two steps; only the parked KV may be looked at from outside, under its own lock. Completions, and tokens
+that somebody wants to hear of, go back to the event loop once a step, all of them in one call. An idle engine blocks on
+the queue. A step that raises fails the requests in flight, each with the reason, and the engine goes on. A request
+whose KV is being fetched from another engine reaches the stepper once that has ended, well or not. Every request ends
+exactly once; a caller who gives up has its request aborted.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from rollart.config import Engine as EngineConfig
+from rollart.engines.streamed import Streamed
 from rollart.engines.torch.fetch import Fetcher
 from rollart.engines.torch.handover import Handover, KVWanted
 from rollart.engines.torch.model import Model, Weights
@@ -89,6 +91,7 @@ class TorchEngine:
         self._fetching: dict[str, tuple[Sequence, asyncio.Task[Part | None]]] = {}
         self._model = model
         self._threads = config.threads
+        self._drain = config.on_swap == "drain"
         self._store = store
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._open: dict[str, tuple[Sequence, asyncio.Future[Completion]]] = {}
@@ -130,6 +133,12 @@ class TorchEngine:
 
     async def generate(self, request: GenerationRequest) -> Completion:
         return await self._run_through(self._stepper.accept(request), request.kv_from)
+
+    async def stream(self, asked: Streamed, tell: Callable[[object], None]) -> Completion:
+        """Tells of tokens as they are made, but for the last ones."""
+        sequence = self._stepper.accept(asked.request)
+        sequence.every, sequence.tell = asked.every, tell
+        return await self._run_through(sequence, asked.request.kv_from)
 
     async def prefill(self, request: GenerationRequest) -> int:
         """Its KV is then parked under its session; answers how many tokens were computed for that."""
@@ -176,7 +185,7 @@ class TorchEngine:
 
     async def abort(self, request_id: str) -> None:
         if request_id not in self._fetching:
-            self._commands.put(partial(self._stepper.abort, request_id))
+            self._commands.put(partial(self._stepper.abort, request_id, keep=True))
             return
         sequence, fetch = self._fetching[request_id]
         fetch.cancel()
@@ -197,7 +206,7 @@ class TorchEngine:
                 raise EngineFailed(f"version {version} was not loaded: {error}") from error
             seconds = time.perf_counter() - began
             try:
-                swapped = await self._between_steps(partial(self._stepper.swap, version, weights))
+                swapped = await self._between_steps(partial(self._stepper.swap, version, weights), empty=self._drain)
             finally:
                 # Whether it swapped or not, a version that may be in use is not let go of before the next swap.
                 before, self._held = self._held, held
@@ -223,7 +232,8 @@ class TorchEngine:
             emulated=self._emulated,
         )
 
-    async def _between_steps(self, action: Callable[[], T]) -> T:
+    async def _between_steps(self, action: Callable[[], T], *, empty: bool = False) -> T:
+        """`empty`: and when nothing runs any more, which nothing new is admitted for."""
         if not self._thread.is_alive():
             raise EngineFailed("the engine is not running")
         loop = asyncio.get_running_loop()
@@ -235,7 +245,7 @@ class TorchEngine:
             except Exception as error:
                 _post(loop, _settle, future, None, error)
 
-        self._commands.put(command)
+        self._commands.put(partial(self._stepper.when_empty, command) if empty else command)
         return await future
 
     def _run(self) -> None:
@@ -248,9 +258,9 @@ class TorchEngine:
                     stepper.step()
             except Exception as error:
                 stepper.fail(f"a generation step failed: {type(error).__name__}: {error}")
-            ended = stepper.ended()
-            if ended and self._loop is not None:
-                _post(self._loop, self._deliver, ended)
+            news, ended = stepper.news(), stepper.ended()
+            if (news or ended) and self._loop is not None:
+                _post(self._loop, self._deliver, ended, news)
 
     def _obey(self) -> bool:
         """Runs the commands that are there, and waits for one if there is nothing else to do. False: close."""
@@ -265,7 +275,10 @@ class TorchEngine:
             command()
             wait = False
 
-    def _deliver(self, ended: list[Sequence]) -> None:
+    def _deliver(self, ended: list[Sequence], news: SequenceOf[tuple[Sequence, list[int]]] = ()) -> None:
+        for sequence, tokens in news:
+            if sequence.tell is not None:
+                sequence.tell(tokens)
         for sequence in ended:
             owner, future = self._open.get(sequence.id, (None, None))
             # A caller who gave up may be back with the same id.

@@ -104,12 +104,17 @@ class ParkedKV:
             for key in list(self._entries):
                 self._remove(key)
 
-    def renew(self, version: int, *, keep: bool) -> None:
-        """The weights are of another version now."""
+    def renew(self, version: int, *, keep: bool) -> dict[str, int]:
+        """The weights are of another version now. Answers of which sessions so many tokens' KV is forgotten."""
+        gone: dict[str, int] = {}
         with self._lock:
             if not keep:
+                for key, entry in self._entries.items():
+                    if isinstance(key, str) and isinstance(entry, Entry):
+                        gone[key] = len(entry.tokens)
                 self.clear()
             self._version = version
+        return gone
 
     def _put(self, key: str | _Fetched, value: Entry | Part) -> None:
         self._remove(key)

@@ -1,6 +1,7 @@
 """A request on its way through the engine: its tokens so far, and how much of them is in the KV rows."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -15,8 +16,9 @@ class Sequence:
     """`tokens` is the prompt and all that was generated; the first `computed` of them have their KV in the row.
 
     `limit` is the length at which it must end, `blocks` the hash chain of the prompt; one that does not `generate` ends
-    with its prefill. `versions` is brought up to date only at swaps and at the end. `first` is when its first token was
-    there.
+    with its prefill. KV of the first `lost` tokens was there before a swap took it. `versions` is brought up to date
+    only at swaps and at the end. `first` is when its first token was there. `tell` is given the tokens that are new,
+    `every` so many, the last of which are `told` of.
     """
 
     id: str
@@ -31,9 +33,13 @@ class Sequence:
     stop: frozenset[int]
     seed: int
     generates: bool = True
+    every: int = 0
+    told: int = 0
+    tell: Callable[[list[int]], object] | None = None
     computed: int = 0
     cached: int = 0
     fetched: int = 0
+    lost: int = 0
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish: Finish | None = None

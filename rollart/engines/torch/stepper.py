@@ -5,21 +5,25 @@ what never changes, and finding in `parked`, which has a lock. Between two steps
 that of its first `computed` tokens. A sequence is admitted only when rows of its full possible length fit the budget,
 so a running one never lacks memory; kept KV always gives way to rows; a request that could not run even alone is
 refused at once, so the first in the queue always gets its turn. A sequence whose beginning another one is computing
-right now waits for it and copies it; that one is running and gets its share of every step, so the wait ends.
+right now waits for it and copies it; that one is running and gets its share of every step, so the wait ends. While a
+swap waits for running sequences to end, none is admitted.
 """
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from rollart.config import Engine as EngineConfig
 from rollart.engines.torch.batch import Batch
+from rollart.engines.torch.found import Found, find
+from rollart.engines.torch.losses import Losses
 from rollart.engines.torch.model import Model, Weights
 from rollart.engines.torch.pace import Pacer, work_of
-from rollart.engines.torch.parked import Entry, ParkedKV, Part
-from rollart.engines.torch.prefixes import BLOCK, PrefixIndex, common_prefix
+from rollart.engines.torch.parked import ParkedKV, Part
+from rollart.engines.torch.prefixes import PrefixIndex
 from rollart.engines.torch.rows import Rows
 from rollart.engines.torch.sampler import sample
 from rollart.engines.torch.sequence import Sequence, accepted
@@ -29,18 +33,6 @@ from rollart.types import EngineStatus, Finish, GenerationRequest, Loaded, Sampl
 
 # How far down the queue to look for a sequence that need not wait for another's prefill.
 DEFERRED = 128
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The KV of the first `own` tokens is in `entry`, or in the row of `holder`; that of those until `length` is in
-    `part`, which came from another engine."""
-
-    entry: Entry | None
-    holder: Sequence | None
-    own: int
-    part: Part | None
-    length: int
 
 
 @dataclass(slots=True)
@@ -68,11 +60,15 @@ class Stepper:
         self._config = config
         self._seed = seed
         self._pacer = pacer
+        self._losses = Losses()
+        self._then: Callable[[], None] | None = None  # what waits for the running sequences to end
+        self._full = 0  # how many they were
         self._ended: list[Sequence] = []
+        self._news: list[tuple[Sequence, list[int]]] = []
 
     @property
     def busy(self) -> bool:
-        return bool(self.batch.running or self.batch.waiting)
+        return bool(self.batch.running or self.batch.waiting or self._then)
 
     def accept(self, request: GenerationRequest) -> Sequence:
         """A sequence to `add`. Raises EngineFailed if the request can never be served."""
@@ -102,8 +98,8 @@ class Stepper:
         self.batch.waiting.append(sequence)
 
     @torch.inference_mode()
-    def abort(self, request_id: str) -> None:
-        """Ends a request where it is; one that is not here has ended already."""
+    def abort(self, request_id: str, *, keep: bool = False) -> None:
+        """Ends a request where it is, and may `keep` its KV; one that is not here has ended already."""
         for waiting in self.batch.waiting:
             if waiting.id == request_id:
                 self.batch.waiting.remove(waiting)
@@ -112,9 +108,15 @@ class Stepper:
                 return
         for row, running in enumerate(self.batch.running):
             if running.id == request_id:
+                if keep:
+                    self._park(row, running)
                 self._leave(row)
                 self._end(running, "abort")
                 return
+
+    def when_empty(self, action: Callable[[], None]) -> None:
+        """Admits nothing until all that runs has ended; then does `action`, and goes on."""
+        self._then, self._full = action, self.batch.size
 
     @torch.inference_mode()
     def swap(self, version: int, weights: Weights) -> Loaded:
@@ -126,19 +128,26 @@ class Stepper:
         self.version = version
         self.counters.swaps += 1
         keep = self._config.on_swap == "keep"
-        self.parked.renew(version, keep=keep)
+        recompute_s = self._losses.swapped(self.parked.renew(version, keep=keep))
         recomputed = 0 if keep else sum(running.computed for running in self.batch.running)
         if not keep:
             self.batch.restart()
             self._live.clear()
-        return Loaded(version, exposed_s=time.perf_counter() - began, recomputed=recomputed)
+        exposed_s = time.perf_counter() - began + self._losses.drained()
+        return Loaded(version, exposed_s=exposed_s, recomputed=recomputed, recompute_s=recompute_s)
 
     @torch.inference_mode()
     def step(self) -> None:
         """One forward pass: a token for every decoding sequence, and a chunk of prefill."""
+        if self._then is not None and not self.batch.running:
+            action, self._then = self._then, None
+            action()
         began = time.perf_counter()
-        self._admit()
-        chunks = self.batch.chunks(self._config.prefill_chunk)
+        if self._then is None:
+            self._admit()
+        if not self.batch.running:
+            return
+        size, decoding, chunks = self.batch.size, self.batch.decoding, self.batch.chunks(self._config.prefill_chunk)
         step = build(self.batch, chunks, self.rows.tensors)
         logits = self._model.forward(step)
         tokens, logprobs = _sampled(logits, step)
@@ -149,6 +158,10 @@ class Stepper:
         for chunk in chunks:
             self.batch.running[chunk.row].computed += chunk.count
         self.counters.prefilled += sum(chunk.count for chunk in chunks)
+        seconds = time.perf_counter() - began
+        self._losses.count(self.batch.running, decoding, chunks, seconds)
+        if self._then is not None:
+            self._losses.emptier(1 - size / self._full, seconds)
         self._record(step, tokens, logprobs)
         self.counters.busy_s += time.perf_counter() - began
 
@@ -168,6 +181,9 @@ class Stepper:
             sequence.logprobs.append(logprob)
             if token in sequence.stop or len(sequence.tokens) >= sequence.limit:
                 over.append(sequence)
+            elif sequence.every and len(sequence.logprobs) - sequence.told >= sequence.every:
+                self._news.append((sequence, sequence.tokens[sequence.prompt + sequence.told :]))
+                sequence.told = len(sequence.logprobs)
             if len(sequence.logprobs) == 1:
                 sequence.first = now
             self.counters.generated += 1
@@ -189,7 +205,7 @@ class Stepper:
             if size is None:
                 break
             batch.waiting.popleft()
-            found = self._find(sequence)
+            found = find(sequence, self.parked, self._live)
             if found is None:
                 deferred.append(sequence)
                 continue
@@ -204,38 +220,12 @@ class Stepper:
         batch.waiting.extendleft(reversed(deferred))
         batch.settle()
 
-    def _find(self, sequence: Sequence) -> Found | None:
-        """Where the KV of its beginning can be copied from; None: wait, another sequence is about to have more of it.
-
-        At least one token is left to compute, because the next one is sampled from its logits.
-        """
-        most = len(sequence.tokens) - 1
-        entry, own, _ = self.parked.find(sequence.session, sequence.tokens, sequence.blocks)
-        own, promised = min(own, most), 0
-        holder = self._live.longest(sequence.blocks)
-        if holder is not None:
-            promised = min(common_prefix(holder.tokens, sequence.tokens), most)
-            ready = min(promised, holder.computed)
-            if ready > own:
-                entry, own = None, ready
-        part, length = self.parked.part(sequence.id), own
-        if part is not None and part.start <= own:
-            length = max(min(part.stop, most), own)
-        if promised - length >= BLOCK:
-            return None
-        return Found(entry, None if entry is not None else holder, own, part, length)
-
     def _begin(self, row: int, sequence: Sequence, found: Found) -> None:
-        if found.entry is not None:
-            self.rows.write(row, 0, found.entry.kv[:, :, : found.own])
-        elif found.holder is not None and found.own:
-            self.rows.copy(self.batch.running.index(found.holder), row, found.own)
-        if found.part is not None and found.length > found.own:
-            start = found.part.start
-            self.rows.write(row, found.own, found.part.kv[:, :, found.own - start : found.length - start])
+        found.copy(row, self.rows, self.batch.running)
         sequence.computed = found.length
         if not sequence.admitted:
             sequence.admitted = time.perf_counter()
+            self._losses.find(sequence)
             sequence.cached = found.length
             sequence.fetched = found.length - found.own
 
@@ -267,6 +257,11 @@ class Stepper:
         """The sequences that have ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
+
+    def news(self) -> list[tuple[Sequence, list[int]]]:
+        """The tokens that are to be told since the last call."""
+        news, self._news = self._news, []
+        return news
 
     def fail(self, reason: str) -> None:
         """Ends everything with an error and forgets all KV: the way back from a step that broke halfway."""

@@ -18,6 +18,7 @@ class Assembled:
         self._began = self._first = time.perf_counter()
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
+        self._taken = 0
         self._last = Choice()
         self._usage = Usage()
 
@@ -31,6 +32,15 @@ class Assembled:
                 self._logprobs += [token.logprob for token in choice.logprobs.content or ()]
         if part.usage is not None:
             self._usage = part.usage
+
+    @property
+    def fresh(self) -> int:
+        """Tokens that nobody has `taken`."""
+        return len(self._tokens) - self._taken
+
+    def taken(self) -> list[int]:
+        tokens, self._taken = self._tokens[self._taken :], len(self._tokens)
+        return tokens
 
     def completion(self) -> Completion:
         """Raises EngineFailed for an answer that cannot be trained on."""

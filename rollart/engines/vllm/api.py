@@ -123,11 +123,6 @@ class Api:
         async with self._deadline("/metrics", SHORT_S), self._response("GET", "/metrics") as response:
             return await response.text()
 
-    async def label(self) -> str:
-        """The version of the weights, as the server calls it."""
-        async with self._deadline("/weight_info", SHORT_S), self._response("GET", "/weight_info") as response:
-            return str((await response.json())["weight_version"])
-
     async def workers(self, method: str, **arguments: Any) -> None:
         """Call a method of every worker, between two steps."""
         await self.post("/collective_rpc", {"method": method, "kwargs": arguments}, deadline=SWAP_S)

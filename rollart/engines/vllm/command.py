@@ -52,7 +52,6 @@ def arguments(spec: Mapping[str, Any]) -> list[str]:
         "--kv-cache-memory-bytes": (config.kv_megabytes << 20) // ranks,
         "--logprobs-mode": "processed_logprobs",  # those of the distribution that a token is drawn from
         "--generation-config": "vllm",
-        "--stream-interval": _FOREVER,  # the first token when it is there, the others when all are
         "--worker-extension-cls": EXTENSION,
     }
     flags = ["--enable-scale-out", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]

@@ -13,11 +13,12 @@ Invariants:
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any
 
 from rollart.config import Engine as EngineConfig
+from rollart.engines.streamed import Streamed
 from rollart.engines.vllm import gauges, located
 from rollart.engines.vllm.answer import Assembled
 from rollart.engines.vllm.api import Api
@@ -29,6 +30,8 @@ from rollart.weights.reader import Weights
 
 _NAMED = "generate-tokens-"  # what vLLM puts before our names
 _PAUSE_S = 60.0
+_ALL = 1_000_000  # more tokens than an answer has: all of them at once
+_Heard = Callable[[Assembled], Awaitable[None]]
 
 
 class VllmEngine:
@@ -57,22 +60,38 @@ class VllmEngine:
         self._busy_s = self._busy_since = 0.0
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        with self._counted(request) as opened:
-            body = _body(opened.name, request.tokens, request.sampling)
-            if request.kv_from is None or self._swapping:
-                return await self._complete(body, opened)
-            async with self._receiving_from(request.kv_from, request.id) as (params, arrived):
-                return await self._complete(body | ({"kv_transfer_params": params} if params else {}), opened, arrived)
+        return await self._answered(request, _ALL, _nothing)
 
-    async def _complete(
-        self, body: dict[str, Any], opened: "_Open", arrived: Callable[[], None] | None = None
-    ) -> Completion:
+    async def stream(self, asked: Streamed, tell: Callable[[object], None]) -> Completion:
+        """Tells of tokens as they are made."""
+
+        async def news(answer: Assembled) -> None:
+            if answer.fresh >= asked.every:
+                tell(answer.taken())
+                await asyncio.sleep(0)  # parts that have come already are read without a pause
+
+        return await self._answered(asked.request, asked.every, news)
+
+    async def _answered(self, request: GenerationRequest, every: int, heard: _Heard) -> Completion:
+        with self._counted(request) as opened:
+            body = _body(opened.name, request.tokens, request.sampling, every)
+            if request.kv_from is None or self._swapping:
+                return await self._complete(body, opened, heard)
+            async with self._receiving_from(request.kv_from, request.id) as (params, arrived):
+                more = {"kv_transfer_params": params} if params else {}
+
+                async def came(answer: Assembled) -> None:
+                    arrived()
+                    await heard(answer)
+
+                return await self._complete(body | more, opened, came)
+
+    async def _complete(self, body: dict[str, Any], opened: "_Open", heard: _Heard) -> Completion:
         answer = Assembled(len(body["token_ids"]), handed="kv_transfer_params" in body)
         async with aclosing(self._api.stream(body)) as parts:
             async for part in parts:
                 answer.add(part)
-                if arrived is not None:
-                    arrived()
+                await heard(answer)
                 if opened.aborted:  # it may have come before vLLM knew the request
                     await self._api.abort([_NAMED + opened.name])
         return answer.completion()
@@ -176,8 +195,9 @@ class VllmEngine:
             await self._api.workers("rollart_prepare", **where.arguments())
         except EngineFailed as error:
             raise EngineFailed(
-                f"version {version} was not loaded: vLLM's workers, which need our extension and to see its folder, "
-                f"could not take it from {where.files[0]}: {error}"
+                f"version {version} was not loaded: vLLM's workers could not take it from {where.files[0]}: {error}; a "
+                "server that someone else runs needs our extension, and must see this folder: run it on this machine, "
+                "or name a folder that both see as `weights` in the run file"
             ) from error
 
     async def _swap(self, version: int) -> float:
@@ -200,10 +220,12 @@ class VllmEngine:
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[float]:
-        clear = "true" if self._config.on_swap == "recompute" else "false"
+        clear = "false" if self._config.on_swap == "keep" else "true"
+        mode = "wait" if self._config.on_swap == "drain" else "keep"
+        deadline = self._config.deadline if mode == "wait" else _PAUSE_S
         began = time.perf_counter()
         try:
-            await self._api.post(f"/pause?mode=keep&clear_cache={clear}", deadline=_PAUSE_S)
+            await self._api.post(f"/pause?mode={mode}&clear_cache={clear}", deadline=deadline)
             yield began
         finally:
             await self._api.post("/resume")
@@ -233,7 +255,12 @@ class _Open:
         self.name, self.tokens, self.aborted = name, tokens, False
 
 
-def _body(name: str, tokens: list[int], sampling: Sampling) -> dict[str, Any]:
+async def _nothing(answer: Assembled) -> None:
+    """For an answer of which nobody hears before it is complete."""
+
+
+def _body(name: str, tokens: list[int], sampling: Sampling, every: int = _ALL) -> dict[str, Any]:
+    """The first token is told when it is there, the others `every` so many."""
     params: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
@@ -243,6 +270,7 @@ def _body(name: str, tokens: list[int], sampling: Sampling) -> dict[str, Any]:
         "ignore_eos": True,  # what ends an answer is the caller's to say
         "logprobs": 0,
         "detokenize": False,
+        "stream_interval": every,
     }
     if sampling.seed is not None:
         params["seed"] = sampling.seed

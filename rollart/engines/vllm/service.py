@@ -42,6 +42,7 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
             raise
         yield {
             "generate": engine.generate,
+            "stream": engine.stream,
             "prefill": engine.prefill,
             "abort": engine.abort,
             "load": engine.load,

@@ -1,7 +1,7 @@
 """What the APIs share: each turns bytes into an `Ask`, and an answer or an error into its own JSON."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -11,26 +11,40 @@ from rollart.gateway.tenant import Tenant
 from rollart.gateway.words import Answer, Ask, Choice, Said
 
 T = TypeVar("T")
-SLICE = 48  # characters of one streamed piece
 _AT = re.compile(r" - at `\$\.?(.*)`$")
+DONE = b"data: [DONE]\n\n"
 encode = msgspec.json.Encoder().encode
 
 
 class Api(Protocol):
+    """`speaks`: its streams are text, which can be shown while the answer is being made."""
+
+    speaks: bool
+
     def parse(self, body: bytes, tenant: Tenant) -> Ask:
         """Raises ApiError."""
         ...
 
     def whole(self, ask: Ask, answer: Answer) -> Any: ...
 
-    def stream(self, ask: Ask, answer: Answer) -> Iterator[bytes]:
-        """Server-sent events."""
-        ...
+    def writer(self, ask: Ask) -> "Writer": ...
 
     def error(self, error: ApiError) -> Any: ...
 
     def served(self, ask: Ask, answer: Answer, tenant: Tenant) -> None:
         """The answer was delivered."""
+        ...
+
+
+class Writer(Protocol):
+    """One answer as server-sent events."""
+
+    def text(self, answer: Answer, index: int, piece: str) -> bytes:
+        """More of what the choice of that index says, while the answer is being made."""
+        ...
+
+    def end(self, answer: Answer, shown: Sequence[int]) -> bytes:
+        """All the rest: of each choice, so many characters were written already."""
         ...
 
 
@@ -65,8 +79,20 @@ def event(data: Any, name: str | None = None) -> bytes:
     return head + b"data: " + encode(data) + b"\n\n"
 
 
-def slices(text: str) -> Iterator[str]:
-    yield from (text[at : at + SLICE] for at in range(0, len(text), SLICE))
+class Format(msgspec.Struct):
+    """How an answer is to be written."""
+
+    type: str = "text"
+
+
+def check_format(format: Format | None, param: str) -> None:
+    """Raises ApiError for what would have to be enforced while tokens are drawn: what is trained is drawn freely."""
+    if format is not None and format.type != "text":
+        raise invalid(
+            f"answers of the format {format.type!r} are not offered here, only text: say in a message what form the "
+            "answer shall have, and check it",
+            f"{param}.type",
+        )
 
 
 def texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:

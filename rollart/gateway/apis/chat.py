@@ -1,12 +1,12 @@
 """OpenAI chat completions: POST /v1/chat/completions."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
 from msgspec.json import Decoder
 
-from rollart.gateway.apis.base import event, read, slices
+from rollart.gateway.apis.base import DONE, Format, Writer, check_format, event, read
 from rollart.gateway.apis.openai import (
     Count,
     Function,
@@ -36,6 +36,7 @@ class _Request(Streamed, kw_only=True):
     tools: list[_Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     return_token_ids: bool | None = None
+    response_format: Format | None = None
 
 
 class ChatCompletions(OpenAI):
@@ -45,6 +46,7 @@ class ChatCompletions(OpenAI):
         request = read(self._decoder, body)
         if not request.messages:
             raise invalid("there must be at least one message", "messages")
+        check_format(request.response_format, "response_format")
         tools = tuple(tool(each.function) for each in request.tools or ())
         limit = request.max_completion_tokens
         force, calls = wanted(request.tool_choice, tools)
@@ -87,25 +89,49 @@ class ChatCompletions(OpenAI):
             said["token_ids"] = choice.tokens
         return said
 
-    def stream(self, ask: Ask, answer: Answer) -> Iterator[bytes]:
-        head = self._head(answer, "chat.completion.chunk")
-        for number, choice in enumerate(answer.choices):
-            for delta, more in self._deltas(ask, choice):
-                yield event({**head, "choices": [{"index": number, "delta": delta, "finish_reason": None, **more}]})
-            yield event({**head, "choices": [{"index": number, "delta": {}, "finish_reason": finish_reason(choice)}]})
-        if ask.usage_in_stream:
-            yield event({**head, "choices": [], "usage": usage(answer)})
-        yield b"data: [DONE]\n\n"
+    def writer(self, ask: Ask) -> Writer:
+        return _Writer(self, ask)
 
-    def _deltas(self, ask: Ask, choice: Choice) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        more: dict[str, Any] = {"logprobs": self.logprobs(choice)} if ask.logprobs else {}
-        if ask.token_ids:
-            more["token_ids"] = choice.tokens
-        yield {"role": "assistant", "content": ""}, more
-        for piece in slices(choice.text):
-            yield {"content": piece}, {}
-        for index, call in enumerate(_calls(choice)):
-            yield {"tool_calls": [{"index": index, **call}]}, {}
+    def chunk(self, answer: Answer, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return event({**self._head(answer, "chat.completion.chunk"), "choices": choices, **more})
+
+
+class _Writer:
+    """What belongs to tokens comes with the end of their choice, when all of them are there."""
+
+    def __init__(self, api: ChatCompletions, ask: Ask) -> None:
+        self._api, self._ask = api, ask
+        self._begun: set[int] = set()
+
+    def text(self, answer: Answer, index: int, piece: str) -> bytes:
+        return self._opened(answer, index) + self._delta(answer, index, {"content": piece})
+
+    def end(self, answer: Answer, shown: Sequence[int]) -> bytes:
+        pieces = []
+        for index, choice in enumerate(answer.choices):
+            pieces.append(self._opened(answer, index))
+            if rest := choice.text[shown[index] :]:
+                pieces.append(self._delta(answer, index, {"content": rest}))
+            for number, call in enumerate(_calls(choice)):
+                pieces.append(self._delta(answer, index, {"tool_calls": [{"index": number, **call}]}))
+            last: dict[str, Any] = {"index": index, "delta": {}, "finish_reason": finish_reason(choice)}
+            if self._ask.logprobs:
+                last["logprobs"] = self._api.logprobs(choice)
+            if self._ask.token_ids:
+                last["token_ids"] = choice.tokens
+            pieces.append(self._api.chunk(answer, [last]))
+        if self._ask.usage_in_stream:
+            pieces.append(self._api.chunk(answer, [], usage=usage(answer)))
+        return b"".join([*pieces, DONE])
+
+    def _opened(self, answer: Answer, index: int) -> bytes:
+        if index in self._begun:
+            return b""
+        self._begun.add(index)
+        return self._delta(answer, index, {"role": "assistant", "content": ""})
+
+    def _delta(self, answer: Answer, index: int, delta: dict[str, Any]) -> bytes:
+        return self._api.chunk(answer, [{"index": index, "delta": delta, "finish_reason": None}])
 
 
 def _calls(choice: Choice) -> list[dict[str, Any]]:

@@ -1,11 +1,11 @@
 """OpenAI completions: POST /v1/completions. The prompt is text or tokens, as it stands."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec.json import Decoder
 
-from rollart.gateway.apis.base import event, read, slices
+from rollart.gateway.apis.base import DONE, Writer, event, read
 from rollart.gateway.apis.openai import OpenAI, Streamed, usage
 from rollart.gateway.errors import invalid
 from rollart.gateway.tenant import Tenant
@@ -76,16 +76,32 @@ class Completions(OpenAI):
             "text_offset": offsets[: len(pieces)],
         }
 
-    def stream(self, ask: Ask, answer: Answer) -> Iterator[bytes]:
-        head = self._head(answer)
-        for number, choice in enumerate(answer.choices):
-            for piece in slices(choice.text):
-                yield event({**head, "choices": [{"index": number, "text": piece, "finish_reason": None}]})
-            last = {**self._choice(ask, answer, number), "text": ""}
-            yield event({**head, "choices": [last]})
-        if ask.usage_in_stream:
-            yield event({**head, "choices": [], "usage": usage(answer)})
-        yield b"data: [DONE]\n\n"
+    def writer(self, ask: Ask) -> Writer:
+        return _Writer(self, ask)
+
+    def chunk(self, answer: Answer, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return event({**self._head(answer), "choices": choices, **more})
+
+    def last(self, ask: Ask, answer: Answer, index: int, rest: str) -> dict[str, Any]:
+        return {**self._choice(ask, answer, index), "text": rest}
+
+
+class _Writer:
+    def __init__(self, api: Completions, ask: Ask) -> None:
+        self._api, self._ask = api, ask
+
+    def text(self, answer: Answer, index: int, piece: str) -> bytes:
+        return self._api.chunk(answer, [{"index": index, "text": piece, "finish_reason": None}])
+
+    def end(self, answer: Answer, shown: Sequence[int]) -> bytes:
+        rests = [choice.text[shown[index] :] for index, choice in enumerate(answer.choices)]
+        pieces = [
+            self._api.chunk(answer, [self._api.last(self._ask, answer, index, rest)])
+            for index, rest in enumerate(rests)
+        ]
+        if self._ask.usage_in_stream:
+            pieces.append(self._api.chunk(answer, [], usage=usage(answer)))
+        return b"".join([*pieces, DONE])
 
 
 def _prompt(prompt: str | list[str | int | list[int]]) -> tuple[str | None, list[int] | None]:

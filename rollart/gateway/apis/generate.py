@@ -1,12 +1,12 @@
 """Tokens in, tokens out: POST /inference/v1/generate, as vLLM offers it and training clients speak it."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
 from msgspec.json import Decoder
 
-from rollart.gateway.apis.base import event, read
+from rollart.gateway.apis.base import DONE, Writer, event, read
 from rollart.gateway.apis.openai import Drawn, OpenAI, usage
 from rollart.gateway.errors import invalid
 from rollart.gateway.tenant import Tenant
@@ -27,6 +27,9 @@ class _Request(Struct):
 
 
 class Generate(OpenAI):
+    """A stream is one event: whoever asks for tokens wants their logprobs, which come with the last."""
+
+    speaks = False
     _decoder = Decoder(_Request)
 
     def parse(self, body: bytes, tenant: Tenant) -> Ask:
@@ -59,6 +62,16 @@ class Generate(OpenAI):
         """Tokens are named by their numbers: several may have the same text."""
         return {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
 
-    def stream(self, ask: Ask, answer: Answer) -> Iterator[bytes]:
-        yield event(self.whole(ask, answer))
-        yield b"data: [DONE]\n\n"
+    def writer(self, ask: Ask) -> Writer:
+        return _Writer(self, ask)
+
+
+class _Writer:
+    def __init__(self, api: Generate, ask: Ask) -> None:
+        self._api, self._ask = api, ask
+
+    def text(self, answer: Answer, index: int, piece: str) -> bytes:
+        raise AssertionError("this API does not speak")
+
+    def end(self, answer: Answer, shown: Sequence[int]) -> bytes:
+        return event(self._api.whole(self._ask, answer)) + DONE

@@ -1,12 +1,12 @@
 """Anthropic messages: POST /v1/messages."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 from msgspec.json import Decoder
 
-from rollart.gateway.apis.base import Part, event, read, slices, text_of
+from rollart.gateway.apis.base import Format, Part, Writer, check_format, event, read, text_of
 from rollart.gateway.apis.openai import Count, Share, arguments
 from rollart.gateway.errors import ApiError, invalid
 from rollart.gateway.tenant import Tenant
@@ -52,6 +52,10 @@ class _ToolChoice(Struct):
     name: str | None = None
 
 
+class _Output(Struct):
+    format: Format | None = None
+
+
 class _Request(Struct):
     messages: list[_Message]
     max_tokens: Count
@@ -64,6 +68,7 @@ class _Request(Struct):
     stream: bool | None = None
     tools: list[_Tool] | None = None
     tool_choice: _ToolChoice | None = None
+    output_config: _Output | None = None
 
 
 class _CountRequest(_Request):
@@ -71,12 +76,16 @@ class _CountRequest(_Request):
 
 
 class Messages:
+    speaks = True
     _decoder: "Decoder[Any]" = Decoder(_Request)
 
     def parse(self, body: bytes, tenant: Tenant) -> Ask:
         request = read(self._decoder, body)
         if not request.messages:
             raise invalid("there must be at least one message", "messages")
+        check_format(
+            request.output_config.format if request.output_config is not None else None, "output_config.format"
+        )
         said = [one for number, message in enumerate(request.messages) for one in _said(message, number)]
         if system := text_of(request.system, "system"):
             said.insert(0, Said("system", system))
@@ -113,27 +122,12 @@ class Messages:
     def _head(self, answer: Answer) -> dict[str, Any]:
         return {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": answer.model}
 
-    def stream(self, ask: Ask, answer: Answer) -> Iterator[bytes]:
-        choice = answer.choices[0]
-        start = {**self._head(answer), "content": [], "stop_reason": None, "stop_sequence": None}
-        yield _event("message_start", message={**start, "usage": _usage(answer, 0)})
-        for index, block in enumerate(_blocks(choice)):
-            if block["type"] == "text":
-                empty: dict[str, Any] = {"type": "text", "text": ""}
-                deltas: Iterator[dict[str, Any]] = (
-                    {"type": "text_delta", "text": piece} for piece in slices(block["text"])
-                )
-            else:
-                empty = {**block, "input": {}}
-                said = choice.calls[index - bool(choice.text)].arguments
-                deltas = ({"type": "input_json_delta", "partial_json": piece} for piece in slices(said))
-            yield _event("content_block_start", index=index, content_block=empty)
-            for delta in deltas:
-                yield _event("content_block_delta", index=index, delta=delta)
-            yield _event("content_block_stop", index=index)
-        end = {"stop_reason": _reason(choice), "stop_sequence": choice.stopped_by}
-        yield _event("message_delta", delta=end, usage={"output_tokens": answer.made})
-        yield _event("message_stop")
+    def writer(self, ask: Ask) -> Writer:
+        return _Writer(self)
+
+    def start(self, answer: Answer) -> bytes:
+        empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(answer, 0)}
+        return _event("message_start", message={**self._head(answer), **empty})
 
     def error(self, error: ApiError) -> Any:
         kind = _KINDS.get(error.status, "api_error")
@@ -142,6 +136,46 @@ class Messages:
 
     def served(self, ask: Ask, answer: Answer, tenant: Tenant) -> None:
         """Nothing to remember: clients repeat the conversation."""
+
+
+class _Writer:
+    """The text is the first block, calls are those after it."""
+
+    def __init__(self, api: Messages) -> None:
+        self._api = api
+        self._started = self._speaking = False
+
+    def text(self, answer: Answer, index: int, piece: str) -> bytes:
+        head = b""
+        if not self._speaking:
+            self._speaking = True
+            head = self._start(answer) + _event(
+                "content_block_start", index=0, content_block={"type": "text", "text": ""}
+            )
+        return head + _event("content_block_delta", index=0, delta={"type": "text_delta", "text": piece})
+
+    def end(self, answer: Answer, shown: Sequence[int]) -> bytes:
+        choice, pieces = answer.choices[0], []
+        if choice.text[shown[0] :] or not (choice.calls or self._speaking):
+            pieces.append(self.text(answer, 0, choice.text[shown[0] :]))
+        pieces.append(self._start(answer))
+        if self._speaking:
+            pieces.append(_event("content_block_stop", index=0))
+        blocks = [block for block in _blocks(choice) if block["type"] == "tool_use"]
+        for index, (block, call) in enumerate(zip(blocks, choice.calls, strict=True), start=self._speaking):
+            delta = {"type": "input_json_delta", "partial_json": call.arguments}
+            pieces.append(_event("content_block_start", index=index, content_block={**block, "input": {}}))
+            pieces.append(_event("content_block_delta", index=index, delta=delta))
+            pieces.append(_event("content_block_stop", index=index))
+        end = {"stop_reason": _reason(choice), "stop_sequence": choice.stopped_by}
+        pieces.append(_event("message_delta", delta=end, usage=_usage(answer, answer.made)))
+        return b"".join([*pieces, _event("message_stop")])
+
+    def _start(self, answer: Answer) -> bytes:
+        if self._started:
+            return b""
+        self._started = True
+        return self._api.start(answer)
 
 
 class CountTokens(Messages):

@@ -84,6 +84,8 @@ class Message(Struct):
 class OpenAI:
     """`template` names tokens."""
 
+    speaks = True
+
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
 

@@ -1,13 +1,13 @@
 """OpenAI responses: POST /v1/responses. A conversation may be continued by the id of an earlier response of the key."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
 from msgspec import Struct
 from msgspec.json import Decoder
 
-from rollart.gateway.apis.base import Part, conversation, event, read, slices, text_of
+from rollart.gateway.apis.base import Format, Part, Writer, check_format, conversation, event, read, text_of
 from rollart.gateway.apis.openai import Count, Heat, OpenAI, Share, arguments, wanted
 from rollart.gateway.errors import ApiError, invalid
 from rollart.gateway.tenant import Tenant
@@ -31,6 +31,10 @@ class _Tool(Struct):
     parameters: dict[str, Any] | None = None
 
 
+class _Text(Struct):
+    format: Format | None = None
+
+
 class _Request(Struct):
     input: str | list[_Item]
     model: str = ""
@@ -42,6 +46,7 @@ class _Request(Struct):
     stream: bool | None = None
     tools: list[_Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    text: _Text | None = None
 
 
 class Responses(OpenAI):
@@ -49,6 +54,7 @@ class Responses(OpenAI):
 
     def parse(self, body: bytes, tenant: Tenant) -> Ask:
         request = read(self._decoder, body)
+        check_format(request.text.format if request.text is not None else None, "text.format")
         before: tuple[Said, ...] = ()
         if request.previous_response_id is not None:
             found = tenant.responses.get(request.previous_response_id)
@@ -94,40 +100,70 @@ class Responses(OpenAI):
             "usage": _usage(answer),
         }
 
-    def stream(self, ask: Ask, answer: Answer) -> Iterator[bytes]:
-        numbers = count()
+    def begun(self, ask: Ask, answer: Answer) -> dict[str, Any]:
+        return {
+            **_head(ask, answer),
+            "status": "in_progress",
+            "incomplete_details": None,
+            "output": [],
+            "usage": None,
+        }
 
-        def told(kind: str, **data: Any) -> bytes:
-            return event({"type": kind, "sequence_number": next(numbers), **data}, kind)
+    def writer(self, ask: Ask) -> Writer:
+        return _Writer(self, ask)
 
-        whole = self.whole(ask, answer)
-        begun = {**whole, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
-        yield told("response.created", response=begun)
-        yield told("response.in_progress", response=begun)
+
+class _Writer:
+    def __init__(self, api: Responses, ask: Ask) -> None:
+        self._api, self._ask = api, ask
+        self._numbers = count()
+        self._started = self._speaking = False
+
+    def text(self, answer: Answer, index: int, piece: str) -> bytes:
+        head = b""
+        if not self._speaking:
+            self._speaking = True
+            item = {**_message(answer.id, ""), "status": "in_progress", "content": []}
+            head = self._start(answer) + self._told("response.output_item.added", output_index=0, item=item)
+            head += self._told("response.content_part.added", part=_part(""), **_at(answer))
+        return head + self._told("response.output_text.delta", delta=piece, logprobs=[], **_at(answer))
+
+    def end(self, answer: Answer, shown: Sequence[int]) -> bytes:
+        choice, pieces, whole = answer.choices[0], [], self._api.whole(self._ask, answer)
+        if rest := choice.text[shown[0] :]:
+            pieces.append(self.text(answer, 0, rest))
+        elif not (choice.calls or self._speaking):
+            pieces.append(self.text(answer, 0, ""))
+        pieces.append(self._start(answer))
         for index, item in enumerate(whole["output"]):
-            at = {"item_id": item["id"], "output_index": index}
-            if item["type"] == "message":
-                part = item["content"][0]
-                yield told(
-                    "response.output_item.added",
-                    output_index=index,
-                    item={**item, "status": "in_progress", "content": []},
-                )
-                at["content_index"] = 0
-                yield told("response.content_part.added", part={**part, "text": ""}, **at)
-                for piece in slices(part["text"]):
-                    yield told("response.output_text.delta", delta=piece, logprobs=[], **at)
-                yield told("response.output_text.done", text=part["text"], logprobs=[], **at)
-                yield told("response.content_part.done", part=part, **at)
-            else:
-                said = item["arguments"]
-                begun = {**item, "status": "in_progress", "arguments": ""}
-                yield told("response.output_item.added", output_index=index, item=begun)
-                for piece in slices(said):
-                    yield told("response.function_call_arguments.delta", delta=piece, **at)
-                yield told("response.function_call_arguments.done", arguments=said, name=item["name"], **at)
-            yield told("response.output_item.done", output_index=index, item=item)
-        yield told(f"response.{whole['status']}", response=whole)
+            pieces += self._said(answer, choice.text) if item["type"] == "message" else self._called(index, item)
+            pieces.append(self._told("response.output_item.done", output_index=index, item=item))
+        return b"".join([*pieces, self._told(f"response.{whole['status']}", response=whole)])
+
+    def _said(self, answer: Answer, text: str) -> list[bytes]:
+        return [
+            self._told("response.output_text.done", text=text, logprobs=[], **_at(answer)),
+            self._told("response.content_part.done", part=_part(text), **_at(answer)),
+        ]
+
+    def _called(self, index: int, item: dict[str, Any]) -> list[bytes]:
+        at, said = {"item_id": item["id"], "output_index": index}, item["arguments"]
+        added = {**item, "status": "in_progress", "arguments": ""}
+        return [
+            self._told("response.output_item.added", output_index=index, item=added),
+            self._told("response.function_call_arguments.delta", delta=said, **at),
+            self._told("response.function_call_arguments.done", arguments=said, name=item["name"], **at),
+        ]
+
+    def _start(self, answer: Answer) -> bytes:
+        if self._started:
+            return b""
+        self._started = True
+        begun = self._api.begun(self._ask, answer)
+        return self._told("response.created", response=begun) + self._told("response.in_progress", response=begun)
+
+    def _told(self, kind: str, **data: Any) -> bytes:
+        return event({"type": kind, "sequence_number": next(self._numbers), **data}, kind)
 
 
 def _merged(items: list[_Item]) -> list[Said]:
@@ -179,12 +215,7 @@ def _head(ask: Ask, answer: Answer) -> dict[str, Any]:
 
 
 def _output(number: str, choice: Choice) -> list[dict[str, Any]]:
-    output: list[dict[str, Any]] = []
-    if choice.text or not choice.calls:
-        part = {"type": "output_text", "text": choice.text, "annotations": [], "logprobs": []}
-        output.append(
-            {"type": "message", "id": f"msg_{number}", "status": "completed", "role": "assistant", "content": [part]}
-        )
+    output = [_message(number, choice.text)] if choice.text or not choice.calls else []
     for index, call in enumerate(choice.calls):
         output.append(
             {
@@ -197,6 +228,20 @@ def _output(number: str, choice: Choice) -> list[dict[str, Any]]:
             }
         )
     return output
+
+
+def _message(number: str, text: str) -> dict[str, Any]:
+    said = {"type": "message", "id": f"msg_{number}", "status": "completed", "role": "assistant"}
+    return {**said, "content": [_part(text)]}
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _at(answer: Answer) -> dict[str, Any]:
+    """Where the text of an answer is."""
+    return {"item_id": f"msg_{answer.id}", "output_index": 0, "content_index": 0}
 
 
 def _usage(answer: Answer) -> dict[str, Any]:

@@ -6,7 +6,6 @@ authority on both; the buckets come by the transport that the source's URL names
 those checksums. The phases are those of vLLM's weight transfer: init (the constructor), start, update, finish.
 """
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from rollart.errors import RollartError
@@ -44,8 +43,8 @@ class Sender(Protocol):
 
 
 class Receiver(Protocol):
-    """The engine's side, made by `receiver(url, ...)`. `update` is called from several threads at once, each with a
-    bucket of its own, and only for buckets whose checksum the publisher has told, which are final there."""
+    """The engine's side. `update` is called from several threads at once, each with a bucket of its own, and only for
+    buckets whose checksum the publisher has told, which are final there."""
 
     def start(self, manifest: Manifest, data: memoryview) -> None:
         """A version begins. `data` is where it goes, `manifest.size` bytes of memory that comes back later."""
@@ -62,22 +61,18 @@ class Receiver(Protocol):
     def close(self) -> None: ...
 
 
-def receiver(urls: Sequence[str], key: str | None, deadline: float) -> Receiver:
-    """By the scheme of the URLs, which all have the same; the others than HTTP have one. Raises TransferFailed."""
-    scheme = urls[0].partition(":")[0]
-    if scheme == "http":
-        from rollart.weights.transports.http import HttpReceiver
-
-        return HttpReceiver(urls, key=key, deadline=deadline)
+def receiver(url: str, deadline: float) -> Receiver:
+    """Of what a publisher offers, by the scheme of its URL. Raises TransferFailed."""
+    scheme = url.partition(":")[0]
     if scheme == "nixl":
         from rollart.weights.transports.nixl import NixlReceiver
 
-        return NixlReceiver(urls[0], deadline=deadline)
+        return NixlReceiver(url, deadline=deadline)
     if scheme == "mooncake":
         from rollart.weights.transports.mooncake import MooncakeReceiver
 
-        return MooncakeReceiver(urls[0])
-    raise TransferFailed(f"there is no transport for {urls[0]}")
+        return MooncakeReceiver(url)
+    raise TransferFailed(f"there is no transport for {url}")
 
 
 def sender(transport: str) -> Sender:

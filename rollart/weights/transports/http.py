@@ -12,7 +12,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from urllib.parse import urlsplit
 
 import xxhash
 
@@ -20,11 +19,14 @@ from rollart.weights.delta import WrongDelta
 from rollart.weights.delta_wire import DELTA, ENCODING, HeldBase, speeds
 from rollart.weights.manifest import Manifest
 from rollart.weights.transports import TransferFailed
+from rollart.weights.transports.connections import Connections
 
 STRIKES = 2
 ATTEMPTS = 8
 AGAIN_S = 0.05
-CHUNK = 1 << 20  # of a bucket, so that it is still in the cache when its checksum is computed
+CHUNK = 256 << 10  # of a bucket, so that it is still in the cache when its checksum is computed
+
+connections = Connections()
 
 
 class HttpReceiver:
@@ -47,7 +49,7 @@ class HttpReceiver:
         self._strikes: Counter[str] = Counter()
         self._gave: dict[int, set[str]] = {}
         self._local = threading.local()
-        self._opened: list[http.client.HTTPConnection] = []
+        self._taken: list[tuple[str, http.client.HTTPConnection]] = []
         self._path = ""
         self._manifest: Manifest
 
@@ -86,8 +88,9 @@ class HttpReceiver:
         self._gave.clear()
 
     def close(self) -> None:
-        for connection in self._opened:
-            connection.close()
+        """To be called when no thread is in a call any more."""
+        while self._taken:
+            connections.give(*self._taken.pop())
         if self._held is not None:
             self._held.release()
             self._held = self._base = None
@@ -155,14 +158,14 @@ class HttpReceiver:
         """Each thread has its own to each source."""
         known: dict[str, http.client.HTTPConnection] = self._local.__dict__
         if source not in known:
-            host = urlsplit(source)
-            known[source] = http.client.HTTPConnection(host.hostname or "", host.port, timeout=self._deadline)
-            self._opened.append(known[source])
+            known[source] = connections.take(source, self._deadline)
+            self._taken.append((source, known[source]))
         return known[source]
 
     def _drop(self, source: str) -> None:
         connection = self._local.__dict__.pop(source, None)
         if connection is not None:
+            self._taken.remove((source, connection))
             connection.close()
 
 

@@ -62,7 +62,7 @@ class Preferred:
         self._plain.start(manifest, data)
         for url in self._offers:
             try:
-                self._fast = receiver([url], None, self._deadline)
+                self._fast = receiver(url, self._deadline)
                 self._fast.start(manifest, data)
                 self.transport = url.partition(":")[0]
                 return

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from vllm_fleet import DEADLINE_S, NEEDS_VLLM, START_S, Versions, fronted, request, spec_of
+from vllm_fleet import DEADLINE_S, NEEDS_VLLM, START_S, Versions, fronted, in_flight, request, spec_of
 
 from rollart.engines.vllm.server import started
 from rollart.errors import ServiceError
@@ -27,10 +27,18 @@ def test_a_server_given_by_its_address_gets_the_weights_of_the_run_and_outlives_
                 made = await first.engine.generate(asked)
                 assert set(made.versions) == {5} and versions.worst(asked, made) <= 1e-4
             # A run that comes later finds weights there that are not its own.
-            async with fronted(versions, tmp_path, url=url) as second:
+            async with fronted(versions, tmp_path, url=url, config={"on_swap": "drain"}) as second:
                 assert (await second.engine.status()).version == 0
                 made = await second.engine.generate(asked)
                 assert set(made.versions) == {0} and versions.worst(asked, made) <= 1e-4
+                # It wants requests to end before a swap.
+                long = request("2", asked.tokens, max_tokens=300, seed=1)
+                running = asyncio.create_task(second.engine.generate(long))
+                await in_flight(second.engine, 1)
+                versions.publish(6)
+                await second.engine.load(6)
+                assert set((await running).versions) == {0}
+                assert set((await second.engine.generate(asked)).versions) == {6}
 
     asyncio.run(asyncio.wait_for(body(), START_S))
 

@@ -14,6 +14,7 @@ from vllm_fleet import DEADLINE_S, NEEDS_VLLM, Fronted, Versions, fronted, in_fl
 
 from rollart.engines.client import EngineClient
 from rollart.errors import EngineFailed
+from rollart.protocols import Listener
 from rollart.types import Completion, GenerationRequest
 
 T = TypeVar("T")
@@ -144,6 +145,19 @@ def test_an_aborted_request_ends_with_the_tokens_that_it_has(setup: Setup) -> No
 
     made = setup.run(abort())
     assert made.finish == "abort" and 0 < len(made.tokens) < 400
+    assert setup.versions.worst(asked, made) <= 1e-4
+
+
+def test_tokens_are_told_while_they_are_made_until_it_is_enough(setup: Setup) -> None:
+    asked, heard = request("told", [7] * 20, max_tokens=400), list[int]()
+
+    def hear(tokens: list[int]) -> bool:
+        heard.extend(tokens)
+        return len(heard) >= 6
+
+    made = setup.run(setup.engine.stream(asked, Listener(2, hear, heard.clear)))
+    assert made.finish == "length" and 6 <= len(heard) <= len(made.tokens) < 400
+    assert made.tokens[: len(heard)] == heard
     assert setup.versions.worst(asked, made) <= 1e-4
 
 

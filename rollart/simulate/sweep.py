@@ -1,0 +1,118 @@
+"""A sweep: the same scenario with other values of some keys, one point for each."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from rich.table import Table
+
+from rollart.errors import ConfigError
+from rollart.simulate.report import summary
+from rollart.simulate.result import Result, interval
+
+PRESET = "preset"
+_OPEN, _CLOSE = "[{", "]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """`values` by key, as they were written."""
+
+    values: dict[str, str]
+
+    @property
+    def overrides(self) -> list[str]:
+        return [f"{key}={value}" for key, value in self.values.items() if key != PRESET]
+
+    @property
+    def preset(self) -> str | None:
+        return self.values.get(PRESET)
+
+
+def points(asked: Sequence[str]) -> list[Point]:
+    """All combinations of `KEY=A,B,C` and `KEY,KEY=A:B,C:D`, whose keys change together. Raises ConfigError."""
+    axes = [list(_axis(text)) for text in asked]
+    found = [Point({key: value for part in parts for key, value in part.items()}) for parts in product(*axes)]
+    if len({key for point in found for key in point.values}) < sum(len(axis[0]) for axis in axes):
+        raise ConfigError("--sweep: a key may be swept only once")
+    return found
+
+
+def _axis(text: str) -> Iterator[dict[str, str]]:
+    names, equals, values = text.partition("=")
+    keys = [name.strip() for name in names.split(",")]
+    if not equals or not all(keys) or not values.strip():
+        raise ConfigError(f"--sweep {text}: write it as KEY=A,B,C, or as KEY,KEY=A:B,C:D to change several together")
+    for value in _split(values, ","):
+        parts = _split(value, ":") if len(keys) > 1 else [value]
+        if len(parts) != len(keys):
+            raise ConfigError(
+                f"--sweep {text}: {value.strip()!r} should have a value for each of {', '.join(keys)}, with `:` between"
+            )
+        yield dict(zip(keys, map(str.strip, parts), strict=True))
+
+
+def _split(text: str, mark: str) -> list[str]:
+    """At every `mark` that no bracket is around."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in _OPEN) - (letter in _CLOSE)
+        if letter == mark and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+Swept = Sequence[tuple[Point, Sequence[Result]]]
+
+
+def table(swept: Swept) -> Table:
+    """A row for each point, without the columns in which nothing is told."""
+    told = Table(box=None, pad_edge=False, header_style="dim")
+    cells = [_cells(results) for _, results in swept]
+    columns = [name for name in cells[0] if any(row[name].strip("0.%") for row in cells)]
+    for key in swept[0][0].values:
+        told.add_column(".".join(key.split(".")[-2:]), overflow="fold")
+    for column in columns:
+        told.add_column(column, justify="right", no_wrap=True)
+    for (point, _), row in zip(swept, cells, strict=True):
+        told.add_row(*point.values.values(), *(row[name] for name in columns))
+    told.caption = "trainer, engines, rewards: share of time at work; unused: trajectories that were not trained"
+    told.caption_justify = "left"
+    return told
+
+
+def _cells(results: Sequence[Result]) -> dict[str, str]:
+    def mean(pick: Callable[[Result], float]) -> float:
+        return sum(map(pick, results)) / len(results)
+
+    step, half = interval([result.step_s for result in results])
+    return {
+        "s/step": f"{step:,.4g}",
+        "+-": "" if math.isnan(half) else f"{half:.2g}",
+        "tokens/s": f"{mean(lambda r: r.tokens_per_s):,.0f}",
+        "trainer": f"{mean(lambda r: r.trainer_use):.0%}",
+        "engines": f"{mean(_busy):.0%}",
+        "rewards": f"{mean(lambda r: r.reward_use):.1%}",
+        "unused": f"{mean(_unused):.1%}",
+        "price/h": f"{results[0].price_per_hour:.4g}",
+        "price/step": f"{mean(lambda r: r.cost_per_step):.4g}",
+    }
+
+
+def as_rows(swept: Swept) -> list[dict[str, Any]]:
+    return [{"values": point.values, **summary(results)} for point, results in swept]
+
+
+def _busy(result: Result) -> float:
+    """Of all generating devices."""
+    devices = sum(pool.devices for pool in result.pools.values())
+    return sum(pool.busy * pool.devices for pool in result.pools.values()) / max(1, devices)
+
+
+def _unused(result: Result) -> float:
+    ended = sum(result.outcomes.values())
+    return 1.0 - sum(result.outcomes.get(name, 0) for name in ("finished", "truncated")) / max(1, ended)

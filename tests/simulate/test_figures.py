@@ -1,0 +1,49 @@
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rollart.cli import app
+from rollart.simulate import figures, paper
+from rollart.simulate.scenario import load
+
+EXAMPLES = sorted((*paper.FOLDER.glob("*.yaml"), *(paper.FOLDER.parent / "simulate").glob("*.yaml")))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_scenarios_that_ship_are_valid(path: Path) -> None:
+    assert load(path).name == path.stem
+
+
+def test_tasks_are_the_same_in_all_scenarios_of_the_paper() -> None:
+    seen: dict[str, object] = {}
+    for name in ("end_to_end", "end_to_end_small", "same_cost", "same_cost_math", "step_breakdown"):
+        for task, workload in load(paper.FOLDER / f"{name}.yaml").simulate.workloads.items():
+            tokens = workload.model_dump(include={"turns", "prompt", "observation", "response", "step"})
+            assert seen.setdefault(task, tokens) == tokens, f"{task} in {name}"
+
+
+def test_a_row_is_close_within_fifteen_percent() -> None:
+    assert paper.Row("f", "w", 1.0, 1.15).close and not paper.Row("f", "w", 1.0, 1.16).close
+
+
+def test_reproducing_tells_what_was_missed_and_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = [
+        paper.Row("f", "near", 1.0, 1.1),
+        paper.Row("f", "far", 1.0, 2.0),
+        paper.Row("f", "told", 1.0, 3.0, "because"),
+    ]
+    monkeypatch.setattr(figures, "FIGURES", [lambda scenarios: iter(rows)])
+    said = CliRunner().invoke(app, ["reproduce", "paper", "--json", "-o", str(tmp_path / "paper.png")])
+    assert said.exit_code == 0, said.output
+    answer = json.loads(said.stdout.strip().splitlines()[-1])
+    counts = [answer[key] for key in ("within_15_percent", "missed", "missed_with_reason")]
+    assert counts == [1, 1, 1]
+    assert (tmp_path / "paper.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_every_published_figure_is_met_or_has_a_reason() -> None:
+    rows = list(figures.reproduce(paper.Scenarios(paper.FOLDER, lambda name: None)))
+    assert [row.what for row in rows if not row.close and not row.reason] == []

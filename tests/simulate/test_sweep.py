@@ -1,0 +1,61 @@
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rollart.cli import app
+from rollart.errors import ConfigError
+from rollart.simulate.paper import FOLDER
+from rollart.simulate.scenario import load
+from rollart.simulate.sweep import points
+
+MATH = FOLDER / "same_cost_math.yaml"
+
+
+def test_keys_of_one_sweep_change_together_and_sweeps_combine() -> None:
+    found = points(["pools.a.count,pools.b.count=4:0,2:3", "rollout.alpha=1,2"])
+    assert [point.overrides for point in found] == [
+        ["pools.a.count=4", "pools.b.count=0", "rollout.alpha=1"],
+        ["pools.a.count=4", "pools.b.count=0", "rollout.alpha=2"],
+        ["pools.a.count=2", "pools.b.count=3", "rollout.alpha=1"],
+        ["pools.a.count=2", "pools.b.count=3", "rollout.alpha=2"],
+    ]
+
+
+def test_values_in_brackets_are_whole() -> None:
+    found = points(["delay,n={normal: {mean: 5, sd: 2}}:1,[1, 2]:2"])
+    assert [list(point.values.values()) for point in found] == [["{normal: {mean: 5, sd: 2}}", "1"], ["[1, 2]", "2"]]
+
+
+def test_a_preset_is_no_override() -> None:
+    sync, rollart = points(["preset=sync,rollart"])
+    assert (sync.preset, rollart.preset, sync.overrides) == ("sync", "rollart", [])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (["rollout.alpha"], "write it as KEY=A,B,C"),
+        (["a,b=1:2,3"], "'3' should have a value for each of a, b"),
+        (["a=1", "a=2"], "a key may be swept only once"),
+    ],
+)
+def test_a_sweep_that_cannot_be_read_says_how_to_write_it(text: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        points(text)
+
+
+def test_a_pool_of_none_is_left_out() -> None:
+    mix = FOLDER.parent / "simulate" / "mix.yaml"
+    assert set(load(mix, ["pools.h800.count=0"]).pools) == {"trainer", "h20"}
+
+
+def test_a_sweep_prints_a_row_for_every_value(tmp_path: Path) -> None:
+    small = ["--set", "training.steps=2", "--set", "training.group_size=2"]
+    swept = ["--sweep", "pools.rollout.device,pools.rollout.count=H800:2,H20:6"]
+    said = CliRunner().invoke(app, ["simulate", str(MATH), *small, *swept, "--json"])
+    assert said.exit_code == 0, said.output
+    rows = json.loads(said.stdout.strip().splitlines()[-1])["sweep"]
+    assert [row["values"]["pools.rollout.device"] for row in rows] == ["H800", "H20"]
+    assert rows[0]["step_s"] != rows[1]["step_s"]
