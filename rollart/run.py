@@ -17,7 +17,7 @@ from rollart.config import Task as TaskConfig
 from rollart.errors import RollartError, ServiceError
 from rollart.models.prepare import Progress, prepare_in_child
 from rollart.observe import summary
-from rollart.observe.events import Evaluated, PipelineSample, RunEnded, RunStarted, StepDone, WarmedUp
+from rollart.observe.events import Evaluated, RunEnded, RunStarted, StepDone, WarmedUp
 from rollart.observe.log import EventLog
 from rollart.resources.fleet import Fleet
 from rollart.resources.ranks import TrainerLost
@@ -281,16 +281,9 @@ async def _beside(work: Any) -> AsyncIterator[asyncio.Future[Any]]:
 
 async def _sample(scheduler: Scheduler, fleet: Fleet, log: EventLog) -> None:
     while True:
-        log.emit(
-            PipelineSample(
-                running=scheduler.running,
-                scoring=scheduler.scoring,
-                ready=scheduler.ready,
-                training=scheduler.training,
-                environments=fleet.environments.in_use + (fleet.agents.in_use if fleet.agents else 0),
-                slots=fleet.environments.slots + (fleet.agents.slots if fleet.agents else 0),
-            )
-        )
+        agents = fleet.agents
+        in_use = fleet.environments.in_use + (agents.in_use if agents else 0)
+        log.emit(scheduler.sample(in_use, fleet.environments.slots + (agents.slots if agents else 0)))
         await asyncio.sleep(_SAMPLE_SECONDS)
 
 

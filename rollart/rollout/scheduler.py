@@ -4,7 +4,7 @@ Invariants
 - `next` is the batch to be formed next. A group that starts now meets at worst policy version `serving`, so it may
   still be trained by batch `serving + alpha`: only groups for batches `next .. serving + alpha` are open at once.
 - An open group is running or ready and stands in `_groups` in start order; it leaves by being leased or dropped, once.
-- Every member of a group is one task and ends in one outcome; a group that closes cancels the members still running.
+- A group that closes cancels the members still running.
 - A quarantined task has no share of any batch and no group under way but its probe; what it has ready waits, within the
   bound, for its return.
 - Everything happens on one event loop: state changes between two awaits are atomic.
@@ -13,7 +13,6 @@ Invariants
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from rollart.errors import RollartError
 from rollart.observe.events import (
@@ -22,19 +21,21 @@ from rollart.observe.events import (
     GroupDropped,
     GroupReady,
     GroupStarted,
+    PipelineSample,
     Quarantined,
     Released,
 )
 from rollart.rollout.batcher import choose
 from rollart.rollout.groups import Group
 from rollart.rollout.ledger import Book, GroupRecord, Recovery
+from rollart.rollout.members import Members
 from rollart.rollout.mixture import Mixture
 from rollart.rollout.quarantine import DEFAULT, Quarantine, Rule
 from rollart.rollout.router import Router
 from rollart.rollout.samples import sample_group
 from rollart.rollout.schedule import Schedule
 from rollart.rollout.seeds import seed_of
-from rollart.rollout.trajectory import Attempt, Player, TaskPlan
+from rollart.rollout.trajectory import Player, TaskPlan
 from rollart.types import Batch, Outcome, SampleGroup, Trajectory
 
 _OUT = "its task is quarantined"
@@ -64,16 +65,13 @@ class Scheduler:
         self._tasks = {task.name: task for task in tasks}
         self._quarantine = Quarantine(self._tasks, rule)
         self._size, self._steps, self._retries, self._seed = group_size, steps, retries, seed
-        self._player, self._router, self._ledger, self._sink = player, router, ledger, sink
+        self._router, self._ledger, self._sink = router, ledger, sink
+        self._members = Members(player, schedule.score_late, self._saw, self._ended, self._fail)
         self._to_samples = to_samples
         router.on_change = self.admit
         self._groups: dict[str, dict[str, Group]] = {task.name: {} for task in tasks}
         self._ready: Counter[str] = Counter()
         self._index: Counter[str] = Counter()
-        self._attempts: dict[str, Attempt] = {}
-        self._members: set[asyncio.Task[None]] = set()
-        self._unplayed = 0
-        self._all_played = asyncio.Event()
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
         self._stopped = False
@@ -86,15 +84,23 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        return self._unplayed
-
-    @property
-    def scoring(self) -> int:
-        return len(self._attempts) - self._unplayed
+        return self._members.running
 
     @property
     def ready(self) -> int:
         return sum(len(group.done) for groups in self._groups.values() for group in groups.values())
+
+    def sample(self, environments: int, slots: int) -> PipelineSample:
+        """Where trajectories are, beside the environments in use and those there are."""
+        members = self._members
+        return PipelineSample(
+            running=members.running,
+            scoring=members.scoring,
+            ready=self.ready,
+            training=self.training,
+            environments=environments,
+            slots=slots,
+        )
 
     # Admission
 
@@ -169,55 +175,16 @@ class Scheduler:
         self._fill(group)
 
     def _fill(self, group: Group) -> None:
-        if not (missing := group.missing(self.schedule.extra_members)):
-            return
-        serving = self._router.serving
-        for _ in range(missing):
-            member = group.launch()
-            attempt = Attempt(
-                f"{group.id}.{member}",
-                self._tasks[group.task],
-                group.id,
-                member,
-                group.seed,
-                serving,
-                on_version=partial(self._saw, group),
-                on_played=self._played,
-            )
-            self._attempts[attempt.id] = attempt
-            self._unplayed += 1
-            self._all_played.clear()
-            task = asyncio.create_task(self._member(group, attempt))
-            self._members.add(task)
-            task.add_done_callback(self._report)
+        if missing := group.missing(self.schedule.extra_members):
+            serving = self._router.serving
+            for _ in range(missing):
+                self._members.launch(group, self._tasks[group.task], serving)
 
     # One member
 
-    async def _member(self, group: Group, attempt: Attempt) -> None:
-        trajectory = await self._player.run(attempt)
-        del self._attempts[attempt.id]
-        if not attempt.played:
-            self._count_played()
-        group.running.discard(attempt.member)
+    def _ended(self, group: Group, trajectory: Trajectory) -> None:
         self._ledger.add(trajectory)
         self._settle(group, trajectory)
-
-    def _report(self, coroutine: asyncio.Task[None]) -> None:
-        """A bug in a member's own code must end the run, not vanish."""
-        self._members.discard(coroutine)
-        if not coroutine.cancelled() and (error := coroutine.exception()) is not None:
-            self._fail(error)
-
-    async def _played(self) -> None:
-        """An episode ended; its environment is free. Rewards of the `sync` preset wait for the whole batch."""
-        self._count_played()
-        if self.schedule.score_late:
-            await self._all_played.wait()
-
-    def _count_played(self) -> None:
-        self._unplayed -= 1
-        if self._unplayed == 0:
-            self._all_played.set()
 
     def _saw(self, group: Group, version: int) -> None:
         group.saw(version)
@@ -255,7 +222,7 @@ class Scheduler:
         self._changed.set()
 
     def _complete(self, group: Group) -> None:
-        self._cancel(group, Outcome.CANCELLED, "its group is complete")
+        self._members.cancel(group, Outcome.CANCELLED, "its group is complete")
         self._ready[group.task] += 1
         self._sink.emit(GroupReady(group=group.id, task=group.task, seconds=self._now() - group.started_s))
         if group.probe:
@@ -263,15 +230,11 @@ class Scheduler:
         self._quarantine.completed(group.task)
         self._changed.set()
 
-    def _cancel(self, group: Group, verdict: Outcome, reason: str) -> None:
-        for member in group.running:
-            self._attempts[f"{group.id}.{member}"].cancel(verdict, reason)
-
     def _drop(self, group: Group, reason: str, verdict: Outcome = Outcome.CANCELLED) -> None:
         group.closed = True
         del self._groups[group.task][group.id]
         self._ready[group.task] -= group.ready
-        self._cancel(group, verdict, reason)
+        self._members.cancel(group, verdict, reason)
         self._ledger.drop(group.id, reason)
         self._sink.emit(GroupDropped(group=group.id, task=group.task, reason=reason, trajectories=len(group.done)))
 
@@ -375,15 +338,12 @@ class Scheduler:
 
     async def quiet(self) -> None:
         """Until no trajectory is under way."""
-        while self._members:
-            await asyncio.wait(self._members)
+        await self._members.quiet()
 
     async def stop(self) -> None:
         """Cancel all that runs. Open groups stay open in the ledger: `--resume` goes on with them."""
         self._stopped = True
-        for attempt in self._attempts.values():
-            attempt.cancel(Outcome.CANCELLED, "the run ended")
-        await self.quiet()
+        await self._members.stop()
 
 
 def _told(last: Trajectory) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rollart import collector
 from rollart.errors import ConfigError
-from rollart.observe.events import EngineSample, EventSink, PipelineSample, Placed, RunEnded, RunStarted
+from rollart.observe.events import EngineSample, EventSink, Placed, RunEnded, RunStarted
 from rollart.observe.log import EventLog
 from rollart.resources.devices import DeviceClass, catalogue
 from rollart.resources.roofline import Roofline
@@ -258,17 +258,7 @@ class Simulation:
         return "train" if self._trainer.busy else self._why_idle()
 
     async def _tell_samples(self, sink: EventSink) -> None:
-        scheduler = self._scheduler
-        sink.emit(
-            PipelineSample(
-                running=scheduler.running,
-                scoring=scheduler.scoring,
-                ready=scheduler.ready,
-                training=scheduler.training,
-                environments=self._environments.in_use,
-                slots=self._environments.slots,
-            )
-        )
+        sink.emit(self._scheduler.sample(self._environments.in_use, self._environments.slots))
         for name, engine in self._engines.items():
             status = await engine.status()
             sink.emit(EngineSample.of(name, status))

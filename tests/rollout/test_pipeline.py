@@ -134,7 +134,7 @@ def check_batches(made: World, schedule: Schedule, world: dict[str, Any]) -> Non
 def check_nothing_leaks(made: World, world: dict[str, Any]) -> None:
     assert made.environments.in_use == 0
     assert all(engine.running == 0 for engine in made.engines.values())
-    assert made.scheduler.running == made.scheduler.scoring == 0
+    assert made.scheduler.running == made.scheduler.sample(0, 0).scoring == 0
     assert made.router.serving == world["steps"]
 
 

@@ -95,39 +95,6 @@ def test_requests_wait_while_no_engine_lives() -> None:
     assert run(main()).engine == "x"
 
 
-def test_serving_is_the_oldest_version_that_a_request_could_meet() -> None:
-    async def main() -> None:
-        slow, fast = engine(load_seconds=lambda rng: 5.0), engine(load_seconds=lambda rng: 0.1)
-        router = Router({"slow": slow, "fast": fast}, 0, Recorder())
-        loading = asyncio.create_task(router.load(1))
-        await asyncio.sleep(1)
-        assert router.serving == 0
-        await loading
-        assert router.serving == 1
-
-    run(main())
-
-
-def test_serving_follows_engines_that_come_and_go() -> None:
-    async def main() -> None:
-        router = Router({"x": engine(), "y": engine()}, 3, Recorder())
-        router.replace("y", engine(), 1)
-        assert router.serving == 1
-        router.lost("y", "gone")
-        assert router.serving == 3
-        router.replace("y", engine(), 2)
-        assert router.serving == 2
-        router.remove("y")
-        router.replace("z", engine(), 4)
-        router.lost("x", "gone")
-        router.remove("x")
-        assert router.serving == 4
-        router.lost("z", "gone")
-        assert router.serving == router.target == 3
-
-    run(main())
-
-
 def test_an_engine_that_cannot_load_a_version_keeps_serving_its_own_until_that_is_too_old() -> None:
     async def main() -> None:
         recorder, lost = Recorder(), []
@@ -142,22 +109,6 @@ def test_an_engine_that_cannot_load_a_version_keeps_serving_its_own_until_that_i
         assert {(await router.generate(request(session))).engine for session in "def"} == {"y"}
         await router.load(2)
         assert lost == ["x"] and router.serving == 2
-
-    run(main())
-
-
-def test_a_fast_engine_goes_on_to_the_next_version_while_a_slow_one_still_loads_the_last() -> None:
-    async def main() -> None:
-        slow, fast = engine(load_seconds=lambda rng: 5.0), engine(load_seconds=lambda rng: 0.1)
-        router = Router({"slow": slow, "fast": fast}, 0, Recorder())
-        first = asyncio.create_task(router.load(1))
-        await asyncio.sleep(1)
-        second = asyncio.create_task(router.load(2))
-        await asyncio.sleep(1)
-        assert (slow.version, fast.version) == (0, 2)
-        await asyncio.gather(first, second)
-        assert (slow.version, fast.version, router.serving) == (2, 2, 2)
-        assert asyncio.get_running_loop().time() == pytest.approx(10, abs=0.5)
 
     run(main())
 
