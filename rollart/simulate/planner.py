@@ -100,7 +100,7 @@ def search(
     money = budget - around
     kinds = sorted(set(kinds or [each.device for each in own.engines]), key=lambda kind: -_keen(classes[kind]))
     asked = _asked(scenario)
-    candidates = list(splits(asked, money, kinds, most))
+    candidates = list(splits(asked, money, kinds, most)) if money > 0 else []
     if not candidates:
         raise ConfigError(f"a budget of {budget:g} buys no trainer and engine of {', '.join(kinds)}; raise --budget")
     chosen = promising(asked, candidates, money, each)

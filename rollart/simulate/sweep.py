@@ -75,7 +75,8 @@ def table(swept: Swept) -> Table:
     cells = [_cells(results) for _, results in swept]
     columns = [name for name in cells[0] if any(row[name].strip("0.%") for row in cells)]
     for key in swept[0][0].values:
-        told.add_column(".".join(key.split(".")[-2:]), overflow="fold")
+        name = ".".join(key.split(".")[-2:])
+        told.add_column(name, overflow="fold", min_width=len(name))
     for column in columns:
         told.add_column(column, justify="right", no_wrap=True)
     for (point, _), row in zip(swept, cells, strict=True):

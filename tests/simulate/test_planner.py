@@ -143,3 +143,9 @@ def test_a_budget_that_buys_nothing_is_told() -> None:
 def test_an_unknown_device_class_is_told() -> None:
     with pytest.raises(ConfigError, match="no device class 'H9'"):
         search(_scenario(), kinds=["H9"])
+
+
+@pytest.mark.parametrize("budget", [-3.0, 0.0, 2.0])
+def test_a_budget_that_buys_nothing_is_told(budget: float) -> None:
+    with pytest.raises(ConfigError, match=f"a budget of {budget:g} buys no trainer"):
+        search(_scenario(), budget)
