@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from vllm_fleet import DEADLINE_S, NEEDS_VLLM, START_S, Versions, fronted, in_flight, request, spec_of
+from vllm_fleet import DEADLINE_S, NEEDS_VLLM, START_S, Versions, begun, fronted, request, spec_of
 
 from rollart.engines.vllm.server import started
 from rollart.errors import ServiceError
@@ -33,8 +33,7 @@ def test_a_server_given_by_its_address_gets_the_weights_of_the_run_and_outlives_
                 assert set(made.versions) == {0} and versions.worst(asked, made) <= 1e-4
                 # It wants requests to end before a swap.
                 long = request("2", asked.tokens, max_tokens=300, seed=1)
-                running = asyncio.create_task(second.engine.generate(long))
-                await in_flight(second.engine, 1)
+                (running,) = await begun(second.engine, long)
                 versions.publish(6)
                 await second.engine.load(6)
                 assert set((await running).versions) == {0}

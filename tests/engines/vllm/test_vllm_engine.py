@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import psutil
 import pytest
-from vllm_fleet import DEADLINE_S, NEEDS_VLLM, Fronted, Versions, fronted, in_flight, request
+from vllm_fleet import DEADLINE_S, NEEDS_VLLM, Fronted, Versions, begun, fronted, request
 
 from rollart.engines.client import EngineClient
 from rollart.errors import EngineFailed
@@ -100,8 +100,7 @@ def test_requests_in_flight_go_on_with_the_new_weights_and_each_token_says_which
     after = max(setup.versions.networks) + 1
 
     async def swap_in_flight() -> list[Completion]:
-        running = [asyncio.create_task(setup.engine.generate(one)) for one in asked]
-        await in_flight(setup.engine, len(asked))
+        running = await begun(setup.engine, *asked)
         setup.versions.publish(after)
         loaded = await setup.engine.load(after)
         assert (loaded.version, loaded.transport) == (after, "shared memory")
@@ -138,8 +137,7 @@ def test_an_aborted_request_ends_with_the_tokens_that_it_has(setup: Setup) -> No
     asked = request("aborted", [7] * 20, max_tokens=400)
 
     async def abort() -> Completion:
-        running = asyncio.create_task(setup.engine.generate(asked))
-        await in_flight(setup.engine, 1)
+        (running,) = await begun(setup.engine, asked)
         await setup.engine.abort("aborted")
         return await running
 
@@ -163,8 +161,7 @@ def test_tokens_are_told_while_they_are_made_until_it_is_enough(setup: Setup) ->
 
 def test_a_request_that_its_caller_gives_up_is_aborted_at_the_server(setup: Setup) -> None:
     async def give_up() -> None:
-        running = asyncio.create_task(setup.engine.generate(request("given up", [7] * 20, max_tokens=480)))
-        await in_flight(setup.engine, 1)
+        (running,) = await begun(setup.engine, request("given up", [7] * 20, max_tokens=480))
         running.cancel()
         while (await setup.engine.status()).running:
             pass

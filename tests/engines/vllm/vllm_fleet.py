@@ -16,6 +16,7 @@ from rollart.config import TinyModel, Vllm
 from rollart.config.hardware import VLLM_PYTHON
 from rollart.engines.client import EngineClient
 from rollart.models.tiny import make
+from rollart.protocols import Listener
 from rollart.resources.launcher import Started, Wish, service
 from rollart.resources.local import LocalLauncher
 from rollart.services import rpc
@@ -130,8 +131,16 @@ async def fronted(
         await launcher.close()
 
 
-async def in_flight(engine: EngineClient, number: int) -> None:
-    """Until so many requests are being decoded."""
+async def begun(engine: EngineClient, *asked: GenerationRequest) -> list[asyncio.Task[Completion]]:
+    """These requests, each with its first token there and more to come."""
+    firsts = [asyncio.Event() for _ in asked]
+
+    def start(one: GenerationRequest, first: asyncio.Event) -> asyncio.Task[Completion]:
+        listener = Listener(1, lambda tokens: bool(first.set()), first.clear)
+        return asyncio.create_task(engine.stream(one, listener))
+
+    running = [start(one, first) for one, first in zip(asked, firsts, strict=True)]
     async with asyncio.timeout(DEADLINE_S):
-        while (await engine.status()).running < number:
-            pass
+        for first in firsts:
+            await first.wait()
+    return running
