@@ -51,7 +51,7 @@ def test_the_invoker_is_one_line_of_the_run_file_and_comes_back_from_its_dump(tm
         ("{hedge: false}", "`hedge` is for calls to elsewhere"),
         ("{invoker: htp}", "did you mean 'http'?"),
         ("{invokr: http}", "unknown key 'invokr' in tasks.sums.reward; did you mean 'invoker'?"),
-        ("nonsense", "tasks.sums.reward.function must look like package.module:Name"),
+        ("nonsense", "tasks.sums.reward must look like package.module:Name"),
         ("not_there:score", "tasks.sums.reward names module 'not_there', which cannot be found"),
     ],
 )
