@@ -94,6 +94,9 @@ def test_a_service_runs_on_a_node_of_its_class_and_asks_for_the_key(cluster: Clu
 def test_the_next_class_is_taken_when_the_first_is_absent_or_full(cluster: Cluster) -> None:
     async def main() -> None:
         async with joined(cluster) as launcher:
+            # What an ended service had is free when the cluster has noticed.
+            while not any(node.free == {"H800": 2} for node in await launcher.nodes()):
+                pass
             wish = Wish(("H20", "H800", "cpu"), count=2)
             first = await launcher.launch(echo("first"), wish)
             second = await launcher.launch(echo("second"), wish)
