@@ -99,6 +99,8 @@ def _sweep(
             status.update(" ".join(point.values.values())[:100])
             first = each.seed if seed is None else seed
             swept.append((point, [run(each, seed=first + number) for number in range(seeds)]))
-    Console(stderr=as_json, highlight=False).print(sweeps.table(swept))
+    console = Console(stderr=as_json, highlight=False)
+    console.print(sweeps.table(swept))
+    console.print(sweeps.LEGEND, style="dim")
     if as_json:
         typer.echo(json.dumps({"sweep": sweeps.as_rows(swept)}))

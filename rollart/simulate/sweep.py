@@ -66,12 +66,13 @@ def _split(text: str, mark: str) -> list[str]:
     return parts
 
 
+LEGEND = "trainer, engines, rewards: share of time at work; unused: trajectories that were not trained"
 Swept = Sequence[tuple[Point, Sequence[Result]]]
 
 
 def table(swept: Swept) -> Table:
     """A row for each point, without the columns in which nothing is told."""
-    told = Table(box=None, pad_edge=False, header_style="dim")
+    told = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))
     cells = [_cells(results) for _, results in swept]
     columns = [name for name in cells[0] if any(row[name].strip("0.%") for row in cells)]
     for key in swept[0][0].values:
@@ -81,8 +82,6 @@ def table(swept: Swept) -> Table:
         told.add_column(column, justify="right", no_wrap=True)
     for (point, _), row in zip(swept, cells, strict=True):
         told.add_row(*point.values.values(), *(row[name] for name in columns))
-    told.caption = "trainer, engines, rewards: share of time at work; unused: trajectories that were not trained"
-    told.caption_justify = "left"
     return told
 
 

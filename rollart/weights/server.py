@@ -271,4 +271,4 @@ def _round_trip_us(connection: socket.socket) -> int:
     told = b""
     if hasattr(socket, "TCP_INFO"):
         told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, MIN_RTT_AT + 4)
-    return int(struct.unpack_from("I", told, MIN_RTT_AT)[0]) if len(told) > MIN_RTT_AT else 1_000_000
+    return int(struct.unpack_from("I", told, MIN_RTT_AT)[0]) if len(told) >= MIN_RTT_AT + 4 else 1_000_000
