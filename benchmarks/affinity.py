@@ -24,29 +24,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollart.chat import ChatRenderer
 from rollart.config import RunFile, TinyModel
+from rollart.core.event_log import EventLog, read_events
+from rollart.core.protocols import LeasedEnvironment
+from rollart.core.schedule import Schedule
+from rollart.core.types import Sampling
 from rollart.engines.client import EngineClient
 from rollart.envs.pool import EnvironmentPool
+from rollart.fleet.engine_supervisor import Engines
+from rollart.hardware.devices import CATALOGUE
+from rollart.hardware.roofline import ModelShape
+from rollart.launch.local import LocalLauncher
+from rollart.models.chat import ChatRenderer
 from rollart.models.tiny import make
-from rollart.observe.log import EventLog, read_events
 from rollart.observe.metrics import measure
-from rollart.protocols import LeasedEnvironment
-from rollart.resources.devices import CATALOGUE
-from rollart.resources.engines import Engines
-from rollart.resources.inventory import Inventory
-from rollart.resources.local import LocalLauncher
-from rollart.resources.plan import plan
-from rollart.resources.roofline import ModelShape
+from rollart.placement.inventory import Inventory
+from rollart.placement.plan import plan
 from rollart.rewards.pool import RewardPool
+from rollart.rollout.decode_lengths import TaskShapes
 from rollart.rollout.ledger import Ledger
 from rollart.rollout.router import Router
-from rollart.rollout.routing import policy
-from rollart.rollout.schedule import Schedule
+from rollart.rollout.routing_policy import policy
 from rollart.rollout.scheduler import Scheduler
-from rollart.rollout.shapes import TaskShapes
 from rollart.rollout.trajectory import Player, TaskPlan
-from rollart.types import Sampling
 from rollart.weights.manifest import Publication
 from rollart.weights.publish import publish
 from rollart.weights.store import shared_folder

@@ -19,15 +19,15 @@ from statistics import median
 from typing import Any
 
 from rollart.config import RunFile, TinyModel
+from rollart.core.event_log import EventLog
+from rollart.core.schedule import Schedule
+from rollart.core.types import Sampling
+from rollart.fleet.fleet import Fleet
 from rollart.models.tiny import make
-from rollart.observe.log import EventLog
-from rollart.resources.fleet import Fleet
 from rollart.rollout.ledger import Ledger
 from rollart.rollout.lockstep import Lockstep
-from rollart.rollout.schedule import Schedule
 from rollart.rollout.scheduler import Scheduler
 from rollart.rollout.trajectory import Player, TaskPlan
-from rollart.types import Sampling
 
 SIGMAS = (0.1, 0.25, 0.5, 0.75, 1.0)
 GROUP, TOKENS, CONTEXT = 8, 8, 1024

@@ -15,16 +15,16 @@ import tempfile
 import time
 from pathlib import Path
 
-from rollart import collector
-from rollart.observe.log import EventLog
+from benchmarks.modelled import ModelledEngine, ModelledEnvironments, ModelledRenderer, ModelledRewards
+from rollart.core import gc_tuning
+from rollart.core.event_log import EventLog
+from rollart.core.schedule import Schedule
+from rollart.core.types import Sampling
 from rollart.rollout.ledger import Ledger
 from rollart.rollout.router import Router
-from rollart.rollout.schedule import Schedule
 from rollart.rollout.scheduler import Scheduler
 from rollart.rollout.trajectory import Player, TaskPlan
 from rollart.simulate.clock import run
-from rollart.simulate.modelled import ModelledEngine, ModelledEnvironments, ModelledRenderer, ModelledRewards
-from rollart.types import Sampling
 
 TURNS = 20
 GROUP = 8
@@ -81,7 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3, help="the best of so many counts")
     repeats = parser.parse_args().repeats
-    collector.calm()  # as every run does
+    gc_tuning.calm()  # as every run does
     measure(200)  # imports and caches
     seconds: dict[int, float] = {}
     for trajectories in (1_000, 3_000, 10_000, 30_000):

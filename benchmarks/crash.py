@@ -21,8 +21,8 @@ from typing import Any
 
 import psutil
 
-from rollart.observe.events import BatchTaken, GroupDropped, GroupReady, GroupStarted, RolledBack, RunEnded, RunStarted
-from rollart.observe.log import read_events
+from rollart.core.event_log import read_events
+from rollart.core.events import BatchTaken, GroupDropped, GroupReady, GroupStarted, RolledBack, RunEnded, RunStarted
 
 START_DEADLINE = 120.0
 END_DEADLINE = 600.0
@@ -43,7 +43,7 @@ checkpoint: {every: 2}
 
 
 def start(run: Path, folder: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "rollart.cli", "train", str(run), "--run-dir", str(folder)]
+    command = [sys.executable, "-m", "rollart.app.cli", "train", str(run), "--run-dir", str(folder)]
     if (folder / "run.yaml").exists():
         command.append("--resume")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

@@ -22,11 +22,11 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM, Stoppi
 from transformers.utils import logging
 
 from rollart.config import Engine as EngineConfig
+from rollart.core.types import GenerationRequest, Sampling
 from rollart.engines.torch import attention, stepper
 from rollart.engines.torch.engine import TorchEngine
 from rollart.engines.torch.model import Model
 from rollart.engines.torch.stepper import Stepper
-from rollart.types import GenerationRequest, Sampling
 
 Answers = list[tuple[list[int], list[int], list[float]]]
 

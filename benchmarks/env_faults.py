@@ -28,8 +28,8 @@ from dataclasses import asdict, dataclass, field
 import psutil
 
 from rollart.config import Environments, Task
+from rollart.core.errors import EnvironmentFailed
 from rollart.envs.pool import EnvironmentPool
-from rollart.errors import EnvironmentFailed
 
 STEPS = 10
 HANG = CRASH = 0.02

@@ -36,21 +36,21 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from rollart import collector
 from rollart.config import Engine as EngineConfig
 from rollart.config import TinyModel
+from rollart.core import gc_tuning
+from rollart.core.events import AnyEvent
+from rollart.core.types import Captured, Completion, GenerationRequest, Outcome, Sampling, Trajectory
 from rollart.engines.client import EngineClient
 from rollart.gateway.client import Gateway
-from rollart.gateway.words import Captured, Terms
+from rollart.gateway.messages import Terms
+from rollart.launch import rpc, service
+from rollart.launch.launcher import Command, Wish, service_command
+from rollart.launch.local import LocalLauncher
 from rollart.models import tiny
-from rollart.observe.events import AnyEvent
-from rollart.resources.launcher import Command, Wish, service
-from rollart.resources.local import LocalLauncher
-from rollart.rollout.driven import Driven
+from rollart.rollout.agent_episode import Driven
 from rollart.rollout.router import Router
 from rollart.rollout.samples import samples
-from rollart.services import process, rpc
-from rollart.types import Completion, GenerationRequest, Outcome, Sampling, Trajectory
 
 AGENTS, TURNS, DIRECT = 500, 10, 50
 ANSWER, PACE_S = 60, 6.0  # tokens and seconds of an answer: 10 tokens a second
@@ -130,7 +130,7 @@ async def direct(client: EngineClient, number: int, turns: int, spread: float) -
 
 
 async def agents(spec: dict[str, Any]) -> dict[str, Any]:
-    collector.calm()
+    gc_tuning.calm()
     connector = aiohttp.TCPConnector(limit=0)
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
@@ -242,7 +242,7 @@ def quantile(values: list[float], share: float) -> float:
 async def bench() -> dict[str, Any]:
     from rollart.gateway.template import ChatTemplate
 
-    collector.calm()
+    gc_tuning.calm()
     load = round(os.getloadavg()[0], 1)
     with tempfile.TemporaryDirectory() as made:
         folder, launcher = Path(made) / "model", LocalLauncher()
@@ -256,7 +256,7 @@ async def bench() -> dict[str, Any]:
             config = EngineConfig(kv_megabytes=1024, max_batch=128)
             spec = {"model": str(folder), "weights": f"{made}/weights", "seed": 0, "version": 0}
             spec["config"] = config.model_dump(mode="json")
-            torch = service("rollart.engines.service", spec, name="engine", logs=Path(made))
+            torch = service_command("rollart.engines.torch.service", spec, name="engine", logs=Path(made))
             reuse, _ = await bench.play(torch, TURNS, 1.0, Sampling(max_tokens=8), beside=False)
         finally:
             await launcher.close()
@@ -283,7 +283,7 @@ async def bench() -> dict[str, Any]:
 def main() -> None:
     match sys.argv[1:]:
         case ["engine"]:
-            process.main(paced_engine)
+            service.main(paced_engine)
         case ["agents"]:
             print(json.dumps(asyncio.run(agents(json.load(sys.stdin)))))
         case _:

@@ -18,15 +18,15 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from rollart import run as controller
 from rollart.config import RunFile
-from rollart.models.prepare import prepare
-from rollart.observe.events import StepDone
-from rollart.observe.log import read_events
+from rollart.core.event_log import read_events
+from rollart.core.events import StepDone
+from rollart.fleet import controller as controller
 from rollart.simulate.calibration import calibrate
 from rollart.simulate.fit import scaled
 from rollart.simulate.scenario import Scenario
 from rollart.simulate.simulation import simulate
+from rollart.warmup.prepare import prepare
 
 MEAN_STEP_S = 4.7  # of the paper's distribution
 GAMES = "rollart.envs"

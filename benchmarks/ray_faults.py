@@ -23,10 +23,9 @@ from typing import Any
 from ray.cluster_utils import Cluster
 
 from benchmarks.crash import surviving
-from rollart import runfile
-from rollart.config import RunFile
-from rollart.observe.events import AnyEvent, Placed, StepDone, TrajectoryEnded, TrajectoryStarted, TurnDone
-from rollart.observe.log import read_events
+from rollart.config import RunFile, loading
+from rollart.core.event_log import read_events
+from rollart.core.events import AnyEvent, Placed, StepDone, TrajectoryEnded, TrajectoryStarted, TurnDone
 
 NODE = {"object_store_memory": 80_000_000, "include_dashboard": False}
 # A dead node is noticed after about (failures x period); the defaults add up to far longer.
@@ -142,8 +141,8 @@ def faults(steps: int, scratch: Path) -> dict[str, Any]:
         for device in ("H800", "H20", "H20", "cpu", "cpu"):
             nodes.setdefault(device, []).append(add(cluster, device))
         saboteur = Saboteur(cluster, nodes)
-        file.write_text(runfile.dump(run_file(cluster.address, steps)))
-        command = [sys.executable, "-m", "rollart.cli", "train", str(file), "--run-dir", str(folder), "--json"]
+        file.write_text(loading.dump(run_file(cluster.address, steps)))
+        command = [sys.executable, "-m", "rollart.app.cli", "train", str(file), "--run-dir", str(folder), "--json"]
         with open(scratch / "out", "wb") as out, open(scratch / "log", "wb") as log:
             process = subprocess.Popen(command, stdout=out, stderr=log)
         try:

@@ -33,9 +33,9 @@ from aiohttp import web
 
 from rollart.config import Rewards as Config
 from rollart.config import Task
+from rollart.core.types import Episode, EpisodeTurn, Message
 from rollart.rewards.invokers import Rewards
 from rollart.rewards.runtime import Runtime
-from rollart.types import Episode, EpisodeTurn, Message
 
 FUNCTION = "rollart.rewards.functions:env_return"
 STEPS, EPISODES, ENDING_S, TRAIN_S, PEAK = 4, 128, 1.0, 4.0, 16
@@ -240,7 +240,7 @@ async def trace(idle_s: float, warm: bool) -> dict[str, float]:
 async def run(with_ray: bool) -> dict[str, Any]:
     for key in KEYS:
         os.environ.setdefault(key, "local")
-    serve = ("-m", "rollart.cli", "reward", "serve", FUNCTION, "--port", "{port}")
+    serve = ("-m", "rollart.app.cli", "reward", "serve", FUNCTION, "--port", "{port}")
     local = ("-m", "benchmarks.rewards", "--endpoint", "{port}")
     invokers: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
         "pool": pool,

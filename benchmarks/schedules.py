@@ -14,11 +14,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rollart import run as controller
 from rollart.config import RunFile
-from rollart.models.prepare import prepare
-from rollart.observe.events import EngineSample, StepDone
-from rollart.observe.log import read_events
+from rollart.core.event_log import read_events
+from rollart.core.events import EngineSample, StepDone
+from rollart.fleet import controller as controller
+from rollart.warmup.prepare import prepare
 
 PRESETS = ("sync", "sync_plus", "one_off", "start_bound", "rollart")
 MEAN_STEP_S = 4.7  # of the paper's distribution

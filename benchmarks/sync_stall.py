@@ -29,10 +29,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rollart import run as controller
 from rollart.config import RunFile
-from rollart.observe.events import AnyEvent, BatchTaken, EngineSample, EngineSwapped, StepDone
-from rollart.observe.log import read_events
+from rollart.core.event_log import read_events
+from rollart.core.events import AnyEvent, BatchTaken, EngineSample, EngineSwapped, StepDone
+from rollart.fleet import controller as controller
 
 WAYS = {"rollart": "recompute", "keep": "keep", "drain": "drain"}
 GAMES = "rollart.envs"

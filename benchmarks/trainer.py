@@ -17,8 +17,8 @@ import typer
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from rollart.config import Training
+from rollart.core.types import Batch, Sample, SampleGroup
 from rollart.training.trainer import Trainer
-from rollart.types import Batch, Sample, SampleGroup
 
 VOCABULARY, GROUP = 100, 8
 

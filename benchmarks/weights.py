@@ -32,7 +32,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from rollart.weights.held import Held
+from rollart.weights.loaded_version import Held
 from rollart.weights.manifest import Publication
 from rollart.weights.publish import Publisher, Share, new_id
 from rollart.weights.reader import Weights

@@ -3,7 +3,7 @@
 from agents import Agent, OpenAIChatCompletionsModel, Runner, set_tracing_disabled
 from openai import AsyncOpenAI
 
-from rollart.agents.endpoint import AgentEpisode, Endpoint
+from rollart.core.endpoint import AgentEpisode, Endpoint
 
 set_tracing_disabled(True)  # nothing is told to anybody else
 

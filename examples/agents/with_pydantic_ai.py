@@ -6,7 +6,7 @@ from pydantic_ai import Agent, ModelRetry, RunContext, UnexpectedModelBehavior
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from rollart.agents.endpoint import AgentEpisode, Endpoint
+from rollart.core.endpoint import AgentEpisode, Endpoint
 
 
 async def play(endpoint: Endpoint, episode: AgentEpisode) -> dict[str, object]:

@@ -3,7 +3,7 @@
 from smolagents import CodeAgent, LogLevel, OpenAIModel, PromptTemplates
 from smolagents.agents import EMPTY_PROMPT_TEMPLATES
 
-from rollart.agents.endpoint import AgentEpisode, Endpoint
+from rollart.core.endpoint import AgentEpisode, Endpoint
 
 PROMPTS = PromptTemplates({**EMPTY_PROMPT_TEMPLATES, "system_prompt": "python"})  # the usual ones have 10,000 letters
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rollart.agents.endpoint import Endpoint  # our package is lent by what the host imports first
+from rollart.core.endpoint import Endpoint
 from rollart.sandbox.archive import copied
 from rollart.sandbox.bubble import VARIABLES, WORK, Extras, Limits
 from rollart.sandbox.door import Door

@@ -6,7 +6,7 @@ import json
 from typing import Any
 from urllib.request import Request, urlopen
 
-from rollart.agents.endpoint import AgentEpisode, Endpoint
+from rollart.core.endpoint import AgentEpisode, Endpoint
 
 DEADLINE_S = 60.0
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rollart.config import Agent, Task
+from rollart.core.errors import ConfigError
 from rollart.envs import families
-from rollart.errors import ConfigError
 from rollart.workers.process import HostSpec
 
 LENDER = "{rollart}/envs/shim.py:EnvironmentShim"  # imported first, it lets any Python import our modules

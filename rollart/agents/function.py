@@ -13,7 +13,7 @@ import os
 import random
 from typing import Any
 
-from rollart.agents.endpoint import AgentEpisode, Endpoint  # our package is lent by what the host imports first
+from rollart.core.endpoint import AgentEpisode, Endpoint
 
 
 class FunctionAgent:

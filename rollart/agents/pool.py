@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rollart.agents.drivers import driver_of, host_spec
-from rollart.agents.endpoint import AgentEpisode
 from rollart.config import Reward, Task
-from rollart.errors import EngineFailed, EnvironmentFailed, RewardFailed, ServiceError
+from rollart.core.endpoint import AgentEpisode
+from rollart.core.errors import EngineFailed, EnvironmentFailed, RewardFailed, ServiceError
+from rollart.core.protocols import Generate, Listener
+from rollart.core.types import Captured, Completion, GenerationRequest, Sampling, Step
 from rollart.gateway.client import Gateway
-from rollart.gateway.words import Captured, Terms
-from rollart.protocols import Generate, Listener
-from rollart.resources.launcher import Launcher, Wish
-from rollart.types import Completion, GenerationRequest, Sampling, Step
+from rollart.gateway.messages import Terms
+from rollart.launch.launcher import Launcher, Wish
 from rollart.workers.lease import Lease
 from rollart.workers.process import Place
 from rollart.workers.seat import Tell
@@ -32,7 +32,7 @@ from rollart.workers.slots import SlotPool
 
 
 class AgentPool:
-    """Implements `rollart.protocols.AgentPool`. At most `slots` episodes of a task at the same time, split over hosts,
+    """Implements `core.protocols.AgentPool`. At most `slots` episodes of a task at the same time, split over hosts,
     one for each of the `wishes`; each of at most `deadline` seconds unless its task says otherwise. What agents print
     goes to `log`."""
 

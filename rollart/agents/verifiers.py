@@ -15,8 +15,8 @@ from verifiers.v1.clients import ModelContext
 from verifiers.v1.configs.client import EvalClientConfig, TrainClientConfig
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-from rollart.agents.endpoint import AgentEpisode, Endpoint
 from rollart.agents.split import choose
+from rollart.core.endpoint import AgentEpisode, Endpoint
 
 MOST = 1000
 # What an episode would import while it runs: the host does it once, and every episode is forked with it.

@@ -1,12 +1,14 @@
 """`devices`, `pools`, `engine`, `vllm` and `routing`: what runs where."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from rollart.config.base import Conflict, Positive, Seconds, Section, TorchDevice
+from rollart.hardware.devices import CATALOGUE, DeviceClass
 
 POOL_NAME = r"^[A-Za-z][\w-]*$"
 AFFINITIES = ("auto", "prefill", "decode")
@@ -62,6 +64,13 @@ class Device(Section):
     link: float | None = Field(None, gt=0, description="to other devices of its node, GB/s; 10 if not in the catalogue")
     network: float | None = Field(None, gt=0, description="out of its node, GB/s; 1 if not in the catalogue")
     price: float | None = Field(None, gt=0, description="relative to one H20; 1 if not in the catalogue")
+
+    def as_class(self, name: str) -> DeviceClass:
+        numbers = {key: value for key, value in self.model_dump().items() if value is not None}
+        if name in CATALOGUE:
+            known = CATALOGUE[name]
+            return replace(known, **numbers, source=f"the run file ({', '.join(numbers)}); {known.source}")
+        return DeviceClass(**{"link": 10.0, "network": 1.0, "price": 1.0} | numbers, name=name, source="the run file")
 
 
 class Pool(Section):

@@ -5,10 +5,10 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from rollart.config.base import Conflict, Natural, Positive, Seconds, Section
-from rollart.rollout.quarantine import DEFAULT, Rule
-from rollart.rollout.schedule import Schedule, preset
+from rollart.core.schedule import QuarantineRule, Schedule, preset
 
 Preset = Literal["sync", "sync_plus", "one_off", "start_bound", "rollart"]
+_RULE = QuarantineRule()
 SCHEDULE_KEYS = ("alpha", "window", "extra_members", "extra_groups")
 
 
@@ -37,14 +37,14 @@ class Rollout(Section):
 class Quarantine(Section):
     """When a task that keeps failing is left out of the mixture, and when it is tried again."""
 
-    rate: float = Field(DEFAULT.rate, gt=0, le=1, description="share of its last trajectories that failed")
-    window: Positive = Field(DEFAULT.window, description="how many of the last count")
-    least: Positive = Field(DEFAULT.least, description="and how many there must be")
-    groups: Positive = Field(DEFAULT.groups, description="or so many groups in a row that could not be completed")
-    wait: Seconds = Field(DEFAULT.wait, description="seconds until it is tried again; doubled each time")
+    rate: float = Field(_RULE.rate, gt=0, le=1, description="share of its last trajectories that failed")
+    window: Positive = Field(_RULE.window, description="how many of the last count")
+    min_count: Positive = Field(_RULE.min_count, description="and how many there must be")
+    groups: Positive = Field(_RULE.groups, description="or so many groups in a row that could not be completed")
+    wait: Seconds = Field(_RULE.wait, description="seconds until it is tried again; doubled each time")
 
-    def rule(self) -> Rule:
-        return Rule(**self.model_dump())
+    def rule(self) -> QuarantineRule:
+        return QuarantineRule(**self.model_dump())
 
 
 class Environments(Section):

@@ -11,8 +11,8 @@ from rollart.config.model import Model
 from rollart.config.rollout import Environments, Rewards, Rollout
 from rollart.config.task import Task
 from rollart.config.training import Checkpoint, Evaluation, Training
-from rollart.resources.devices import CATALOGUE
-from rollart.yamltree import did_you_mean
+from rollart.config.yaml_tree import did_you_mean
+from rollart.hardware.devices import CATALOGUE, DeviceClass
 
 
 class RunFile(Section):
@@ -57,6 +57,10 @@ class RunFile(Section):
     def all_pools(self) -> dict[str, Pool]:
         """Those of the run file, in its order, and the ones that it leaves out."""
         return self.pools | {name: pool for role in DEFAULT_POOLS for name, pool in self.pools_of(role).items()}
+
+    def device_classes(self) -> dict[str, DeviceClass]:
+        """Every class that the run file may name: the catalogue, with the user's numbers, and the user's own."""
+        return CATALOGUE | {name: device.as_class(name) for name, device in self.devices.items()}
 
     @model_validator(mode="after")
     def _pools_fit(self) -> "RunFile":

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from rollart.config.base import Conflict, ImportPath, Natural, Positive, Seconds, Section
+from rollart.config.yaml_tree import did_you_mean
 from rollart.sandbox.bubble import Limits
-from rollart.yamltree import did_you_mean
 
 
 class SamplingConfig(Section):

@@ -6,11 +6,11 @@ from typing import TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from rollart.core.errors import EngineFailed, EngineLost, ServiceError
+from rollart.core.protocols import Listener
+from rollart.core.types import Completion, EngineStatus, GenerationRequest, Loaded
 from rollart.engines.streamed import Streamed
-from rollart.errors import EngineFailed, EngineLost, ServiceError
-from rollart.protocols import Listener
-from rollart.services import rpc
-from rollart.types import Completion, EngineStatus, GenerationRequest, Loaded
+from rollart.launch import rpc
 from rollart.weights.manifest import Publication
 
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rollart.types import GenerationRequest
+from rollart.core.types import GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)

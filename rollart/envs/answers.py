@@ -1,10 +1,10 @@
-"""What an environment answers, made into our nouns or refused. Pure: values from the wire in, `rollart.types` out."""
+"""What an environment answers, made into our nouns or refused. Pure: values from the wire in, `core.types` out."""
 
 import math
 import reprlib
 from typing import Any
 
-from rollart.types import Message, Step
+from rollart.core.types import Message, Step
 
 FIELDS = ("messages", "reward", "done", "truncated", "info")
 ROLES = ("system", "user", "assistant", "tool", "developer")

@@ -16,7 +16,7 @@ from typing import Any
 from rollart.envs.delayed import RESET, STEP, draw
 from rollart.envs.hostile import answer as wrong_answer
 from rollart.envs.hostile import text as hostile_text
-from rollart.envs.shim import make
+from rollart.envs.slot_entry import make
 
 FAULTS = ("hang", "crash", "wrong", "hostile")
 CRASHES = ("exit", "segfault", "kill", "raise", "interrupt")

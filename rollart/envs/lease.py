@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from rollart.config import Environments, Task
+from rollart.core.errors import EnvironmentFailed, ServiceError
+from rollart.core.events import EnvironmentLost, EventSink, ResetHedged
+from rollart.core.types import Message, Step
 from rollart.envs.answers import WrongAnswer, observation, step
 from rollart.envs.latencies import Latencies
-from rollart.errors import EnvironmentFailed, ServiceError
-from rollart.observe.events import EnvironmentLost, EventSink, ResetHedged
-from rollart.types import Message, Step
 from rollart.workers.lease import Lease
 from rollart.workers.slot import CallRaised, SlotLost
 from rollart.workers.slots import SlotPool

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from rollart.config import Environments, Task
-from rollart.envs.elsewhere import HostElsewhere
+from rollart.core.errors import EnvironmentFailed, ServiceError
+from rollart.core.events import EventSink
 from rollart.envs.latencies import Latencies
 from rollart.envs.lease import Counts, EnvironmentLease, TaskEnvironments
+from rollart.envs.remote_host import HostElsewhere
 from rollart.envs.worker import host_spec
-from rollart.errors import EnvironmentFailed, ServiceError
-from rollart.observe.events import EventSink
-from rollart.resources.launcher import Launcher, Wish
-from rollart.resources.local import LocalLauncher
+from rollart.launch.launcher import Launcher, Wish
+from rollart.launch.local import LocalLauncher
 from rollart.workers.process import Place
 from rollart.workers.seat import Tell
 from rollart.workers.slot import SlotLost
@@ -32,7 +32,7 @@ from rollart.workers.warm import Warmth
 
 
 class EnvironmentPool:
-    """Implements `rollart.protocols.EnvironmentPool`. What environments print goes to `log`, if given.
+    """Implements `rollart.core.protocols.EnvironmentPool`. What environments print goes to `log`, if given.
 
     Each task has one host for each of the `wishes`, shared by the tasks, and a connection to each of the `urls`, where
     someone else runs a host; its slots are split over them in proportion to what is wished for, a URL counting as one.

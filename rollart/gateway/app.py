@@ -23,10 +23,10 @@ from rollart.gateway.apis.responses import Responses
 from rollart.gateway.errors import ApiError, busy
 from rollart.gateway.http import Exchange, Gone
 from rollart.gateway.limits import Limits
+from rollart.gateway.messages import Answer, Ask
 from rollart.gateway.template import ChatTemplate
 from rollart.gateway.tenant import Hear, Served, Tenant
 from rollart.gateway.tenants import Tenants
-from rollart.gateway.words import Answer, Ask
 
 Headers = dict[bytes, bytes]
 JSON = b"application/json"

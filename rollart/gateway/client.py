@@ -18,17 +18,17 @@ from typing import TypeVar
 
 import msgspec
 
-from rollart.agents.endpoint import Endpoint
-from rollart.errors import EngineFailed, EnvironmentFailed, ServiceError
+from rollart.core.endpoint import Endpoint
+from rollart.core.errors import EngineFailed, EnvironmentFailed, ServiceError
+from rollart.core.events import EventSink, ServiceEnded, ServiceStarted
+from rollart.core.protocols import Generate, Listener
+from rollart.core.types import Captured, GenerationRequest
 from rollart.gateway.limits import Limits
+from rollart.gateway.messages import Terms
 from rollart.gateway.service import Opening
 from rollart.gateway.upstream import PULL_S, Given, Wanted
-from rollart.gateway.words import Captured, Terms
-from rollart.observe.events import EventSink, ServiceEnded, ServiceStarted
-from rollart.protocols import Generate, Listener
-from rollart.resources.launcher import Launcher, Started, Wish, service
-from rollart.services import rpc
-from rollart.types import GenerationRequest
+from rollart.launch import rpc
+from rollart.launch.launcher import Launcher, Started, Wish, service_command
 
 T = TypeVar("T")
 NAME = "policy"  # of the model, for clients
@@ -83,7 +83,7 @@ class Gateway:
         """Raises ServiceError."""
         clock = asyncio.get_running_loop().time
         began = clock()
-        command = service("rollart.gateway.service", self._spec, name="gateway", logs=self._logs)
+        command = service_command("rollart.gateway.service", self._spec, name="gateway", logs=self._logs)
         self._started = await self._launcher.launch(command, Wish())
         self._stack = AsyncExitStack()
         self._stack.push_async_callback(self._started.stop)

@@ -1,8 +1,8 @@
 """How the tokens of a request are drawn: what the client asks for, within what its terms allow."""
 
+from rollart.core.types import Sampling
 from rollart.gateway.errors import ApiError, invalid
-from rollart.gateway.words import Ask, Terms
-from rollart.types import Sampling
+from rollart.gateway.messages import Ask, Terms
 
 GREEDY = 1e-3  # a temperature below this means the likeliest token
 

@@ -1,6 +1,6 @@
 """What a client did wrong, or could not have. Every API tells it in a shape of its own."""
 
-from rollart.errors import RollartError
+from rollart.core.errors import RollartError
 
 
 class ApiError(RollartError):

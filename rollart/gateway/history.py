@@ -12,10 +12,10 @@ from hashlib import blake2b
 
 import msgspec
 
+from rollart.gateway.messages import Said, Tool
 from rollart.gateway.segments import Position, Segments
 from rollart.gateway.template import role_of
 from rollart.gateway.tools import canonical
-from rollart.gateway.words import Said, Tool
 
 _encoder = msgspec.msgpack.Encoder()
 TEXTS = 64  # plain prompts that are looked through

@@ -9,22 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollart.agents.endpoint import Endpoint
 from rollart.config import Engine as EngineConfig
+from rollart.core.endpoint import Endpoint
+from rollart.core.errors import ServiceError
+from rollart.core.protocols import Listener
+from rollart.core.types import Completion, GenerationRequest, Sampling
 from rollart.engines.client import EngineClient
-from rollart.errors import ServiceError
 from rollart.gateway.app import App
 from rollart.gateway.limits import Limits
+from rollart.gateway.messages import Terms
 from rollart.gateway.server import served
 from rollart.gateway.template import ChatTemplate
 from rollart.gateway.tenants import Tenants
-from rollart.gateway.words import Terms
-from rollart.protocols import Listener
-from rollart.resources.gpus import gpus
-from rollart.resources.launcher import Started, Wish, service
-from rollart.resources.local import LocalLauncher
-from rollart.services import rpc
-from rollart.types import Completion, GenerationRequest, Sampling
+from rollart.hardware.gpus import gpus
+from rollart.launch import rpc
+from rollart.launch.launcher import Started, Wish, service_command
+from rollart.launch.local import LocalLauncher
 
 PARALLEL = 1024
 
@@ -52,7 +52,9 @@ async def serving(
         stack.push_async_callback(launcher.close)
         spec: dict[str, Any] = {"model": str(model.absolute()), "weights": str(folder / "weights")}
         spec |= {"seed": 0, "version": 0, "config": config.model_dump(mode="json"), "classes": classes}
-        command = service("rollart.engines.service", spec, name="engine", logs=folder, threads=config.threads)
+        command = service_command(
+            "rollart.engines.torch.service", spec, name="engine", logs=folder, threads=config.threads
+        )
         engine = await launcher.launch(command, Wish(classes))
         client = await stack.enter_async_context(rpc.connected(str(engine.answer["url"]), key=launcher.key))
         own = EngineClient(client, deadline=limits.answer_s)

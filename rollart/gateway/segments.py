@@ -12,7 +12,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import count
 
-from rollart.types import Completion
+from rollart.core.types import Completion
 
 
 @dataclass(slots=True, eq=False)

@@ -5,7 +5,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from rollart.errors import ServiceError
+from rollart.core.errors import ServiceError
 from rollart.gateway.http import Application, Connection
 
 BACKLOG = 2048

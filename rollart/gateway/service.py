@@ -12,16 +12,17 @@ from typing import Any
 
 import msgspec
 
-from rollart import collector
+from rollart.core import gc_tuning
+from rollart.core.types import Captured
 from rollart.gateway.app import App
 from rollart.gateway.limits import Limits
+from rollart.gateway.messages import Terms
 from rollart.gateway.server import served
 from rollart.gateway.template import ChatTemplate
 from rollart.gateway.tenants import Tenants
 from rollart.gateway.upstream import Upstream
-from rollart.gateway.words import Captured, Terms
-from rollart.services.process import LOOPBACK, main
-from rollart.services.rpc import Handler
+from rollart.launch.rpc import Handler
+from rollart.launch.service import LOOPBACK, main
 
 
 class Opening(msgspec.Struct, frozen=True):
@@ -42,7 +43,7 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
     async def close(key: str) -> Captured:
         return tenants.close(key)
 
-    collector.calm()
+    gc_tuning.calm()
     async with served(app, spec.get("bind", LOOPBACK), spec["port"]) as url:
 
         async def address() -> str:

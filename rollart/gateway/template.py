@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rollart.chat import ACTION, ASKED, ChatRenderer
+from rollart.core.types import Message
 from rollart.gateway.errors import ApiError, invalid
+from rollart.gateway.messages import Said, Tool
 from rollart.gateway.tools import described, format_of, value
-from rollart.gateway.words import Said, Tool
-from rollart.types import Message
+from rollart.models.chat import ACTION, ASKED, ChatRenderer
 
 ROLES = {"developer": "system", "function": "tool", "ipython": "tool"}
 

@@ -14,17 +14,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-from rollart.errors import EngineFailed
+from rollart.core.errors import EngineFailed
+from rollart.core.protocols import Generate, Listener
+from rollart.core.seeds import seed_of
+from rollart.core.types import Captured, Completion, Counts, GenerationRequest, Message, Sampling, Turn
 from rollart.gateway.drawing import sampling_of, too_long
 from rollart.gateway.errors import ApiError, busy, invalid
 from rollart.gateway.history import History, digests
+from rollart.gateway.messages import Answer, Ask, Choice, Said, Terms, ToolCall
 from rollart.gateway.segments import Claim, Segment, Segments
 from rollart.gateway.template import ChatTemplate
 from rollart.gateway.transcript import Transcript, cut
-from rollart.gateway.words import Answer, Ask, Captured, Choice, Counts, Said, Terms, ToolCall
-from rollart.protocols import Generate, Listener
-from rollart.rollout.seeds import seed_of
-from rollart.types import Completion, GenerationRequest, Message, Sampling, Turn
 
 # Text of an answer that is being made, of the choice of that index; False: not now, bring it with what comes next.
 Hear = Callable[[Answer, int, str], bool]

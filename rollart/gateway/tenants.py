@@ -2,10 +2,11 @@
 
 from hashlib import blake2b
 
+from rollart.core.protocols import Generate
+from rollart.core.types import Captured
+from rollart.gateway.messages import Terms
 from rollart.gateway.template import ChatTemplate
 from rollart.gateway.tenant import Tenant
-from rollart.gateway.words import Captured, Terms
-from rollart.protocols import Generate
 
 
 class Tenants:

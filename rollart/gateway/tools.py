@@ -16,8 +16,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from rollart.gateway.messages import Tool
 from rollart.gateway.transcript import overlap
-from rollart.gateway.words import Tool
 
 Found = list[tuple[str, str]]
 _TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)

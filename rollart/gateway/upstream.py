@@ -13,9 +13,9 @@ from itertools import count
 
 from msgspec import Struct
 
-from rollart.errors import EngineFailed
-from rollart.protocols import Listener
-from rollart.types import Completion, GenerationRequest
+from rollart.core.errors import EngineFailed
+from rollart.core.protocols import Listener
+from rollart.core.types import Completion, GenerationRequest
 
 PULL_S = 20.0  # how long the controller is told, until it asks again
 

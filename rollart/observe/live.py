@@ -15,9 +15,9 @@ from typing import Self
 from rich.console import Console
 from rich.live import Live
 
-from rollart.observe import events as ev
+from rollart.core import events as ev
+from rollart.core.event_log import EventLog
 from rollart.observe.draw import clock, count
-from rollart.observe.log import EventLog
 from rollart.observe.metrics import Metrics
 from rollart.observe.screen import screen
 from rollart.observe.snapshot import Snapshot

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from rollart.observe import events as ev
+from rollart.core import events as ev
 from rollart.observe.reliability import EnvironmentMetrics, RewardMetrics
 from rollart.observe.routes import RouteMetrics
 from rollart.observe.snapshot import STAGES, Ended, Pipeline, Point, Snapshot, StepPoint, Use, Where

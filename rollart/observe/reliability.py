@@ -4,7 +4,7 @@ import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
-from rollart.observe import events as ev
+from rollart.core import events as ev
 from rollart.observe.snapshot import EnvironmentUse, RewardUse, Times
 
 FINE = 1.02  # each bucket is so many times as wide as the one before: quantiles are within 1%

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollart.observe.draw import bar, clock, colour, count, label, number, percent, span, sparkline, stacked
-from rollart.observe.gaps import gaps
+from rollart.observe.logprob_gap_table import gaps
 from rollart.observe.snapshot import (
     AGENT,
     STAGES,

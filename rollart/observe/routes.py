@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from rollart.observe import events as ev
+from rollart.core import events as ev
 from rollart.observe.snapshot import Route
 
 

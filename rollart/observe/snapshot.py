@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from rollart.types import Gap
+from rollart.core.types import Gap
 
 # slot: waiting for a free environment; queue: waiting in the engine; other: all that no stage accounts for
 AGENT = ("requests", "completions", "segments", "forks", "retries", "undelivered", "mismatches")

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from rollart.observe.log import read_events
+from rollart.core.event_log import read_events
 from rollart.observe.metrics import measure
 from rollart.observe.snapshot import Snapshot, failure_ratio
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 
-from rollart.observe import events as ev
+from rollart.core import events as ev
 from rollart.observe.snapshot import Swaps
 from rollart.observe.tables import table
 

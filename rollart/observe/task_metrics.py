@@ -2,7 +2,7 @@
 
 from collections import Counter, deque
 
-from rollart.observe import events as ev
+from rollart.core import events as ev
 from rollart.observe.snapshot import AGENT, STAGES, Ended, Point, TaskSnapshot
 from rollart.observe.windows import Moving
 

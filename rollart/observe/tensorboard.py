@@ -9,7 +9,7 @@ from tensorboard.compat.proto.event_pb2 import SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from rollart.observe import events as ev
+from rollart.core import events as ev
 from rollart.observe.metrics import Metrics
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from rollart.observe import events as ev
+from rollart.core import events as ev
 
 Record = dict[str, Any]
 

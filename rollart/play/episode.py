@@ -13,15 +13,15 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from rollart.chat import ChatRenderer
 from rollart.config import Model as ModelConfig
 from rollart.config import RunFile, Task
-from rollart.envs.stage import Stage, stage
-from rollart.errors import ConfigError, RollartError
+from rollart.config.yaml_tree import did_you_mean
+from rollart.core.errors import ConfigError, RollartError
+from rollart.core.types import Episode, EpisodeTurn, Finish, Message, RewardResult, Step
+from rollart.envs.single import Stage, stage
+from rollart.models.chat import ChatRenderer
 from rollart.play.players import Action, Model, Person, Player, Scripted, loaded
 from rollart.rewards.invokers import Rewards
-from rollart.types import Episode, EpisodeTurn, Finish, Message, RewardResult, Step
-from rollart.yamltree import did_you_mean
 
 ROLES = {"system": "yellow", "user": "cyan", "assistant": "green", "tool": "magenta"}
 STYLES = ("on grey15", "on grey30")  # tokens take turns

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 
-from rollart.chat import ChatRenderer
 from rollart.config import Engine as EngineConfig
 from rollart.config import Task
-from rollart.envs.stage import Stage
-from rollart.rollout.seeds import seed_of
-from rollart.types import Finish, GenerationRequest, Sampling
+from rollart.core.seeds import seed_of
+from rollart.core.types import Finish, GenerationRequest, Sampling
+from rollart.envs.single import Stage
+from rollart.models.chat import ChatRenderer
 
 if TYPE_CHECKING:
     from rollart.engines.torch.engine import TorchEngine
@@ -116,7 +116,7 @@ async def loaded(folder: Path, config: EngineConfig) -> "AsyncIterator[TorchEngi
 
     from rollart.engines.torch.engine import TorchEngine
     from rollart.engines.torch.model import Model as Weights
-    from rollart.services.device import torch_device
+    from rollart.launch.torch_device import torch_device
 
     logging.disable_progress_bar()
     torch.set_num_threads(config.threads)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 
-from rollart.errors import RollartError
-from rollart.importable import find
+from rollart.config.import_check import find
+from rollart.core.errors import RollartError
 
 OURS = "rollart"
 

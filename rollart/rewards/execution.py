@@ -6,9 +6,9 @@ that ends early, or forges a verdict, has only failed its case. A sandbox that b
 
 import re
 
+from rollart.core.types import Episode, RewardResult
 from rollart.sandbox.archive import archive
 from rollart.sandbox.shell import Sandbox
-from rollart.types import Episode, RewardResult
 
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 CASE_S = 5.0

@@ -2,7 +2,7 @@
 
 import re
 
-from rollart.types import Episode, RewardResult
+from rollart.core.types import Episode, RewardResult
 
 NUMBER = re.compile(r"-?[0-9]+")
 

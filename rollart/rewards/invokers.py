@@ -12,13 +12,13 @@ from pathlib import Path
 
 from rollart.config import Reward, Task
 from rollart.config import Rewards as RewardsConfig
-from rollart.errors import RewardFailed, ServiceError
-from rollart.observe.events import CANCELLED, EventSink, RewardCalled
+from rollart.core.errors import RewardFailed, ServiceError
+from rollart.core.events import CANCELLED, EventSink, RewardCalled
+from rollart.core.types import Episode, RewardResult
 from rollart.rewards.calls import Usage
 from rollart.rewards.pool import IDLE_S, RewardPool
 from rollart.rewards.remote import RemoteReward
 from rollart.rewards.transports.base import NoAnswer, Transport
-from rollart.types import Episode, RewardResult
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class Totals:
 
 
 class Rewards:
-    """Implements `rollart.protocols.RewardInvoker`. What local rewards print goes to `log`; `cluster` is the address of
+    """Implements `core.protocols.RewardInvoker`. What local rewards print goes to `log`; `cluster` is the address of
     the Ray cluster for those that run there."""
 
     def __init__(

@@ -3,8 +3,8 @@
 import shutil
 from pathlib import Path
 
-from rollart.errors import RollartError
-from rollart.importable import problem
+from rollart.config.import_check import problem
+from rollart.core.errors import RollartError
 from rollart.rewards.closure import closure
 from rollart.rewards.wire import SECRET
 

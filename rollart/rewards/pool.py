@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from rollart.config import Rewards, Task
-from rollart.errors import RewardFailed, ServiceError
+from rollart.core.errors import RewardFailed, ServiceError
+from rollart.core.types import Episode, RewardResult
 from rollart.rewards.calls import Usage
-from rollart.types import Episode, RewardResult
 from rollart.workers.lease import Lease
 from rollart.workers.process import HostSpec
 from rollart.workers.slot import CallRaised, SlotLost
@@ -22,7 +22,7 @@ IDLE_S = 30.0
 
 
 class RewardPool:
-    """Implements `rollart.protocols.RewardInvoker`. What rewards print goes to `log`, if given."""
+    """Implements `rollart.core.protocols.RewardInvoker`. What rewards print goes to `log`, if given."""
 
     def __init__(self, tasks: Sequence[Task], config: Rewards, log: Path | None = None, idle_s: float = IDLE_S) -> None:
         self._config = config

@@ -7,11 +7,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollart.errors import RewardFailed
-from rollart.protocols import RewardInvoker
+from rollart.core.errors import RewardFailed
+from rollart.core.protocols import RewardInvoker
+from rollart.core.types import Episode, EpisodeTurn, Outcome, RewardResult, Trajectory
 from rollart.rewards.runtime import Reward, call, sentence
 from rollart.rollout.ledger import Ledger
-from rollart.types import Episode, EpisodeTurn, Outcome, RewardResult, Trajectory
 
 
 @dataclass(frozen=True, slots=True)

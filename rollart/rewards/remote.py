@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from rollart.config import Reward
+from rollart.core.types import Episode, RewardResult
 from rollart.rewards.calls import Caller, Usage
 from rollart.rewards.transports.base import NoAnswer, Refused, Transport
 from rollart.rewards.wire import Answer, Request, encode
-from rollart.types import Episode, RewardResult
 
 
 @dataclass(slots=True, eq=False)

@@ -25,6 +25,7 @@ from typing import Any
 
 import msgspec
 
+from rollart.core.types import Episode, RewardResult
 from rollart.rewards.wire import (
     KEY,
     REQUEST_BYTES,
@@ -36,7 +37,6 @@ from rollart.rewards.wire import (
     idempotency_key,
     unsigned,
 )
-from rollart.types import Episode, RewardResult
 
 Reward = Callable[..., Any]
 REMEMBERED = 1024

@@ -7,7 +7,7 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from rollart.errors import RollartError
+from rollart.core.errors import RollartError
 from rollart.rewards.package import MAIN
 from rollart.rewards.runtime import Reward, find
 from rollart.rewards.wire import SECRET

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from rollart.types import Episode, RewardResult
+from rollart.core.types import Episode, RewardResult
 
 KEY, TIMESTAMP, SIGNATURE = "Idempotency-Key", "Rollart-Timestamp", "Rollart-Signature"
 SECRET = "ROLLART_REWARD_SECRET"  # the variable that a served function reads its secret from

@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import Sequence
 
-from rollart.errors import RollartError
-from rollart.observe.events import Evaluated, EventSink, Warned
+from rollart.core.errors import RollartError
+from rollart.core.events import Evaluated, EventSink, Warned
+from rollart.core.seeds import seed_of
+from rollart.core.types import Outcome, Trajectory
 from rollart.rollout.ledger import Book
-from rollart.rollout.seeds import seed_of
 from rollart.rollout.trajectory import Attempt, Player, TaskPlan
-from rollart.types import Outcome, Trajectory
 
 
 def succeeded(trajectory: Trajectory) -> bool:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from rollart.types import Trajectory
+from rollart.core.types import Trajectory
 
 
 @dataclass(slots=True)

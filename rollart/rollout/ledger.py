@@ -14,8 +14,8 @@ from typing import Literal, Protocol, Self
 
 import msgspec
 
-from rollart.errors import RollartError
-from rollart.types import Outcome, Trajectory
+from rollart.core.errors import RollartError
+from rollart.core.types import Outcome, Trajectory
 
 State = Literal["open", "leased", "consumed", "dropped"]
 

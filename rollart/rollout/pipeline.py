@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollart.observe.events import Checkpointed, EventSink, Published, StepDone, Warned
-from rollart.protocols import Trainer
+from rollart.core.events import Checkpointed, EventSink, Published, StepDone, Warned
+from rollart.core.protocols import Trainer
+from rollart.core.types import Batch
 from rollart.rollout.evaluation import Evaluator
 from rollart.rollout.ledger import Book
 from rollart.rollout.router import Router
 from rollart.rollout.scheduler import Scheduler
-from rollart.types import Batch
 
 
 @dataclass(frozen=True, slots=True)

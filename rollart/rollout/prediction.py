@@ -5,7 +5,7 @@ The roofline's formula with its constants worked out beforehand: a prediction is
 
 from msgspec import Struct
 
-from rollart.resources.roofline import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY, Roofline
+from rollart.hardware.roofline import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY, Roofline
 
 
 class Predictor:

@@ -11,24 +11,10 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from rollart.types import Outcome
+from rollart.core.schedule import QuarantineRule
+from rollart.core.types import Outcome
 
 LONGEST = 64  # times the first wait
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """Out, when `rate` of the last `window` trajectories failed, at least `least` of them counted, or `groups` in a row
-    were given up. The first probe comes after `wait` seconds."""
-
-    rate: float = 0.5
-    window: int = 50
-    least: int = 20
-    groups: int = 10
-    wait: float = 30.0
-
-
-DEFAULT = Rule()
 
 
 @dataclass(slots=True)
@@ -42,7 +28,7 @@ class _Health:
 
 
 class Quarantine:
-    def __init__(self, tasks: Iterable[str], rule: Rule) -> None:
+    def __init__(self, tasks: Iterable[str], rule: QuarantineRule) -> None:
         self._rule = rule
         self._in = {task: _Health(deque(maxlen=rule.window)) for task in tasks}
         self._out: dict[str, _Health] = {}
@@ -70,7 +56,7 @@ class Quarantine:
             return None
         health.last.append(not outcome.trainable)
         failures, count = sum(health.last), len(health.last)
-        if count < self._rule.least or failures < self._rule.rate * count:
+        if count < self._rule.min_count or failures < self._rule.rate * count:
             if count == self._rule.window:
                 health.times = 0
             return None

@@ -12,15 +12,15 @@ from dataclasses import replace
 
 from msgspec import Struct
 
-from rollart.compact import fingerprint
-from rollart.errors import EngineFailed, EngineLost
-from rollart.observe.events import EventSink
-from rollart.protocols import Engine, Listener, StreamingEngine
-from rollart.rollout.places import EnginePool, Place
-from rollart.rollout.roster import Roster
-from rollart.rollout.routing import Ask, Choice, Measured, Policy, Why
-from rollart.rollout.shapes import TaskShapes
-from rollart.types import Completion, GenerationRequest
+from rollart.core.errors import EngineFailed, EngineLost
+from rollart.core.events import EventSink
+from rollart.core.protocols import Engine, Listener, StreamingEngine
+from rollart.core.run_length import fingerprint
+from rollart.core.types import Completion, GenerationRequest
+from rollart.rollout.decode_lengths import TaskShapes
+from rollart.rollout.engine_registry import Roster
+from rollart.rollout.engine_state import EnginePool, Place
+from rollart.rollout.routing_policy import Ask, Choice, Measured, Policy, Why
 
 _PATIENCE_S = 120.0
 _OPENINGS = 4096

@@ -1,7 +1,7 @@
 """From trajectories to what the trainer sees."""
 
+from rollart.core.types import Outcome, Sample, SampleGroup, Trajectory, Turn
 from rollart.rollout.groups import Group
-from rollart.types import Outcome, Sample, SampleGroup, Trajectory, Turn
 
 
 def sample_group(group: Group) -> SampleGroup:

@@ -14,8 +14,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from rollart.errors import RollartError
-from rollart.observe.events import (
+from rollart.core.errors import RollartError
+from rollart.core.events import (
     BatchTaken,
     EventSink,
     GroupDropped,
@@ -25,20 +25,22 @@ from rollart.observe.events import (
     Quarantined,
     Released,
 )
+from rollart.core.schedule import QuarantineRule, Schedule
+from rollart.core.seeds import seed_of
+from rollart.core.types import Batch, Outcome, SampleGroup, Trajectory
+from rollart.rollout.attempts import Members
 from rollart.rollout.batcher import choose
 from rollart.rollout.groups import Group
 from rollart.rollout.ledger import Book, GroupRecord, Recovery
-from rollart.rollout.members import Members
 from rollart.rollout.mixture import Mixture
-from rollart.rollout.quarantine import DEFAULT, Quarantine, Rule
+from rollart.rollout.quarantine import Quarantine
 from rollart.rollout.router import Router
 from rollart.rollout.samples import sample_group
-from rollart.rollout.schedule import Schedule
-from rollart.rollout.seeds import seed_of
 from rollart.rollout.trajectory import Player, TaskPlan
-from rollart.types import Batch, Outcome, SampleGroup, Trajectory
 
 _OUT = "its task is quarantined"
+
+_RULE = QuarantineRule()
 
 
 class Scheduler:
@@ -56,7 +58,7 @@ class Scheduler:
         router: Router,
         ledger: Book,
         sink: EventSink,
-        rule: Rule = DEFAULT,
+        rule: QuarantineRule = _RULE,
         to_samples: Callable[[Group], SampleGroup] = sample_group,
     ) -> None:
         self.schedule = schedule

@@ -9,8 +9,8 @@ is made anew now and then, from averages that follow a task that changes.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rollart.resources.balance import balanced
-from rollart.rollout.places import EnginePool
+from rollart.hardware.balance import balanced
+from rollart.rollout.engine_state import EnginePool
 
 RATE = 0.1
 WEIGHT_RATE = 0.01

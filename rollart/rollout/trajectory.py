@@ -13,15 +13,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rollart.compact import joined, kept, lowest
-from rollart.errors import EngineFailed, EnvironmentFailed, RewardFailed
-from rollart.observe.events import EnvReset, EventSink, Scored, TrajectoryEnded, TrajectoryStarted
-from rollart.protocols import AgentPool, EnvironmentPool, LeasedEnvironment, Renderer, RewardInvoker
-from rollart.rollout.driven import Driven, checked, turn_done
-from rollart.rollout.lockstep import Lockstep
-from rollart.rollout.router import Routed, Router
-from rollart.rollout.seeds import seed_of
-from rollart.types import (
+from rollart.core.errors import EngineFailed, EnvironmentFailed, RewardFailed
+from rollart.core.events import EnvReset, EventSink, Scored, TrajectoryEnded, TrajectoryStarted
+from rollart.core.protocols import AgentPool, EnvironmentPool, LeasedEnvironment, Renderer, RewardInvoker
+from rollart.core.run_length import joined, kept, lowest
+from rollart.core.seeds import seed_of
+from rollart.core.types import (
     Completion,
     Episode,
     EpisodeTurn,
@@ -33,6 +30,9 @@ from rollart.types import (
     Trajectory,
     Turn,
 )
+from rollart.rollout.agent_episode import Driven, checked, turn_done
+from rollart.rollout.lockstep import Lockstep
+from rollart.rollout.router import Routed, Router
 
 
 @dataclass(frozen=True, slots=True)

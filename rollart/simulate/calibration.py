@@ -12,14 +12,14 @@ from typing import Any
 
 import yaml
 
-from rollart import runfile
-from rollart.errors import RollartError
+from rollart.config import loading
+from rollart.config.yaml_tree import Dumper, Tree
+from rollart.core.errors import RollartError
 from rollart.simulate import fit
 from rollart.simulate.constants import STORE_PULL_EFFICIENCY
+from rollart.simulate.distributions import Distribution, mean_of
 from rollart.simulate.measured import Measured, TaskLog, measured
 from rollart.simulate.scenario import Scenario, Simulate, Transfer, Workload
-from rollart.simulate.spread import Distribution, mean_of
-from rollart.yamltree import Dumper, Tree
 
 _CHUNK = 512
 _LINK = "measured"
@@ -58,8 +58,8 @@ def calibrate(folder: Path, run_file: Path | None = None) -> Calibration:
     path = run_file or folder / "run.yaml"
     if not path.is_file():
         raise RollartError(f"{folder} has no run.yaml; name the run file of this run with --run-file")
-    tree = _as_measured(runfile.read(path), found)
-    blank = runfile.validated(tree, Scenario)
+    tree = _as_measured(loading.read(path), found)
+    blank = loading.validated(tree, Scenario)
     every = [each for generations in found.generations.values() for each in generations]
     engines = {
         pool: fit.engine(generations, found.trainings, blank.engine.prefill_chunk or _CHUNK)
@@ -76,7 +76,7 @@ def calibrate(folder: Path, run_file: Path | None = None) -> Calibration:
         links=links,
     )
     tree.value["simulate"] = section.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-    return Calibration(folder, found, runfile.validated(tree, Scenario), engines, tree.value)
+    return Calibration(folder, found, loading.validated(tree, Scenario), engines, tree.value)
 
 
 def _as_measured(tree: Tree, found: Measured) -> Tree:

@@ -1,7 +1,7 @@
 """The numbers that are neither in a scenario nor in a data sheet, each set once for all scenarios.
 
 Sections and tables are those of the RollArt paper. The roofline's own two, `COMPUTE_EFFICIENCY` and
-`MEMORY_EFFICIENCY`, are beside it in `rollart.resources.roofline`: the router predicts with the same.
+`MEMORY_EFFICIENCY`, are beside it in `rollart.hardware.roofline`: the router predicts with the same.
 """
 
 PASS_S = 0.0015

@@ -8,7 +8,7 @@ never stepped token by token.
 import math
 from dataclasses import dataclass
 
-from rollart.resources.roofline import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY, Roofline
+from rollart.hardware.roofline import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY, Roofline
 from rollart.simulate.constants import ALL_REDUCE_S, PASS_S
 
 

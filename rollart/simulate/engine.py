@@ -16,13 +16,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rollart.core.types import Completion, EngineStatus, Finish, GenerationRequest, Loaded
 from rollart.simulate.clock import sleep
 from rollart.simulate.cost import PassCost, seconds_of, steps_in
 from rollart.simulate.decoding import CLOSE, Decoding
 from rollart.simulate.prefixes import Prefixes
 from rollart.simulate.sequence import Sequence
 from rollart.simulate.weights import Weights
-from rollart.types import Completion, EngineStatus, Finish, GenerationRequest, Loaded
 
 _SPARE = 0.01  # of the KV stays free when a sequence is admitted, so that the others can grow
 

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Self
 
-from rollart.compact import Runs, run_of
 from rollart.config import Environments
-from rollart.errors import EnvironmentFailed
-from rollart.rollout.seeds import seed_of
+from rollart.core.errors import EnvironmentFailed
+from rollart.core.run_length import Runs, run_of
+from rollart.core.seeds import seed_of
+from rollart.core.types import Finish, GenerationRequest, Message, Step
 from rollart.simulate.clock import sleep
+from rollart.simulate.distributions import Draw, draw_of
 from rollart.simulate.scenario import Scenario, Workload
-from rollart.simulate.spread import Draw, draw_of
-from rollart.types import Finish, GenerationRequest, Message, Step
 
 _REMEMBERED = 200_000  # seeds of groups that may still get another member
 _NO_LUCK = random.Random(0)  # before the first reset; one is too large for everybody to have it twice

@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 
-from rollart.resources.devices import catalogue
-from rollart.resources.roofline import Roofline
+from rollart.hardware.roofline import Roofline
 from rollart.simulate.constants import MEMORY_FOR_KV, TRAINING_EFFICIENCY
 from rollart.simulate.cost import Pace, PassCost
+from rollart.simulate.distributions import mean_of
 from rollart.simulate.plans import Engines, Plan
 from rollart.simulate.scenario import Scenario, Workload
-from rollart.simulate.spread import mean_of
 from rollart.simulate.weights import Weights
 
 _BATCH = 256
@@ -84,7 +83,7 @@ def transfer_seconds(scenario: Scenario) -> float:
 
 def _cost(engines: Engines, scenario: Scenario) -> tuple[PassCost, float]:
     """Of one engine, and its room for KV in tokens."""
-    shape, device = scenario.shape, catalogue(scenario)[engines.device]
+    shape, device = scenario.shape, scenario.device_classes()[engines.device]
     measured = [
         scenario.simulate.engines[name]
         for name, pool in scenario.pools_of("generate").items()
@@ -101,5 +100,5 @@ def _train(plan: Plan, scenario: Scenario, means: Means, trajectories: int) -> f
         return pace.fixed + pace.token * trajectories * means.tokens
     shape = scenario.shape
     forward = means.tokens * (shape.token_flops + shape.attention_flops * means.tokens / 2)
-    flops = catalogue(scenario)[plan.trainer].tflops * 1e12 * plan.trainers * TRAINING_EFFICIENCY
+    flops = scenario.device_classes()[plan.trainer].tflops * 1e12 * plan.trainers * TRAINING_EFFICIENCY
     return 3.0 * scenario.training.epochs * trajectories * forward / flops

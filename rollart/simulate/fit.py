@@ -14,9 +14,9 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
+from rollart.simulate.distributions import Distribution, LogNormal, Normal, Part, draw_of, mean_of
 from rollart.simulate.measured import Generation, Training
 from rollart.simulate.scenario import EnginePace, TrainPace
-from rollart.simulate.spread import Distribution, LogNormal, Normal, Part, draw_of, mean_of
 
 Array = NDArray[np.float64]
 

@@ -9,11 +9,11 @@ which processes start and caches fill, unless there was only one.
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollart import runfolder
-from rollart.errors import RollartError
-from rollart.observe import events as ev
-from rollart.observe.log import read_events
-from rollart.types import Outcome
+from rollart.core import events as ev
+from rollart.core import run_folder
+from rollart.core.errors import RollartError
+from rollart.core.event_log import read_events
+from rollart.core.types import Outcome
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class Measured:
 
 def measured(folder: Path) -> Measured:
     """From a run folder. Raises RollartError if it holds no run, or one that trained nothing."""
-    log = runfolder.events_of(folder)
+    log = run_folder.events_of(folder)
     done = [event.t for event in read_events(log) if isinstance(event, ev.Published)]
     reader = _Reader(since=done[0] if len(done) > 1 else 0.0)
     for event in read_events(log):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from rollart.errors import RollartError
+from rollart.core.errors import RollartError
 from rollart.simulate.result import Result
 from rollart.simulate.scenario import Scenario, load
 from rollart.simulate.simulation import simulate

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from rollart.errors import ConfigError, RollartError
-from rollart.resources.devices import DeviceClass, catalogue
+from rollart.core.errors import ConfigError, RollartError
+from rollart.hardware.devices import DeviceClass
 from rollart.simulate.estimate import estimate, means_of, transfer_seconds
 from rollart.simulate.plans import SPENDING, Plan, applied, plan_of, splits, variations
 from rollart.simulate.result import Result, price_per_hour
@@ -92,7 +92,7 @@ def search(
     """Within `budget`, by default the price of the scenario's own plan: generate on `kinds`, by default those of its
     pools, with at most `most` devices of a class. `each` splits are simulated at every level of spending, and with
     `seeds` seeds what turns out best."""
-    classes, own = catalogue(scenario), plan_of(scenario)
+    classes, own = scenario.device_classes(), plan_of(scenario)
     if unknown := [kind for kind in (*kinds, *(most or ())) if kind not in classes]:
         raise ConfigError(f"there is no device class {unknown[0]!r}; known are {', '.join(sorted(classes))}")
     around = price_per_hour(scenario, classes) - own.price(classes)
@@ -137,7 +137,7 @@ def _confirmed(tried: list[Tried], own: Plan, run: "Runs", seeds: range) -> list
 
 def promising(scenario: Scenario, candidates: Sequence[Plan], budget: float, each: int) -> list[Plan]:
     """The fastest by the roofline at every level of spending."""
-    means, classes = means_of(scenario), catalogue(scenario)
+    means, classes = means_of(scenario), scenario.device_classes()
     ranked = sorted(candidates, key=lambda plan: estimate(plan, scenario, means).step)
     chosen: list[Plan] = []
     for spend, below in zip(SPENDING, (*SPENDING[1:], 0.0), strict=True):

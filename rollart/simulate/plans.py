@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rollart.config import AFFINITIES, Pool
-from rollart.errors import ConfigError
-from rollart.resources.devices import DeviceClass, catalogue
+from rollart.core.errors import ConfigError
+from rollart.hardware.devices import DeviceClass
 from rollart.simulate.constants import MEMORY_FOR_KV
 from rollart.simulate.scenario import Scenario, ScenarioTask
 
@@ -146,7 +146,7 @@ def splits(
     scenario: Scenario, budget: float, kinds: Sequence[str], most: Mapping[str, int] | None = None
 ) -> Iterator[Plan]:
     """Plans within the budget that train on the scenario's class and generate on `kinds`, `most` devices of a class."""
-    classes, base, limits = catalogue(scenario), plan_of(scenario), most or {}
+    classes, base, limits = scenario.device_classes(), plan_of(scenario), most or {}
     parallel = {kind: least_parallel(scenario, kind) for kind in kinds}
     seen: set[tuple[int, tuple[Engines, ...]]] = set()
     for spend in SPENDING:
@@ -188,7 +188,7 @@ def least_parallel(scenario: Scenario, kind: str) -> int:
     for pool in scenario.pools_of("generate").values():
         if pool.devices[0] == kind:
             return pool.tensor_parallel
-    shape, device = scenario.shape, catalogue(scenario)[kind]
+    shape, device = scenario.shape, scenario.device_classes()[kind]
     longest = max(task.max_context for task in scenario.tasks)
     need = shape.parameters * shape.number_bytes + 2 * longest * shape.kv_bytes
     return 1 << max(0, math.ceil(math.log2(need / (device.memory * 1e9 * MEMORY_FOR_KV))))

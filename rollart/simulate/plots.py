@@ -9,11 +9,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from rollart.simulate.calibration import Calibration
+from rollart.simulate.distributions import Distribution, draw_of
 from rollart.simulate.fit import EngineFit
 from rollart.simulate.measured import Training
 from rollart.simulate.planner import Search
 from rollart.simulate.scenario import TrainPace
-from rollart.simulate.spread import Distribution, draw_of
 
 _DATA, _FIT, _INK, _FAINT = "#56B4E9", "#D55E00", "#222222", "#8a8a8a"
 _UNITS = {"turns": "turns", "prompt": "tokens", "observation": "tokens", "response": "tokens"}

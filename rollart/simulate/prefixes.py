@@ -3,7 +3,7 @@ members of a group have in common. The least recently used goes first."""
 
 from collections import OrderedDict
 
-from rollart.types import GenerationRequest
+from rollart.core.types import GenerationRequest
 
 _OPENINGS = 512
 

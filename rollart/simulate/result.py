@@ -7,8 +7,8 @@ from statistics import mean, stdev
 from typing import Any
 
 from rollart.config import Pool
-from rollart.resources.devices import DeviceClass
-from rollart.rollout.places import EnginePool
+from rollart.hardware.devices import DeviceClass
+from rollart.rollout.engine_state import EnginePool
 from rollart.simulate.scenario import Scenario
 from rollart.simulate.tally import Tally
 

@@ -12,16 +12,15 @@ from typing import Any, Literal, get_args
 import yaml
 from pydantic import Field, model_validator
 
-from rollart import runfile
-from rollart.config import Engine, Model, RunFile, Section, Task
+from rollart.config import Engine, Model, RunFile, Section, Task, loading
 from rollart.config.base import Conflict, ImportPath, Natural, Positive, Seconds
 from rollart.config.rollout import SCHEDULE_KEYS, Preset, Rollout
-from rollart.errors import ConfigError
+from rollart.config.yaml_tree import did_you_mean
+from rollart.core.errors import ConfigError
+from rollart.hardware.roofline import ModelShape
 from rollart.models import tiny
-from rollart.resources.roofline import ModelShape
 from rollart.simulate.constants import LINKS
-from rollart.simulate.spread import Spread
-from rollart.yamltree import did_you_mean
+from rollart.simulate.distributions import Spread
 
 MODELS: dict[str, dict[str, Any]] = yaml.safe_load((files("rollart.simulate") / "models.yaml").read_text())
 Share = Field(0.0, ge=0, lt=1)
@@ -186,9 +185,9 @@ def load(path: Path, overrides: Sequence[str] = (), workload: Path | None = None
     0 is none, so that a sweep over mixes of devices can leave one out.
 
     Raises ConfigError with one sentence per problem."""
-    tree = runfile.read(path)
+    tree = loading.read(path)
     if workload is not None:
-        for key, value in runfile.read(workload).value.items():
+        for key, value in loading.read(workload).value.items():
             tree.set(f"simulate.{key}={yaml.safe_dump(value, default_flow_style=True, width=1 << 30)}")
     for override in overrides:
         tree.set(override)
@@ -196,4 +195,4 @@ def load(path: Path, overrides: Sequence[str] = (), workload: Path | None = None
         empty = [name for name, pool in pools.items() if isinstance(pool, dict) and pool.get("count") == 0]
         for name in empty:
             del pools[name]
-    return runfile.validated(tree, Scenario)
+    return loading.validated(tree, Scenario)

@@ -5,8 +5,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from rollart.compact import Runs, run_of
-from rollart.types import Completion, Finish, GenerationRequest
+from rollart.core.run_length import Runs, run_of
+from rollart.core.types import Completion, Finish, GenerationRequest
 
 
 class Sequence(Struct, eq=False):

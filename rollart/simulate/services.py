@@ -7,19 +7,19 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
-from rollart.compact import Runs
-from rollart.errors import RewardFailed
-from rollart.resources.devices import DeviceClass
-from rollart.resources.roofline import ModelShape
+from rollart.core.errors import RewardFailed
+from rollart.core.run_length import Runs
+from rollart.core.seeds import seed_of
+from rollart.core.types import Batch, Episode, Outcome, RewardResult, Sample, SampleGroup, StepMetrics, Trajectory
+from rollart.hardware.devices import DeviceClass
+from rollart.hardware.roofline import ModelShape
 from rollart.rollout.groups import Group
 from rollart.rollout.ledger import GroupRecord
-from rollart.rollout.seeds import seed_of
 from rollart.simulate.clock import sleep
 from rollart.simulate.constants import TRAINING_EFFICIENCY
+from rollart.simulate.distributions import draw_of
 from rollart.simulate.scenario import Scenario, TrainPace
-from rollart.simulate.spread import draw_of
 from rollart.simulate.weights import Weights
-from rollart.types import Batch, Episode, Outcome, RewardResult, Sample, SampleGroup, StepMetrics, Trajectory
 
 
 class ModelledRewards:

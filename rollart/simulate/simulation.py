@@ -12,18 +12,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from rollart import collector
-from rollart.errors import ConfigError
-from rollart.observe.events import EngineSample, EventSink, Placed, RunEnded, RunStarted
-from rollart.observe.log import EventLog
-from rollart.resources.devices import DeviceClass, catalogue
-from rollart.resources.roofline import Roofline
+from rollart.core import gc_tuning
+from rollart.core.errors import ConfigError
+from rollart.core.event_log import EventLog
+from rollart.core.events import EngineSample, EventSink, Placed, RunEnded, RunStarted
+from rollart.core.types import Sampling
+from rollart.hardware.devices import DeviceClass
+from rollart.hardware.roofline import Roofline
+from rollart.rollout.engine_state import EnginePool
 from rollart.rollout.evaluation import Evaluator
 from rollart.rollout.lockstep import Lockstep
 from rollart.rollout.pipeline import Pipeline, Plan
-from rollart.rollout.places import EnginePool
 from rollart.rollout.router import Router
-from rollart.rollout.routing import policy
+from rollart.rollout.routing_policy import policy
 from rollart.rollout.scheduler import Scheduler
 from rollart.rollout.trajectory import Player, TaskPlan
 from rollart.simulate import clock
@@ -37,7 +38,6 @@ from rollart.simulate.scenario import Scenario
 from rollart.simulate.services import Forgetful, ModelledRewards, ModelledTrainer, counted
 from rollart.simulate.tally import Tally
 from rollart.simulate.weights import Weights
-from rollart.types import Sampling
 
 _CPU_ENGINE = {"max_batch": 64, "prefill_chunk": 512, "kv_megabytes": 512}  # as the run file's own defaults
 _GPU_ENGINE = {"max_batch": 256, "prefill_chunk": 2048}
@@ -58,14 +58,14 @@ def simulate(
     `tell` hears now and then how many steps are done and how many seconds have passed."""
     if seed is not None:
         scenario = scenario.model_copy(update={"seed": seed})
-    with collector.off():  # a simulation leaves it nothing to find
+    with gc_tuning.off():  # a simulation leaves it nothing to find
         return clock.run(Simulation(scenario, folder, until, tell).run())
 
 
 class Simulation:
     def __init__(self, scenario: Scenario, folder: Path | None, until: float | None, tell: Tell | None = None) -> None:
         self._scenario, self._folder, self._until, self._tell = scenario, folder, until, tell
-        self._classes = catalogue(scenario)
+        self._classes = scenario.device_classes()
         self._looks: Counter[str] = Counter()
         self._engines: dict[str, FluidEngine] = {}
         self._pools: dict[str, EnginePool] = {}

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from rollart.errors import ConfigError
+from rollart.core.errors import ConfigError
 from rollart.simulate.report import summary
 from rollart.simulate.result import Result, interval
 

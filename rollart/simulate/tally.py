@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from rollart.observe import events as ev
+from rollart.core import events as ev
 
 Totals = Counter[str]
 

@@ -8,9 +8,9 @@ engines stop until the weights have arrived.
 import asyncio
 from typing import Literal
 
+from rollart.core.types import Loaded
 from rollart.simulate.constants import COLLECTIVE_EFFICIENCY, PULL_EXPOSED, STORE_PULL_EFFICIENCY, STORE_PUSH_EFFICIENCY
 from rollart.simulate.scenario import Scenario
-from rollart.types import Loaded
 
 
 class Weights:

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rollart.errors import RollartError
+from rollart.core.errors import RollartError
 from rollart.models.folder import whole_folder
 from rollart.training.advantages import UNSEEN, RewardRange
 from rollart.training.guard import Memory

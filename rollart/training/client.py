@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from rollart.errors import EngineFailed
-from rollart.services.rpc import Client
-from rollart.types import Batch, StepMetrics
+from rollart.core.errors import EngineFailed
+from rollart.core.types import Batch, StepMetrics
+from rollart.launch.rpc import Client
 from rollart.weights.manifest import Publication
 
 
 class TrainerClient:
-    """Implements `rollart.protocols.Trainer`. Each call has `deadline` seconds; a failure is a ServiceError."""
+    """Implements `rollart.core.protocols.Trainer`. Each call has `deadline` seconds; a failure is a ServiceError."""
 
     def __init__(self, client: Client, deadline: float) -> None:
         self._client = client

@@ -19,7 +19,7 @@ from statistics import median
 
 from msgspec import Struct
 
-from rollart.training.gaps import GapRow, pooled
+from rollart.training.logprob_gap import GapRow, pooled
 
 NOISE = {"float32": 1e-4, "bfloat16": 0.04, "float16": 0.01}
 """Mean gap of fresh tokens, by the engine's dtype, that rounding may explain; a few times what was measured."""

@@ -5,8 +5,8 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from rollart.training.gaps import GapTotals, Merge
-from rollart.types import Batch, SampleGroup
+from rollart.core.types import Batch, SampleGroup
+from rollart.training.logprob_gap import GapTotals, Merge
 
 SPREAD = 1e-6
 PER_PASS = ("clip_fraction", "kl")

@@ -7,10 +7,10 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from rollart.training.gaps import Cells
+from rollart.core.types import Batch, Sample
+from rollart.training.logprob_gap import Cells
 from rollart.training.losses import token_weights
 from rollart.training.packing import Packed, deal, pack
-from rollart.types import Batch, Sample
 
 
 class Item(Struct, frozen=True, array_like=True, gc=False):

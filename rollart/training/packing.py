@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from rollart.errors import RollartError
+from rollart.core.errors import RollartError
 
 ATTENTION = "rollart_packed"
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from rollart.errors import RollartError
+from rollart.core.errors import RollartError
 from rollart.training.kernels import use_fast_norms
 from rollart.training.packing import ATTENTION, Packed, pack
 from rollart.training.ranks import Ranks

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from rollart.errors import RollartError
+from rollart.core.errors import RollartError
 
 JOIN_DEADLINE = 60.0
 COLLECTIVE_DEADLINE = 60.0

@@ -25,14 +25,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from rollart.config import Training
-from rollart.services import process
-from rollart.services.device import torch_device
-from rollart.services.rpc import Handler
+from rollart.core.types import Batch, StepMetrics
+from rollart.launch import service
+from rollart.launch.rpc import Handler
+from rollart.launch.torch_device import torch_device
 from rollart.training.checkpoint import load_checkpoint, save_checkpoint
 from rollart.training.learner import Learner
 from rollart.training.ranks import BEAT_SECONDS, Place, Ranks, RanksLost
 from rollart.training.trainer import Trainer
-from rollart.types import Batch, StepMetrics
 from rollart.weights.manifest import Publication
 from rollart.weights.publish import Publisher, new_id
 from rollart.weights.server import WeightServer
@@ -162,7 +162,7 @@ def _publisher(store: Store, spec: Mapping[str, Any], ranks: Ranks, server: Weig
 
 def _serve(store: Store, spec: Mapping[str, Any]) -> WeightServer:
     """For engines on other hosts; it ends with the process."""
-    return WeightServer(store, spec.get("bind", process.LOOPBACK), spec.get("key"))
+    return WeightServer(store, spec.get("bind", service.LOOPBACK), spec.get("key"))
 
 
 def _sources(ranks: Ranks, server: WeightServer) -> tuple[tuple[str, ...], ...]:
@@ -206,4 +206,4 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
 
 
 if __name__ == "__main__":
-    process.main(build)
+    service.main(build)

@@ -12,15 +12,15 @@ from pathlib import Path
 from torch import Tensor
 
 from rollart.config import Training
-from rollart.errors import RollartError
+from rollart.core.errors import RollartError
+from rollart.core.types import Batch, StepMetrics
 from rollart.training.advantages import UNSEEN, RewardRange, advantages
-from rollart.training.gaps import Cells, table
 from rollart.training.guard import Guard
 from rollart.training.learner import Beat, End, Gather, Held, Learn, Learner, Publish, Restore
+from rollart.training.logprob_gap import Cells, table
 from rollart.training.metrics import task_metrics
 from rollart.training.microbatch import check, deal_samples
 from rollart.training.ranks import Ranks
-from rollart.types import Batch, StepMetrics
 from rollart.weights.publish import Publisher
 
 

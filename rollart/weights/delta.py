@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from rollart.errors import RollartError
+from rollart.core.errors import RollartError
 
 Bytes = NDArray[np.uint8]
 Buffer = memoryview | bytes | bytearray

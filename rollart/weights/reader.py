@@ -13,8 +13,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rollart.errors import RollartError
-from rollart.weights.held import Held
+from rollart.core.errors import RollartError
+from rollart.weights.loaded_version import Held
 from rollart.weights.manifest import Publication
 from rollart.weights.replica import STREAMS, Replica
 from rollart.weights.server import LOOPBACK, WeightServer

@@ -13,9 +13,9 @@ from urllib.parse import quote
 import msgspec
 import xxhash
 
-from rollart.errors import RollartError
+from rollart.core.errors import RollartError
 from rollart.weights.delta_wire import HeldBase
-from rollart.weights.held import Corrupt
+from rollart.weights.loaded_version import Corrupt
 from rollart.weights.manifest import Manifest, Publication
 from rollart.weights.server import WAIT_S, Joined
 from rollart.weights.store import SUM_BYTES, Store, Writing

@@ -29,9 +29,9 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 
 from rollart.weights.delta_wire import BASE, DELTA, ENCODING, SPEED, Deltas
+from rollart.weights.fan_out import Tree
 from rollart.weights.manifest import Manifest
 from rollart.weights.store import STEM, MissingVersion, Shard, Store
-from rollart.weights.tree import Tree
 
 WAIT_S = 5.0
 LEASE_S = 60.0

@@ -18,9 +18,9 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollart.errors import RollartError
+from rollart.core.errors import RollartError
 from rollart.weights.manifest import Manifest
-from rollart.weights.pages import PageCache, Pages, is_at, reserve, try_lock
+from rollart.weights.shm_file import PageCache, Pages, is_at, reserve, try_lock
 
 SHARED_MEMORY = Path("/dev/shm")
 SUM_BYTES = 8

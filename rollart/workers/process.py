@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollart.errors import ServiceError
-from rollart.resources.launcher import NOWHERE, Command, Launcher, Started, Wish, relaunch
-from rollart.services.silence import notice_silence
+from rollart.core.errors import ServiceError
+from rollart.launch.launcher import NOWHERE, Command, Launcher, Started, Wish, relaunch
+from rollart.launch.silence import notice_silence
 from rollart.workers.slot import HOST_LOST, Slot, SlotLost
 
 STARTING = 32  # connections that wait for their fork at once, within every system's backlog

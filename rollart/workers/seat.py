@@ -10,7 +10,7 @@ The invariants:
 import asyncio
 from collections.abc import Callable
 
-from rollart.resources.launcher import Started
+from rollart.launch.launcher import Started
 from rollart.workers.process import HostProcess, HostSpec, Place
 from rollart.workers.slot import Slot, SlotLost
 from rollart.workers.warm import WarmSlots, Warmth

@@ -9,7 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 
-from rollart.errors import RollartError
+from rollart.core.errors import RollartError
 from rollart.workers.seat import Seat
 
 

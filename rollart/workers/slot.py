@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from rollart.errors import RollartError
+from rollart.core.errors import RollartError
 
 HOST_LOST = "the process ended, and its host with it"
 

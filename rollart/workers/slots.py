@@ -19,9 +19,9 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from itertools import chain
 from typing import Any, NoReturn
 
-from rollart.errors import RollartError, ServiceError
-from rollart.resources.launcher import Wish
-from rollart.resources.local import LocalLauncher
+from rollart.core.errors import RollartError, ServiceError
+from rollart.launch.launcher import Wish
+from rollart.launch.local import LocalLauncher
 from rollart.workers.lease import Lease
 from rollart.workers.process import HostSpec, Place
 from rollart.workers.seat import Seat, Tell

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
-from rollart.errors import RollartError
+from rollart.core.errors import RollartError
 from rollart.workers.slot import Slot
 
 logger = logging.getLogger(__name__)

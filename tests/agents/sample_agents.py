@@ -9,7 +9,7 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 from rollart.agents.demo import chat
-from rollart.agents.endpoint import AgentEpisode, Endpoint
+from rollart.core.endpoint import AgentEpisode, Endpoint
 
 ASK = [{"role": "user", "content": "hello"}]
 

@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
+from benchmarks.modelled import ModelledEngine
 from rollart.agents.pool import AgentPool
 from rollart.config import Rewards as RewardsConfig
 from rollart.config import Task
-from rollart.errors import EngineFailed
+from rollart.core.errors import EngineFailed
+from rollart.core.events import AgentPlayed, AnyEvent, TurnDone
+from rollart.core.types import Completion, Finish, GenerationRequest, Outcome, Sampling, Trajectory
 from rollart.gateway.client import Gateway
+from rollart.launch.local import LocalLauncher
 from rollart.models import tiny
-from rollart.observe.events import AgentPlayed, AnyEvent, TurnDone
-from rollart.resources.local import LocalLauncher
 from rollart.rewards.invokers import Rewards
 from rollart.rollout.router import Router
 from rollart.rollout.samples import samples
 from rollart.rollout.trajectory import Attempt, Player, TaskPlan
-from rollart.simulate.modelled import ModelledEngine
-from rollart.types import Completion, Finish, GenerationRequest, Outcome, Sampling, Trajectory
 
 
 class Engine(ModelledEngine):

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rollart import runfile
-from rollart.errors import ConfigError
-from rollart.observe.events import AgentPlayed, RunStarted
+from rollart.app import preflight
+from rollart.config import loading
+from rollart.core.errors import ConfigError
+from rollart.core.events import AgentPlayed, RunStarted
 from rollart.observe.metrics import measure
 from rollart.observe.report import report
 from rollart.observe.summary import summarise
@@ -20,10 +21,10 @@ tasks:
 """
 
 
-def load(tmp_path: Path, task: str) -> runfile.RunFile:
+def load(tmp_path: Path, task: str) -> loading.RunFile:
     path = tmp_path / "run.yaml"
     path.write_text(RUN % task)
-    return runfile.load(path)
+    return preflight.load_run(path)
 
 
 def test_an_agent_may_be_a_name_or_a_section_and_survives_a_round_trip(tmp_path: Path) -> None:
@@ -32,8 +33,8 @@ def test_an_agent_may_be_a_name_or_a_section_and_survives_a_round_trip(tmp_path:
     assert short.tasks[0].agent is not None and long.tasks[0].agent is not None
     assert (short.tasks[0].agent.calls, long.tasks[0].agent.calls) == (200, 3)
     again = tmp_path / "again.yaml"
-    again.write_text(runfile.dump(long))
-    assert runfile.load(again) == long
+    again.write_text(loading.dump(long))
+    assert preflight.load_run(again) == long
 
 
 @pytest.mark.parametrize(

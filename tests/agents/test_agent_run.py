@@ -12,10 +12,10 @@ from typing import Any
 import openai
 import pytest
 
-from rollart import run as controller
-from rollart import runfile
-from rollart.observe.events import AgentPlayed, StepDone
-from rollart.observe.log import read_events
+from rollart.app import preflight
+from rollart.core.event_log import read_events
+from rollart.core.events import AgentPlayed, StepDone
+from rollart.fleet import controller as controller
 from rollart.observe.metrics import measure
 from rollart.rollout.ledger import Ledger
 from rollart.rollout.samples import samples
@@ -34,7 +34,7 @@ SMALL = [
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    asyncio.run(controller.train(runfile.load(EXAMPLE, SMALL), folder))
+    asyncio.run(controller.train(preflight.load_run(EXAMPLE, SMALL), folder))
     return folder
 
 
@@ -55,7 +55,7 @@ def test_an_agent_task_trains_and_tells_what_its_agents_did(trained: Path) -> No
 
 @pytest.mark.slow
 def test_an_agent_task_is_evaluated_with_a_saved_model(trained: Path, tmp_path: Path) -> None:
-    run = runfile.load(EXAMPLE, SMALL, need_model=False)
+    run = preflight.load_run(EXAMPLE, SMALL, need_model=False)
     result = asyncio.run(controller.evaluate(run, trained / "model", directory=tmp_path / "eval"))
     assert result["tasks"]["digits"]["episodes"] == 4
     assert result["tasks"]["digits"]["failed"] == 0
@@ -64,7 +64,7 @@ def test_an_agent_task_is_evaluated_with_a_saved_model(trained: Path, tmp_path: 
 @pytest.mark.slow
 def test_a_trained_model_is_served_until_ctrl_c(trained: Path) -> None:
     environment: dict[str, Any] = {**os.environ, "ROLLART_API_KEY": "my-own-key", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "rollart.cli", "serve", "--model", str(trained / "model"), "--port", "0"]
+    command = [sys.executable, "-m", "rollart.app.cli", "serve", "--model", str(trained / "model"), "--port", "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert server.stdout is not None
     try:
@@ -102,7 +102,7 @@ def test_a_trained_model_is_served_until_ctrl_c(trained: Path) -> None:
 @pytest.mark.slow
 def test_streams_that_are_read_left_or_ended_by_a_stop_string_train_only_what_was_delivered(tmp_path: Path) -> None:
     more = ["training.steps=2", "tasks.digits.agent=sample_agents:streams", "tasks.digits.sampling.max_tokens=40"]
-    asyncio.run(controller.train(runfile.load(EXAMPLE, [*SMALL, *more]), tmp_path))
+    asyncio.run(controller.train(preflight.load_run(EXAMPLE, [*SMALL, *more]), tmp_path))
     shot = measure(read_events(tmp_path / "events.jsonl"))
     assert shot.step == 2 and not shot.drops
     played = Ledger.open_readonly(tmp_path / "ledger.sqlite").scored(8)
@@ -117,7 +117,7 @@ def test_streams_that_are_read_left_or_ended_by_a_stop_string_train_only_what_wa
 
 @pytest.mark.slow
 def test_conversations_that_fork_are_trained_segment_by_segment(tmp_path: Path) -> None:
-    run = runfile.load(EXAMPLE, [*SMALL, "training.steps=2", "tasks.digits.agent=sample_agents:sub_agents"])
+    run = preflight.load_run(EXAMPLE, [*SMALL, "training.steps=2", "tasks.digits.agent=sample_agents:sub_agents"])
     asyncio.run(controller.train(run, tmp_path))
     log = list(read_events(tmp_path / "events.jsonl"))
     told = measure(log).task("digits").agent

@@ -9,19 +9,19 @@ from typing import Any
 import psutil
 import pytest
 
-from rollart import runfile
 from rollart.agents.command import CommandAgent
 from rollart.agents.drivers import driver_of
 from rollart.agents.pool import AgentPool
+from rollart.app import preflight
 from rollart.config import Task
-from rollart.errors import ConfigError, EnvironmentFailed, RewardFailed, RollartError
+from rollart.core.errors import ConfigError, EnvironmentFailed, RewardFailed, RollartError
+from rollart.core.events import AnyEvent
+from rollart.core.protocols import Listener
+from rollart.core.types import Completion, GenerationRequest, Step
 from rollart.gateway.client import Gateway
 from rollart.gateway.template import ChatTemplate
+from rollart.launch.local import LocalLauncher
 from rollart.models import tiny
-from rollart.observe.events import AnyEvent
-from rollart.protocols import Listener
-from rollart.resources.local import LocalLauncher
-from rollart.types import Completion, GenerationRequest, Step
 from tests.gateway.gateways import KEY, Policy, Running, gateway, tiny_template
 
 sandboxed = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
@@ -172,7 +172,7 @@ def problem(tmp_path: Path, agent: Any) -> str:
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps({"model": {"tiny": {}}, "tasks": [{"name": "t", "agent": agent}]}))
     with pytest.raises(ConfigError) as error:
-        runfile.load(path)
+        preflight.load_run(path)
     return str(error.value)
 
 

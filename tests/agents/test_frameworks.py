@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from rollart import run as controller
-from rollart import runfile
+from rollart.app import preflight
 from rollart.config import Vllm
+from rollart.core.event_log import read_events
 from rollart.envs import families
-from rollart.observe.log import read_events
+from rollart.fleet import controller as controller
 from rollart.observe.metrics import measure
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agents.yaml"
@@ -24,7 +24,7 @@ there = pytest.mark.skipif(
 
 
 def train(folder: Path, more: list[str]) -> None:
-    asyncio.run(controller.train(runfile.load(EXAMPLE, [*SMALL, *more]), folder))
+    asyncio.run(controller.train(preflight.load_run(EXAMPLE, [*SMALL, *more]), folder))
     shot = measure(read_events(folder / "events.jsonl"))
     assert shot.step == 2 and shot.trained == 2 * 3 * 4
     assert not shot.drops

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from rollart import run as controller
-from rollart import runfile
-from rollart.agents.endpoint import AgentEpisode, Endpoint
 from rollart.agents.harbor import trial
 from rollart.agents.harbor.__main__ import solved
 from rollart.agents.harbor.image import image_of
 from rollart.agents.harbor.task import folders, load
 from rollart.agents.harbor.trial import played
 from rollart.agents.split import choose
-from rollart.observe.log import read_events
+from rollart.app import preflight
+from rollart.core.endpoint import AgentEpisode, Endpoint
+from rollart.core.event_log import read_events
+from rollart.fleet import controller as controller
 from rollart.observe.metrics import measure
 from rollart.sandbox.bubble import Limits
 from rollart.sandbox.shell import Sandbox
@@ -116,7 +116,7 @@ def test_a_policy_that_is_refused_more_tokens_is_verified_with_what_it_did(tmp_p
 @pytest.mark.slow
 def test_a_harbor_task_trains(tmp_path: Path) -> None:
     small = ["training.steps=2", "training.batch_groups=1", "environments.slots=4", "evaluation.every=0"]
-    run = runfile.load(EXAMPLES.parent / "harbor.yaml", [*small, "evaluation.final_episodes=2"])
+    run = preflight.load_run(EXAMPLES.parent / "harbor.yaml", [*small, "evaluation.final_episodes=2"])
     asyncio.run(controller.train(run, tmp_path))
     shot = measure(read_events(tmp_path / "events.jsonl"))
     assert shot.step == 2 and shot.trained == 2 * 8 and not shot.drops

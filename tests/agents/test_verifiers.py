@@ -6,11 +6,11 @@ from statistics import mean
 
 import pytest
 
-from rollart import run as controller
-from rollart import runfile
+from rollart.app import preflight
+from rollart.core.errors import ConfigError
+from rollart.core.event_log import read_events
 from rollart.envs import families
-from rollart.errors import ConfigError
-from rollart.observe.log import read_events
+from rollart.fleet import controller as controller
 from rollart.observe.metrics import measure
 from rollart.rollout.ledger import Ledger
 
@@ -22,14 +22,14 @@ STEPS, EPISODES = 10, 8
 def test_without_the_family_the_run_file_is_told_to_name_it(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(EXAMPLE.read_text().replace("    family: verifiers\n", ""))
     with pytest.raises(ConfigError, match="give the task `family: verifiers`"):
-        runfile.load(tmp_path / "run.yaml")
+        preflight.load_run(tmp_path / "run.yaml")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.skipif(families.installed("verifiers") is None, reason="the family is not there; run: make test-agents")
 def test_a_verifiers_environment_is_learnt_on_the_tokens_of_its_own_renderer(tmp_path: Path) -> None:
-    asyncio.run(controller.train(runfile.load(EXAMPLE, SMALL), tmp_path))
+    asyncio.run(controller.train(preflight.load_run(EXAMPLE, SMALL), tmp_path))
     shot = measure(read_events(tmp_path / "events.jsonl"))
     assert shot.step == STEPS and shot.trained == STEPS * EPISODES and not shot.drops
     rewards = [point.rewards["digits"] for point in shot.history]

@@ -12,7 +12,7 @@ from tiny_decoders import twin
 from rollart.config import Engine as EngineConfig
 from rollart.engines.torch.engine import TorchEngine
 from rollart.engines.torch.model import Model
-from rollart.services.rpc import Handler, application
+from rollart.launch.rpc import Handler, application
 
 
 class _Server(uvicorn.Server):

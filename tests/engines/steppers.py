@@ -6,9 +6,9 @@ from typing import Any
 from tiny_decoders import VOCABULARY, twin
 
 from rollart.config import Engine as EngineConfig
+from rollart.core.types import Completion, GenerationRequest
 from rollart.engines.torch.model import Model
 from rollart.engines.torch.stepper import Stepper
-from rollart.types import Completion, GenerationRequest
 
 
 def engine(network: Any, **config: Any) -> Stepper:

@@ -13,14 +13,14 @@ import pytest
 from plain_weights import at
 from tiny_decoders import decoder, request, worst
 
+from rollart.core.errors import EngineFailed
+from rollart.core.protocols import Listener
 from rollart.engines.client import EngineClient
-from rollart.engines.service import build
 from rollart.engines.torch.pace import CREDIT_S
-from rollart.errors import EngineFailed
-from rollart.protocols import Listener
-from rollart.resources.devices import device_class
-from rollart.resources.roofline import ModelShape, Roofline, decode
-from rollart.services import rpc
+from rollart.engines.torch.service import build
+from rollart.hardware.devices import device_class
+from rollart.hardware.roofline import ModelShape, Roofline, decode
+from rollart.launch import rpc
 from rollart.weights.manifest import Publication
 from rollart.weights.publish import publish
 
@@ -31,7 +31,7 @@ Published = dict[int, Publication]
 @asynccontextmanager
 async def service(spec: dict[str, Any], published: Published = {}) -> AsyncIterator[EngineClient]:  # noqa: B006
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "rollart.engines.service"),
+        *(sys.executable, "-m", "rollart.engines.torch.service"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

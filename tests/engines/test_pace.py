@@ -6,16 +6,16 @@ import pytest
 from tiny_decoders import decoder, request, twin
 
 from rollart.config import Engine as EngineConfig
+from rollart.core.errors import EngineFailed
+from rollart.core.types import Completion
 from rollart.engines.torch.batch import Batch
 from rollart.engines.torch.engine import TorchEngine
 from rollart.engines.torch.model import Model
 from rollart.engines.torch.pace import CREDIT_S, Link, Pacer, work_of
 from rollart.engines.torch.stepper import Stepper
-from rollart.errors import EngineFailed
-from rollart.resources.devices import DeviceClass
-from rollart.resources.roofline import ModelShape, Roofline, Work
+from rollart.hardware.devices import DeviceClass
+from rollart.hardware.roofline import ModelShape, Roofline, Work
 from rollart.simulate import clock
-from rollart.types import Completion
 
 SHAPE = ModelShape(dense=1000, layers=1, heads=1, kv_heads=1, head_dim=1)
 DEVICE = DeviceClass("toy", 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, "made up")

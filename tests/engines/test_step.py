@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollart.engines.torch.batch import Chunk
-from rollart.engines.torch.rows import Layout, Rows
+from rollart.engines.torch.kv_rows import Layout, Rows
 from rollart.engines.torch.step import CALL_COST, Span, grouped
 
 LAYOUT = Layout(tensors=4, heads=2, dim=8, dtype=torch.float32, device=torch.device("cpu"))

@@ -7,10 +7,10 @@ import torch
 from steppers import engine, run, text
 from tiny_decoders import ARCHITECTURES, VOCABULARY, decoder, request, worst
 
-from rollart.engines.torch.parked import Part
+from rollart.core.errors import EngineFailed
+from rollart.core.types import Completion, GenerationRequest
+from rollart.engines.torch.kv_cache import Part
 from rollart.engines.torch.sequence import Sequence
-from rollart.errors import EngineFailed
-from rollart.types import Completion, GenerationRequest
 
 
 class Chaos:

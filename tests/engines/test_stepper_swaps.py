@@ -5,8 +5,8 @@ import torch
 from steppers import engine, run
 from tiny_decoders import decoder, request, worst
 
+from rollart.core.errors import EngineFailed
 from rollart.engines.torch.model import Model
-from rollart.errors import EngineFailed
 
 
 def test_kv_kept_over_a_swap_is_the_old_one_and_recomputed_kv_is_the_new_one() -> None:

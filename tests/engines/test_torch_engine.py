@@ -9,11 +9,11 @@ from tiny_decoders import decoder, request, twin, worst
 from torch import Tensor
 
 from rollart.config import Engine as EngineConfig
+from rollart.core.errors import EngineFailed
+from rollart.core.types import Completion
 from rollart.engines.streamed import Streamed
 from rollart.engines.torch.engine import TorchEngine
 from rollart.engines.torch.model import Model
-from rollart.errors import EngineFailed
-from rollart.types import Completion
 from rollart.weights.publish import publish
 from rollart.weights.reader import Weights
 

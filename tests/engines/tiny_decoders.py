@@ -16,7 +16,7 @@ from transformers import (
 )
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
-from rollart.types import Completion, GenerationRequest, Sampling
+from rollart.core.types import Completion, GenerationRequest, Sampling
 
 VOCABULARY = 48
 _SHAPE = {

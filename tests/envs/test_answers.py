@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollart.core.types import Message, Step
 from rollart.envs.answers import WrongAnswer, observation, step
-from rollart.types import Message, Step
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),

@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from rollart.chat import ChatRenderer
 from rollart.config import Environments, Task, TinyModel
+from rollart.core.errors import EnvironmentFailed
+from rollart.core.types import Completion, Outcome, RewardResult
 from rollart.envs import hostile
 from rollart.envs.chaos import CRASHES, FAULTS, Chaos
 from rollart.envs.pool import EnvironmentPool
-from rollart.errors import EnvironmentFailed
 from rollart.models import tiny
+from rollart.models.chat import ChatRenderer
 from rollart.rollout.trajectory import Attempt, Player
-from rollart.types import Completion, Outcome, RewardResult
 
 SHAPED = "rollart.envs.shaped:Shaped"
 TURNS = 10_000
@@ -180,6 +180,6 @@ def test_no_hostile_text_can_end_a_turn_or_open_one(renderer):
 
 
 def message(text):
-    from rollart.types import Message
+    from rollart.core.types import Message
 
     return Message("user", text)

@@ -4,7 +4,7 @@ import pytest
 
 from rollart.config import Task
 from rollart.envs.directory import RULES, Directory, belongs_to_held_out, player
-from rollart.models.demonstrations import demonstrate
+from rollart.warmup.demonstrations import demonstrate
 
 
 def test_a_look_up_and_the_city_it_gave_win() -> None:

@@ -7,9 +7,9 @@ import psutil
 import pytest
 
 from rollart.config import Environments, Task
+from rollart.core.errors import EnvironmentFailed, ServiceError
+from rollart.core.types import Message, Step
 from rollart.envs.pool import EnvironmentPool
-from rollart.errors import EnvironmentFailed, ServiceError
-from rollart.types import Message, Step
 from rollart.workers import slots
 
 QUICK = Environments(slots=4, reset_deadline=20, step_deadline=20, retries=1)

@@ -7,10 +7,10 @@ import psutil
 import pytest
 
 from rollart.config import Environments, Task
+from rollart.core.errors import EnvironmentFailed
+from rollart.core.events import ResetHedged
 from rollart.envs.latencies import LEAST
 from rollart.envs.pool import EnvironmentPool
-from rollart.errors import EnvironmentFailed
-from rollart.observe.events import ResetHedged
 
 SLOW = 99
 

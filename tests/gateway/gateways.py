@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
+from rollart.core.protocols import Listener
+from rollart.core.types import Completion, GenerationRequest, Sampling
 from rollart.gateway.app import App
 from rollart.gateway.limits import Limits
+from rollart.gateway.messages import Terms
 from rollart.gateway.server import served
 from rollart.gateway.template import ChatTemplate
 from rollart.gateway.tenants import Tenants
-from rollart.gateway.words import Terms
 from rollart.models import tiny
-from rollart.protocols import Listener
-from rollart.types import Completion, GenerationRequest, Sampling
 
 KEY = "the-key"
 

@@ -11,12 +11,12 @@ import pytest
 from gateways import KEY, Policy, Running, gateway, terms
 from wire import Wire, parsed
 
-from rollart.errors import EngineFailed
+from rollart.core.errors import EngineFailed
+from rollart.core.protocols import Listener
+from rollart.core.types import Completion, GenerationRequest
 from rollart.gateway.http import Connection
 from rollart.gateway.limits import Limits
 from rollart.gateway.template import ChatTemplate
-from rollart.protocols import Listener
-from rollart.types import Completion, GenerationRequest
 
 CHAT = "/v1/chat/completions"
 ASK = {"messages": [{"role": "user", "content": "hello"}]}

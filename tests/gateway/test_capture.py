@@ -7,19 +7,19 @@ from random import Random
 from typing import Any
 
 import pytest
+from chatml import CHATML, byte_pairs
 from gateways import KEY, terms
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_chat import CHATML, byte_pairs
 from wire import Left, post
 
+from rollart.core.protocols import Listener
+from rollart.core.types import Completion, GenerationRequest, Outcome, Trajectory
 from rollart.gateway.app import App
 from rollart.gateway.limits import Limits
 from rollart.gateway.template import ChatTemplate
 from rollart.gateway.tenants import Tenants
-from rollart.protocols import Listener
 from rollart.rollout.samples import samples
-from rollart.types import Completion, GenerationRequest, Outcome, Trajectory
 
 Messages = list[dict[str, Any]]
 BEHAVIOURS = (

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 from gateways import tiny_template
 
-from rollart.errors import ServiceError
+from rollart.core.errors import ServiceError
 from rollart.gateway.app import App
 from rollart.gateway.limits import Limits
 from rollart.gateway.server import served

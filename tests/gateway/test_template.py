@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from test_chat import CHATML, byte_pairs
+from chatml import CHATML, byte_pairs
 
 from rollart.gateway.errors import ApiError
+from rollart.gateway.messages import Said, Tool, ToolCall
 from rollart.gateway.template import ChatTemplate
-from rollart.gateway.words import Said, Tool, ToolCall
 
 TOOLS = (Tool("add", "adds two numbers", {"type": "object"}),)
 CALLING = Said("assistant", "I add.", (ToolCall("add", '{"a": 1}', "call_1"),))

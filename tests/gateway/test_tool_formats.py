@@ -5,8 +5,8 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollart.gateway.messages import Tool
 from rollart.gateway.tools import Bare, Listed, Marked, Named, Tagged, ToolFormat, canonical, format_of
-from rollart.gateway.words import Tool
 
 NAMES = st.text("abc_1", min_size=1, max_size=8)
 FORMATS: tuple[ToolFormat, ...] = (Tagged(), Bare(), Listed(), Named(), Marked())

@@ -3,9 +3,9 @@
 from random import Random
 
 import pytest
+from chatml import CHATML, byte_pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_chat import CHATML, byte_pairs
 
 from rollart.gateway.template import ChatTemplate
 from rollart.gateway.tools import Bare, Listed, Marked, Named, Tagged, ToolFormat

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from rollart.errors import EngineFailed
+from rollart.core.errors import EngineFailed
+from rollart.core.protocols import Listener
+from rollart.core.types import Completion, GenerationRequest, Sampling
 from rollart.gateway.upstream import Given, Upstream, Wanted
-from rollart.protocols import Listener
-from rollart.types import Completion, GenerationRequest, Sampling
 
 
 def request(number: int, episode: str = "e") -> GenerationRequest:

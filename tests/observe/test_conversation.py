@@ -1,8 +1,8 @@
 from rich.console import Console
 
-from rollart.observe import events as ev
+from rollart.core import events as ev
+from rollart.core.types import Message, Outcome, Trajectory, Turn
 from rollart.observe.conversation import conversation
-from rollart.types import Message, Outcome, Trajectory, Turn
 
 
 def test_a_conversation_shows_words_rewards_versions_and_timings() -> None:

@@ -5,9 +5,9 @@ import pytest
 from rich.console import Console
 from sample_run import sample_run
 
-from rollart.observe import events as ev
+from rollart.core import events as ev
+from rollart.core.event_log import EventLog
 from rollart.observe.live import LiveView, PlainView, view
-from rollart.observe.log import EventLog
 
 WEIGHTS = {"frozen_lake": 1.0, "sokoban": 1.0, "arithmetic": 1.0}
 

@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_run import SampleRun, sample_run
 
-from rollart.observe import events as ev
+from rollart.core import events as ev
+from rollart.core.types import Outcome
 from rollart.observe.metrics import Metrics, measure
 from rollart.observe.summary import summarise
-from rollart.types import Outcome
 
 
 def of(log: list[ev.AnyEvent], kind: type[ev.Event]) -> list:  # type: ignore[type-arg]

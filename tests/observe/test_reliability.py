@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from rollart.observe import events as ev
+from rollart.core import events as ev
 from rollart.observe.metrics import measure
 from rollart.observe.reliability import FINE, Spread
 from rollart.observe.report import report

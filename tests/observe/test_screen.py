@@ -2,7 +2,7 @@ import pytest
 from rich.console import Console
 from sample_run import sample_run
 
-from rollart.observe import events as ev
+from rollart.core import events as ev
 from rollart.observe.metrics import Metrics
 from rollart.observe.screen import screen
 

@@ -1,6 +1,6 @@
 from rich.console import Console
 
-from rollart.observe.events import EngineSwapped
+from rollart.core.events import EngineSwapped
 from rollart.observe.metrics import measure
 from rollart.observe.report import report
 from rollart.observe.swaps import SwapMetrics

@@ -5,7 +5,7 @@ from pathlib import Path
 from sample_run import sample_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rollart.observe import events as ev
+from rollart.core import events as ev
 from rollart.observe.tensorboard import TensorBoard, write
 
 

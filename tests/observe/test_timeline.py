@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from sample_run import SLOTS, sample_run
 
-from rollart.observe import events as ev
+from rollart.core import events as ev
 from rollart.observe.timeline import trace, write
 
 

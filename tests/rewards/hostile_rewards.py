@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from rollart.types import RewardResult
+from rollart.core.types import RewardResult
 
 
 def answer(episode):

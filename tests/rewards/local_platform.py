@@ -12,8 +12,8 @@ from typing import Any
 
 from aiohttp import web
 
+from rollart.core.types import Episode, EpisodeTurn, Message
 from rollart.rewards.runtime import Runtime
-from rollart.types import Episode, EpisodeTurn, Message
 
 
 @dataclass

@@ -2,10 +2,10 @@ import shutil
 
 import pytest
 
+from rollart.core.types import Episode, EpisodeTurn, RewardResult
 from rollart.rewards.execution import code_in, program_output
 from rollart.rewards.runtime import call
 from rollart.sandbox.bubble import SandboxError
-from rollart.types import Episode, EpisodeTurn, RewardResult
 
 in_the_sandbox = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 DOUBLE = "Sure!\n```python\nprint(int(input()) * 2)\n```\nDone."

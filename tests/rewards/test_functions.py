@@ -1,7 +1,7 @@
 import pytest
 
+from rollart.core.types import Episode, EpisodeTurn, Message, RewardResult
 from rollart.rewards.functions import column_sum, env_return
-from rollart.types import Episode, EpisodeTurn, Message, RewardResult
 
 
 def episode(*actions, **info):

@@ -12,11 +12,11 @@ from local_platform import Happens, episode, platform
 
 from rollart.config import Rewards as Config
 from rollart.config import Task
-from rollart.errors import RewardFailed, ServiceError
-from rollart.observe.events import RewardCalled
+from rollart.core.errors import RewardFailed, ServiceError
+from rollart.core.events import RewardCalled
+from rollart.core.types import RewardResult
 from rollart.rewards.invokers import Rewards
 from rollart.rewards.transports.http import retry_after
-from rollart.types import RewardResult
 
 ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "key",

@@ -4,12 +4,12 @@ import asyncio
 import random
 from contextlib import asynccontextmanager
 
-from rollart.observe.events import EnvReset, Scored
+from benchmarks.modelled import ModelledEngine, ModelledEnvironments, ModelledRenderer
+from rollart.core.events import EnvReset, Scored
+from rollart.core.types import Outcome, RewardResult, Sampling
 from rollart.rollout.router import Router
 from rollart.rollout.trajectory import Attempt, Player, TaskPlan
 from rollart.simulate.clock import run
-from rollart.simulate.modelled import ModelledEngine, ModelledEnvironments, ModelledRenderer
-from rollart.types import Outcome, RewardResult, Sampling
 
 PLAN = TaskPlan("t", 1.0, 50, 100_000, Sampling(max_tokens=8))
 SCORE_S = 100.0

@@ -16,7 +16,7 @@ from ray.cluster_utils import Cluster  # noqa: E402
 
 from rollart.config import Rewards as Config  # noqa: E402
 from rollart.config import Task  # noqa: E402
-from rollart.errors import RewardFailed, ServiceError  # noqa: E402
+from rollart.core.errors import RewardFailed, ServiceError  # noqa: E402
 from rollart.rewards.invokers import Rewards  # noqa: E402
 
 pytestmark = pytest.mark.slow

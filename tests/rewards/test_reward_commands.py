@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from served import free_port, server
 
+from rollart.core.types import Message, Outcome, Trajectory, Turn
 from rollart.rewards.closure import closure
 from rollart.rewards.recorded import recorded
 from rollart.rollout.ledger import Ledger
-from rollart.types import Message, Outcome, Trajectory, Turn
 
-ROLLART = [sys.executable, "-m", "rollart.cli"]
+ROLLART = [sys.executable, "-m", "rollart.app.cli"]
 REWARDS = """\
 from helpers.words import count
-from rollart.types import Episode, RewardResult
+from rollart.core.types import Episode, RewardResult
 
 
 def brief(episode: Episode) -> RewardResult:
@@ -121,7 +121,7 @@ def test_a_package_has_the_needed_files_and_no_more(user):
     assert files == {
         *("Dockerfile", "README.md", "main.py", "handler.py", "requirements.txt", "requirements-handler.txt"),
         *("my_rewards.py", "helpers/words.py"),
-        *("rollart/__init__.py", "rollart/types.py", "rollart/compact.py", "rollart/rewards/__init__.py"),
+        *("rollart/__init__.py", "rollart/core/types.py", "rollart/core/run_length.py", "rollart/rewards/__init__.py"),
         *("rollart/rewards/runtime.py", "rollart/rewards/wire.py"),
     }
     assert [line.partition("==")[0] for line in (user / "out/requirements.txt").read_text().splitlines()] == [

@@ -3,9 +3,9 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from rollart import runfile
-from rollart.config import Reward, RunFile, Task
-from rollart.errors import ConfigError
+from rollart.app import preflight
+from rollart.config import Reward, RunFile, Task, loading
+from rollart.core.errors import ConfigError
 
 RUN = """\
 model: {{tiny: {{}}}}
@@ -19,7 +19,7 @@ tasks:
 def load(tmp_path, reward):
     path = tmp_path / "run.yaml"
     path.write_text(RUN.format(reward=reward))
-    return runfile.load(path)
+    return preflight.load_run(path)
 
 
 def test_a_reward_may_be_just_its_function(tmp_path):
@@ -31,8 +31,8 @@ def test_a_reward_may_be_just_its_function(tmp_path):
 def test_the_invoker_is_one_line_of_the_run_file_and_comes_back_from_its_dump(tmp_path):
     run = load(tmp_path, "{function: 'far.away:score', invoker: http, url: 'https://example.com', concurrency: 9}")
     again = tmp_path / "again.yaml"
-    again.write_text(runfile.dump(run))
-    assert runfile.load(again) == run
+    again.write_text(loading.dump(run))
+    assert preflight.load_run(again) == run
     assert run.tasks[0].reward.concurrency == 9
 
 

@@ -4,9 +4,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from rollart.config import Rewards, Task
-from rollart.errors import RewardFailed, ServiceError
+from rollart.core.errors import RewardFailed, ServiceError
+from rollart.core.types import Episode, EpisodeTurn, Message, RewardResult
 from rollart.rewards.pool import RewardPool
-from rollart.types import Episode, EpisodeTurn, Message, RewardResult
 
 
 @asynccontextmanager

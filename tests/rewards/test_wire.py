@@ -1,8 +1,8 @@
 import msgspec
 import pytest
 
+from rollart.core.types import RewardResult
 from rollart.rewards.wire import SIGNATURE, TIMESTAMP, WINDOW_S, Answer, checked, idempotency_key, sign, unsigned
-from rollart.types import RewardResult
 
 NOW = 1_700_000_000.0
 

@@ -1,9 +1,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollart.core.types import Outcome, Trajectory
 from rollart.rollout.batcher import choose
 from rollart.rollout.groups import Group
-from rollart.types import Outcome, Trajectory
 
 
 def group(name: str, task: str, ready: bool) -> Group:

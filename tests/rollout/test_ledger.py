@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from rollart.errors import RollartError
+from rollart.core.errors import RollartError
+from rollart.core.types import Message, Outcome, Trajectory, Turn
 from rollart.rollout.ledger import GroupRecord, Ledger
-from rollart.types import Message, Outcome, Trajectory, Turn
 
 
 def trajectory(group: str, member: int, outcome: Outcome = Outcome.FINISHED) -> Trajectory:

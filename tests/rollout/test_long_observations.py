@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from world import build
 
-from rollart.chat import ChatRenderer
+from rollart.core.events import TrajectoryEnded
+from rollart.core.schedule import preset
+from rollart.core.types import Message, Outcome, Sampling, Step, Trajectory
 from rollart.models import tiny
-from rollart.observe.events import TrajectoryEnded
+from rollart.models.chat import ChatRenderer
 from rollart.rollout.ledger import Ledger
-from rollart.rollout.schedule import preset
 from rollart.rollout.trajectory import Attempt, TaskPlan
 from rollart.simulate.clock import run
-from rollart.types import Message, Outcome, Sampling, Step, Trajectory
 
 GIANT = "a" * 3_000_000
 

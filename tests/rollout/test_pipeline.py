@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from world import World, build
 
-from rollart.errors import RollartError
-from rollart.observe.events import (
+from rollart.core.errors import RollartError
+from rollart.core.events import (
     BatchTaken,
     Evaluated,
     GroupDropped,
@@ -23,11 +23,11 @@ from rollart.observe.events import (
     TrajectoryStarted,
     Warned,
 )
+from rollart.core.schedule import Schedule, preset
+from rollart.core.types import Outcome
 from rollart.rollout.ledger import Ledger
 from rollart.rollout.mixture import Mixture
-from rollart.rollout.schedule import Schedule, preset
 from rollart.simulate.clock import run
-from rollart.types import Outcome
 
 PRESETS = ["sync", "sync_plus", "one_off", "start_bound", "rollart"]
 

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from test_pipeline import PRESETS, check_nothing_leaks, check_outcomes, play, worlds
 from world import World, build
 
-from rollart.errors import RollartError
-from rollart.observe.events import BatchTaken, GroupDropped, GroupStarted, Quarantined, Released, TrajectoryEnded
+from rollart.core.errors import RollartError
+from rollart.core.events import BatchTaken, GroupDropped, GroupStarted, Quarantined, Released, TrajectoryEnded
+from rollart.core.schedule import QuarantineRule, preset
+from rollart.core.types import Outcome
 from rollart.rollout.ledger import Ledger
 from rollart.rollout.mixture import Mixture
-from rollart.rollout.quarantine import LONGEST, Quarantine, Rule
-from rollart.rollout.schedule import preset
+from rollart.rollout.quarantine import LONGEST, Quarantine
 from rollart.simulate.clock import run
-from rollart.types import Outcome
 
-RULE = Rule(rate=0.5, window=10, least=4, groups=3, wait=10.0)
+RULE = QuarantineRule(rate=0.5, window=10, min_count=4, groups=3, wait=10.0)
 OURS = preset("rollart", 1, 2.0, 0, 0)
 BAD, GOOD = Outcome.ENV_FAILED, Outcome.FINISHED
 
@@ -101,7 +101,7 @@ def test_every_random_world_keeps_the_invariants_while_a_task_fails(
         **world,
         retries=retries + 2,
         broken={"task0": (begin, begin + lasts)},
-        rule=Rule(rate=0.6, window=12, least=8, groups=10, wait=wait),
+        rule=QuarantineRule(rate=0.6, window=12, min_count=8, groups=10, wait=wait),
     )
     world.pop("outages")
     check_outcomes(made)
@@ -150,7 +150,7 @@ def test_while_a_task_is_out_nothing_of_it_starts_but_probes() -> None:
 
 def test_a_probe_that_grew_too_old_is_not_trained_but_takes_its_task_back() -> None:
     """The task that comes back is so slow that the others train many versions meanwhile."""
-    rule = Rule(rate=0.5, window=10, least=4, groups=3, wait=1.0)
+    rule = QuarantineRule(rate=0.5, window=10, min_count=4, groups=3, wait=1.0)
     made = play(
         OURS,
         steps=40,
@@ -183,7 +183,12 @@ def test_when_the_only_task_fails_the_run_ends_with_the_reason() -> None:
 
 
 def test_a_task_below_the_limit_stays_in() -> None:
-    made = play(OURS, steps=10, environments={"failures": 0.05}, rule=Rule(rate=0.9, window=50, least=20, groups=50))
+    made = play(
+        OURS,
+        steps=10,
+        environments={"failures": 0.05},
+        rule=QuarantineRule(rate=0.9, window=50, min_count=20, groups=50),
+    )
     assert not made.recorder.of(Quarantined)
     counts = Counter(event.outcome for event in made.recorder.of(TrajectoryEnded))
     assert counts[Outcome.ENV_FAILED] > 0

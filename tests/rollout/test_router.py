@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 from world import Recorder
 
-from rollart.errors import EngineFailed, EngineLost
-from rollart.observe.events import Warned
+from benchmarks.modelled import ModelledEngine
+from rollart.core.errors import EngineFailed, EngineLost
+from rollart.core.events import Warned
+from rollart.core.types import Completion, EngineStatus, GenerationRequest, Loaded, Sampling
 from rollart.rollout.router import Routed, Router
 from rollart.simulate.clock import run
-from rollart.simulate.modelled import ModelledEngine
-from rollart.types import Completion, EngineStatus, GenerationRequest, Loaded, Sampling
 
 
 def request(session: str, turn: int = 0) -> GenerationRequest:

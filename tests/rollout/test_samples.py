@@ -1,7 +1,7 @@
 """A trajectory of several segments: each is a sample, and nothing in it is trained twice."""
 
+from rollart.core.types import Outcome, SampleGroup, Trajectory, Turn
 from rollart.rollout.samples import samples
-from rollart.types import Outcome, SampleGroup, Trajectory, Turn
 
 
 def turn(prompt: tuple[int, ...], tokens: tuple[int, ...], segment: int, version: int = 0) -> Turn:

@@ -2,13 +2,13 @@ from pathlib import Path
 
 import pytest
 
-from rollart import runfile
-from rollart.errors import RollartError
+from rollart.config import loading
+from rollart.core.errors import RollartError
 from rollart.simulate.calibration import Calibration, calibrate, told
+from rollart.simulate.distributions import Distribution, mean_of
 from rollart.simulate.fit import distance
 from rollart.simulate.scenario import Scenario, load
 from rollart.simulate.simulation import simulate
-from rollart.simulate.spread import Distribution, mean_of
 
 _WORKLOAD = {
     "turns": {"mixture": [{"share": 0.5, "of": 2}, {"share": 0.5, "of": 6}]},
@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The log of a simulated run: nobody measures more exactly."""
     folder = tmp_path_factory.mktemp("truth")
     simulate(_truth(), folder=folder)
-    (folder / "run.yaml").write_text(runfile.dump(_truth()))
+    (folder / "run.yaml").write_text(loading.dump(_truth()))
     return folder
 
 

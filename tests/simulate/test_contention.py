@@ -2,16 +2,16 @@ import asyncio
 
 import pytest
 
-from rollart.resources.devices import CATALOGUE
-from rollart.resources.roofline import ModelShape, Roofline
-from rollart.rollout.seeds import seed_of
+from rollart.core.seeds import seed_of
+from rollart.core.types import GenerationRequest, Message, Sampling
+from rollart.hardware.devices import CATALOGUE
+from rollart.hardware.roofline import ModelShape, Roofline
 from rollart.simulate import clock
 from rollart.simulate.contention import Contention
 from rollart.simulate.cost import Pace, PassCost
 from rollart.simulate.engine import FluidEngine
 from rollart.simulate.environments import ModelledRenderer
 from rollart.simulate.weights import Weights
-from rollart.types import GenerationRequest, Message, Sampling
 
 _PASS_S, _TOKENS = 0.01, 101
 

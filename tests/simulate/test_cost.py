@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.resources.devices import CATALOGUE
-from rollart.resources.roofline import ModelShape, Roofline, decode
+from rollart.hardware.devices import CATALOGUE
+from rollart.hardware.roofline import ModelShape, Roofline, decode
 from rollart.simulate.constants import PASS_S
 from rollart.simulate.cost import PassCost, seconds_of, steps_in
 from rollart.simulate.scenario import MODELS

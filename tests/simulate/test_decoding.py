@@ -4,9 +4,9 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollart.core.types import GenerationRequest, Sampling
 from rollart.simulate.decoding import Decoding
 from rollart.simulate.sequence import Sequence
-from rollart.types import GenerationRequest, Sampling
 
 
 def sequence(wanted: int) -> Sequence:

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rollart.cli import app
+from rollart.app.cli import app
 from rollart.simulate import figures, paper
 from rollart.simulate.scenario import load
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.simulate import fit
+from rollart.simulate.distributions import Distribution, LogNormal, draw_of, mean_of
 from rollart.simulate.measured import Generation, Training
-from rollart.simulate.spread import Distribution, LogNormal, draw_of, mean_of
 
 
 def _drawn(spread: Distribution, count: int = 2000) -> list[float]:

@@ -5,15 +5,15 @@ from typing import Any, cast
 
 import pytest
 
-from rollart.compact import Runs, lowest
-from rollart.resources.devices import CATALOGUE
-from rollart.resources.roofline import ModelShape, Roofline
+from rollart.core.run_length import Runs, lowest
+from rollart.core.types import Completion, GenerationRequest, Sampling
+from rollart.hardware.devices import CATALOGUE
+from rollart.hardware.roofline import ModelShape, Roofline
 from rollart.simulate.clock import run
 from rollart.simulate.cost import PassCost, seconds_of
 from rollart.simulate.engine import FluidEngine
 from rollart.simulate.scenario import MODELS
 from rollart.simulate.weights import Weights
-from rollart.types import Completion, GenerationRequest, Sampling
 
 COST = PassCost(Roofline(CATALOGUE["H800"], ModelShape.of(MODELS["qwen3-8b"])))
 

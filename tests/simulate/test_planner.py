@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.errors import ConfigError
-from rollart.resources.devices import CATALOGUE
+from rollart.core.errors import ConfigError
+from rollart.hardware.devices import CATALOGUE
 from rollart.simulate import plots
 from rollart.simulate.estimate import estimate, means_of
 from rollart.simulate.planner import Search, Tried, combined, pareto, promising, search

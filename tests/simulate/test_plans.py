@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.errors import ConfigError
-from rollart.resources.devices import CATALOGUE
+from rollart.core.errors import ConfigError
+from rollart.hardware.devices import CATALOGUE
 from rollart.simulate.plans import applied, least_parallel, plan_of, splits, variations
 from rollart.simulate.scenario import Scenario
 

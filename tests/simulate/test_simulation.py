@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rollart.cli import app
-from rollart.errors import ConfigError
-from rollart.observe.events import BatchTaken
-from rollart.observe.log import read_events
+from rollart.app.cli import app
+from rollart.core.errors import ConfigError
+from rollart.core.event_log import read_events
+from rollart.core.events import BatchTaken
 from rollart.simulate.scenario import Scenario, load
 from rollart.simulate.simulation import simulate
 

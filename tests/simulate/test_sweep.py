@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rollart.cli import app
-from rollart.errors import ConfigError
+from rollart.app.cli import app
+from rollart.core.errors import ConfigError
 from rollart.simulate.paper import FOLDER
 from rollart.simulate.scenario import load
 from rollart.simulate.sweep import points

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollart.services import rpc
+from rollart.launch import rpc
 from rollart.training.client import TrainerClient
 
 DEADLINE_S = 120.0

@@ -6,7 +6,7 @@ from tiny_models import make_batch, save_tiny
 from transformers import AutoModelForCausalLM
 
 from rollart.config import Algorithm, Training
-from rollart.errors import RollartError
+from rollart.core.errors import RollartError
 from rollart.training.checkpoint import load_checkpoint, save_checkpoint
 from rollart.training.guard import Memory
 from rollart.training.trainer import Trainer

@@ -14,10 +14,10 @@ import torch
 from tiny_models import save_tiny
 
 from rollart.config import Algorithm, Training, WarmUp
+from rollart.core.types import Batch, Sample, SampleGroup
 from rollart.training.packing import pack
 from rollart.training.trainer import Trainer
-from rollart.training.warm_up import warm_up
-from rollart.types import Batch, Sample, SampleGroup
+from rollart.warmup.imitation import warm_up
 
 NUMBERS, LENGTH, DASH = 12, 6, 12
 MARKS = {"count": 14, "dash": 15}

@@ -13,13 +13,13 @@ from tiny_models import VOCABULARY, save_tiny
 
 from rollart.config import Algorithm, Training
 from rollart.config import Engine as EngineConfig
+from rollart.core.types import Batch, GenerationRequest, Sample, SampleGroup, Sampling, StepMetrics
 from rollart.engines.torch.model import Model
 from rollart.engines.torch.stepper import Stepper
-from rollart.training.gaps import Cell, GapRow
 from rollart.training.guard import REPEAT, Guard, Memory
+from rollart.training.logprob_gap import Cell, GapRow
 from rollart.training.packing import pack
 from rollart.training.trainer import Trainer
-from rollart.types import Batch, GenerationRequest, Sample, SampleGroup, Sampling, StepMetrics
 
 CONVERSATIONS, ANSWER, QUESTION = 8, 12, 6
 Spoil = Callable[[Sample], Sample]

@@ -9,7 +9,7 @@ from rank_processes import DEADLINE_S, free_address, spread_trainer, start_rank
 from tiny_models import make_batch, save_tiny
 
 from rollart.config import Training
-from rollart.errors import ServiceError
+from rollart.core.errors import ServiceError
 from rollart.training.trainer import Trainer
 from rollart.weights.reader import Weights
 

@@ -9,11 +9,11 @@ from rank_processes import free_address
 from tiny_models import make_batch, save_tiny
 
 from rollart.config import Algorithm, Training
-from rollart.errors import RollartError
+from rollart.core.errors import RollartError
+from rollart.core.types import Batch, StepMetrics
 from rollart.training.checkpoint import load_checkpoint, save_checkpoint
 from rollart.training.ranks import Place, Ranks
 from rollart.training.trainer import Trainer
-from rollart.types import Batch, StepMetrics
 
 REWARDS = [[1.0, 0.0, 0.5, 0.0], [0.0, 1.0, 1.0], [1.0, 1.0]]
 POISONED = [[math.inf, 0.0], [1.0, 0.0], [0.0, 1.0]]

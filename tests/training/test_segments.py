@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from tiny_models import make_sample
 
-from rollart.training.gaps import Cells
+from rollart.core.types import Batch, Sample, SampleGroup
+from rollart.training.logprob_gap import Cells
 from rollart.training.microbatch import deal_samples
-from rollart.types import Batch, Sample, SampleGroup
 
 
 def weight_of(items: list[list[list[object]]]) -> float:

@@ -8,10 +8,10 @@ import torch
 from tiny_models import make_batch, make_sample, save_tiny
 
 from rollart.config import Algorithm, Training
-from rollart.errors import RollartError
+from rollart.core.errors import RollartError
+from rollart.core.types import Batch, SampleGroup
 from rollart.training.packing import pack
 from rollart.training.trainer import Trainer
-from rollart.types import Batch, SampleGroup
 
 SPREAD = [[1.0, 0.0, 0.5, 0.0], [0.0, 1.0]]
 

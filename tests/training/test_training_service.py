@@ -8,10 +8,10 @@ import torch
 from tiny_models import make_batch, save_tiny
 
 from rollart.config import Training
-from rollart.errors import EngineFailed, ServiceError
-from rollart.resources.launcher import Wish, service
-from rollart.resources.local import LocalLauncher
-from rollart.services import rpc
+from rollart.core.errors import EngineFailed, ServiceError
+from rollart.launch import rpc
+from rollart.launch.launcher import Wish, service_command
+from rollart.launch.local import LocalLauncher
 from rollart.training.client import TrainerClient
 from rollart.training.trainer import Trainer
 from rollart.weights.reader import Weights
@@ -43,7 +43,7 @@ def test_a_trainer_process_steps_publishes_saves_and_resumes(tmp_path: Path, spe
 
     async def body() -> None:
         launcher = LocalLauncher()
-        command = service("rollart.training.service", spec, name="t", logs=tmp_path)
+        command = service_command("rollart.training.service", spec, name="t", logs=tmp_path)
         process = await launcher.launch(command, Wish())
         async with rpc.connected(process.answer["url"], key=launcher.key) as connection:
             trainer = TrainerClient(connection, DEADLINE_S)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from published import BUCKET, DEADLINE_S, Origin, same, tensors
 
-from rollart.weights.held import Corrupt
+from rollart.weights.loaded_version import Corrupt
 from rollart.weights.manifest import Publication
 from rollart.weights.publish import publish
 from rollart.weights.reader import Weights

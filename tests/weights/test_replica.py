@@ -8,14 +8,14 @@ import pytest
 from faulty import Wire, cut_after, faithful, flipping
 from published import BUCKET, DEADLINE_S, Origin, line, process, same, shares, tensors
 
-from rollart.weights.held import Corrupt
+from rollart.weights.fan_out import FAN_OUT
+from rollart.weights.loaded_version import Corrupt
 from rollart.weights.manifest import Publication
-from rollart.weights.pages import NoRoom
 from rollart.weights.publish import Publisher
 from rollart.weights.reader import Weights
+from rollart.weights.shm_file import NoRoom
 from rollart.weights.store import MissingVersion
 from rollart.weights.transports import TransferFailed
-from rollart.weights.tree import FAN_OUT
 
 HOST = """
 from pathlib import Path

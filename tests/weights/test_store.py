@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from published import BUCKET, blank, line, process
 
-from rollart.weights.pages import NoRoom
+from rollart.weights.shm_file import NoRoom
 from rollart.weights.store import BeingWritten, MissingVersion, Store
 
 WRITER = """

@@ -8,9 +8,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import psutil
 import pytest
 
-from rollart.errors import ServiceError
-from rollart.resources.launcher import Wish
-from rollart.resources.local import LocalLauncher
+from rollart.core.errors import ServiceError
+from rollart.launch.launcher import Wish
+from rollart.launch.local import LocalLauncher
 from rollart.workers import slots as slots_module
 from rollart.workers.process import HostProcess, HostSpec, Place
 from rollart.workers.slot import SlotLost

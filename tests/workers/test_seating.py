@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.errors import ServiceError
-from rollart.resources.launcher import Wish
-from rollart.resources.local import LocalLauncher
+from rollart.core.errors import ServiceError
+from rollart.launch.launcher import Wish
+from rollart.launch.local import LocalLauncher
 from rollart.workers.process import HostSpec, Place
 from rollart.workers.seat import Seat
 from rollart.workers.seating import Seating, split

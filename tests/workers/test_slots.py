@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollart.errors import ServiceError
+from rollart.core.errors import ServiceError
 from rollart.workers.process import HostSpec
 from rollart.workers.slot import CallRaised, SlotLost
 from rollart.workers.slots import SlotPool

@@ -17,9 +17,9 @@ from urllib.error import HTTPError
 
 from rollart.agents import command
 from rollart.agents.demo import chat
-from rollart.agents.endpoint import AgentEpisode, Endpoint
 from rollart.agents.harbor.task import HarborTask, folders, load
 from rollart.agents.split import choose
+from rollart.core.endpoint import AgentEpisode, Endpoint
 from rollart.envs.terminal.environment import RULES, observation, parse
 from rollart.sandbox.archive import copied
 from rollart.sandbox.bubble import Limits

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from rollart.core.errors import EngineFailed
 from rollart.engines.torch.step import Span, Step
-from rollart.errors import EngineFailed
 
 ROWS = "rollart_rows"
 PROBE = "rollart_probe"

@@ -25,17 +25,17 @@ import torch
 from torch import Tensor
 
 from rollart.config import Engine as EngineConfig
+from rollart.core.errors import EngineFailed, RollartError
+from rollart.core.types import Completion, EngineStatus, GenerationRequest, Loaded
 from rollart.engines.streamed import Streamed
 from rollart.engines.torch.fetch import Fetcher
-from rollart.engines.torch.handover import Handover, KVWanted
+from rollart.engines.torch.kv_cache import Part
+from rollart.engines.torch.kv_transfer import Handover, KVWanted
 from rollart.engines.torch.model import Model, Weights
 from rollart.engines.torch.pace import Link, Pacer, label
-from rollart.engines.torch.parked import Part
 from rollart.engines.torch.sequence import Sequence
 from rollart.engines.torch.stepper import Stepper
-from rollart.errors import EngineFailed, RollartError
-from rollart.resources.roofline import Roofline
-from rollart.types import Completion, EngineStatus, GenerationRequest, Loaded
+from rollart.hardware.roofline import Roofline
 from rollart.weights.manifest import Publication
 
 T = TypeVar("T")

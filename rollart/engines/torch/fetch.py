@@ -15,12 +15,12 @@ import msgspec
 import numpy as np
 import torch
 
-from rollart.engines.torch.handover import KVPart, KVRange, KVWanted
+from rollart.core.errors import ServiceError
+from rollart.engines.torch.kv_cache import Part
+from rollart.engines.torch.kv_rows import Layout
+from rollart.engines.torch.kv_transfer import KVPart, KVRange, KVWanted
 from rollart.engines.torch.pace import Link
-from rollart.engines.torch.parked import Part
-from rollart.engines.torch.rows import Layout
-from rollart.errors import ServiceError
-from rollart.services import rpc
+from rollart.launch import rpc
 
 ANSWER_S = 2.0
 FETCH_S = 10.0

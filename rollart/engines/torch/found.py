@@ -3,9 +3,9 @@
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
-from rollart.engines.torch.parked import Entry, ParkedKV, Part
-from rollart.engines.torch.prefixes import BLOCK, PrefixIndex, common_prefix
-from rollart.engines.torch.rows import Rows
+from rollart.engines.torch.kv_cache import Entry, ParkedKV, Part
+from rollart.engines.torch.kv_rows import Rows
+from rollart.engines.torch.prefix_cache import BLOCK, PrefixIndex, common_prefix
 from rollart.engines.torch.sequence import Sequence
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from rollart.core.errors import EngineFailed
 from rollart.engines.torch.attention import PROBE, ROWS
-from rollart.engines.torch.rows import Layout
+from rollart.engines.torch.kv_rows import Layout
 from rollart.engines.torch.step import Step
-from rollart.errors import EngineFailed
 
 Weights = dict[str, Tensor]
 

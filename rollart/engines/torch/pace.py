@@ -12,7 +12,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 
 from rollart.engines.torch.batch import Batch, Chunk
-from rollart.resources.roofline import Roofline, Work, decode, prefill
+from rollart.hardware.roofline import Roofline, Work, decode, prefill
 
 CREDIT_S = 0.05
 

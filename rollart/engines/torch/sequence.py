@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from rollart.engines.torch.prefixes import chain
+from rollart.core.errors import EngineFailed
+from rollart.core.types import Completion, Finish, GenerationRequest, Sampling
+from rollart.engines.torch.prefix_cache import chain
 from rollart.engines.torch.sampler import mixed
-from rollart.errors import EngineFailed
-from rollart.types import Completion, Finish, GenerationRequest, Sampling
 
 
 @dataclass(slots=True, eq=False)

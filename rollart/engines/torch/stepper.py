@@ -17,19 +17,19 @@ from dataclasses import dataclass, replace
 import torch
 
 from rollart.config import Engine as EngineConfig
+from rollart.core.errors import EngineFailed
+from rollart.core.types import EngineStatus, Finish, GenerationRequest, Loaded, Sampling
 from rollart.engines.torch.batch import Batch
 from rollart.engines.torch.found import Found, find
-from rollart.engines.torch.losses import Losses
+from rollart.engines.torch.kv_cache import ParkedKV, Part
+from rollart.engines.torch.kv_rows import Rows
 from rollart.engines.torch.model import Model, Weights
 from rollart.engines.torch.pace import Pacer, work_of
-from rollart.engines.torch.parked import ParkedKV, Part
-from rollart.engines.torch.prefixes import PrefixIndex
-from rollart.engines.torch.rows import Rows
+from rollart.engines.torch.prefix_cache import PrefixIndex
 from rollart.engines.torch.sampler import sample
 from rollart.engines.torch.sequence import Sequence, accepted
 from rollart.engines.torch.step import Step, build
-from rollart.errors import EngineFailed
-from rollart.types import EngineStatus, Finish, GenerationRequest, Loaded, Sampling
+from rollart.engines.torch.swap_cost import Losses
 
 # How far down the queue to look for a sequence that need not wait for another's prefill.
 DEFERRED = 128

@@ -3,9 +3,9 @@
 import time
 from typing import cast
 
+from rollart.core.errors import EngineFailed
+from rollart.core.types import Completion, Finish
 from rollart.engines.vllm.api import Answer, Choice, Span, Usage
-from rollart.errors import EngineFailed
-from rollart.types import Completion, Finish
 
 
 class Assembled:

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from rollart.errors import EngineFailed
+from rollart.core.errors import EngineFailed
 
 GENERATE = "/inference/v1/generate"
 UNIX = "unix:"

@@ -9,7 +9,7 @@ from typing import Any
 
 from rollart.config import Engine as EngineConfig
 from rollart.config import Vllm
-from rollart.engines.vllm.handover import LEASE_S
+from rollart.engines.vllm.kv_transfer import LEASE_S
 
 INSIDE = Path(__file__).parent / "inside"
 MODULE = "vllm.entrypoints.openai.api_server"  # of all its front doors, the one that the CPU build has in order

@@ -18,13 +18,13 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any
 
 from rollart.config import Engine as EngineConfig
+from rollart.core.errors import EngineFailed, RollartError
+from rollart.core.types import Completion, EngineStatus, GenerationRequest, Loaded, Sampling
 from rollart.engines.streamed import Streamed
-from rollart.engines.vllm import gauges, located
+from rollart.engines.vllm import gauges, tensor_map
 from rollart.engines.vllm.answer import Assembled
 from rollart.engines.vllm.api import Api
-from rollart.engines.vllm.handover import ASK, RECEIVE_S, Note, Notes, Peers, Underway
-from rollart.errors import EngineFailed, RollartError
-from rollart.types import Completion, EngineStatus, GenerationRequest, Loaded, Sampling
+from rollart.engines.vllm.kv_transfer import ASK, RECEIVE_S, Note, Notes, Peers, Underway
 from rollart.weights.manifest import Publication
 from rollart.weights.reader import Weights
 
@@ -160,7 +160,7 @@ class VllmEngine:
 
     # Weights
 
-    async def adopt(self, folder: located.Located | None) -> None:
+    async def adopt(self, folder: tensor_map.Located | None) -> None:
         """Make the server's weights those of `folder`, if it has others, and tell it their version."""
         async with self._loading:
             if folder is not None:
@@ -183,14 +183,14 @@ class VllmEngine:
                     (path(version, publication.id, shard.manifest.shard, "data"), shard.manifest)
                     for shard in held.shards
                 ]
-                await self._prepare(version, located.in_shards(files))
+                await self._prepare(version, tensor_map.in_shards(files))
                 transfer_s = time.perf_counter() - began
                 exposed_s = await self._swap(version)
             finally:
                 held.release()
             return Loaded(version, transfer_s, exposed_s, held.bytes, held.transport)
 
-    async def _prepare(self, version: int, where: located.Located) -> None:
+    async def _prepare(self, version: int, where: tensor_map.Located) -> None:
         try:
             await self._api.workers("rollart_prepare", **where.arguments())
         except EngineFailed as error:

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from rollart.config import Vllm
+from rollart.core.errors import ServiceError
 from rollart.engines.vllm import command
 from rollart.engines.vllm.api import UNIX, Api
-from rollart.engines.vllm.problems import HOW
-from rollart.errors import ServiceError
-from rollart.resources.child import describe
+from rollart.engines.vllm.preflight import HOW
+from rollart.launch.child import describe
 
 LOOK_AGAIN_S = 0.25
 ASK_S = 2.0

@@ -1,6 +1,6 @@
 """The service in front of a vLLM server: `python -m rollart.engines.vllm.service`, spec on stdin.
 
-The spec is that of `rollart.engines.service`, and: `vllm` (that section of the run file), `tensor_parallel`,
+The spec is that of `rollart.engines.torch.service`, and: `vllm` (that section of the run file), `tensor_parallel`,
 `hand_over` (whether KV may be handed over), and `url`, if the server is one that someone else runs. When the server
 ends, so does the service: whoever started it starts both again.
 """
@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from rollart.config import Engine as EngineConfig
-from rollart.engines.vllm import located
+from rollart.core.errors import RollartError, ServiceError
+from rollart.engines.vllm import tensor_map
 from rollart.engines.vllm.api import Api
 from rollart.engines.vllm.engine import VllmEngine
-from rollart.engines.vllm.handover import Peers
+from rollart.engines.vllm.kv_transfer import Peers
 from rollart.engines.vllm.server import Server, started
-from rollart.errors import RollartError, ServiceError
-from rollart.resources.external import KEY
-from rollart.resources.local import free_port
-from rollart.resources.roofline import ModelShape
-from rollart.services.process import LOOPBACK, main
-from rollart.services.rpc import Handler
+from rollart.hardware.roofline import ModelShape
+from rollart.launch.external import KEY
+from rollart.launch.local import free_port
+from rollart.launch.rpc import Handler
+from rollart.launch.service import LOOPBACK, main
 from rollart.weights.reader import Weights
 
 HEALTH_S, SICK = 3.0, 3  # a server that someone else runs is asked so often, and given up after so many silences
@@ -85,7 +85,7 @@ async def _engine(spec: dict[str, Any], stack: AsyncExitStack) -> VllmEngine:
         on_broken=broken,
     )
     # A server that was there before us may have any weights.
-    await engine.adopt(located.in_folder(folder) if server is None else None)
+    await engine.adopt(tensor_map.in_folder(folder) if server is None else None)
     return engine
 
 

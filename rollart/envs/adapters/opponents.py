@@ -6,7 +6,7 @@ import random
 import re
 from typing import Any
 
-from rollart.asking import NoReply, ask
+from rollart.core.llm_client import NoReply, ask
 
 MOVE = re.compile(r"\[[^\[\]\n]{1,40}\]")
 

@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rollart.errors import ConfigError
-from rollart.yamltree import did_you_mean
+from rollart.config.yaml_tree import did_you_mean
+from rollart.core.errors import ConfigError
 
 HERE = Path(__file__).parent
 RECORD = "family.json"

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from rollart.config import Environments, Task
+from rollart.core.errors import RollartError
 from rollart.envs.families import RECORD, Family, Installed, installed, root
-from rollart.envs.stage import stage
-from rollart.errors import RollartError
+from rollart.envs.single import stage
 
 Say = Callable[[str], None]
 VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"

@@ -7,8 +7,8 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from rollart.gateway.errors import ApiError, invalid
+from rollart.gateway.messages import Answer, Ask, Choice, Said
 from rollart.gateway.tenant import Tenant
-from rollart.gateway.words import Answer, Ask, Choice, Said
 
 T = TypeVar("T")
 _AT = re.compile(r" - at `\$\.?(.*)`$")

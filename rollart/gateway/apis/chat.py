@@ -19,8 +19,8 @@ from rollart.gateway.apis.openai import (
     wanted,
 )
 from rollart.gateway.errors import invalid
+from rollart.gateway.messages import Answer, Ask, Choice
 from rollart.gateway.tenant import Tenant
-from rollart.gateway.words import Answer, Ask, Choice
 
 
 class _Tool(Struct):

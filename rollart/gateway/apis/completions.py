@@ -8,8 +8,8 @@ from msgspec.json import Decoder
 from rollart.gateway.apis.base import DONE, Writer, event, read
 from rollart.gateway.apis.openai import OpenAI, Streamed, usage
 from rollart.gateway.errors import invalid
+from rollart.gateway.messages import Answer, Ask, Choice
 from rollart.gateway.tenant import Tenant
-from rollart.gateway.words import Answer, Ask, Choice
 
 
 class _Request(Streamed, kw_only=True):

@@ -9,9 +9,9 @@ from msgspec.json import Decoder
 from rollart.gateway.apis.base import Format, Part, Writer, check_format, event, read, text_of
 from rollart.gateway.apis.openai import Count, Share, arguments
 from rollart.gateway.errors import ApiError, invalid
+from rollart.gateway.messages import Answer, Ask, Choice, Said, Tool, ToolCall
 from rollart.gateway.tenant import Tenant
 from rollart.gateway.tools import value
-from rollart.gateway.words import Answer, Ask, Choice, Said, Tool, ToolCall
 
 _KINDS = {
     400: "invalid_request_error",

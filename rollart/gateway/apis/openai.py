@@ -8,9 +8,9 @@ from msgspec import Meta, Struct
 
 from rollart.gateway.apis.base import Part, text_of, texts
 from rollart.gateway.errors import ApiError, invalid
+from rollart.gateway.messages import Answer, Ask, Choice, Said, Tool, ToolCall
 from rollart.gateway.template import ChatTemplate
 from rollart.gateway.tenant import Tenant
-from rollart.gateway.words import Answer, Ask, Choice, Said, Tool, ToolCall
 
 Count = Annotated[int, Meta(ge=1)]
 Several = Annotated[int, Meta(ge=1, le=128)]

@@ -10,8 +10,8 @@ from msgspec.json import Decoder
 from rollart.gateway.apis.base import Format, Part, Writer, check_format, conversation, event, read, text_of
 from rollart.gateway.apis.openai import Count, Heat, OpenAI, Share, arguments, wanted
 from rollart.gateway.errors import ApiError, invalid
+from rollart.gateway.messages import Answer, Ask, Choice, Said, Tool, ToolCall
 from rollart.gateway.tenant import Tenant
-from rollart.gateway.words import Answer, Ask, Choice, Said, Tool, ToolCall
 
 
 class _Item(Struct):

@@ -13,7 +13,7 @@ from alibabacloud_tea_openapi.models import Config
 from darabonba.exceptions import DaraException
 from darabonba.runtime import RuntimeOptions
 
-from rollart.errors import ServiceError
+from rollart.core.errors import ServiceError
 from rollart.rewards.transports.base import Busy, NoAnswer, Refused, Reply, decoded, shown
 from rollart.rewards.transports.http import TRY_AGAIN
 

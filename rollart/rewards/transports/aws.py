@@ -14,7 +14,7 @@ import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
-from rollart.errors import ServiceError
+from rollart.core.errors import ServiceError
 from rollart.rewards.transports.base import Busy, NoAnswer, Refused, Reply, decoded, shown, too_long
 from rollart.rewards.transports.http import TRY_AGAIN, retry_after
 from rollart.rewards.wire import ANSWER_BYTES

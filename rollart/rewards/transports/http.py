@@ -7,7 +7,7 @@ from email.utils import parsedate_to_datetime
 
 import aiohttp
 
-from rollart.errors import ServiceError
+from rollart.core.errors import ServiceError
 from rollart.rewards.transports.base import Busy, NoAnswer, Refused, Reply, decoded, shown, too_long
 from rollart.rewards.wire import ANSWER_BYTES, KEY, sign
 

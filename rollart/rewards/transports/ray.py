@@ -26,10 +26,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rollart.config import Reward
-from rollart.errors import ServiceError
-from rollart.resources.launcher import Unsatisfiable, Wish
-from rollart.resources.ray import RayLauncher
-from rollart.resources.ray_nodes import choices, described, ray_nodes
+from rollart.core.errors import ServiceError
+from rollart.launch.launcher import Unsatisfiable, Wish
+from rollart.launch.ray import RayLauncher
+from rollart.launch.ray_nodes import choices, described, ray_nodes
 from rollart.rewards.transports.base import Reply
 from rollart.rewards.transports.http import HttpTransport
 

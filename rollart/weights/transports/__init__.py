@@ -8,7 +8,7 @@ those checksums. The phases are those of vLLM's weight transfer: init (the const
 
 from typing import Protocol
 
-from rollart.errors import RollartError
+from rollart.core.errors import RollartError
 from rollart.weights.manifest import Manifest
 
 

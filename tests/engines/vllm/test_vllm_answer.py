@@ -1,9 +1,9 @@
 import pytest
 
+from rollart.core.errors import EngineFailed
 from rollart.engines.vllm.answer import Assembled
 from rollart.engines.vllm.api import Answer, Choice, Chosen, Details, Logprobs, Span, Usage
 from rollart.engines.vllm.gauges import read
-from rollart.errors import EngineFailed
 
 METRICS = """
 # HELP vllm:num_requests_running Number of requests in model execution batches.

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from rollart import runfile
+from rollart.app import preflight
 from rollart.config import TinyModel, Vllm
+from rollart.core.errors import ConfigError, ServiceError
 from rollart.engines.vllm.command import arguments, argv, environment
 from rollart.engines.vllm.server import started
-from rollart.errors import ConfigError, ServiceError
 from rollart.models.tiny import make
 
 RUN = """
@@ -107,9 +107,9 @@ def test_what_vllm_lacks_is_told_when_the_run_file_is_read(
     path.write_text(RUN)
     if told:
         with pytest.raises(ConfigError, match=told):
-            runfile.load(path, [change])
+            preflight.load_run(path, [change])
     else:
-        runfile.load(path, [change])
+        preflight.load_run(path, [change])
 
 
 @pytest.mark.parametrize(
@@ -124,5 +124,5 @@ def test_keys_that_do_not_go_together_are_one_sentence(tmp_path: Path, pool: str
     path = tmp_path / "run.yaml"
     path.write_text(RUN.replace("{role: generate, device: cpu, engine: vllm}", pool))
     with pytest.raises(ConfigError, match=told) as refused:
-        runfile.load(path)
+        preflight.load_run(path)
     assert len(str(refused.value).splitlines()) == 1

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from vllm_fleet import DEADLINE_S, NEEDS_VLLM, START_S, Versions, begun, fronted, request, spec_of
 
+from rollart.core.errors import ServiceError
 from rollart.engines.vllm.server import started
-from rollart.errors import ServiceError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -12,10 +12,10 @@ import psutil
 import pytest
 from vllm_fleet import DEADLINE_S, NEEDS_VLLM, Fronted, Versions, begun, fronted, request
 
+from rollart.core.errors import EngineFailed
+from rollart.core.protocols import Listener
+from rollart.core.types import Completion, GenerationRequest
 from rollart.engines.client import EngineClient
-from rollart.errors import EngineFailed
-from rollart.protocols import Listener
-from rollart.types import Completion, GenerationRequest
 
 T = TypeVar("T")
 pytestmark = [pytest.mark.slow, NEEDS_VLLM, pytest.mark.timeout(1800)]

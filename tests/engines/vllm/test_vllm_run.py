@@ -14,12 +14,12 @@ import pytest
 import torch
 from vllm_fleet import NEEDS_VLLM, PYTHON, network
 
-from rollart import run as controller
-from rollart import runfile
-from rollart.observe.events import AnyEvent, EngineSwapped, ServiceEnded, StepDone
-from rollart.observe.log import EventLog, read_events
+from rollart.app import preflight
+from rollart.core.event_log import EventLog, read_events
+from rollart.core.events import AnyEvent, EngineSwapped, ServiceEnded, StepDone
+from rollart.core.types import Trajectory
+from rollart.fleet import controller as controller
 from rollart.rollout.ledger import Ledger
-from rollart.types import Trajectory
 
 pytestmark = [pytest.mark.slow, NEEDS_VLLM, pytest.mark.timeout(1800)]
 
@@ -90,7 +90,7 @@ def test_a_run_trains_on_vllm_through_the_loss_of_its_server_and_every_logprob_i
 
         log.subscribe(on_event)
 
-    summary = asyncio.run(controller.train(runfile.load(path, []), folder, on_log=watch))
+    summary = asyncio.run(controller.train(preflight.load_run(path, []), folder, on_log=watch))
     assert (summary["version"], summary["phase"]) == (6, "finished")
     events = list(read_events(folder / "events.jsonl"))
     [ended] = [event for event in events if isinstance(event, ServiceEnded) and event.role == "generate"]
@@ -114,7 +114,7 @@ def test_a_run_trains_on_vllm_through_the_loss_of_its_server_and_every_logprob_i
 def test_a_wrong_python_ends_the_run_with_one_sentence_before_anything_starts(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(RUN.replace(str(PYTHON), "/nowhere/python"))
-    command = [sys.executable, "-m", "rollart.cli", "train", str(path), "--run-dir", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "rollart.app.cli", "train", str(path), "--run-dir", str(tmp_path / "run")]
     here = Path(__file__).parent  # where the reward is
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=here)
     assert ended.returncode == 2

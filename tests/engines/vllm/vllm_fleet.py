@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from rollart.config import TinyModel, Vllm
 from rollart.config.hardware import VLLM_PYTHON
+from rollart.core.protocols import Listener
+from rollart.core.types import Completion, GenerationRequest, Sampling
 from rollart.engines.client import EngineClient
+from rollart.launch import rpc
+from rollart.launch.launcher import Started, Wish, service_command
+from rollart.launch.local import LocalLauncher
 from rollart.models.tiny import make
-from rollart.protocols import Listener
-from rollart.resources.launcher import Started, Wish, service
-from rollart.resources.local import LocalLauncher
-from rollart.services import rpc
-from rollart.types import Completion, GenerationRequest, Sampling
 from rollart.weights.manifest import Publication
 from rollart.weights.publish import Publisher, Share
 from rollart.weights.store import Store
@@ -118,7 +118,7 @@ async def fronted(
     versions: Versions, logs: Path, name: str = "vllm", launcher: LocalLauncher | None = None, **more: Any
 ) -> AsyncIterator[Fronted]:
     launcher = launcher or LocalLauncher()
-    command = service("rollart.engines.vllm.service", spec_of(versions, **more), name=name, logs=logs)
+    command = service_command("rollart.engines.vllm.service", spec_of(versions, **more), name=name, logs=logs)
     started = await launcher.launch(replace(command, start_deadline=START_S), Wish())
     try:
         client = await rpc.connect(started.answer["url"], key=launcher.key)

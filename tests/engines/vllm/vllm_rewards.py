@@ -1,6 +1,6 @@
 """A reward that even an untrained model gets some of, so that every step changes the weights."""
 
-from rollart.types import Episode
+from rollart.core.types import Episode
 
 
 def letters(episode: Episode) -> float:

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from rollart.config import Environments, Task, TinyModel
-from rollart.envs.elsewhere import KEY
+from rollart.core.errors import EnvironmentFailed
+from rollart.core.types import Message, Step
 from rollart.envs.pool import EnvironmentPool
-from rollart.envs.stage import Stage, stage
-from rollart.errors import EnvironmentFailed
+from rollart.envs.remote_host import KEY
+from rollart.envs.single import Stage, stage
 from rollart.models import tiny
-from rollart.models.demonstrations import demonstrate
-from rollart.types import Message, Step
+from rollart.warmup.demonstrations import demonstrate
 
 ADAPTERS = "rollart.envs.adapters"
 CONFIG = Environments(slots=2, reset_deadline=120, step_deadline=60)

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rollart import asking, runfile
-from rollart.cli import app
+from rollart.app import preflight
+from rollart.app.cli import app
+from rollart.core import llm_client
+from rollart.core.errors import ConfigError, RollartError
 from rollart.envs import families
 from rollart.envs.families import install
-from rollart.errors import ConfigError, RollartError
 
 RUN = """\
 model: {tiny: {}}
@@ -37,7 +38,7 @@ def load(tmp_path: Path, env: str, family: str | None) -> str:
     text = RUN.replace("ENV", env)
     path.write_text(text.replace("FAMILY", family) if family else text.replace("    family: FAMILY\n", ""))
     with pytest.raises(ConfigError) as error:
-        runfile.load(path)
+        preflight.load_run(path)
     return str(error.value)
 
 
@@ -57,8 +58,8 @@ def test_every_version_of_the_catalogue_is_exact() -> None:
 def test_adapters_import_nothing_but_their_package_and_the_standard_library() -> None:
     folder = Path(families.__file__).parent.parent / "adapters"
     packages = {"gymnasium", "numpy", "reasoning_gym", "textarena", "gem", "textworld", "alfworld", "bfcl_eval", "mcp"}
-    ours = ("rollart.envs.adapters", "rollart.asking")
-    for path in (*folder.glob("*.py"), Path(asking.__file__)):
+    ours = ("rollart.envs.adapters", "rollart.core.llm_client")
+    for path in (*folder.glob("*.py"), Path(llm_client.__file__)):
         for module in re.findall(r"^(?:from|import) ([\w.]+)", path.read_text(), re.MULTILINE):
             top = module.partition(".")[0]
             assert top in packages | sys.stdlib_module_names or module.startswith(ours), (path, module)

@@ -1,0 +1,132 @@
+"""`rollart envs`: the families of environment packages, each with a virtual environment of its own, and their hosts."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from rollart.app.commands.guard import guarded
+from rollart.core.errors import RollartError
+from rollart.envs import families
+
+app = typer.Typer(invoke_without_command=True, help="List, add, remove and serve families of environments.")
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The family; `rollart envs` lists them.")]
+
+
+@app.callback()
+@guarded
+def envs(context: typer.Context) -> None:
+    """List the families: which are installed, and what they offer.
+
+    A family is a package, or a few, with a Python of its own; tasks name it
+    with `family: NAME`. They are kept in ROLLART_ENVS, or in the user's data
+    folder.
+
+    [dim]rollart envs
+    rollart envs add textarena[/dim]
+    """
+    if context.invoked_subcommand is None:
+        _list(Console(highlight=False))
+
+
+def _list(console: Console) -> None:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("family", "installed", "offers"):
+        table.add_column(column, overflow="fold")
+    there = {family.name: family for family in families.all_installed()}
+    for name, family in families.catalogue().items():
+        table.add_row(name, _state(there.pop(name, None), family), family.offers)
+    for name, own in there.items():
+        table.add_row(name, _state(own, None), "your own")
+    console.print(table)
+    console.print(f"in {families.root()}", style="dim", soft_wrap=True)
+
+
+def _state(there: families.Installed | None, family: families.Family | None) -> str:
+    if there is None:
+        return "-"
+    old = family is not None and family.requirements != there.requirements
+    return f"Python {there.version}, {there.megabytes:.0f} MB{', other versions; add it again' if old else ''}"
+
+
+@app.command()
+@guarded
+def add(
+    name: Name,
+    python: Annotated[str | None, typer.Option(metavar="PATH", help="The Python to build it with.")] = None,
+    requirements: Annotated[
+        Path | None,
+        typer.Option("-r", "--requirements", metavar="FILE", exists=True, dir_okay=False, help="For one of your own."),
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Make it anew, even if it is there.")] = False,
+) -> None:
+    """Install a family, and try it out. What fails or is interrupted leaves nothing behind.
+
+    [dim]rollart envs add textarena
+    rollart envs add mine -r requirements.txt[/dim]
+    """
+    from rollart.envs.families import install
+
+    family = families.choose(name, requirements.read_text() if requirements else None)
+    console = Console(highlight=False)
+    with console.status(name) as status:
+        made = install.add(family, lambda line: status.update(f"{name}: {line[:100]}"), python=python, again=again)
+    console.print(f"{name} is there: Python {made.version}, {made.megabytes:.0f} MB, in {made.folder}", soft_wrap=True)
+
+
+@app.command()
+@guarded
+def remove(name: Name) -> None:
+    """Delete a family.
+
+    [dim]rollart envs remove textarena[/dim]
+    """
+    from rollart.envs.families import install
+
+    install.remove(name)
+    typer.echo(f"{name} is removed")
+
+
+@app.command()
+@guarded
+def python(name: Name) -> None:
+    """Print the path of a family's Python, to run something with its packages.
+
+    [dim]$(rollart envs python openenv) -m uvicorn my_server:app[/dim]
+    """
+    typer.echo(families.python_of(name))
+
+
+@app.command()
+@guarded
+def serve(
+    family: Annotated[str | None, typer.Option(metavar="NAME", help="Run it with the Python of this family.")] = None,
+    host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 for other machines.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 7070,
+    imports: Annotated[
+        list[str] | None,
+        typer.Option("--import", metavar="MODULE:CLASS", help="Import this once, for all; again for more."),
+    ] = None,
+) -> None:
+    """Serve environments to runs elsewhere, which name this host in `urls` of a pool.
+
+    Runs must show the key in ROLLART_WORKER_KEY. Keys and episodes travel in
+    the clear: use a network that you trust.
+
+    [dim]ROLLART_WORKER_KEY=secret rollart envs serve --host 0.0.0.0 --import my_envs:Lake
+    ROLLART_WORKER_KEY=secret rollart envs serve --family textarena[/dim]
+    """
+    from rollart.workers import serve as module
+
+    if not os.environ.get(module.KEY):
+        raise RollartError(module.NO_KEY)
+    interpreter = str(families.python_of(family)) if family else sys.executable
+    command = [interpreter, module.__file__, "--host", host, "--port", str(port)]
+    for path in imports or []:
+        command += ["--import", path]
+    os.execv(interpreter, command)  # it becomes the host, so signals are the host's own

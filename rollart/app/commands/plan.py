@@ -1,0 +1,132 @@
+"""`rollart plan`: which hardware for a workload, and how to use it."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from rollart.app.commands.guard import guarded
+from rollart.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rollart.simulate.planner import Search, Tried
+
+
+@guarded
+def plan(
+    scenario: Annotated[Path, typer.Argument(metavar="SCENARIO.yaml", help="A run file with a `simulate` section.")],
+    budget: Annotated[
+        float | None, typer.Option(help="Price of all devices, in those of one H20; default: of its own pools.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one key; again for more.")
+    ] = None,
+    device: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CLASS", help="Generate on this class; again for more. Default: its own."),
+    ] = None,
+    most: Annotated[
+        list[str] | None, typer.Option(metavar="CLASS=N", help="There are only so many devices of a class.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each plan that count.")] = 4,
+    each: Annotated[int, typer.Option(min=1, help="Simulate so many splits at each level of spending.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Simulate the best with so many seeds.")] = 3,
+    workers: Annotated[int | None, typer.Option(min=1, help="Simulations side by side; default: all cores.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the fastest plan as a scenario.")
+    ] = None,
+    plot: Annotated[Path, typer.Option(metavar="FILE", help="The picture, as PNG.")] = Path("plan.png"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line.")] = False,
+) -> None:
+    """Search for the best use of a budget, by simulation.
+
+    Divides it between training and generation and between device classes,
+    then tries alpha, redundancy, group shapes, environment slots, and pairs of
+    prefill and decode. Prints the plans that none beats in price and time.
+
+    [dim]rollart plan examples/paper/end_to_end.yaml
+    rollart plan workload.yaml --budget 300 --device H800 --device H20 --most H20=32[/dim]
+    """
+    from rollart.config import loading
+    from rollart.simulate import plots
+    from rollart.simulate import scenario as scenarios
+    from rollart.simulate.planner import search
+    from rollart.simulate.plans import applied
+    from rollart.simulate.reasons import explanation
+
+    asked = scenarios.load(scenario, overrides or [])
+    console = Console(stderr=as_json, highlight=False)
+    found = search(
+        asked,
+        budget,
+        kinds=device or (),
+        most=dict(_limit(text) for text in most or ()),
+        steps=steps,
+        each=each,
+        seeds=seeds,
+        workers=workers,
+        tell=lambda text: console.print(text, style="dim", markup=False),
+    )
+    console.print(_table(found))
+    console.print(explanation(found), markup=False)
+    plots.plans(found, plot)
+    console.print(f"picture: {plot}", markup=False, soft_wrap=True)
+    if output is not None:
+        output.write_text(loading.dump(applied(found.fastest.plan, asked)), encoding="utf-8")
+        console.print(f"scenario of the fastest: {output}", markup=False, soft_wrap=True)
+    if as_json:
+        typer.echo(json.dumps(_summary(found)))
+
+
+def _limit(text: str) -> tuple[str, int]:
+    kind, _, count = text.partition("=")
+    if not count.isdigit():
+        raise ConfigError(f"--most {text}: write it as CLASS=N, for instance H20=32")
+    return kind, int(count)
+
+
+def _table(found: "Search") -> Table:
+    from rollart.simulate.reasons import reason
+
+    title = f"{found.considered} splits considered, {len(found.tried)} plans simulated; these are beaten by none"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for column in ("price/h", "s/step", "price/step"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for column in ("plan", "why"):
+        table.add_column(column)
+    rows = found.front
+    if found.given is not None and found.given not in rows:
+        rows = [*rows, found.given]
+    for each in rows:
+        mark = "as given: " if each is found.given else ""
+        table.add_row(
+            f"{each.price:.4g}",
+            f"{each.step_s:.4g}",
+            f"{each.cost_per_step:.3g}",
+            each.plan.split,
+            mark + reason(each, found.given),
+        )
+    return table
+
+
+def _summary(found: "Search") -> dict[str, Any]:
+    from rollart.simulate.reasons import reason
+
+    def told(each: "Tried") -> dict[str, Any]:
+        plan = asdict(each.plan) | {"split": each.plan.split}
+        numbers = {"price_per_hour": each.price, "step_s": each.step_s, "cost_per_step": each.cost_per_step}
+        return {**numbers, "plan": plan, "reason": reason(each, found.given)}
+
+    return {
+        "budget": found.budget,
+        "considered": found.considered,
+        "simulated": len(found.tried),
+        "given": told(found.given) if found.given else None,
+        "fastest": told(found.fastest),
+        "front": [told(each) for each in found.front],
+        "failed": found.failed,
+    }

@@ -1,0 +1,117 @@
+"""`rollart reward`: serve a reward function, package it, and check that it answers there as it does here."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from rollart.app.commands.guard import guarded
+from rollart.core.errors import RollartError
+
+app = typer.Typer(no_args_is_help=True, help="Serve, package and test a reward function.")
+
+Target = Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="The reward function.")]
+
+
+@app.command()
+@guarded
+def serve(
+    target: Target,
+    host: Annotated[str, typer.Option(help="Where to listen; other hosts than this need a secret.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8080,
+    threads: Annotated[int, typer.Option(min=1, help="Calls at the same time.")] = 8,
+) -> None:
+    """Serve the function over HTTP with functions-framework, as a platform would.
+
+    With a secret in ROLLART_REWARD_SECRET, only signed requests are answered.
+
+    [dim]rollart reward serve rollart.rewards.functions:env_return --port 8080[/dim]
+    """
+    from rollart.rewards import serve as service
+
+    service.run(target, host, port, threads)
+
+
+@app.command()
+@guarded
+def package(
+    target: Target,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="A folder that is empty or new.")],
+) -> None:
+    """Write what a platform needs to run the function: container file, requirements, handlers and all modules.
+
+    [dim]rollart reward package my_rewards:brief -o brief/[/dim]
+    """
+    from rollart.rewards import package as packaging
+
+    for path in packaging.package(target, output):
+        typer.echo(output / path)
+
+
+@app.command()
+@guarded
+def test(
+    target: Target,
+    url: Annotated[str, typer.Option(metavar="URL", help="Where the function is served.")],
+    run: Annotated[Path, typer.Option(metavar="RUN_DIR", help="The folder of the run whose episodes are scored.")],
+    secret: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The environment variable with the secret, to sign requests.")
+    ] = None,
+    args: Annotated[str, typer.Option(metavar="JSON", help="Keyword arguments of the function.")] = "{}",
+    task: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only of this task; again for more.")] = None,
+    episodes: Annotated[int, typer.Option(min=1, help="The last so many.")] = 100,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line.")] = False,
+) -> None:
+    """Score recorded episodes there and here, and show where the results differ. Ends with 1 if any does.
+
+    [dim]rollart reward test my_rewards:brief --url http://127.0.0.1:8080 --run runs/quickstart-1[/dim]
+    """
+    from rollart.rewards.recorded import recorded
+
+    played = recorded(run, episodes, task or [])
+    if not played:
+        raise RollartError(f"{run} has no episode that was scored" + (f" of task {', '.join(task)}" if task else ""))
+    compared, totals = asyncio.run(_compare(target, url, secret, _arguments(args), played))
+    different = [each for each in compared if not each.same]
+    console = Console(stderr=as_json, highlight=False)
+    for each in different:
+        console.print(f"{each.episode}: here {each.here}, there {each.there}", markup=False, soft_wrap=True)
+    console.print(f"{len(compared)} episodes, {len(different)} differ; {totals.seconds / len(compared):.3f} s a call")
+    if as_json:
+        typer.echo(json.dumps({"episodes": len(compared), "different": [each.episode for each in different]}))
+    if different:
+        raise typer.Exit(1)
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise RollartError(f"--args is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RollartError('--args must be a JSON object, such as \'{"model": "judge"}\'')
+    return value
+
+
+async def _compare(target: str, url: str, secret: str | None, args: dict[str, Any], played: list[Any]) -> Any:
+    from pydantic import ValidationError
+
+    from rollart.config import Reward, Rewards, Task
+    from rollart.rewards import invokers
+    from rollart.rewards.recorded import compare
+    from rollart.rewards.serve import found
+
+    function = found(target)
+    try:
+        reward = Reward(function=target, invoker="http", url=url, secret=secret, args=args)
+    except ValidationError as error:
+        raise RollartError("; ".join(each["msg"] for each in error.errors())) from None
+    rewards = invokers.Rewards([Task(name="tested", env="rollart:rollart", reward=reward)], Rewards())
+    try:
+        await rewards.start()
+        return await compare(function, args, rewards, "tested", played), rewards.totals["http"]
+    finally:
+        await rewards.close()

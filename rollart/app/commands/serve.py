@@ -1,0 +1,59 @@
+"""`rollart serve`: a saved model behind the gateway, for any client."""
+
+import asyncio
+import os
+import secrets
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollart.app.commands.guard import guarded
+from rollart.core.errors import RollartError
+
+KEY = "ROLLART_API_KEY"
+
+
+@guarded
+def serve(
+    model: Annotated[Path, typer.Option(metavar="DIR", help="A model folder, for example RUN_DIR/model.")],
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="The model's name for clients; absent: that of the folder.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of the engine.")] = 1,
+    dtype: Annotated[str, typer.Option(metavar="float32|bfloat16", help="What the engine computes in.")] = "float32",
+) -> None:
+    """Offer a saved model over OpenAI's and Anthropic's APIs.
+
+    Prints the base URLs and the key, which is taken from ROLLART_API_KEY or
+    made up. Ctrl-C ends it.
+
+    [dim]rollart serve --model runs/quickstart-1/model
+    rollart serve --model models/smollm2 --port 0 --name smollm2[/dim]
+    """
+    if not (model / "config.json").is_file():
+        raise RollartError(f"--model {model} is not a Hugging Face model folder: it has no config.json")
+    if dtype not in ("float32", "bfloat16"):
+        raise RollartError(f"--dtype is float32 or bfloat16, not {dtype}")
+    key = os.environ.get(KEY) or f"sk-{secrets.token_urlsafe(24)}"
+    asyncio.run(_serve(model, name or model.absolute().name, key, host, port, threads, dtype))
+
+
+async def _serve(model: Path, name: str, key: str, host: str, port: int, threads: int, dtype: str) -> None:
+    from rollart.config import Engine
+    from rollart.gateway.limits import Limits
+    from rollart.gateway.saved import serving
+
+    this = asyncio.current_task()
+    assert this is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
+    config = Engine.model_validate({"threads": threads, "dtype": dtype})
+    async with serving(model, name=name, key=key, host=host, port=port, config=config, limits=Limits()) as saved:
+        endpoint = saved.endpoint
+        typer.echo(f"model        {name}")
+        typer.echo(f"OpenAI       {endpoint.base_url}")
+        typer.echo(f"Anthropic    {endpoint.anthropic_base_url}")
+        typer.echo(f"key          {key if os.environ.get(KEY) != key else f'the one in {KEY}'}")
+        typer.echo("Ctrl-C ends it.")
+        await saved.wait()

@@ -1,0 +1,68 @@
+"""Loads a run file and checks that what it names exists on this machine: model folder, modules, packages, families."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rollart.config import RunFile, Task, import_check
+from rollart.config.loading import read, validated
+from rollart.config.yaml_tree import Tree
+from rollart.core.errors import ConfigError
+from rollart.engines.vllm import preflight as vllm
+from rollart.envs import families
+
+
+def load_run(
+    path: Path, overrides: Sequence[str] = (), *, need_model: bool = True, only_task: str | None = None
+) -> RunFile:
+    """The run file with `overrides` (`a.b.c=value`) applied. Raises ConfigError with one sentence per problem. With
+    `only_task`, the requirements of the other tasks are not checked."""
+    tree = read(path, overrides)
+    run = validated(tree, RunFile)
+    problems = list(_missing(run, tree, need_model, only_task))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return run
+
+
+def _missing(run: RunFile, tree: Tree, need_model: bool, only_task: str | None) -> Iterator[str]:
+    """What the values themselves cannot show: files, modules and packages that are not there."""
+    if need_model and run.model.path and not (run.model.path / "config.json").is_file():
+        yield f"{tree.place(('model', 'path'))}: model.path {str(run.model.path)!r} is not a Hugging Face model folder"
+    if run.measured and not (run.measured / "events.jsonl").is_file():
+        where = f"{tree.place(('measured',))}: measured {str(run.measured)!r}"
+        yield f"{where} is not the folder of a run: it has no events.jsonl"
+    yield from (f"{tree.place(path)}: {wrong}" for path, wrong in vllm.problems(run))
+    hosts = run.pools_of("environment").values()
+    elsewhere = all(pool.urls for pool in hosts) and run.model.warm_up is None and only_task is None
+    for index, task in enumerate(run.tasks):
+        if only_task in (None, task.name):
+            for key, wrong in _missing_for_task(task, elsewhere):
+                yield f"{tree.place(('tasks', index, key))}: tasks.{task.name}.{key} {wrong}"
+
+
+def _missing_for_task(task: Task, elsewhere: bool) -> Iterator[tuple[str, str]]:
+    """`elsewhere`: no environment runs here, so hosts that we cannot look into must have what it needs."""
+    targets: dict[str, str | None] = {} if elsewhere else {"env": task.env, "player": task.player}
+    if task.agent is not None:
+        targets["agent"] = task.agent.function
+        for folder in (task.agent.files, *task.agent.see):
+            if folder and not folder.is_dir():
+                yield "agent", f"needs the folder {str(folder)!r}, which is not there"
+    if task.reward.invoker in ("pool", "ray"):  # elsewhere it may need what is not installed here
+        targets["reward"] = task.reward.function
+    for key, target in targets.items():
+        if target and (wrong := _missing_target(task, key, target)):
+            yield key, wrong
+    if task.family and not elsewhere and (wrong := families.problem(task.family)):
+        yield "family", wrong
+
+
+def _missing_target(task: Task, key: str, target: str) -> str | None:
+    if task.family and key != "reward":
+        family = families.installed(task.family)
+        return import_check.problem(target, family.packages) if family else None
+    wrong = import_check.problem(target)
+    name = families.family_of(target)
+    if wrong and "needs the package" in wrong and name and key != "reward":
+        return f"needs packages that are not installed here; give the task `family: {name}`"
+    return wrong

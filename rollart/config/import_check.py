@@ -1,0 +1,107 @@
+"""Does `module:name` exist? Answered from source files, without importing anything: that may be slow or need a GPU."""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+
+from rollart.config.yaml_tree import did_you_mean
+
+
+def problem(target: str, more: Sequence[str] = ()) -> str | None:
+    """What is wrong with `module:name`, as the end of a sentence, or None. `more` are folders to look in, too."""
+    module, _, name = target.partition(":")
+    top = module.partition(".")[0]
+    if not find(top, more):
+        return _not_installed(top) if top in _extras() else f"names module {module!r}, which cannot be found"
+    spec = find(module, more)
+    if spec is None:
+        return f"names module {module!r}, which cannot be found"
+    if not spec.origin or not spec.origin.endswith(".py"):
+        return None
+    try:
+        tree = ast.parse(Path(spec.origin).read_bytes())
+    except (SyntaxError, ValueError) as error:
+        return f"names module {module!r}, which is not valid Python: {error}"
+    names = _names(tree)
+    if name not in names and not {"*", "__getattr__"} & names and not find(f"{module}.{name}", more):
+        return f"names {name!r}, which module {module!r} does not have{did_you_mean(name, sorted(names))}"
+    missing = next((package for package in _imports(tree, name) if not find(package, more)), None)
+    return f"names {target!r}, which {_not_installed(missing)}" if missing else None
+
+
+def _not_installed(package: str) -> str:
+    extra = _extras().get(package)
+    wanted = f"rollart[{extra}]" if extra else package
+    return f"needs the package {package!r}, which is not installed; run: pip install '{wanted}'"
+
+
+def find(module: str, more: Sequence[str] = ()) -> ModuleSpec | None:
+    """The spec of a module; unlike importlib's, it imports no parent package. The current folder counts too."""
+    if module in sys.builtin_module_names:
+        return ModuleSpec(module, None)
+    path: list[str] | None = [*sys.path, str(Path.cwd()), *more]
+    spec: ModuleSpec | None = None
+    for part in module.split("."):  # not by the full name: a folder without __init__.py would want its parent imported
+        spec = PathFinder.find_spec(part, path)
+        if spec is None:
+            return None
+        path = list(spec.submodule_search_locations or [])
+    return spec
+
+
+def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    for statement in body:
+        yield statement
+        if isinstance(statement, ast.If | ast.Try | ast.With):
+            for part in ("body", "orelse", "finalbody"):
+                yield from _top_level(getattr(statement, part, []))
+            for handler in getattr(statement, "handlers", []):
+                yield from _top_level(handler.body)
+
+
+def _names(tree: ast.Module) -> set[str]:
+    names: set[str] = set()
+    for statement in _top_level(tree.body):
+        match statement:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                names.update((alias.asname or alias.name).partition(".")[0] for alias in aliases)
+            case ast.Assign() | ast.AnnAssign():
+                names.update(node.id for node in ast.walk(statement) if _stored(node) and isinstance(node, ast.Name))
+    return names
+
+
+def _stored(node: ast.AST) -> bool:
+    return isinstance(getattr(node, "ctx", None), ast.Store)
+
+
+def _imports(tree: ast.Module, name: str) -> Iterator[str]:
+    """Packages that the module, or the thing called `name` in it, imports; optional ones (in a `try`) are left out."""
+    statements: list[ast.AST] = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    for top in tree.body:
+        if getattr(top, "name", None) == name:
+            optional = {id(inner) for node in ast.walk(top) if isinstance(node, ast.Try) for inner in ast.walk(node)}
+            statements += [node for node in ast.walk(top) if id(node) not in optional]
+    for node in statements:
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
+
+
+@lru_cache(maxsize=1)
+def _extras() -> dict[str, str]:
+    """Import name of each optional package, and the extra of rollart that installs it."""
+    try:
+        lines = requires("rollart") or []
+    except PackageNotFoundError:
+        lines = []
+    found = (re.match(r"([\w.-]+).*extra\s*==\s*['\"]([\w-]+)", line) for line in lines)
+    pairs = ((match[1].replace("-", "_").lower(), match[2]) for match in found if match)
+    return {package: extra for package, extra in pairs if extra != "dev"}

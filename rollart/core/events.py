@@ -1,0 +1,369 @@
+"""What can happen in a run: every state change is one typed event, and all views derive from them.
+
+`t` is seconds since the run began, across resumes; the log sets it. Durations end at `t`.
+"""
+
+from math import isfinite
+from typing import Literal, Protocol, Union
+
+import msgspec
+
+from rollart.core.types import EngineStatus, Gap, Outcome
+
+
+class Event(msgspec.Struct, tag_field="kind", tag=True, kw_only=True):
+    t: float = 0.0
+
+
+class RunStarted(Event):
+    """`wall` is the wall-clock time, in seconds since 1970. `emulated` tells the pools whose devices are not real."""
+
+    name: str
+    preset: str
+    alpha: int
+    seed: int
+    steps: int
+    tasks: list[str]
+    version: int = 0
+    resumed: bool = False
+    wall: float = 0.0
+    emulated: list[str] = []
+
+
+class RunEnded(Event):
+    version: int
+    reason: str
+
+
+class ServiceStarted(Event):
+    role: str
+    name: str
+    pid: int
+    seconds: float
+
+
+class Placed(Event):
+    """Where a worker of a pool runs: the device class that was wanted and the one it got, its node, and why there."""
+
+    role: str
+    pool: str
+    name: str
+    wanted: str
+    device: str
+    node: str
+    why: str
+
+
+class RolledBack(Event):
+    """The trainer was lost and goes on from its checkpoint of `version`."""
+
+    version: int
+    reason: str
+
+
+class ServiceEnded(Event):
+    role: str
+    name: str
+    reason: str
+
+
+class WarmedUp(Event):
+    """Progress of the supervised start."""
+
+    step: int
+    steps: int
+    loss: float
+
+
+class GroupStarted(Event):
+    group: str
+    task: str
+    seed: int
+    members: int
+    version: int
+
+
+class GroupReady(Event):
+    group: str
+    task: str
+    seconds: float
+
+
+class GroupDropped(Event):
+    """A group that will not be trained, with the trainable trajectories that go with it."""
+
+    group: str
+    task: str
+    reason: str
+    trajectories: int
+
+
+class Quarantined(Event):
+    """A task that keeps failing is left out of the mixture; it is tried again after `wait_s`."""
+
+    task: str
+    reason: str
+    wait_s: float
+
+
+class Released(Event):
+    """A task that was left out for `seconds` works again and is back in the mixture."""
+
+    task: str
+    seconds: float
+
+
+class TrajectoryStarted(Event):
+    trajectory: str
+    task: str
+    group: str
+    version: int
+    held_out: bool = False
+
+
+class EnvReset(Event):
+    trajectory: str
+    task: str
+    seconds: float
+
+
+class ResetHedged(Event):
+    """A reset was so slow that a second one began beside it; whether that one was the first to answer well."""
+
+    task: str
+    won: bool
+
+
+class EnvironmentLost(Event):
+    """A call of an environment failed or missed its deadline, and its process with all that it started is gone. A reset
+    may be `retried` on a fresh one."""
+
+    task: str
+    call: Literal["reset", "step"]
+    reason: str
+    retried: bool = False
+
+
+class TurnDone(Event):
+    """Generation of `generate_s`, ended `env_s` before `t`, then an environment step of `env_s`. `why` the request went
+    to this engine, and the `predicted_s` of it; `fetched` of the cached tokens came from the engine `prefilled_by`, or
+    from wherever the conversation was before."""
+
+    trajectory: str
+    task: str
+    turn: int
+    engine: str
+    prompt: int
+    cached: int
+    tokens: int
+    version: int
+    queue_s: float
+    generate_s: float
+    env_s: float
+    pool: str = ""
+    why: str = ""
+    predicted_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    fetched: int = 0
+    prefilled_by: str = ""
+
+
+class Scored(Event):
+    trajectory: str
+    task: str
+    seconds: float
+
+
+CANCELLED = "it was cancelled"  # the reason of a call that nobody wanted any more, which is no failure
+
+
+class RewardCalled(Event):
+    """What a score has cost, whether it was had or not. `billed_s` is what the function's side charges for; `cold` that
+    it had to start first, `first_byte_s` how long the last answer took to begin; `hedges` are second requests."""
+
+    trajectory: str
+    task: str
+    function: str
+    invoker: str
+    seconds: float
+    tries: int
+    hedges: int = 0
+    cold: bool = False
+    first_byte_s: float = 0.0
+    billed_s: float = 0.0
+    reason: str = ""
+
+
+class AgentPlayed(Event):
+    """What an agent asked for in an episode: its `completions` lie in so many `segments`. `forks` continued no
+    conversation to its end, `retries` asked the same again; `undelivered` answers met a client that was gone;
+    `mismatches` are answers whose text, tokenized again, would have given other tokens than were sampled."""
+
+    trajectory: str
+    task: str
+    requests: int
+    completions: int
+    segments: int
+    forks: int
+    retries: int
+    undelivered: int
+    mismatches: int
+    held_out: bool = False
+
+
+class TrajectoryEnded(Event):
+    trajectory: str
+    task: str
+    group: str
+    outcome: Outcome
+    turns: int
+    tokens: int
+    seconds: float
+    reward: float | None = None
+    success: bool | None = None
+    reason: str = ""
+    held_out: bool = False
+
+
+class BatchTaken(Event):
+    """`ids` are its groups, `groups` their number by task, `staleness` trajectories by age of the oldest token."""
+
+    step: int
+    ids: list[str]
+    groups: dict[str, int]
+    trajectories: int
+    tokens: int
+    waited_s: float
+    staleness: dict[int, int]
+
+
+class StepDone(Event):
+    """The optimizer step that made `version`. `gaps` between the engine's logprobs and the trainer's. Values that are
+    not finite are left out: a step that is skipped for them has said so."""
+
+    version: int
+    seconds: float
+    tokens: int
+    values: dict[str, float]
+    tasks: dict[str, dict[str, float]]
+    gaps: tuple[Gap, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.values = _finite(self.values)
+        self.tasks = {task: _finite(values) for task, values in self.tasks.items()}
+
+
+class Published(Event):
+    version: int
+    seconds: float
+
+
+class EngineSwapped(Event):
+    """`seconds` from the order to the swap; of these, `transfer_s` to get and check the weights while generation went
+    on, and `exposed_s` in which no step could run, or ran emptier because requests were waited for. `recomputed` tokens
+    in flight needed KV of the new weights; `recompute_s` went into making such KV after the swap before this one."""
+
+    engine: str
+    version: int
+    seconds: float
+    transfer_s: float = 0.0
+    exposed_s: float = 0.0
+    bytes: int = 0
+    transport: str = ""
+    recomputed: int = 0
+    recompute_s: float = 0.0
+
+
+class EngineSample(Event):
+    """Counters since the engine's start, sampled. `device` is what the engine runs on, or emulates."""
+
+    engine: str
+    version: int
+    running: int
+    waiting: int
+    kv_bytes: int
+    prefilled: int
+    generated: int
+    busy_s: float
+    late_s: float = 0.0
+
+    @classmethod
+    def of(cls, engine: str, status: EngineStatus) -> "EngineSample":
+        told = {name: getattr(status, name) for name in cls.__struct_fields__ if name not in ("t", "engine")}
+        return cls(engine=engine, **told)
+
+
+class PipelineSample(Event):
+    """Trajectories by where they are, environments in use and slots, sampled."""
+
+    running: int
+    scoring: int
+    ready: int
+    training: int
+    environments: int
+    slots: int
+
+
+class Evaluated(Event):
+    """Held-out episodes, begun at `version`; beside training, later versions may play the rest. `failed` could not be
+    played and are not in `success`."""
+
+    version: int
+    task: str
+    episodes: int
+    success: float
+    reward: float
+    failed: int
+    final: bool = False
+
+
+class Checkpointed(Event):
+    version: int
+    seconds: float
+
+
+class Warned(Event):
+    message: str
+
+
+AnyEvent = Union[  # noqa: UP007 (msgspec reads the union at run time)
+    RunStarted,
+    RunEnded,
+    ServiceStarted,
+    Placed,
+    RolledBack,
+    ServiceEnded,
+    WarmedUp,
+    GroupStarted,
+    GroupReady,
+    GroupDropped,
+    Quarantined,
+    Released,
+    TrajectoryStarted,
+    EnvReset,
+    ResetHedged,
+    EnvironmentLost,
+    TurnDone,
+    Scored,
+    RewardCalled,
+    AgentPlayed,
+    TrajectoryEnded,
+    BatchTaken,
+    StepDone,
+    Published,
+    EngineSwapped,
+    EngineSample,
+    PipelineSample,
+    Evaluated,
+    Checkpointed,
+    Warned,
+]
+
+
+def _finite(values: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if isfinite(value)}
+
+
+class EventSink(Protocol):
+    def emit(self, event: AnyEvent) -> None: ...

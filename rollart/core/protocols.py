@@ -1,0 +1,152 @@
+"""What the control plane needs from the world. Real services and modelled ones implement the same protocols."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from rollart.core.types import (
+    Batch,
+    Captured,
+    Completion,
+    EngineStatus,
+    Episode,
+    Finish,
+    GenerationRequest,
+    Loaded,
+    Message,
+    RewardResult,
+    Step,
+    StepMetrics,
+)
+
+
+class Engine(Protocol):
+    """Token ids in, token ids out; what the model produced is never tokenized again."""
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Raises EngineFailed."""
+        ...
+
+    async def prefill(self, request: GenerationRequest) -> int:
+        """Compute the KV of the request's context and keep it for another engine to fetch; how many tokens were
+        computed. Raises EngineFailed."""
+        ...
+
+    async def abort(self, request_id: str) -> None: ...
+
+    async def load(self, version: int) -> Loaded:
+        """Take `version` from the weight store and swap to it between two steps. Raises EngineFailed: then it goes on
+        with the version that it has."""
+        ...
+
+    async def status(self) -> EngineStatus: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Somebody who wants to hear of the tokens of an answer while it is made, `every` so many of them. `hear` is given
+    those that are new, and answers whether that is enough: then the answer ends soon. `anew`: what was heard so far is
+    void, for the answer is made again; it raises EngineFailed if that cannot be."""
+
+    every: int
+    hear: Callable[[list[int]], bool]
+    anew: Callable[[], None]
+
+
+@runtime_checkable
+class StreamingEngine(Protocol):
+    """An engine that tells of tokens before the answer is complete; one that is not gives its answers whole."""
+
+    async def stream(self, request: GenerationRequest, listener: Listener) -> Completion:
+        """As `generate`. An answer that ended because it was enough has the finish `length`, and perhaps more tokens
+        than were heard of."""
+        ...
+
+
+class Environment(Protocol):
+    """What an environment author writes: synchronous, one episode at a time, isolated by our worker.
+
+    An observation is the text of a user message, or a list of `{"role": ..., "content": ...}`. `step` answers with
+    `(observation, reward or None, done)` or with a dict of the fields of `rollart.core.types.Step`.
+    """
+
+    def reset(self, seed: int) -> object: ...
+
+    def step(self, action: str) -> object: ...
+
+    def close(self) -> None: ...
+
+
+class LeasedEnvironment(Protocol):
+    """One environment, ours alone until the lease ends. Every call has a deadline; raises EnvironmentFailed."""
+
+    async def reset(self, seed: int) -> tuple[Message, ...]: ...
+
+    async def step(self, action: str) -> Step: ...
+
+
+class EnvironmentPool(Protocol):
+    def lease(self, task: str, held_out: bool) -> AbstractAsyncContextManager[LeasedEnvironment]: ...
+
+
+class Generate(Protocol):
+    def __call__(self, request: GenerationRequest, listener: Listener | None = None, /) -> Awaitable[Completion]:
+        """Raises EngineFailed."""
+        ...
+
+
+class LeasedAgent(Protocol):
+    """A program that drives one episode itself, asking for generations as it likes."""
+
+    async def play(
+        self, id: str, seed: int, held_out: bool, generate: Generate, captured: Callable[[Captured], None]
+    ) -> Step:
+        """The whole episode: its reward, if the program gives one. `captured` hears, however it ends, what was sampled.
+        Raises EnvironmentFailed, EngineFailed or RewardFailed."""
+        ...
+
+
+class AgentPool(Protocol):
+    def lease(self, task: str) -> AbstractAsyncContextManager[LeasedAgent]: ...
+
+
+class RewardInvoker(Protocol):
+    async def score(self, task: str, episode: Episode) -> RewardResult:
+        """Raises RewardFailed, never answers 0 for a failure."""
+        ...
+
+
+class Renderer(Protocol):
+    """Turns messages into tokens, increment by increment, so that generated tokens are never rendered again."""
+
+    stop: tuple[int, ...]
+
+    def open(self, messages: Sequence[Message]) -> list[int]:
+        """The first prompt, up to where the policy's first action begins."""
+        ...
+
+    def extend(self, finish: Finish, messages: Sequence[Message]) -> list[int]:
+        """What follows an action that ended by `finish`: end of turn if missing, `messages`, start of next action."""
+        ...
+
+    def may_fit(self, messages: Sequence[Message], tokens: int) -> bool:
+        """False if the messages have more than so many tokens; found out without rendering much more than that."""
+        ...
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """An action as the environment sees it, without the end-of-turn token."""
+        ...
+
+
+class Trainer(Protocol):
+    async def step(self, batch: Batch) -> StepMetrics: ...
+
+    async def publish(self) -> int:
+        """Hand the current version to the weight store and return it."""
+        ...
+
+    async def save(self, path: Path) -> None: ...
+
+    async def load(self, path: Path) -> None: ...

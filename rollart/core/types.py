@@ -1,0 +1,305 @@
+"""The nouns. Everything in rollart speaks in these; none of them does anything.
+
+All are plain records of plain values, so msgspec can carry each of them over a wire or into a file unchanged. Messages
+and turns are kept by the million, so they are structs of tuples, which the garbage collector never has to visit.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from rollart.core.run_length import lowest
+
+Finish = Literal["stop", "length", "abort"]
+
+
+class Outcome(StrEnum):
+    """How a trajectory ended. Only the first two are ever trained."""
+
+    FINISHED = "finished"
+    TRUNCATED = "truncated"
+    STALE = "stale"
+    CANCELLED = "cancelled"
+    ENV_FAILED = "env_failed"
+    ENGINE_FAILED = "engine_failed"
+    REWARD_FAILED = "reward_failed"
+
+    @property
+    def trainable(self) -> bool:
+        return self in (Outcome.FINISHED, Outcome.TRUNCATED)
+
+
+class Message(Struct, frozen=True, gc=False):
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What an environment answers to an action. `truncated`: it ended by a limit, not by its own rules."""
+
+    messages: tuple[Message, ...]
+    reward: float | None = None
+    done: bool = False
+    truncated: bool = False
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 64
+    stop: tuple[int, ...] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """`tokens` is the whole context; `session` names the conversation whose cached prefix may be reused. `kv_from` is
+    the address of an engine that keeps more of its KV: what is missing is fetched from there, not computed again. A
+    new conversation may be a `branch_of` another, whose beginning it shares."""
+
+    id: str
+    session: str
+    task: str
+    turn: int
+    tokens: list[int]
+    sampling: Sampling
+    kv_from: str | None = None
+    branch_of: str = ""
+
+
+class Completion(Struct, frozen=True):
+    """One `logprob` and one `version` per token; `cached` of the `prompt` tokens needed no prefill, and `fetched` of
+    these came from another engine."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish: Finish
+    prompt: int = 0
+    cached: int = 0
+    fetched: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """Counters grow from the engine's start; `busy_s` is the time spent inside forward passes, and `late_s`, for an
+    emulated device, how much longer they took here than they would have there. `kv_reserved` is what running and
+    waiting requests need at their full possible length; `emulated` says which device is emulated, if one is."""
+
+    version: int
+    running: int
+    waiting: int
+    kv_bytes: int
+    kv_budget: int
+    prefilled: int
+    generated: int
+    swaps: int
+    busy_s: float
+    late_s: float = 0.0
+    kv_reserved: int = 0
+    emulated: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Weights that an engine has taken: `transfer_s` is what it took to get and check them, while generation went on,
+    and `exposed_s` how long no step could run for it, or was emptier because requests in flight were waited for.
+    `transport` is how they came. `recomputed` tokens of requests in flight had KV of the old weights, which has to be
+    made anew; `recompute_s` is what that has cost after the swap before this one, kept sessions' KV included, where the
+    engine can tell."""
+
+    version: int
+    transfer_s: float = 0.0
+    exposed_s: float = 0.0
+    bytes: int = 0
+    transport: str = ""
+    recomputed: int = 0
+    recompute_s: float = 0.0
+
+
+class Turn(Struct, frozen=True, gc=False):
+    """Observation in, action out. `prompt` holds only the tokens that this observation added to the context.
+
+    Turns of one `segment` continue each other. An agent that alters its history, or has several conversations, begins
+    another segment, whose first prompt is the whole context: what it shares with an earlier one is trained there."""
+
+    messages: tuple[Message, ...]
+    prompt: tuple[int, ...]
+    action: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish: Finish
+    reward: float | None = None
+    generate_s: float = 0.0
+    env_s: float = 0.0
+    segment: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeTurn:
+    messages: tuple[Message, ...]
+    action: str
+    reward: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """What a reward function sees: the conversation, what the environment said, and nothing of the machinery."""
+
+    id: str
+    task: str
+    seed: int
+    turns: tuple[EpisodeTurn, ...]
+    truncated: bool = False
+    info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def env_return(self) -> float:
+        return sum(turn.reward or 0.0 for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardResult:
+    value: float
+    parts: dict[str, float] = field(default_factory=dict)
+    success: bool | None = None
+
+
+class Counts(Struct):
+    """What a client did. A fork is a request whose context continues no conversation to its end, after the first; a
+    retry is one whose messages had been answered before. `undelivered` answers met a client that was gone, and are
+    never trained. `mismatches` are answers whose text, tokenized again, gives other tokens than were sampled."""
+
+    requests: int = 0
+    completions: int = 0
+    segments: int = 0
+    forks: int = 0
+    retries: int = 0
+    undelivered: int = 0
+    mismatches: int = 0
+
+
+class Captured(Struct, frozen=True):
+    """An episode as it was sampled, in the order of delivery. `truncated`: a limit refused a request; `cut`: the last
+    answer ended at a limit of its length."""
+
+    turns: tuple[Turn, ...]
+    counts: Counts
+    truncated: bool = False
+    cut: bool = False
+
+    @property
+    def limited(self) -> bool:
+        """Whether a program that ends here may do so because of a limit."""
+        return self.truncated or self.cut
+
+
+class Trajectory(Struct, frozen=True):
+    """One attempt at one episode, as the ledger keeps it."""
+
+    id: str
+    task: str
+    group: str
+    member: int
+    seed: int
+    outcome: Outcome
+    turns: tuple[Turn, ...] = ()
+    reward: float | None = None
+    parts: dict[str, float] = {}
+    success: bool | None = None
+    reason: str = ""
+    info: dict[str, Any] = {}
+    temperature: float = 1.0
+    started_s: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def oldest(self) -> int | None:
+        """The oldest policy version that made one of its tokens."""
+        return min((lowest(turn.versions) for turn in self.turns if turn.versions), default=None)
+
+    @property
+    def action_tokens(self) -> int:
+        return sum(len(turn.tokens) for turn in self.turns)
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(len(turn.prompt) + len(turn.tokens) for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A trajectory as the trainer sees it: one token sequence. `mask` is 1 where the policy made the token, by sampling
+    at `temperature`: logprobs are those of the distribution that it was drawn from. Where a trajectory has several
+    segments, each is a sample, and `trajectory` says of what; their reward counts once."""
+
+    id: str
+    task: str
+    tokens: list[int]
+    mask: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    reward: float
+    truncated: bool = False
+    temperature: float = 1.0
+    trajectory: str = ""
+
+    @property
+    def owner(self) -> str:
+        """The trajectory that it is, or is a segment of."""
+        return self.trajectory or self.id
+
+
+@dataclass(frozen=True, slots=True)
+class SampleGroup:
+    id: str
+    task: str
+    samples: tuple[Sample, ...]
+
+    @property
+    def rewards(self) -> dict[str, float]:
+        """By trajectory, each once."""
+        return {sample.owner: sample.reward for sample in self.samples}
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The data of optimizer step `step`, trained on version `step`, giving version `step + 1`."""
+
+    step: int
+    groups: tuple[SampleGroup, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """How far the engine's logprobs were from the trainer's, for the trained tokens of a task that are `age` versions
+    older than what was trained."""
+
+    task: str
+    age: int
+    tokens: int
+    mean: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """`version` is the one that the step made. `warnings` are sentences about what the trainer finds suspect."""
+
+    version: int
+    seconds: float
+    tokens: int
+    values: dict[str, float] = field(default_factory=dict)
+    tasks: dict[str, dict[str, float]] = field(default_factory=dict)
+    gaps: tuple[Gap, ...] = ()
+    warnings: tuple[str, ...] = ()

@@ -1,0 +1,72 @@
+"""The embedded engine as a process: `python -m rollart.engines.torch.service`, spec on stdin.
+
+The spec: `model` (a Hugging Face folder), `version` (that of its weights), `weights` (folder of the weight store on
+this node, made if it is not there), `config` (the run file's `engine` section) and `seed`.
+Optional: `emulate`, the `device` (fields of DeviceClass) whose roofline paces the engine, and its `slowdown`.
+"""
+
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollart.config import Engine as EngineConfig
+from rollart.engines.torch.engine import TorchEngine
+from rollart.engines.torch.model import Model
+from rollart.engines.torch.pace import label
+from rollart.hardware.devices import DeviceClass
+from rollart.hardware.roofline import ModelShape, Roofline
+from rollart.launch.rpc import Handler
+from rollart.launch.service import LOOPBACK, main
+from rollart.launch.torch_device import torch_device
+from rollart.weights.reader import Weights
+
+
+@asynccontextmanager
+async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
+    config = EngineConfig.model_validate(spec["config"])
+    torch.set_num_threads(config.threads)
+    folder = Path(spec["model"])
+    emulate = _emulated(spec["emulate"], folder) if spec.get("emulate") else None
+    model = Model.open(folder, getattr(torch, config.dtype), torch_device(config.device, spec))
+    async with AsyncExitStack() as stack:
+        weights = stack.enter_context(closing(_weights(spec)))
+        engine = await stack.enter_async_context(
+            TorchEngine(
+                model,
+                config,
+                store=weights,
+                version=int(spec["version"]),
+                seed=int(spec["seed"]),
+                emulate=emulate,
+                key=spec.get("key"),
+            )
+        )
+        yield {
+            "generate": engine.generate,
+            "stream": engine.stream,
+            "prefill": engine.prefill,
+            "abort": engine.abort,
+            "load": engine.load,
+            "status": engine.status,
+            "offer": engine.handover.offer,
+            "more": engine.handover.more,
+        }
+
+
+def _weights(spec: Mapping[str, Any]) -> Weights:
+    return Weights(Path(spec["weights"]), bind=spec.get("bind", LOOPBACK))
+
+
+def _emulated(emulate: Mapping[str, Any], folder: Path) -> Roofline:
+    """What is emulated computes in bfloat16, whatever is computed with here."""
+    roofline = Roofline(DeviceClass(**emulate["device"]), ModelShape.of_folder(folder), float(emulate["slowdown"]))
+    print(f"this engine EMULATES a device: {label(roofline)}", file=sys.stderr, flush=True)
+    return roofline
+
+
+if __name__ == "__main__":
+    main(build)

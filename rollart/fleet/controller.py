@@ -1,0 +1,336 @@
+"""The single controller: from a run file to a trained model in a run folder."""
+
+import asyncio
+import contextlib
+import fcntl
+import shutil
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollart.config import RunFile, loading
+from rollart.config import Task as TaskConfig
+from rollart.core import gc_tuning
+from rollart.core.errors import RollartError, ServiceError
+from rollart.core.event_log import EventLog
+from rollart.core.events import Evaluated, RunEnded, RunStarted, StepDone, WarmedUp
+from rollart.core.schedule import Schedule
+from rollart.core.types import Sampling
+from rollart.fleet.fleet import Fleet
+from rollart.fleet.trainer_supervisor import TrainerLost
+from rollart.observe import summary
+from rollart.rollout.evaluation import Evaluator
+from rollart.rollout.ledger import Ledger, Recovery
+from rollart.rollout.lockstep import Lockstep
+from rollart.rollout.pipeline import Pipeline, Plan
+from rollart.rollout.scheduler import Scheduler
+from rollart.rollout.trajectory import Player, TaskPlan
+from rollart.training.layout import TRAINER_FILES
+from rollart.warmup.prepare import Progress, prepare_in_child
+
+OnLog = Callable[[EventLog], None]
+_SAMPLE_SECONDS = 0.5
+_REASON_SECONDS = 15.0
+_LOSSES = 3
+
+
+async def train(run: RunFile, directory: Path, *, resume: bool = False, on_log: OnLog | None = None) -> dict[str, Any]:
+    """Train as the run file says and leave everything in `directory`. Answers with the summary."""
+    gc_tuning.calm()
+    if resume:
+        _check_same_run(run, directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    with _exclusive(directory), contextlib.closing(Ledger.open(directory / "ledger.sqlite")) as ledger:
+        recovery = ledger.recover()
+        if recovery.version > run.training.steps:
+            raise RollartError(
+                f"{directory} is at version {recovery.version} already, beyond training.steps {run.training.steps}"
+            )
+        (directory / "run.yaml").write_text(loading.dump(run))
+        with _event_log(directory, on_log) as log:
+            trained = [recovery.version]
+            log.subscribe(lambda event: trained.append(event.version) if isinstance(event, StepDone) else None)
+            log.emit(_started(run, recovery, resume))
+            try:
+                with _terminable():
+                    await _train(run, directory, ledger, recovery, log)
+            except BaseException as error:
+                reason = "interrupted" if isinstance(error, asyncio.CancelledError) else str(_root(error))
+                log.emit(RunEnded(version=trained[-1], reason=reason))
+                summary.write(directory)
+                raise _root(error) from error
+            log.emit(RunEnded(version=trained[-1], reason="finished"))
+    return summary.write(directory)
+
+
+async def evaluate(run: RunFile, model: Path, *, directory: Path, on_log: OnLog | None = None) -> dict[str, Any]:
+    """Play the held-out episodes of every task with the policy in `model`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    ledger = Ledger.open(directory / "ledger.sqlite")
+    with contextlib.closing(ledger), _event_log(directory, on_log) as log, _terminable():
+        try:
+            async with Fleet(run, directory, log, model=model, version=0, trainer=False) as fleet:
+                player = _player(run, fleet, log, None)
+                evaluator = Evaluator(task_plans(run), player, ledger, log)
+                results = await _supervised(fleet, evaluator.run(0, run.evaluation.final_episodes, final=True))
+        except BaseException as error:
+            raise _root(error) from error
+    return {"model": str(model), "tasks": {result.task: _result(result) for result in results}}
+
+
+def task_plans(run: RunFile) -> list[TaskPlan]:
+    return [
+        TaskPlan(task.name, task.weight, task.max_turns, task.max_context, _sampling(task), task.agent is not None)
+        for task in run.tasks
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Training:
+    """One run while its services are up. A trainer that is lost comes back at the last checkpoint, and all that was
+    ready by then is there again."""
+
+    run: RunFile
+    fleet: Fleet
+    ledger: Ledger
+    log: EventLog
+    checkpoints: Path
+
+    async def whole(self, recovery: Recovery, model: Path) -> None:
+        """Evaluate, take all steps, keep the model in `model`, evaluate again."""
+        steps, episodes = self.run.training.steps, self.run.evaluation.final_episodes
+        evaluator = Evaluator(
+            task_plans(self.run), _player(self.run, self.fleet, self.log, None), self.ledger, self.log
+        )
+        if recovery.version == 0:
+            await _supervised(self.fleet, evaluator.run(0, episodes, label="before", final=True), trainer=False)
+        await self._until_trained(evaluator, recovery)
+        _keep_model(self.checkpoints / f"{steps:06d}", model)  # whatever becomes of the last evaluation
+        await _supervised(self.fleet, evaluator.run(steps, episodes, label="after", final=True), trainer=False)
+
+    async def _until_trained(self, evaluator: Evaluator, recovery: Recovery) -> None:
+        """All steps, through losses of the trainer."""
+        losses, lost = 0, None
+        while True:
+            try:
+                if lost is not None:
+                    await self._revive(recovery.version, str(lost))
+                return await self._learn(evaluator, recovery)
+            except (ServiceError, BaseExceptionGroup) as error:
+                lost = _root(error)
+                if not isinstance(lost, TrainerLost):
+                    raise
+            before, recovery = recovery, self.ledger.recover()
+            losses = losses + 1 if recovery.version == before.version else 1
+            if losses > _LOSSES:
+                again = "`rollart train ... --resume` goes on from the last checkpoint"
+                raise ServiceError(
+                    f"the trainer was lost {losses} times at version {recovery.version}; {again}: {lost}"
+                )
+
+    async def _revive(self, version: int, reason: str) -> None:
+        """A trainer that is lost again before it has learnt anything is one more loss."""
+        try:
+            await self.fleet.revive_trainer(self.checkpoints / f"{version:06d}", version, reason)
+        except ServiceError as error:
+            raise TrainerLost(str(error)) from error
+
+    async def _learn(self, evaluator: Evaluator, recovery: Recovery) -> None:
+        run, fleet = self.run, self.fleet
+        scheduler = _scheduler(run, run.rollout.schedule(), fleet, self.ledger, self.log)
+        scheduler.recover(recovery)
+        pipeline = Pipeline(
+            plan=Plan(run.training.steps, run.checkpoint.every, run.evaluation.every, run.evaluation.episodes),
+            version=recovery.version,
+            scheduler=scheduler,
+            trainer=fleet.trainer,
+            router=fleet.router,
+            evaluator=evaluator,
+            ledger=self.ledger,
+            sink=self.log,
+            checkpoints=self.checkpoints,
+            on_saved=lambda version: _prune(self.checkpoints, version, run.checkpoint.keep, spare=fleet.version),
+        )
+        try:
+            async with _beside(_sample(scheduler, fleet, self.log)):
+                await _supervised(fleet, pipeline.run())
+        finally:
+            await scheduler.stop()
+
+
+async def _train(run: RunFile, directory: Path, ledger: Ledger, recovery: Recovery, log: EventLog) -> None:
+    checkpoints = directory / "checkpoints"
+    model = checkpoints / f"{recovery.version:06d}" if recovery.version else await _prepare(run, directory, log)
+    async with Fleet(run, directory, log, model=model, version=recovery.version) as fleet:
+        await _Training(run, fleet, ledger, log, checkpoints).whole(recovery, directory / "model")
+
+
+def _player(run: RunFile, fleet: Fleet, log: EventLog, lockstep: Lockstep | None) -> Player:
+    deadline = run.rollout.trajectory_deadline
+    environments, router, renderer = fleet.environments, fleet.router, fleet.renderer
+    return Player(environments, router, renderer, fleet.rewards, log, deadline, lockstep, fleet.agents)
+
+
+def _scheduler(run: RunFile, schedule: Schedule, fleet: Fleet, ledger: Ledger, log: EventLog) -> Scheduler:
+    return Scheduler(
+        tasks=task_plans(run),
+        schedule=schedule,
+        batch_groups=run.training.batch_groups,
+        group_size=run.training.group_size,
+        steps=run.training.steps,
+        retries=run.rollout.retries,
+        seed=run.seed,
+        player=_player(run, fleet, log, Lockstep() if schedule.lockstep else None),
+        router=fleet.router,
+        ledger=ledger,
+        sink=log,
+        rule=run.environments.quarantine.rule(),
+    )
+
+
+def _sampling(task: TaskConfig) -> Sampling:
+    asked = task.sampling
+    return Sampling(asked.temperature, asked.top_p, asked.top_k, asked.max_tokens)
+
+
+def _started(run: RunFile, recovery: Recovery, resume: bool) -> RunStarted:
+    return RunStarted(
+        name=run.name,
+        preset=run.rollout.preset,
+        alpha=run.rollout.schedule().alpha,
+        seed=run.seed,
+        steps=run.training.steps,
+        tasks=[task.name for task in run.tasks],
+        version=recovery.version,
+        resumed=resume,
+        wall=time.time(),
+        emulated=[
+            f"{name}: {pool.devices[0]} (1/{pool.emulate:g})" for name, pool in run.pools.items() if pool.emulate
+        ],
+    )
+
+
+def _result(result: Evaluated) -> dict[str, float]:
+    return {
+        "success": result.success,
+        "reward": result.reward,
+        "episodes": result.episodes,
+        "failed": result.failed,
+    }
+
+
+async def _prepare(run: RunFile, directory: Path, log: EventLog) -> Path:
+    """The model that RL starts from, made in a child process so that Ctrl-C and the live view stay prompt."""
+
+    def tell(progress: Progress) -> None:
+        if progress.stage == "warm_up":
+            log.emit(WarmedUp(step=progress.done, steps=progress.total, loss=progress.value or 0.0))
+
+    return await prepare_in_child(run, directory / "start", tell, directory / "logs" / "prepare.log")
+
+
+def _keep_model(checkpoint: Path, model: Path) -> None:
+    """The trained policy as a plain Hugging Face folder."""
+    shutil.rmtree(model, ignore_errors=True)
+    shutil.copytree(checkpoint, model, ignore=shutil.ignore_patterns(*TRAINER_FILES))
+
+
+def _check_same_run(run: RunFile, directory: Path) -> None:
+    """A run goes on with the model that it began with; everything else may change."""
+    stored = directory / "run.yaml"
+    if not stored.exists():
+        raise RollartError(f"{directory} holds no run that could be resumed")
+    if loading.load(stored).model != run.model:
+        raise RollartError(f"`model` differs from that of the run in {directory}; resume with the same, or start anew")
+
+
+async def _supervised(fleet: Fleet, work: Any, trainer: bool = True) -> Any:
+    """`work`, unless a service that it needs is lost first."""
+    async with _beside(fleet.supervise(trainer)) as watching:
+        working = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                await watching
+            failure = working.exception()
+            if failure is not None and isinstance(_root(failure), ServiceError):
+                # The loss of a service shows first as a broken connection; its watcher knows why.
+                await asyncio.wait([watching], timeout=_REASON_SECONDS)
+                if watching.done():
+                    await watching
+        finally:
+            working.cancel()
+            await asyncio.wait([working])
+        return working.result()
+
+
+@contextlib.asynccontextmanager
+async def _beside(work: Any) -> AsyncIterator[asyncio.Future[Any]]:
+    task = asyncio.ensure_future(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled() and (failure := task.exception()) is not None:
+            raise failure
+
+
+async def _sample(scheduler: Scheduler, fleet: Fleet, log: EventLog) -> None:
+    while True:
+        agents = fleet.agents
+        in_use = fleet.environments.in_use + (agents.in_use if agents else 0)
+        log.emit(scheduler.sample(in_use, fleet.environments.slots + (agents.slots if agents else 0)))
+        await asyncio.sleep(_SAMPLE_SECONDS)
+
+
+def _prune(checkpoints: Path, version: int, keep: int, spare: int) -> None:
+    """Keep the newest `keep` up to `version`, which the ledger has just committed; later ones are of a lost history.
+    Engines that are started again begin with `spare`."""
+    numbers = sorted(int(path.name) for path in checkpoints.iterdir() if path.name.isdigit())
+    kept = [number for number in numbers if number <= version][-keep:]
+    for number in set(numbers) - set(kept) - {spare}:
+        shutil.rmtree(checkpoints / f"{number:06d}")
+
+
+@contextlib.contextmanager
+def _exclusive(directory: Path) -> Iterator[None]:
+    with open(directory / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RollartError(f"another process is already training in {directory}") from None
+        yield
+
+
+@contextlib.contextmanager
+def _event_log(directory: Path, on_log: OnLog | None) -> Iterator[EventLog]:
+    log = EventLog(directory / "events.jsonl", time.monotonic)
+    try:
+        if on_log is not None:
+            on_log(log)
+        yield log
+    finally:
+        log.close()
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends the run as Ctrl-C does."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+
+
+def _root(error: BaseException) -> BaseException:
+    """The one failure that a group of tasks is about."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,258 @@
+"""The engines of a run: started where placement says, watched, started again elsewhere when they are lost.
+
+Invariants: an engine serves only once it has the version that the router wants; one that ends, or that the router gave
+up, is started again with back-off, and one that keeps ending soon after its start is left out for good; the run ends
+only when no engine is left. Engines that someone else runs are connected to, and connected to again.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rollart.config import RunFile
+from rollart.core.errors import EngineFailed, EngineLost, ServiceError
+from rollart.core.events import EngineSample, EventSink, ServiceEnded, ServiceStarted, Warned
+from rollart.engines.client import EngineClient
+from rollart.fleet.engine_command import engine_command, url_of, wish_of
+from rollart.hardware.devices import DeviceClass
+from rollart.hardware.roofline import ModelShape, Roofline
+from rollart.launch import rpc
+from rollart.launch.external import External
+from rollart.launch.launcher import Launcher, Started, relaunch
+from rollart.placement.placement import Binding
+from rollart.placement.plan import acts_as
+from rollart.rollout.engine_state import EnginePool
+from rollart.rollout.router import Router
+from rollart.weights.manifest import Publication
+
+SAMPLE_S = 1.0
+SETTLED_S = 60.0  # an engine that lived so long is not one that cannot start
+SHORT_LIVES = 3
+STARTS = 30  # attempts to bring one engine back
+LONGEST_BACK_OFF_S = 30.0
+
+
+@dataclass(slots=True)
+class _Engine:
+    binding: Binding
+    pool: EnginePool
+    device: DeviceClass
+    slowdown: float
+    started: Started
+    client: EngineClient
+    since: float
+    short_lives: int = 0
+    stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+
+class Engines:
+    """`spec` is what every engine is told: model, weights, seed, version; `published` where a version is to be had."""
+
+    def __init__(
+        self,
+        run: RunFile,
+        bindings: Sequence[Binding],
+        *,
+        launcher: Launcher,
+        devices: Mapping[str, DeviceClass],
+        shape: ModelShape,
+        spec: Callable[[], dict[str, Any]],
+        published: Callable[[int], Publication],
+        sink: EventSink,
+        logs: Path,
+    ) -> None:
+        self._run, self._bindings, self._launcher, self._sink = run, bindings, launcher, sink
+        self._devices, self._shape, self._spec, self._logs = devices, shape, spec, logs
+        self._published = published
+        self._engines: dict[str, _Engine] = {}
+        self._pools: dict[str, EnginePool] = {}
+        self.router: Router
+
+    @property
+    def clients(self) -> dict[str, EngineClient]:
+        return {name: engine.client for name, engine in self._engines.items()}
+
+    def pool_of(self, name: str) -> EnginePool:
+        return self._engines[name].pool
+
+    def kill(self, name: str) -> None:
+        self._engines[name].started.kill()
+
+    async def start(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for binding in self._bindings:
+                group.create_task(self._first(binding))
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(self._stop(engine) for engine in self._engines.values()))
+
+    async def _stop(self, engine: _Engine) -> None:
+        await engine.stack.aclose()
+        await engine.started.stop()
+
+    async def _first(self, binding: Binding) -> None:
+        await self._begin(binding, None)
+
+    async def agree(self, version: int, publish: Callable[[], Awaitable[int]] | None) -> None:
+        """Bring those to `version` that serve another: engines of others go on where an earlier run left them. Nobody
+        can be brought anywhere without `publish`. Raises ServiceError."""
+        others = [engine for engine in self._engines.values() if (await engine.client.status()).version != version]
+        if not others:
+            return
+        names = " and ".join(engine.binding.worker for engine in others)
+        if publish is None:
+            raise ServiceError(f"{names} serve another version than the model's; start them anew from that model")
+        await publish()
+        try:
+            await asyncio.gather(*(engine.client.load(version) for engine in others))
+        except EngineFailed as error:
+            raise ServiceError(f"{names} serve another version than {version} and cannot take it: {error}") from error
+
+    async def _begin(self, binding: Binding, ended: Started | None) -> _Engine:
+        """Start or connect, and tell where it is."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        device_name, slowdown = acts_as(self._run, binding)
+        pool = self._run.all_pools()[binding.pool]
+        stack = AsyncExitStack()
+        started: Started
+        if pool.urls and pool.engine == "torch":
+            external = External(binding.worker, url_of(self._run, binding), device_name)
+            client = await external.connect(stack)
+            started = external
+        else:
+            started = await self._launch(binding, ended)
+            if pool.urls:
+                started.device = device_name  # that of its server, wherever the service in front of it is
+            try:
+                url = str(started.answer["url"])
+                client = await stack.enter_async_context(rpc.connected(url, key=self._launcher.key))
+            except BaseException:
+                await started.stop()
+                raise
+        if slowdown == 1.0:
+            device_name = started.device
+        device = self._devices[device_name]
+        old = self._engines.get(binding.worker)
+        engine = _Engine(
+            binding,
+            self._pool(binding, device, slowdown),
+            device,
+            slowdown,
+            started,
+            EngineClient(client, deadline=self._run.engine.deadline, published=self._published),
+            clock(),
+            short_lives=old.short_lives if old is not None else 0,
+            stack=stack,
+        )
+        self._engines[binding.worker] = engine
+        self._tell(engine, clock() - began)
+        return engine
+
+    async def _launch(self, binding: Binding, ended: Started | None) -> Started:
+        command = engine_command(self._run, binding, self._spec(), self._devices, self._logs)
+        wish = wish_of(self._run, binding)
+        if ended is None:
+            return await self._launcher.launch(command, wish)
+        return await relaunch(self._launcher, command, wish, ended)
+
+    def _pool(self, binding: Binding, device: DeviceClass, slowdown: float) -> EnginePool:
+        """Engines of one pool that got different classes are different to the router."""
+        config = self._run.engine
+        label = binding.pool
+        if slowdown != 1.0:
+            label += f": emulated {device.name} (1/{slowdown:g})"
+        elif device.name != binding.wanted:
+            label += f": {device.name}"
+        if label not in self._pools:
+            here = replace(self._shape, number_bytes=4 if config.dtype == "float32" else 2)
+            kv_tokens = (config.kv_megabytes << 20) // here.kv_bytes
+            roofline = Roofline(device, self._shape, slowdown, binding.devices)
+            self._pools[label] = EnginePool(label, roofline, config.max_batch, kv_tokens, of=binding.pool)
+        return self._pools[label]
+
+    def _tell(self, engine: _Engine, seconds: float) -> None:
+        started, binding = engine.started, engine.binding
+        self._sink.emit(ServiceStarted(role="generate", name=binding.worker, pid=started.pid, seconds=seconds))
+        self._sink.emit(binding.placed(started, engine.pool.name))
+
+    # While the run goes on
+
+    async def supervise(self) -> None:
+        """Returns never, raises when no engine is left."""
+        async with asyncio.TaskGroup() as group:
+            for name in list(self._engines):
+                group.create_task(self._watch(name))
+
+    async def _watch(self, name: str) -> None:
+        while True:
+            engine = self._engines[name]
+            if not self.router.has(name, engine.client):  # supervision ended while it was being brought back
+                engine.started.kill()
+            sampling = asyncio.create_task(self._sample(name, engine.client))
+            try:
+                reason = await engine.started.wait()
+            finally:
+                sampling.cancel()
+                await asyncio.wait([sampling])
+            self._sink.emit(ServiceEnded(role="generate", name=name, reason=reason))
+            self.router.lost(name, reason)
+            await engine.stack.aclose()
+            lived = asyncio.get_running_loop().time() - engine.since
+            engine.short_lives = 0 if lived > SETTLED_S else engine.short_lives + 1
+            if engine.short_lives > SHORT_LIVES:
+                self._leave_out(name, f"it ended {engine.short_lives} times soon after its start, the last: {reason}")
+                return
+            if not await self._bring_back(engine):
+                return
+
+    async def _bring_back(self, ended: _Engine) -> bool:
+        name, back_off = ended.binding.worker, 1.0
+        for _ in range(STARTS):
+            try:
+                engine = await self._begin(ended.binding, ended.started)
+                version = -1
+                while version != self.router.target:  # it may move while we load
+                    version = self.router.target
+                    await self._up_to_date(engine, version)
+            except (ServiceError, EngineFailed) as error:
+                self._sink.emit(Warned(message=f"{name} is not back yet: {error}"))
+                last = str(error)
+            else:
+                self.router.replace(name, engine.client, version, engine.pool)
+                return True
+            if (broken := self._engines[name]) is not ended and broken.started is not ended.started:
+                await self._stop(broken)
+            await asyncio.sleep(back_off)
+            back_off = min(LONGEST_BACK_OFF_S, back_off * 2)
+        self._leave_out(name, f"it could not be started again in {STARTS} attempts, the last: {last}")
+        return False
+
+    async def _up_to_date(self, engine: _Engine, version: int) -> None:
+        status = await engine.client.status()
+        if status.version != version:
+            await engine.client.load(version)
+
+    def _leave_out(self, name: str, reason: str) -> None:
+        del self._engines[name]
+        self.router.remove(name)
+        if not self._engines:
+            raise ServiceError(f"no engine is left; {name}: {reason}")
+        self._sink.emit(Warned(message=f"the run goes on without engine {name}: {reason}"))
+
+    async def _sample(self, name: str, client: EngineClient) -> None:
+        while True:
+            try:
+                status = await client.status()
+            except EngineLost:
+                self.router.lost(name, "its connection was lost")
+                return
+            except EngineFailed as error:
+                self._sink.emit(Warned(message=f"{name} did not tell its status: {error}"))
+            else:
+                self.router.told(name, status)
+                self._sink.emit(EngineSample.of(name, status))
+            await asyncio.sleep(SAMPLE_S)

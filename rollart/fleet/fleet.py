@@ -1,0 +1,243 @@
+"""The services of one run, each where placement says: engines, trainer, environments and rewards.
+
+Invariants: everything started here ends with the `async with`, however it is left. Lost engines and hosts are brought
+back beside the run; a lost trainer ends `supervise` with TrainerLost, and `revive_trainer` brings it back at the last
+checkpoint, with the engines at the same version.
+"""
+
+import asyncio
+import shutil
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rollart.agents.pool import AgentPool
+from rollart.config import RunFile
+from rollart.core.event_log import EventLog
+from rollart.core.events import RolledBack, ServiceEnded
+from rollart.envs.pool import EnvironmentPool
+from rollart.fleet.engine_command import start_deadline
+from rollart.fleet.engine_supervisor import Engines
+from rollart.fleet.trainer_supervisor import TrainerRanks
+from rollart.gateway.client import Gateway
+from rollart.hardware.roofline import ModelShape
+from rollart.launch.launcher import Launcher, Started
+from rollart.launch.local import LocalLauncher
+from rollart.models.chat import ChatRenderer
+from rollart.placement.inventory import Inventory
+from rollart.placement.placement import Binding
+from rollart.placement.plan import Plan, plan
+from rollart.placement.workload import MEASURED
+from rollart.rewards.invokers import Rewards
+from rollart.rollout.decode_lengths import TaskShapes
+from rollart.rollout.router import Router
+from rollart.rollout.routing_policy import policy
+from rollart.training.client import TrainerClient
+from rollart.weights.store import shared_folder
+
+# What a declared affinity makes us expect of a task's answers, as a share of their longest, until they are measured.
+_PRIORS = {"prefill": 0.1, "decode": 0.8}
+
+
+class Fleet:
+    """`model` is the folder that engines and trainer start from, holding policy version `version`."""
+
+    def __init__(
+        self, run: RunFile, directory: Path, log: EventLog, *, model: Path, version: int, trainer: bool = True
+    ) -> None:
+        self._run, self._log, self._train = run, log, trainer
+        self._model, self.version = model.absolute(), version
+        self._checkpoint: tuple[Path, int] = (self._model, version)
+        self._logs = (directory / "logs").absolute()
+        self._logs.mkdir(exist_ok=True)
+        self._stack = AsyncExitStack()
+        unique = f"{run.name}-{directory.stat().st_ino}"
+        self._weights = run.weights / run.name if run.weights else shared_folder(unique)
+        self.renderer = ChatRenderer(model)
+        self.rewards = Rewards(run.tasks, run.rewards, log=self._logs / "rewards.log", sink=log, cluster=run.cluster)
+        self.environments: EnvironmentPool
+        self.agents: AgentPool | None = None
+        self._gateway: Gateway | None = None
+        self.router: Router
+        self._engines: Engines
+        self._trainer: TrainerRanks
+
+    @property
+    def trainer(self) -> TrainerClient:
+        return self._trainer.client
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def _start(self) -> None:
+        remove = partial(shutil.rmtree, self._weights, ignore_errors=True)
+        remove()  # what a killed run may have left
+        self._stack.callback(remove)
+        launcher = _launcher(self._run)
+        self._stack.push_async_callback(launcher.close)
+        placed = await _planned(self._run, launcher)
+        self._build(placed, launcher)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._start_pool(self.environments))
+            group.create_task(self._start_pool(self.rewards))
+            for pool in (self._gateway, self.agents):
+                if pool is not None:
+                    group.create_task(self._start_pool(pool))
+            group.create_task(self._start_engines())
+            if self._train:
+                group.create_task(self._start_trainer())
+        await self._engines.agree(self.version, self.trainer.publish if self._train else None)
+        self._make_router(placed)
+
+    def _build(self, placed: Plan, launcher: Launcher) -> None:
+        run, roles = self._run, {name: pool.role for name, pool in self._run.all_pools().items()}
+        bindings = {role: [b for b in placed.bindings if roles[b.pool] == role] for role in set(roles.values())}
+        self._build_agents(launcher, bindings["environment"])
+        self.environments = EnvironmentPool(
+            [task for task in run.tasks if task.agent is None],
+            run.environments,
+            log=self._logs / "environments.log",
+            launcher=launcher,
+            wishes=[binding.wish() for binding in bindings["environment"] if not run.all_pools()[binding.pool].urls],
+            urls=[url for pool in run.pools_of("environment").values() for url in pool.urls],
+            tell=partial(self._tell_host, bindings["environment"][0]),
+            sink=self._log,
+        )
+        self._engines = Engines(
+            run,
+            bindings["generate"],
+            launcher=launcher,
+            devices=run.device_classes(),
+            shape=ModelShape.of_folder(self._model),
+            spec=lambda: self._spec(self._model, self.version),
+            published=lambda version: self.trainer.published(version),
+            sink=self._log,
+            logs=self._logs,
+        )
+        self._trainer = TrainerRanks(
+            run,
+            bindings["train"],
+            launcher=launcher,
+            spec=self._trainer_spec,
+            sink=self._log,
+            logs=self._logs,
+        )
+
+    def _build_agents(self, launcher: Launcher, bindings: list[Binding]) -> None:
+        run, tasks = self._run, [task for task in self._run.tasks if task.agent is not None]
+        if not tasks:
+            return
+        self._gateway = Gateway(self._model, launcher, self._log, self._logs)
+        self.agents = AgentPool(
+            tasks,
+            self._gateway,
+            launcher,
+            slots=run.environments.slots,
+            deadline=run.rollout.trajectory_deadline,
+            log=self._logs / "agents.log",
+            wishes=[binding.wish() for binding in bindings if not run.all_pools()[binding.pool].urls],
+            tell=partial(self._tell_host, bindings[0]),
+        )
+
+    def _tell_host(self, binding: Binding, host: Started, ended: str | None) -> None:
+        if ended is not None:
+            self._log.emit(ServiceEnded(role="environment", name=host.name, reason=ended))
+            return
+        self._log.emit(binding.placed(host))
+
+    def _spec(self, model: Path, version: int) -> dict[str, Any]:
+        return {"model": str(model), "weights": str(self._weights), "seed": self._run.seed, "version": version}
+
+    def _trainer_spec(self) -> dict[str, Any]:
+        model, version = self._checkpoint
+        return {**self._spec(model, version), "checkpoint": str(model) if version else None}
+
+    async def _start_pool(self, pool: EnvironmentPool | Rewards | Gateway | AgentPool) -> None:
+        self._stack.push_async_callback(pool.close)
+        await pool.start()
+
+    async def _start_engines(self) -> None:
+        self._stack.push_async_callback(self._engines.stop)
+        await self._engines.start()
+
+    async def _start_trainer(self) -> None:
+        self._stack.push_async_callback(self._trainer.stop)
+        await self._trainer.start()
+
+    def _make_router(self, placed: Plan) -> None:
+        run, engines = self._run, self._engines
+        hand_over = run.routing.hand_over
+        self.router = Router(
+            dict(engines.clients),
+            self.version,
+            self._log,
+            pools={name: engines.pool_of(name) for name in engines.clients},
+            policy=policy(run.routing.policy, hand_over),
+            affinity={
+                task.name: task.affinity if isinstance(task.affinity, str) else tuple(task.affinity)
+                for task in run.tasks
+            },
+            shapes=TaskShapes(_priors(run, placed)),
+            on_lost=engines.kill,
+            keeps_kv=run.engine.on_swap == "keep",
+            patience=start_deadline(run),
+        )
+        engines.router = self.router
+
+    # While the run goes on
+
+    async def supervise(self, trainer: bool = True) -> None:
+        """Watch every service that is needed now; returns never, raises when the run cannot go on as it is."""
+        async with asyncio.TaskGroup() as group:
+            if self._train and trainer:
+                group.create_task(self._trainer.watch())
+            group.create_task(self._engines.supervise())
+            if self.environments.slots:
+                group.create_task(self.environments.watch())
+            if self._gateway is not None and self.agents is not None:
+                group.create_task(self._gateway.watch())
+                group.create_task(self.agents.watch())
+
+    async def revive_trainer(self, checkpoint: Path, version: int, reason: str) -> None:
+        """The trainer again, at `version`; the engines follow it there. Raises ServiceError."""
+        self._checkpoint = (checkpoint.absolute() if version else self._model, version)
+        await self._trainer.again()
+        await self.trainer.publish()
+        if version != self.router.target or self.router.serving != version:
+            await self.router.load(version)
+        self._log.emit(RolledBack(version=version, reason=reason))
+
+
+def _priors(run: RunFile, placed: Plan) -> dict[str, float]:
+    """The tokens that a turn is expected to answer with: as an earlier run measured them, or as the user declares."""
+    measured = {task.task: task.shape.decode for task in placed.tasks if task.shape.source == MEASURED}
+    declared = {task.name: (task.sampling.max_tokens, str(task.affinity)) for task in run.tasks}
+    return {
+        name: most * _PRIORS[affinity] for name, (most, affinity) in declared.items() if affinity in _PRIORS
+    } | measured
+
+
+def _launcher(run: RunFile) -> Launcher:
+    if run.cluster is None:
+        return LocalLauncher()
+    from rollart.launch.ray import RayLauncher
+
+    return RayLauncher(run.cluster)
+
+
+async def _planned(run: RunFile, launcher: Launcher) -> Plan:
+    nodes = tuple(await launcher.nodes())
+    where = f"the cluster {run.cluster}" if run.cluster else "this machine"
+    return plan(run, Inventory(nodes, where, overcommit=run.cluster is None))

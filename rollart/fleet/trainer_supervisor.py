@@ -1,0 +1,122 @@
+"""The trainer of a run: one service, or several ranks of one, started together and replaced together."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from rollart.config import RunFile
+from rollart.core.errors import ServiceError
+from rollart.core.events import EventSink, ServiceEnded, ServiceStarted, Warned
+from rollart.launch import rpc
+from rollart.launch.launcher import Launcher, Started, Wish, service_command
+from rollart.placement.placement import Binding
+from rollart.training.client import TrainerClient
+
+BACK_S, LONGEST_BACK_OFF_S = 180.0, 15.0
+REASON_S = 10.0
+
+
+class TrainerLost(ServiceError):
+    """The trainer ended; what it learnt since its last checkpoint is gone."""
+
+
+class TrainerRanks:
+    """`spec` tells what every rank is told, for the checkpoint that it starts from."""
+
+    def __init__(
+        self,
+        run: RunFile,
+        bindings: Sequence[Binding],
+        *,
+        launcher: Launcher,
+        spec: Callable[[], dict[str, Any]],
+        sink: EventSink,
+        logs: Path,
+    ) -> None:
+        self._run, self._bindings, self._launcher, self._sink = run, bindings, launcher, sink
+        self._spec, self._logs = spec, logs
+        self._started: Sequence[Started] = ()
+        self._stack = AsyncExitStack()
+        self._connection: rpc.Client
+        self.client: TrainerClient
+
+    async def start(self, apart: frozenset[str] = frozenset()) -> None:
+        """Raises ServiceError."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        spec = {
+            **self._spec(),
+            "config": self._run.training.model_dump(mode="json"),
+            "engine_dtype": self._run.engine.dtype,
+            "classes": self._bindings[0].choices,
+        }
+        names = ["trainer"] if len(self._bindings) == 1 else [binding.worker for binding in self._bindings]
+        commands = [
+            service_command(
+                "rollart.training.service", spec, name=name, logs=self._logs, threads=self._run.training.threads
+            )
+            for name in names
+        ]
+        wish = Wish(self._bindings[0].choices, self._bindings[0].units, apart)
+        if len(commands) == 1:
+            self._started = [await self._launcher.launch(commands[0], wish)]
+        else:
+            self._started = await self._launcher.launch_together(commands, wish)
+        url = str(self._started[0].answer["url"])
+        try:
+            client = await self._stack.enter_async_context(rpc.connected(url, key=self._launcher.key))
+        except BaseException:
+            await self.stop()
+            raise
+        self._connection = client
+        self.client = TrainerClient(client, self._run.training.deadline)
+        for binding, started in zip(self._bindings, self._started, strict=True):
+            self._tell(binding, started, clock() - began)
+
+    def _tell(self, binding: Binding, started: Started, seconds: float) -> None:
+        self._sink.emit(ServiceStarted(role="train", name=started.name, pid=started.pid, seconds=seconds))
+        self._sink.emit(binding.placed(started))
+
+    async def watch(self) -> None:
+        """Raises TrainerLost as soon as one rank has ended, which leaves the others with nothing to do, or when the
+        connection is lost and no process has ended for a while."""
+        waits = [asyncio.ensure_future(wait) for wait in (*(one.wait() for one in self._started), self._silent())]
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for waiting in waits:
+                waiting.cancel()
+        reason = done.pop().result()
+        self._sink.emit(ServiceEnded(role="train", name="trainer", reason=reason))
+        raise TrainerLost(reason)
+
+    async def _silent(self) -> str:
+        reason = await self._connection.lost()
+        await asyncio.sleep(REASON_S)
+        return reason
+
+    async def again(self) -> None:
+        """Start anew from the checkpoint that `spec` names now, apart from nodes that went silent if that can be. A
+        node that could take it may join a while later, so it is tried for `BACK_S`. Raises ServiceError."""
+        clock = asyncio.get_running_loop().time
+        silent = frozenset(started.node for started in self._started if started.node_lost)
+        for started in self._started:
+            started.kill()  # an orderly end would take the weight store along, which the engines still need
+        await self.stop()
+        deadline, back_off = clock() + BACK_S, 1.0
+        while True:
+            try:
+                return await self.start(silent)
+            except ServiceError as error:
+                if clock() + back_off > deadline:
+                    raise
+                self._sink.emit(Warned(message=f"the trainer is not back yet: {error}"))
+            await asyncio.sleep(back_off)
+            silent, back_off = frozenset(), min(LONGEST_BACK_OFF_S, back_off * 2)
+
+    async def stop(self) -> None:
+        await self._stack.aclose()
+        self._stack = AsyncExitStack()
+        await asyncio.gather(*(started.stop() for started in self._started))

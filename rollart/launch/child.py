@@ -1,0 +1,169 @@
+"""A command as a child process of this one.
+
+The invariants:
+- Each child has a session of its own, so Ctrl-C reaches only the controller, which then ends its children in order.
+- A child that did not end well may have left descendants behind, wherever they moved to: all carry its mark in their
+  environment or, if they overwrote that to give themselves a title, are of its session; they are killed before anybody
+  is told that it ended.
+- A start that fails leaves no process, and its error has the last lines of the child's log.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from rollart.core.errors import ServiceError
+from rollart.launch.launcher import Command
+
+MARK = "ROLLART_MARK"
+PACKAGE = Path(__file__).parents[1]
+PROCESSES = Path("/proc")  # of Linux
+STOP_DEADLINE = 10.0
+CLEAN_LOOKS, LOOK_AGAIN_S, SWEEP_DEADLINE = 3, 0.03, 10.0
+
+
+class Child:
+    """Implements `rollart.launch.launcher.Started`. Made by `start`."""
+
+    def __init__(self, command: Command, process: asyncio.subprocess.Process, mark: str) -> None:
+        self.name = command.name
+        self.pid = process.pid
+        self.node = self.address = self.device = ""
+        self.node_lost = False
+        self.answer: Mapping[str, Any] = {}
+        self.process = process
+        self.log = command.log
+        self.ended = asyncio.create_task(self._end(mark))
+
+    @classmethod
+    async def start(cls, command: Command, more: Mapping[str, Any]) -> Self:
+        """Hand it its spec and `more`, and wait until it is ready. Raises ServiceError."""
+        python, mark = command.python or sys.executable, uuid.uuid4().hex
+        command.log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(command.log, "ab") as errors:  # noqa: ASYNC230 (opens at once)
+                process = await asyncio.create_subprocess_exec(
+                    python,
+                    *(word.replace("{rollart}", str(PACKAGE)) for word in command.argv),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=errors,
+                    env=os.environ | dict(command.environment) | {MARK: mark},
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise ServiceError(f"could not start {command.name}: {python} cannot be run: {error}") from error
+        child = cls(command, process, mark)
+        try:
+            child.answer = await child._ready(command, {**command.spec, **more})
+        except BaseException:
+            child.kill()
+            await asyncio.shield(child.ended)
+            raise
+        return child
+
+    async def _ready(self, command: Command, spec: Mapping[str, Any]) -> Mapping[str, Any]:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps(spec).encode() + b"\n")
+        try:
+            async with asyncio.timeout(command.start_deadline):
+                answer = await self._answer(self.process.stdout)
+        except TimeoutError:
+            late = f"{self.name} did not start within {command.start_deadline:g} s"
+            raise ServiceError(late + tail(self.log)) from None
+        if answer is None:
+            code, python = await self.process.wait(), command.python or sys.executable
+            raise ServiceError(
+                f"could not start {self.name}: {python} ended while it started, with {describe(code)}{tail(self.log)}"
+            )
+        if "error" in answer:
+            raise ServiceError(str(answer["error"]))
+        return answer
+
+    async def _answer(self, output: asyncio.StreamReader) -> dict[str, Any] | None:
+        """Its first line that is an object; None if it ended without. What libraries print before that goes to the
+        log."""
+        while line := await _line(output):
+            try:
+                answer = json.loads(line)
+            except ValueError:
+                answer = None
+            if isinstance(answer, dict):
+                return answer
+            with open(self.log, "ab") as log:  # noqa: ASYNC230 (opens at once)
+                log.write(line)
+        return None
+
+    async def _end(self, mark: str) -> str:
+        code = await self.process.wait()
+        if code != 0 and PROCESSES.exists():
+            await sweep(mark, self.pid)
+        return f"{self.name} ended with {describe(code)}{tail(self.log)}"
+
+    async def wait(self) -> str:
+        return await asyncio.shield(self.ended)
+
+    async def stop(self) -> None:
+        """Close its stdin, which asks it to end; kill its whole process group if it does not."""
+        if self.process.stdin is not None:
+            with contextlib.suppress(ConnectionError):  # it may have ended by itself
+                self.process.stdin.close()
+        try:
+            async with asyncio.timeout(STOP_DEADLINE):
+                await self.wait()
+        except TimeoutError:
+            self.kill()
+            await self.wait()
+
+    def kill(self) -> None:
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+
+async def _line(output: asyncio.StreamReader) -> bytes:
+    try:
+        return await output.readline()
+    except ValueError:  # longer than any answer of ours; readline has thrown away what it read of it
+        return b"(a line too long to keep)\n"
+
+
+async def sweep(mark: str, session: int) -> None:
+    """Kill every process that carries this mark or is of this session."""
+    wanted = f"{MARK}={mark}".encode()
+    clean, deadline = 0, time.monotonic() + SWEEP_DEADLINE
+    while clean < CLEAN_LOOKS and time.monotonic() < deadline:  # in the middle of an exec, a process shows no mark
+        clean += 1
+        for entry in PROCESSES.iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and (_is_of(session, entry) or wanted in (entry / "environ").read_bytes()):
+                    os.kill(int(entry.name), signal.SIGKILL)
+                    clean = 0
+        await asyncio.sleep(LOOK_AGAIN_S)
+
+
+def _is_of(session: int, entry: Path) -> bool:
+    """Whether a process that has not ended is of the session."""
+    state, _, _, its, *_ = (entry / "stat").read_bytes().rpartition(b")")[2].split()
+    return int(its) == session and state != b"Z"
+
+
+def describe(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def tail(log: Path, lines: int = 6, most: int = 4000) -> str:
+    if not log.is_file():
+        return ""
+    with open(log, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - most))
+        text = file.read().decode(errors="replace").strip().splitlines()[-lines:]
+    return f"; {log} ends with:\n  " + "\n  ".join(text) if text else ""

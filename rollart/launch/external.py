@@ -1,0 +1,38 @@
+"""An engine that someone else runs: known by its URL, reached and left, never started or stopped."""
+
+import os
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+from rollart.launch import rpc
+
+KEY = "ROLLART_ENGINE_KEY"  # of the environment; what the engines of others want to be shown
+
+
+class External:
+    """Implements `rollart.launch.launcher.Started`: it has ended when its connection is lost."""
+
+    pid = 0
+    node_lost = False
+
+    def __init__(self, name: str, url: str, device: str) -> None:
+        self.name, self.node, self.address, self.device = name, url, url, device
+        self.answer: Mapping[str, Any] = {"url": url}
+        self._client: rpc.Client | None = None
+
+    async def connect(self, stack: AsyncExitStack) -> rpc.Client:
+        """Raises ServiceError."""
+        self._client = await stack.enter_async_context(rpc.connected(self.address, key=os.environ.get(KEY)))
+        return self._client
+
+    async def wait(self) -> str:
+        return await self._client.lost() if self._client is not None else f"{self.address} was never reached"
+
+    async def stop(self) -> None:
+        """It is not ours to stop."""
+
+    def kill(self) -> None:
+        """It is not ours to kill; leaving it is, to come back when it is better."""
+        if self._client is not None:
+            self._client.leave(f"{self.address} was given up")

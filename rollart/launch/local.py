@@ -1,0 +1,104 @@
+"""The local launcher: commands as child processes of the controller, on the devices of this machine.
+
+CPUs may be promised more often than there are: processes share them well. A GPU belongs to one command, or to a few
+that wished for a part of it, until they end.
+"""
+
+import asyncio
+import os
+import secrets
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rollart.core.errors import ServiceError
+from rollart.hardware.gpus import gpus
+from rollart.launch.child import Child
+from rollart.launch.launcher import Command, Node, Started, Unsatisfiable, Wish, all_or_none
+
+LOOPBACK = "127.0.0.1"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class LocalLauncher:
+    """Implements `rollart.launch.launcher.Launcher`. `devices` are the classes of the GPUs, if already known."""
+
+    here = True
+
+    def __init__(self, devices: Sequence[str] | None = None) -> None:
+        self.key = secrets.token_urlsafe(32)
+        self._name = socket.gethostname()
+        self._devices = gpus() if devices is None else tuple(devices)
+        self._free = [1.0] * len(self._devices)  # of each GPU
+        self._started: set[Child] = set()
+
+    async def nodes(self) -> Sequence[Node]:
+        return [self._node()]
+
+    def _node(self) -> Node:
+        cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        free = dict.fromkeys(self._devices, 0.0)
+        for device, part in zip(self._devices, self._free, strict=True):
+            free[device] += part
+        total = {device: float(count) for device, count in Counter(self._devices).items()}
+        return Node(self._name, LOOPBACK, {"cpu": cores} | total, {"cpu": cores} | free)
+
+    async def launch(self, command: Command, wish: Wish) -> Started:
+        return await self._launch(command, wish, {})
+
+    async def launch_together(self, commands: Sequence[Command], wish: Wish) -> Sequence[Started]:
+        rendezvous = f"{LOOPBACK}:{free_port(LOOPBACK)}"
+        return await all_or_none(
+            self._launch(command, wish, {"rank": rank, "world": len(commands), "rendezvous": rendezvous})
+            for rank, command in enumerate(commands)
+        )
+
+    async def _launch(self, command: Command, wish: Wish, more: Mapping[str, Any]) -> Child:
+        device, taken = self._reserve(command.name, wish)
+        visible = {VISIBLE: ",".join(map(str, taken))} if taken else {}
+        placed = replace(command, environment={**visible, **command.environment})
+        try:
+            child = await Child.start(placed, {**more, "bind": LOOPBACK, "key": self.key})
+        except BaseException:
+            self._release(taken)
+            raise
+        child.node, child.address, child.device = self._name, LOOPBACK, device
+        self._started.add(child)
+        child.ended.add_done_callback(lambda _: self._started.discard(child))
+        child.ended.add_done_callback(lambda _: self._release(taken))
+        return child
+
+    def _reserve(self, name: str, wish: Wish) -> tuple[str, dict[int, float]]:
+        """The class and the GPUs, each with the part of it that is taken. Raises ServiceError."""
+        node = self._node()
+        for device in wish.devices if self._name not in wish.apart else ():
+            if device == "cpu":
+                return device, {}
+            parts = [1.0] * int(wish.count) or [wish.count]
+            room = [i for i, other in enumerate(self._devices) if other == device and self._free[i] >= max(parts)]
+            if len(room) >= len(parts):
+                taken = dict(zip(room, parts, strict=False))
+                for gpu, part in taken.items():
+                    self._free[gpu] -= part
+                return device, taken
+        if self._name in wish.apart or not any(node.total.get(device, 0) >= wish.count for device in wish.devices):
+            raise Unsatisfiable(name, wish, [node])
+        raise ServiceError(f"{name} needs {wish}, but they are in use: {node}")
+
+    def _release(self, taken: Mapping[int, float]) -> None:
+        for gpu, part in taken.items():
+            self._free[gpu] += part
+
+    async def close(self) -> None:
+        """End what is still running."""
+        await asyncio.gather(*(child.stop() for child in list(self._started)))
+
+
+def free_port(address: str) -> int:
+    """A port that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        port: int = probe.getsockname()[1]
+        return port

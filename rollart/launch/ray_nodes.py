@@ -1,0 +1,112 @@
+"""The nodes of a Ray cluster, by device class.
+
+A node's class is its label `rollart.io/device` (`ray start --labels rollart.io/device=H20`), or else the accelerator
+that Ray found there, or else cpu. It has as many devices as it has GPUs, or without any, CPUs. The CPUs beside GPUs are
+offered too, after those of nodes that have nothing else.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from rollart.launch.launcher import Node, Wish
+
+DEVICE, ACCELERATOR, NODE_ID = "rollart.io/device", "ray.io/accelerator-type", "ray.io/node-id"
+Resource = Literal["GPU", "CPU"]
+
+
+@dataclass(frozen=True, slots=True)
+class RayNode:
+    """A node, as far as one class of devices goes. `label` is the one that gave it its class, None for a node that has
+    none; `port` is Ray's own there; `beside` GPUs are CPUs that are a second offer of their node."""
+
+    id: str
+    name: str
+    address: str
+    port: int
+    labels: Mapping[str, str]
+    label: str | None
+    device: str
+    resource: Resource
+    total: float
+    free: float
+    beside: bool = False
+
+
+def ray_nodes(told: Iterable[Mapping[str, Any]], free: Mapping[str, Mapping[str, float]]) -> list[RayNode]:
+    """Of what `ray.nodes()` tells, those alive; `free` has the resources by node."""
+    alive = [(node, free.get(node["NodeID"], {})) for node in told if node["Alive"]]
+    beside = [
+        replace(_node(node, left, "CPU"), label=None, device="cpu", beside=True)
+        for node, left in alive
+        if node["Resources"].get("GPU") and node["Resources"].get("CPU")
+    ]
+    return [_node(node, left, "GPU" if node["Resources"].get("GPU") else "CPU") for node, left in alive] + beside
+
+
+def described(nodes: Iterable[RayNode]) -> list[Node]:
+    """With all that each offers."""
+    merged: dict[str, Node] = {}
+    for node in nodes:
+        seen = merged.get(node.id, Node(node.name, node.address, {}, {}))
+        total, free = {**seen.total, node.device: node.total}, {**seen.free, node.device: node.free}
+        merged[node.id] = Node(node.name, node.address, total, free)
+    return list(merged.values())
+
+
+def _node(told: Mapping[str, Any], free: Mapping[str, float], resource: Resource) -> RayNode:
+    labels, total = told["Labels"], told["Resources"]
+    label = next((label for label in (DEVICE, ACCELERATOR) if labels.get(label)), None)
+    return RayNode(
+        id=told["NodeID"],
+        name=f"{told['NodeName']}-{told['NodeID'][:6]}",  # several nodes may share a machine
+        address=told["NodeManagerAddress"],
+        port=told["NodeManagerPort"],
+        labels=labels,
+        label=label,
+        device=labels[label] if label else "cpu",
+        resource=resource,
+        total=total.get(resource, 0.0),
+        free=free.get(resource, 0.0),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Nodes of one class that Ray can be asked for by one label selector and one resource."""
+
+    device: str
+    resource: Resource
+    selector: Mapping[str, str]
+    nodes: tuple[RayNode, ...]
+
+    def holds(self, count: float, times: int = 1) -> bool:
+        """Whether it could ever."""
+        return _times((node.total for node in self.nodes), count) >= times
+
+    def has_room(self, count: float, times: int = 1) -> bool:
+        """Whether it could now."""
+        return _times((node.free for node in self.nodes), count) >= times
+
+
+def _times(amounts: Iterable[float], count: float) -> int:
+    return sum(int(amount / count + 1e-9) for amount in amounts)
+
+
+def choices(wish: Wish, nodes: Sequence[RayNode]) -> list[Choice]:
+    """In order of preference."""
+    found = []
+    for device in wish.devices:
+        wanted = [node for node in nodes if node.device == device and node.name not in wish.apart]
+        for kind in dict.fromkeys((node.label, node.resource, node.beside) for node in wanted):
+            group = tuple(node for node in wanted if (node.label, node.resource, node.beside) == kind)
+            found.append(Choice(device, kind[1], _selector(kind[0], device, group, nodes), group))
+    return found
+
+
+def _selector(label: str | None, device: str, group: Sequence[RayNode], nodes: Sequence[RayNode]) -> dict[str, str]:
+    if label is None:
+        return {NODE_ID: f"in({','.join(node.id for node in group)})"}
+    labelled = dict.fromkeys(node.id for node in nodes if node.labels.get(label) == device)
+    others = [each for each in labelled if each not in {node.id for node in group}]
+    return {label: device} | ({NODE_ID: f"!in({','.join(others)})"} if others else {})

@@ -1,0 +1,265 @@
+"""Calls between the controller and a service: one WebSocket, msgpack, many small messages in one frame.
+
+Invariants: a connection's calls run at the same time and answer in any order; everything put on a connection within
+one turn of the event loop leaves in one frame; a lost connection fails every open call at once; a cancelled or
+timed-out call is forgotten by the caller and cancelled at the service; what a handler tells before it answers arrives
+before the answer, in order; a service that has a key lets nobody in who does not show it.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import inspect
+import itertools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, TypeVar, get_type_hints
+
+import aiohttp
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.routing import Route, WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from rollart.core.errors import ServiceError
+from rollart.launch.silence import notice_silence
+
+T = TypeVar("T")
+Handler = Callable[..., Awaitable[Any]]
+MAX_FRAME = 1 << 30
+# A machine that is gone is noticed by the kernel (see `notice_silence`). This ping is for a process that hangs: rather
+# slow, since one that holds the GIL for seconds, in a forward pass or while it loads weights, is not dead. aiohttp
+# pings after so many seconds without a message and waits half as long for the answer.
+PING_S = 20.0
+_CANCEL = "$cancel"
+_ITEM = None  # in place of good or bad: not the answer yet
+
+_encoder = msgspec.msgpack.Encoder()
+_calls = msgspec.msgpack.Decoder(list[tuple[int, str, msgspec.Raw]])
+_answers = msgspec.msgpack.Decoder(list[tuple[int, bool | None, msgspec.Raw]])
+logger = logging.getLogger(__name__)
+
+
+class _Outbox:
+    """Collects messages and sends all that are there as one frame."""
+
+    def __init__(self, send: Callable[[bytes], Awaitable[None]]) -> None:
+        self._send = send
+        self._pending: list[tuple[int, str | bool | None, msgspec.Raw]] = []
+        self._wake = asyncio.Event()
+
+    def put(self, call: int, head: str | bool | None, value: object) -> None:
+        self._pending.append((call, head, msgspec.Raw(_encoder.encode(value))))
+        self._wake.set()
+
+    async def run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            frame, self._pending = self._pending, []
+            await self._send(_encoder.encode(frame))
+
+
+def application(handlers: Mapping[str, Handler], key: str | None = None) -> Starlette:
+    """A service whose methods are `handlers`: async functions of at most one argument, decoded to its annotation. One
+    that has a second parameter, `tell`, is given a function that sends the caller a value before the answer. Callers
+    must show the `key`, if there is one."""
+    methods = {name: _Method(handler) for name, handler in handlers.items()}
+
+    async def health(request: Request) -> JSONResponse:
+        return JSONResponse({"ok": True})
+
+    async def connection(socket: WebSocket) -> None:
+        shown = socket.headers.get("authorization", "").encode()
+        if key is not None and not hmac.compare_digest(shown, _credential(key).encode()):
+            await socket.send_denial_response(PlainTextResponse("show the key of this run", 401))
+            return
+        await socket.accept()
+        outbox = _Outbox(socket.send_bytes)
+        sender = asyncio.create_task(outbox.run())
+        running: dict[int, asyncio.Task[None]] = {}
+        try:
+            while True:
+                for call, method, body in _calls.decode(await socket.receive_bytes()):
+                    if method == _CANCEL:
+                        if call in running:
+                            running[call].cancel()
+                        continue
+                    task = asyncio.create_task(_answer(methods, outbox, call, method, body))
+                    running[call] = task
+                    task.add_done_callback(lambda _, call=call: running.pop(call, None))  # type: ignore[misc]
+        except WebSocketDisconnect:
+            pass  # the ordinary end of a connection
+        finally:
+            sender.cancel()
+            for task in list(running.values()):
+                task.cancel()
+
+    return Starlette(routes=[Route("/health", health), WebSocketRoute("/rpc", connection)])
+
+
+def _credential(key: str) -> str:
+    return f"Bearer {key}"
+
+
+class _Method:
+    def __init__(self, handler: Handler) -> None:
+        names = list(inspect.signature(handler).parameters)
+        self._handler, self._tells = handler, names[-1:] == ["tell"]
+        arguments = names[:-1] if self._tells else names
+        self._decoder = msgspec.msgpack.Decoder(get_type_hints(handler)[arguments[0]]) if arguments else None
+
+    async def __call__(self, body: msgspec.Raw, tell: Callable[[object], None]) -> Any:
+        given = () if self._decoder is None else (self._decoder.decode(body),)
+        return await (self._handler(*given, tell) if self._tells else self._handler(*given))
+
+
+async def _answer(methods: Mapping[str, _Method], outbox: _Outbox, call: int, method: str, body: msgspec.Raw) -> None:
+    try:
+        if method not in methods:
+            raise ServiceError(f"this service has no method {method!r}")
+        value = await methods[method](body, lambda item: outbox.put(call, _ITEM, item))
+        if call > 0:
+            outbox.put(call, True, value)
+    except Exception as error:  # the boundary: every failure of a handler is the caller's to judge
+        if call < 0:
+            logger.exception("%s failed, and nobody waits for its answer", method)
+        else:
+            outbox.put(call, False, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+
+
+def unheard(item: msgspec.Raw) -> None:
+    """What nobody asked to hear."""
+
+
+class Client:
+    """The calling side of one connection. Make it with `connect`."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self.url = url
+        self._session = session
+        self._socket = socket
+        self._outbox = _Outbox(socket.send_bytes)
+        self._numbers = itertools.count(1)  # negative: nobody waits for the answer
+        self._open: dict[int, tuple[asyncio.Future[msgspec.Raw], Callable[[msgspec.Raw], None]]] = {}
+        self._lost: str | None = None
+        self._gone = asyncio.Event()
+        self._tasks = [asyncio.create_task(self._outbox.run()), asyncio.create_task(self._receive())]
+
+    @property
+    def alive(self) -> bool:
+        return self._lost is None
+
+    async def lost(self) -> str:
+        """Why the connection ended, once it has."""
+        await self._gone.wait()
+        return self._lost or ""
+
+    async def call(
+        self,
+        method: str,
+        argument: object = None,
+        *,
+        returns: type[T],
+        deadline: float,
+        hear: Callable[[msgspec.Raw], None] = unheard,
+    ) -> T:
+        """Raises ServiceError when the service fails, is lost, or does not answer within `deadline` seconds. `hear` is
+        given what the service tells before it answers, still encoded; it must not raise."""
+        if self._lost is not None:
+            raise ServiceError(self._lost)
+        number = next(self._numbers)
+        future: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
+        self._open[number] = future, hear
+        self._outbox.put(number, method, argument)
+        try:
+            async with asyncio.timeout(deadline):
+                body = await future
+        except TimeoutError:
+            self._forget(number)
+            raise ServiceError(f"{self.url} did not answer {method!r} within {deadline:g} s") from None
+        except asyncio.CancelledError:
+            self._forget(number)
+            raise
+        finally:
+            self._open.pop(number, None)
+        return msgspec.msgpack.decode(body, type=returns)
+
+    def send(self, method: str, argument: object) -> None:
+        """A call that nobody waits for: it is begun, after those before it, if the connection lasts."""
+        if self._lost is None:
+            self._outbox.put(-next(self._numbers), method, argument)
+
+    def _forget(self, number: int) -> None:
+        if self._lost is None:
+            self._outbox.put(number, _CANCEL, None)
+
+    async def _receive(self) -> None:
+        try:
+            async for message in self._socket:
+                if message.type is not aiohttp.WSMsgType.BINARY:
+                    break
+                for number, good, body in _answers.decode(message.data):
+                    future, hear = self._open.get(number, (None, unheard))
+                    if future is None or future.done():
+                        continue
+                    if good is _ITEM:
+                        hear(body)
+                    elif good:
+                        future.set_result(body)
+                    else:
+                        future.set_exception(ServiceError(msgspec.msgpack.decode(body, type=str)))
+        finally:
+            self._lose(f"the connection to {self.url} was lost")
+
+    def _lose(self, reason: str) -> None:
+        self._lost = self._lost or reason
+        self._gone.set()
+        for future, _ in self._open.values():
+            if not future.done():
+                future.set_exception(ServiceError(self._lost))
+
+    def leave(self, reason: str) -> None:
+        """Take it for lost."""
+        self._lose(reason)
+
+    async def close(self) -> None:
+        self._lose(f"the connection to {self.url} was closed")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._socket.close()
+        await self._session.close()
+
+
+async def connect(url: str, *, key: str | None = None, deadline: float = 10.0) -> Client:
+    session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=deadline))
+    headers = {} if key is None else {"Authorization": _credential(key)}
+    try:
+        async with asyncio.timeout(deadline):
+            socket = await session.ws_connect(
+                f"{url}/rpc", headers=headers, max_msg_size=MAX_FRAME, compress=0, heartbeat=PING_S
+            )
+        notice_silence(socket.get_extra_info("socket"))
+    except aiohttp.WSServerHandshakeError as error:
+        await session.close()
+        refused = "it wants the key of the run that started it" if error.status == 401 else str(error)
+        raise ServiceError(f"the service at {url} refused the connection: {refused}") from error
+    except (TimeoutError, aiohttp.ClientError) as error:
+        await session.close()
+        raise ServiceError(f"no service answers at {url}: {error or 'timed out'}") from error
+    except BaseException:
+        await session.close()
+        raise
+    return Client(url, session, socket)
+
+
+@contextlib.asynccontextmanager
+async def connected(url: str, *, key: str | None = None) -> AsyncIterator[Client]:
+    client = await connect(url, key=key)
+    try:
+        yield client
+    finally:
+        await client.close()

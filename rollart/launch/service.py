@@ -1,0 +1,99 @@
+"""A service as a child process: spec on stdin, address on stdout, end of stdin is the end of the service.
+
+The parent keeps the write end of stdin open; when it goes, for whatever reason, kill -9 included, the service ends.
+`bind` in the spec is the address to listen on, `key` the secret that callers must show.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any
+
+import uvicorn
+
+from rollart.core.errors import ServiceError
+from rollart.launch.rpc import MAX_FRAME, Handler, application
+from rollart.launch.silence import notice_silence
+
+LOOPBACK = "127.0.0.1"
+Build = Callable[[dict[str, Any]], AbstractAsyncContextManager[Mapping[str, Handler]]]
+
+
+def main(build: Build) -> None:
+    spec = json.loads(sys.stdin.readline())
+    code = 0
+    try:
+        asyncio.run(_serve(build, spec))
+    except asyncio.CancelledError:
+        pass  # it was told to end before it had started
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    # Threads of native libraries must not hold up the end of a process that has already closed everything.
+    os._exit(code)
+
+
+async def _serve(build: Build, spec: dict[str, Any]) -> None:
+    loop = asyncio.get_running_loop()
+    over, started = asyncio.Event(), asyncio.Event()
+    starting = asyncio.current_task()
+
+    def end() -> None:
+        over.set()
+        if not started.is_set() and starting is not None:
+            starting.cancel()
+
+    loop.add_reader(sys.stdin.fileno(), lambda: _drain(end))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end)
+    async with build(spec) as handlers:
+        started.set()
+        listener = _listen(spec)
+        host, port = listener.getsockname()[:2]
+        server = _Server(
+            uvicorn.Config(
+                application(handlers, spec.get("key")),
+                log_level="warning",
+                lifespan="off",
+                ws_max_size=MAX_FRAME,
+                ws_per_message_deflate=False,
+                ws_ping_interval=None,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        print(json.dumps({"url": f"http://{host}:{port}", "pid": os.getpid()}), flush=True)
+        os.dup2(2, 1)  # nobody reads stdout from here on; what libraries print belongs in the log
+        await over.wait()
+        server.should_exit = True
+        await serving
+
+
+def _listen(spec: Mapping[str, Any]) -> socket.socket:
+    address = spec.get("bind", LOOPBACK)
+    if address != LOOPBACK and not spec.get("key"):
+        raise ServiceError(f"a service that listens on {address} needs a `key`: others can reach it there")
+    listener = socket.socket()
+    notice_silence(listener)  # connections inherit it
+    listener.bind((address, 0))
+    listener.listen(128)
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """Without uvicorn's own signal handling: the end of stdin and our handlers decide."""
+
+    def capture_signals(self) -> Any:
+        return nullcontext()
+
+
+def _drain(end: Callable[[], None]) -> None:
+    if not os.read(sys.stdin.fileno(), 4096):
+        end()
+        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())

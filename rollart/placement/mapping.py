@@ -1,0 +1,145 @@
+"""Automatic device mapping: which class each pool with `device: auto` gets, and why.
+
+Everything is compared per price, by the roofline. Training is compute-bound, unless its ranks wait for the link between
+them. Generation is as its tasks are: what a turn adds to the context is prefilled, and its answer is decoded in a batch
+with others. Environments want CPUs. A class that cannot hold the work is never chosen.
+"""
+
+from collections.abc import Iterable, Mapping
+from itertools import islice, product
+
+from rollart.config import Pool, RunFile, Task
+from rollart.core.errors import ConfigError
+from rollart.hardware.devices import DeviceClass
+from rollart.hardware.roofline import ModelShape, Roofline
+from rollart.placement.inventory import Inventory
+from rollart.placement.memory import need_of
+from rollart.placement.request import Choice
+from rollart.placement.workload import Shape, expected_batch, may_use, shape_of, shares, training_seconds, turn_seconds
+
+_OWN = 1e-3  # weight of what suits a pool itself, below what suits the tasks
+_MOST_MAPPINGS = 20_000  # nine classes for four pools, and then some
+
+
+class Mapper:
+    """Chooses for one run on one inventory."""
+
+    def __init__(
+        self,
+        run: RunFile,
+        inventory: Inventory,
+        classes: Mapping[str, DeviceClass],
+        model: ModelShape,
+        measured: Mapping[str, Shape] | None = None,
+    ) -> None:
+        self._run, self._inventory, self._model = run, inventory, model
+        there = [classes[name] for name in inventory.classes if name in classes]
+        # A model on CPUs beside accelerators is never what was meant.
+        self._there = {device.name: device for device in there if device.name != "cpu"} or {
+            device.name: device for device in there
+        }
+        self._shapes = {task.name: shape_of(task, measured) for task in run.tasks}
+        batch, chunk = expected_batch(run), run.engine.prefill_chunk
+        self._cost = {  # of one turn
+            (task.name, device.name): device.price
+            * turn_seconds(Roofline(device, model), self._shapes[task.name], batch, chunk)
+            for task in run.tasks
+            for device in self._there.values()
+        }
+
+    def choices(self) -> dict[str, Choice]:
+        """For every pool with `device: auto`. Raises ConfigError if nothing that is there can hold the work of one."""
+        left = {name: self._inventory.free(name) for name in self._inventory.classes}
+        if self._inventory.overcommit:
+            left["cpu"] = float("inf")
+        pools = self._run.all_pools()
+        for pool in pools.values():
+            if not pool.auto and not pool.emulate and not pool.urls:
+                left[pool.devices[0]] = left.get(pool.devices[0], 0.0) - pool.takes
+        auto = {name: pool for name, pool in pools.items() if pool.auto}
+        chosen: dict[str, Choice] = {}
+        for name, pool in auto.items():
+            if pool.role == "environment":
+                chosen[name] = Choice(("cpu",), "environments run on CPUs")
+            elif pool.role == "train":  # before generation, which has more to choose from
+                chosen[name] = self._for_training(name, pool, left)
+                left[chosen[name].devices[0]] -= pool.takes
+        return chosen | self._for_generation({n: pool for n, pool in auto.items() if pool.role == "generate"}, left)
+
+    def _able(self, name: str, pool: Pool) -> list[str]:
+        need = need_of(self._run, pool, self._model)
+        able = [device.name for device in self._there.values() if need.fits(device)]
+        if not able:
+            tried = "; ".join(need.told(device) for device in self._there.values()) or "no known device is there"
+            raise ConfigError(
+                f"pool {name!r} finds no class that can hold its work in {self._inventory.where}: {tried}"
+            )
+        return able
+
+    def _for_training(self, name: str, pool: Pool, left: Mapping[str, float]) -> Choice:
+        rates, moving = {}, []
+        for each in self._able(name, pool):
+            device, tokens = self._there[each], self._run.training.pack_tokens
+            compute, move = training_seconds(device, self._model, pool.count, tokens)
+            rates[each] = 1 / (device.price * max(compute, move))
+            if move > compute:
+                moving.append(each)
+        order = sorted(rates, key=lambda each: (left[each] < pool.count, -rates[each]))
+        bound = f"compute-bound, on {' and '.join(moving)} bound by its link" if moving else "compute-bound"
+        return Choice(tuple(order), f"{bound}: {_compared(order, rates)}")
+
+    def _for_generation(self, pools: Mapping[str, Pool], left: Mapping[str, float]) -> dict[str, Choice]:
+        """The mapping that serves each task best on the pool that suits it best, of those that have most room."""
+        if not pools:
+            return {}
+        able = {name: self._able(name, pool) for name, pool in pools.items()}
+        every = islice(product(*able.values()), _MOST_MAPPINGS)
+        mappings = [dict(zip(pools, classes, strict=True)) for classes in every]
+        best = max(mappings, key=lambda mapping: (-_missing(mapping, pools, left), self._worth(mapping)))
+        chosen = {}
+        for name in pools:
+            rates = {each: self._rate(name, each) for each in able[name]}
+            order = sorted(rates, key=lambda each: (each != best[name], -rates[each]))
+            chosen[name] = Choice(tuple(order), f"{self._described(name)}: {_compared(order, rates)}")
+        return chosen
+
+    def _worth(self, mapping: Mapping[str, str]) -> float:
+        """1.0 if every task may use a pool on the class that is best for it."""
+        tasks = 0.0
+        for task, share in shares(self._run.tasks):
+            costs = [self._cost[task.name, device] for name, device in mapping.items() if may_use(task, name)]
+            if costs:
+                tasks += share * min(self._cost[task.name, device] for device in self._there) / min(costs)
+        own = [
+            self._rate(name, device) / max(self._rate(name, each) for each in self._there)
+            for name, device in mapping.items()
+        ]
+        return tasks + _OWN * sum(own)
+
+    def _rate(self, pool: str, device: str) -> float:
+        """Turns per price of the mix of tasks that may use the pool."""
+        return 1 / sum(share * self._cost[task.name, device] for task, share in shares(self._users(pool)))
+
+    def _users(self, pool: str) -> list[Task]:
+        return [task for task in self._run.tasks if may_use(task, pool)] or self._run.tasks
+
+    def _described(self, pool: str) -> str:
+        mix = [(self._shapes[task.name], share) for task, share in shares(self._users(pool))]
+        mean = Shape(
+            sum(shape.prompt * share for shape, share in mix), sum(shape.decode * share for shape, share in mix)
+        )
+        return f"{mean.kind} ({mean} tokens per turn)"
+
+
+def _missing(mapping: Mapping[str, str], pools: Mapping[str, Pool], left: Mapping[str, float]) -> float:
+    """Devices that the mapping wants beyond those that are left."""
+    used = dict.fromkeys(mapping.values(), 0.0)
+    for name, device in mapping.items():
+        used[device] += pools[name].takes
+    return sum(max(0.0, number - max(0.0, left[device])) for device, number in used.items())
+
+
+def _compared(order: Iterable[str], rates: Mapping[str, float]) -> str:
+    best = max(rates.values())
+    first, *others = [f"{rates[each] / best:.2f} per price on {each}" for each in order]
+    return ", ".join([first, *(other.replace(" per price", "") for other in others)])

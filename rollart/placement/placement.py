@@ -1,0 +1,205 @@
+"""Placement: which worker goes to which node, on which device class. Pure functions of what is asked and what there is.
+
+A pool gets its first class while that has room, then the next of its list. Engines are spread over the nodes, so that
+one dead node costs few of them; the trainer's ranks are packed, on devices of one class, because they wait for each
+other at every step. Workers on CPUs keep away from nodes with accelerators while others have room. The same arguments
+always give the same bindings, whatever the order of the nodes.
+"""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
+
+from rollart.core.events import Placed
+from rollart.launch.launcher import Node, Started, Wish
+from rollart.placement.inventory import Inventory
+from rollart.placement.request import ROLES, PlacementError, Request, refusal_of
+
+_AS_NAMED = "as named"
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """One worker and its place. `choices` are the classes it may move to, best first; it takes `units` of `got`, and
+    its work is shared by `devices`."""
+
+    pool: str
+    role: str
+    worker: str
+    wanted: str
+    choices: tuple[str, ...]
+    got: str
+    node: str
+    units: float
+    threads: int
+    why: str
+    devices: int = 1
+
+    def wish(self, apart: frozenset[str] = frozenset()) -> Wish:
+        return Wish(self.choices, self.units, apart)
+
+    def placed(self, started: Started, pool: str | None = None) -> Placed:
+        """The event that tells where the worker really runs; `pool` is what the router calls its pool."""
+        return Placed(
+            role=self.role,
+            pool=pool or self.pool,
+            name=started.name,
+            wanted=self.wanted,
+            device=started.device,
+            node=started.node,
+            why=self.why,
+        )
+
+
+def place(requests: Sequence[Request], inventory: Inventory) -> tuple[Binding, ...]:
+    """One binding for each worker, in the order of the requests. Raises PlacementError."""
+    placed = _all_placed(requests, inventory)
+    if not isinstance(placed, _NoRoom):
+        return placed
+    refused, most, too_many = placed.request, 0, placed.request.workers
+    while too_many - most > 1:
+        fewer = (most + too_many) // 2
+        fits = not isinstance(_all_placed(_with_workers(requests, refused.pool, fewer), inventory), _NoRoom)
+        most, too_many = (fewer, too_many) if fits else (most, fewer)
+    raise PlacementError(refusal_of(refused, placed.placed, most, inventory, placed.taken), refused.pool)
+
+
+def _all_placed(requests: Sequence[Request], inventory: Inventory) -> "tuple[Binding, ...] | _NoRoom":
+    """Pools with fewer choices go first. One that finds no place goes before all others, once: those before it may do
+    with a fallback. If that does not help either, the first that found no place."""
+    order = sorted(requests, key=lambda request: (len(request.choices), list(ROLES).index(request.role)))
+    first: _NoRoom | None = None
+    for _ in range(len(order) + 1):
+        room = _Room(inventory)
+        try:
+            bound = {request.pool: room.bind(request) for request in order}
+        except _NoRoom as error:
+            first, refused = first or error, error.request
+            if refused is order[0]:  # nobody was before it
+                break
+            order = [refused, *(request for request in order if request is not refused)]
+        else:
+            return tuple(binding for request in requests for binding in bound[request.pool])
+    assert first is not None
+    return first
+
+
+def _with_workers(requests: Sequence[Request], pool: str, workers: int) -> list[Request]:
+    return [dataclasses.replace(one, workers=workers) if one.pool == pool else one for one in requests]
+
+
+def replace(
+    binding: Binding, nodes: Iterable[Node], apart: frozenset[str] = frozenset(), *, overcommit: bool = False
+) -> Binding:
+    """The best place now for a worker that lost its own, on the `nodes` that are left. Raises PlacementError."""
+    left = Inventory(tuple(node for node in nodes if node.name not in apart), "what is left", overcommit)
+    request = Request(binding.pool, binding.role, 1, binding.choices, binding.threads, devices=binding.devices)
+    found = place([request], left)[0]
+    why = f"{binding.node} is gone" if found.why == _AS_NAMED else f"{binding.node} is gone; {found.why}"
+    return dataclasses.replace(found, worker=binding.worker, wanted=binding.wanted, choices=binding.choices, why=why)
+
+
+class _NoRoom(Exception):
+    """Only so many workers of a request found a place, after other pools had `taken` theirs."""
+
+    def __init__(self, request: Request, placed: int, taken: Mapping[str, Counter[str]]) -> None:
+        super().__init__(request.pool)
+        self.request, self.placed, self.taken = request, placed, taken
+
+
+class _Room:
+    """What is free on each node while pools are bound one after the other."""
+
+    def __init__(self, inventory: Inventory) -> None:
+        self._inventory = inventory
+        self._nodes = sorted(inventory.nodes, key=lambda node: node.name)
+        self._free = {node.name: dict(node.free) for node in self._nodes}
+        self._taken: dict[str, Counter[str]] = {}
+
+    def bind(self, request: Request) -> list[Binding]:
+        places = self._together(request) if request.role == "train" else self._spread(request)
+        if len(places) < request.workers:
+            raise _NoRoom(request, len(places), self._taken)
+        bindings = []
+        for number, (device, node) in enumerate(places):
+            bindings.append(
+                Binding(
+                    pool=request.pool,
+                    role=request.role,
+                    worker=f"{request.pool}-{number}",
+                    wanted=request.choices[0],
+                    choices=request.choices,
+                    got=device,
+                    node=node,
+                    units=request.takes(device),
+                    threads=request.threads,
+                    why=_why(request, device),
+                    devices=request.devices,
+                )
+            )
+            self._taken.setdefault(device, Counter())[request.pool] += math.ceil(request.takes(device))
+        return bindings
+
+    def _spread(self, request: Request) -> list[tuple[str, str]]:
+        """As many workers as find a place, each on the best node of the first class that has one."""
+        places: list[tuple[str, str]] = []
+        own: Counter[str] = Counter()
+
+        def badness(node: Node, device: str) -> tuple[bool, int, float, str]:
+            spoilt = device == "cpu" and _accelerated(node)
+            used = 1 - (self._free[node.name].get(device, 0.0) - request.takes(device)) / node.total[device]
+            return spoilt, own[node.name] if request.role == "generate" else 0, used, node.name
+
+        for device in request.choices:
+            able = [node for node in self._nodes if self._holds(node, device, request)]
+            heap = [(badness(node, device), at) for at, node in enumerate(able)]
+            heapify(heap)
+            while heap and len(places) < request.workers:
+                node = able[heap[0][1]]
+                self._take(node, device, request)
+                own[node.name] += 1
+                places.append((device, node.name))
+                if self._holds(node, device, request):  # only its own badness has changed
+                    heapreplace(heap, (badness(node, device), heap[0][1]))
+                else:
+                    heappop(heap)
+        return places
+
+    def _together(self, request: Request) -> list[tuple[str, str]]:
+        """All ranks on the first class that has room for them, on few nodes; else as many as one class holds."""
+        most: list[tuple[str, Node]] = []
+        for device in request.choices:
+            holds = {node.name: self._holds(node, device, request) for node in self._nodes}
+            enough = [node for node in self._nodes if holds[node.name] >= request.workers]
+            fullest = sorted(self._nodes, key=lambda node: (device == "cpu" and _accelerated(node), -holds[node.name]))
+            nodes = [min(enough, key=lambda node: holds[node.name])] if enough else fullest
+            seats = [(device, node) for node in nodes for _ in range(min(holds[node.name], request.workers))]
+            if len(seats) >= request.workers:
+                for _, node in seats[: request.workers]:
+                    self._take(node, device, request)
+                return [(device, node.name) for _, node in seats[: request.workers]]
+            most = max(most, seats, key=len)
+        return [(device, node.name) for device, node in most]
+
+    def _holds(self, node: Node, device: str, request: Request) -> int:
+        """How many workers fit on the node."""
+        if device == "cpu" and self._inventory.overcommit and node.total.get("cpu", 0.0):
+            return 1 << 30
+        return int((self._free[node.name].get(device, 0.0) + 1e-9) // request.takes(device))
+
+    def _take(self, node: Node, device: str, request: Request) -> None:
+        self._free[node.name][device] = self._free[node.name].get(device, 0.0) - request.takes(device)
+
+
+def _accelerated(node: Node) -> bool:
+    return any(number for name, number in node.total.items() if name != "cpu")
+
+
+def _why(request: Request, got: str) -> str:
+    if got == request.choices[0]:
+        return request.why or _AS_NAMED
+    full = " and ".join(request.choices[: request.choices.index(got)])
+    return f"fallback: no room for it on {full}" + (f"; {request.why}" if request.why else "")

@@ -1,0 +1,173 @@
+"""A run before it starts: where each worker goes and why, how batches are filled, and what to beware of."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from rollart.config import Pool, RunFile
+from rollart.hardware.balance import balanced
+from rollart.hardware.devices import DeviceClass
+from rollart.hardware.roofline import ModelShape, Roofline
+from rollart.placement.inventory import Inventory
+from rollart.placement.mapping import Mapper
+from rollart.placement.measured_shapes import measured as measured_in
+from rollart.placement.memory import need_of
+from rollart.placement.placement import Binding, place
+from rollart.placement.request import Choice, PlacementError, Request
+from rollart.placement.workload import (
+    Shape,
+    expected_batch,
+    in_flight,
+    may_use,
+    model_shape,
+    shape_of,
+    shares,
+    turn_seconds,
+)
+from rollart.rollout.mixture import Mixture
+
+EXTERNAL = "external"
+
+
+@dataclass(frozen=True, slots=True)
+class TaskPlan:
+    """`pools` have the share of it that each should serve while all are busy, as far as its `shape` is known. The
+    router measures, and looks at the load."""
+
+    task: str
+    environments: int
+    affinity: str
+    shape: Shape
+    pools: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`devices` tells what each pool is called on a screen, emulated ones as such."""
+
+    inventory: Inventory
+    bindings: tuple[Binding, ...]
+    devices: Mapping[str, str]
+    tasks: tuple[TaskPlan, ...]
+    batch: Mapping[str, int]
+    group_size: int
+    in_flight: int
+    warnings: tuple[str, ...]
+
+    def of(self, pool: str) -> list[Binding]:
+        return [binding for binding in self.bindings if binding.pool == pool]
+
+
+def plan(run: RunFile, inventory: Inventory, measured: Mapping[str, Shape] | None = None) -> Plan:
+    """`measured` are the shapes of tasks, if they are known otherwise than by the run that the run file names. Raises
+    RollartError if the run cannot be placed."""
+    classes, model = run.device_classes(), model_shape(run)
+    if measured is None and run.measured is not None:
+        measured = measured_in(run.measured)
+    auto = Mapper(run, inventory, classes, model, measured).choices()
+    warnings: list[str] = []
+    requests: list[Request] = []
+    external: list[Binding] = []
+    for name, pool in run.all_pools().items():
+        if pool.urls:
+            external += _external(name, pool)
+        else:
+            choice = auto.get(name) or _named(run, name, pool, classes, model, warnings)
+            threads = {"train": run.training.threads, "generate": run.engine.threads}.get(pool.role, 1)
+            requests.append(
+                Request(name, pool.role, pool.count, choice.devices, threads, choice.why, pool.tensor_parallel)
+            )
+    bindings = (*place(requests, inventory), *external)
+    return Plan(
+        inventory=inventory,
+        bindings=bindings,
+        devices={name: _label(pool) for name, pool in run.all_pools().items()},
+        tasks=tuple(_tasks(run, bindings, classes, model, measured)),
+        batch=Mixture({task.name: task.weight for task in run.tasks}, run.training.batch_groups).quota(0),
+        group_size=run.training.group_size,
+        in_flight=in_flight(run),
+        warnings=(*warnings, *_warnings(bindings, inventory, classes)),
+    )
+
+
+def acts_as(run: RunFile, binding: Binding) -> tuple[str, float]:
+    """The device class that a worker behaves like, and how many times slower."""
+    pool = run.all_pools()[binding.pool]
+    return (pool.devices[0], pool.emulate) if pool.emulate else (binding.got, 1.0)
+
+
+def _named(
+    run: RunFile, name: str, pool: Pool, classes: Mapping[str, DeviceClass], model: ModelShape, warnings: list[str]
+) -> Choice:
+    """The classes that the user named, without those whose memory is too small."""
+    if pool.emulate:
+        return Choice(("cpu",), "a CPU engine, paced")
+    if name not in run.pools:
+        return Choice(pool.devices, "by default")
+    need = need_of(run, pool, model)
+    small = [classes[each] for each in pool.devices if not need.fits(classes[each])]
+    fitting = tuple(each for each in pool.devices if need.fits(classes[each]))
+    problems = [f"pool {name!r}: {need.told(device)}" for device in small]
+    if not fitting:
+        more = "more ranks, " if pool.role == "train" else "a smaller engine.kv_megabytes, engine.dtype: bfloat16, "
+        raise PlacementError(f"{'; '.join(problems)}. What to do: {more}a larger class, or a smaller model.", name)
+    warnings += [f"{problem}; it is not used" for problem in problems]
+    return Choice(fitting, "")
+
+
+def _external(name: str, pool: Pool) -> Iterator[Binding]:
+    for number, url in enumerate(pool.urls):
+        device = pool.devices[0]
+        about = "someone else runs it"
+        yield Binding(
+            name, pool.role, f"{name}-{number}", device, pool.devices, device, url, 0.0, 0, about, pool.tensor_parallel
+        )
+
+
+def _label(pool: Pool) -> str:
+    if pool.emulate:
+        return f"emulated {pool.devices[0]} (1/{pool.emulate:g})"
+    return f"{EXTERNAL} {pool.devices[0]}" if pool.urls else ""
+
+
+def _tasks(
+    run: RunFile,
+    bindings: tuple[Binding, ...],
+    classes: Mapping[str, DeviceClass],
+    model: ModelShape,
+    measured: Mapping[str, Shape] | None,
+) -> Iterator[TaskPlan]:
+    batch, chunk = expected_batch(run), run.engine.prefill_chunk
+    speeds: dict[str, list[Roofline]] = {}
+    for binding in bindings:
+        if binding.role == "generate":
+            device, slowdown = acts_as(run, binding)
+            speeds.setdefault(binding.pool, []).append(Roofline(classes[device], model, slowdown, binding.devices))
+    shapes = {task.name: shape_of(task, measured) for task in run.tasks}
+    seconds = {
+        task.name: {
+            pool: share / sum(1 / turn_seconds(roofline, shapes[task.name], batch, chunk) for roofline in rooflines)
+            for pool, rooflines in speeds.items()
+            if may_use(task, pool)
+        }
+        for task, share in shares(run.tasks)
+    }
+    pools = balanced(seconds)
+    for task in run.tasks:
+        affinity = task.affinity if isinstance(task.affinity, str) else ", ".join(task.affinity)
+        yield TaskPlan(task.name, run.environments.slots, affinity, shapes[task.name], pools[task.name])
+
+
+def _warnings(bindings: tuple[Binding, ...], inventory: Inventory, classes: Mapping[str, DeviceClass]) -> Iterator[str]:
+    computing = [binding for binding in bindings if binding.role != "environment" and binding.got == "cpu"]
+    threads, cores = sum(binding.threads * binding.devices for binding in computing), inventory.total("cpu")
+    if inventory.overcommit and threads > cores:
+        yield (
+            f"engines and trainer ask for {threads} threads, this machine has {cores:g} cores; "
+            "they will slow each other down"
+        )
+    unknown = [name for name in inventory.classes if name not in classes]
+    if unknown:
+        yield (
+            f"nobody knows what {', '.join(unknown)} can do, so nothing is placed there; define it in `devices`, "
+            f"or call it by one of {', '.join(classes)}"
+        )

@@ -1,0 +1,101 @@
+"""What the tasks of a run ask of engines and trainer, in numbers that a roofline can price."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rollart.config import AFFINITIES, RunFile, Task
+from rollart.hardware.devices import DeviceClass
+from rollart.hardware.roofline import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY, ModelShape, Roofline, Work, decode, prefill
+from rollart.models import tiny
+
+MEASURED = "measured"
+_LIKELY = 0.5  # of the limits in the run file, until something was measured
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """An average turn: the tokens that it adds to the `context` before it, and those that it answers with."""
+
+    prompt: float
+    decode: float
+    context: float = 0.0
+    source: str = MEASURED
+
+    @property
+    def kind(self) -> str:
+        """By tokens; one that is decoded costs more than one of a prompt."""
+        if self.decode >= self.prompt:
+            return "decode-heavy"
+        return "prefill-heavy" if self.prompt >= 2 * self.decode else "mixed"
+
+    def __str__(self) -> str:
+        return f"{_rounded(self.prompt)} prompt : {_rounded(self.decode)} decoded"
+
+
+def _rounded(tokens: float) -> str:
+    return f"{tokens:.3g}" if tokens < 100 else f"{tokens:.0f}"
+
+
+def model_shape(run: RunFile) -> ModelShape:
+    number = 4 if run.engine.dtype == "float32" else 2
+    if run.model.tiny:
+        return ModelShape.of(tiny.sizes(run.model.tiny), number)
+    assert run.model.path is not None
+    return ModelShape.of_folder(run.model.path, number)
+
+
+def shape_of(task: Task, measured: Mapping[str, Shape] | None = None) -> Shape:
+    """As measured; else half of what the run file allows, and of that only the part that a declared affinity names."""
+    if measured and task.name in measured:
+        return measured[task.name]
+    turn = task.max_context / task.max_turns
+    answer = min(task.sampling.max_tokens, turn)
+    prompt, context = max(turn - answer, turn / 8), turn * (task.max_turns - 1) / 2
+    kept = {"prefill": (1, 0), "decode": (0, 1)}.get(str(task.affinity), (1, 1))
+    source = "estimated" if all(kept) else "declared"
+    return Shape(_LIKELY * prompt * kept[0], _LIKELY * answer * kept[1], _LIKELY * context, source)
+
+
+def turn_seconds(roofline: Roofline, shape: Shape, batch: int, chunk: int) -> float:
+    """An engine's time for one turn of many, while `batch` sequences are there: a pass decodes all of them, or prefills
+    as many as fill a `chunk`, so that they share the reading of the weights."""
+    new, mean = round(shape.prompt), shape.context + shape.prompt + shape.decode / 2
+    shared = max(1, min(batch, chunk // max(new, 1)))
+    work = prefill(new, round(shape.context))
+    prompt = roofline.seconds(Work(shared * work.tokens, shared * work.attended, shared * work.kv_tokens)) / shared
+    return prompt + shape.decode * roofline.seconds(decode(batch, round(batch * mean))) / batch
+
+
+def training_seconds(device: DeviceClass, model: ModelShape, ranks: int, tokens: int) -> tuple[float, float]:
+    """Of one pass over `tokens` on each rank: computing, and moving float32 weights and gradients at the same time. The
+    network between nodes is left out: it is the same for every class."""
+    compute = 3 * tokens * model.token_flops / (device.tflops * 1e12 * COMPUTE_EFFICIENCY)
+    moved = 3 * 4 * model.parameters * (ranks - 1) / ranks
+    return compute, moved / (device.link * 1e9 * MEMORY_EFFICIENCY)
+
+
+def may_use(task: Task, pool: str) -> bool:
+    """A pin names pools; any other affinity leaves all of them open."""
+    if isinstance(task.affinity, str):
+        return task.affinity == pool or task.affinity in AFFINITIES
+    return pool in task.affinity
+
+
+def shares(tasks: Iterable[Task]) -> list[tuple[Task, float]]:
+    """Of all turns, if each takes as many as it may."""
+    turns = [(task, task.weight * task.max_turns) for task in tasks]
+    return [(task, number / sum(each for _, each in turns)) for task, number in turns]
+
+
+def in_flight(run: RunFile) -> int:
+    """Trajectories in the pipeline at most."""
+    schedule = run.rollout.schedule()
+    batches = 1 if schedule.one_batch else schedule.alpha + 1
+    groups = batches * run.training.batch_groups + schedule.extra_groups * len(run.tasks)
+    return groups * (run.training.group_size + schedule.extra_members)
+
+
+def expected_batch(run: RunFile) -> int:
+    """Sequences that decode together on an engine, if all that may run at once are spread evenly."""
+    engines = sum(pool.workers for pool in run.pools_of("generate").values())
+    return max(1, min(run.engine.max_batch, in_flight(run) // engines))

@@ -1,0 +1,80 @@
+"""Generation for an episode whose agent drives itself: its requests come through the gateway, in any number at a time.
+
+Invariants: every answer is checked and its versions are told before the agent sees it, so an episode that broke the
+bound is known to have; the router forgets all of the episode's conversations when it ends.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from rollart.core.errors import EngineFailed
+from rollart.core.events import AgentPlayed, EventSink, TurnDone
+from rollart.core.protocols import Listener
+from rollart.core.run_length import lowest
+from rollart.core.types import Captured, Completion, GenerationRequest, Turn
+from rollart.rollout.router import Routed, Router
+
+
+class Driven:
+    """`on_version` hears of the oldest token of every answer; `turns` are what was captured, after the end."""
+
+    def __init__(self, id: str, task: str, router: Router, sink: EventSink, on_version: Callable[[int], None]) -> None:
+        self._id, self._task, self._router, self._sink, self._on_version = id, task, router, sink, on_version
+        self._sessions: set[str] = set()
+        self._answers = 0
+        self.turns: tuple[Turn, ...] = ()
+
+    async def generate(self, request: GenerationRequest, listener: Listener | None = None, /) -> Completion:
+        """Raises EngineFailed."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        self._sessions.add(request.session)
+        routed = await self._router.generate(request, listener)
+        completion = checked(routed, f"a request of {self._id}")
+        self._on_version(lowest(completion.versions))
+        self._sink.emit(turn_done(self._id, self._task, self._answers, routed, clock() - began, 0.0))
+        self._answers += 1
+        return completion
+
+    def captured(self, captured: Captured, held_out: bool) -> None:
+        self.turns = captured.turns
+        counts = msgspec.structs.asdict(captured.counts)
+        self._sink.emit(AgentPlayed(trajectory=self._id, task=self._task, held_out=held_out, **counts))
+
+    def forget(self) -> None:
+        for session in self._sessions:
+            self._router.forget(session)
+
+
+def checked(routed: Routed, what: str) -> Completion:
+    """Raises EngineFailed for an answer that is none."""
+    completion = routed.completion
+    if completion.finish == "abort" or not completion.tokens:
+        raise EngineFailed(f"engine {routed.engine} gave up {what}")
+    return completion
+
+
+def turn_done(id: str, task: str, turn: int, routed: Routed, generate_s: float, env_s: float) -> TurnDone:
+    completion = routed.completion
+    return TurnDone(
+        trajectory=id,
+        task=task,
+        turn=turn,
+        engine=routed.engine,
+        prompt=completion.prompt,
+        cached=completion.cached,
+        tokens=len(completion.tokens),
+        version=completion.versions[-1],
+        queue_s=completion.queue_s,
+        generate_s=generate_s,
+        env_s=env_s,
+        pool=routed.pool,
+        why=routed.why,
+        predicted_s=routed.predicted_s,
+        prefill_s=completion.prefill_s,
+        decode_s=completion.decode_s,
+        fetched=completion.fetched,
+        prefilled_by=routed.prefilled_by,
+    )

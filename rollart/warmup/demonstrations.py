@@ -1,0 +1,98 @@
+"""Conversations of a task's scripted player with its environment, on training instances only.
+
+They are played in this process or, if the task has a family, in a process with the Python of that family.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rollart.config import Environments, Task
+from rollart.core.errors import ConfigError, EnvironmentFailed
+from rollart.core.seeds import seed_of
+from rollart.core.types import Episode, EpisodeTurn, Step
+from rollart.envs import answers
+from rollart.envs.single import stage
+from rollart.envs.slot_entry import EnvironmentShim
+
+Play = Callable[[int, float], Awaitable[Any]]
+"""An episode from its seed, within so many seconds, as the shim gives it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstrations:
+    """`success` is the share of episodes that the environment called a success; None if it never says."""
+
+    episodes: tuple[Episode, ...]
+    success: float | None
+
+
+def demonstrate(
+    task: Task,
+    count: int,
+    seed: int,
+    *,
+    deadline: float = 300.0,
+    on_progress: Callable[[int], None] = lambda done: None,
+) -> Demonstrations:
+    """Plays `count` episodes of at most `task.max_turns` turns; `deadline` bounds them all together, in seconds."""
+    if task.player is None:
+        raise ConfigError(f"task {task.name!r} has no `player`, which demonstrations need")
+    episodes = asyncio.run(_play(task, count, seed, deadline, on_progress))
+    known = [bool(episode.info["success"]) for episode in episodes if "success" in episode.info]
+    return Demonstrations(tuple(episodes), sum(known) / len(known) if known else None)
+
+
+async def _play(
+    task: Task, count: int, seed: int, deadline: float, on_progress: Callable[[int], None]
+) -> list[Episode]:
+    end, episodes = time.monotonic() + deadline, list[Episode]()
+    async with _in_family(task) if task.family else _here(task) as play:
+        for number in range(count):
+            left = end - time.monotonic()
+            if left <= 0:
+                raise EnvironmentFailed(
+                    f"{number} of {count} demonstrations of task {task.name!r} took {deadline:g} s; "
+                    "lower model.warm_up.demonstrations or use a faster environment"
+                )
+            instance = seed_of(seed, task.name, "demonstration", number)
+            episodes.append(_episode(task, instance, *await play(instance, left)))
+            on_progress(number + 1)
+    return episodes
+
+
+@asynccontextmanager
+async def _in_family(task: Task) -> AsyncIterator[Play]:
+    async with stage(task, Environments()) as env:
+        yield env.demonstrate
+
+
+@asynccontextmanager
+async def _here(task: Task) -> AsyncIterator[Play]:
+    shim = EnvironmentShim()
+
+    async def play(seed: int, deadline: float) -> Any:
+        return shim.demonstrate(task.env, task.args, str(task.player), task.player_args, seed, task.max_turns)
+
+    try:
+        yield play
+    finally:
+        shim.close()
+
+
+def _episode(task: Task, seed: int, first: Any, played: list[tuple[str, Any]]) -> Episode:
+    turns: list[EpisodeTurn] = []
+    step = Step(())
+    try:
+        messages = answers.observation(first)
+        for action, answer in played:
+            step = answers.step(list(answer) if isinstance(answer, tuple) else answer)
+            turns.append(EpisodeTurn(messages, action, step.reward))
+            messages = step.messages
+    except answers.WrongAnswer as error:
+        raise EnvironmentFailed(f"the environment of task {task.name!r} broke its protocol: {error}") from error
+    truncated = step.truncated or not step.done
+    return Episode(f"{task.name}-{seed}", task.name, seed, tuple(turns), truncated, step.info)

@@ -1,0 +1,124 @@
+"""A version in this process: its shards, checked bucket by bucket, and the tensors that they make.
+
+Tensors are views of the shards' memory where a shard has all of a tensor, and else are put together from their pieces.
+They are read-only, and good until `release`.
+"""
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from math import prod
+
+import torch
+import xxhash
+from torch import Tensor
+
+from rollart.core.errors import RollartError
+from rollart.weights.manifest import ITEM_BYTES, Manifest, Piece
+from rollart.weights.store import Shard
+
+LOOKS = 3  # at a bucket whose bytes do not fit its checksum
+
+with warnings.catch_warnings():  # the memory is mapped read-only on purpose, and torch says so only once
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"\0", dtype=torch.uint8)
+
+
+class Corrupt(RollartError):
+    """Bytes that are not what was published."""
+
+
+class Held:
+    """`checked` tells for each shard whether its buckets have been checked already, on their way into this memory.
+    `transport` is how they came."""
+
+    def __init__(self, shards: Sequence[Shard], *, checked: Sequence[bool], patience: float) -> None:
+        self.shards, self.transport = shards, ""
+        self.version = shards[0].manifest.version
+        self.tensors: dict[str, Tensor] = {}
+        self._checked, self._patience = checked, patience
+        self._released = False
+
+    @property
+    def bytes(self) -> int:
+        return sum(shard.manifest.size for shard in self.shards)
+
+    def arrive(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors as they come, each once all its bytes are there and checked. Raises MissingVersion, Corrupt."""
+        awaited = _Awaited([shard.manifest for shard in self.shards])
+        aliases: dict[str, list[str]] = defaultdict(list)
+        for alias, owner in self.shards[0].manifest.aliases.items():
+            aliases[owner].append(alias)
+        for bucket in range(max(shard.manifest.buckets for shard in self.shards)):
+            for number, shard in enumerate(self.shards):
+                if bucket >= shard.manifest.buckets:
+                    continue
+                self._check(shard, bucket, self._checked[number])
+                for name in awaited.here(number, shard.manifest.bounds(bucket)[1]):
+                    tensor = self._tensor(awaited.pieces[name])
+                    for known in (name, *aliases[name]):
+                        self.tensors[known] = tensor
+                        yield known, tensor
+
+    def all(self) -> dict[str, Tensor]:
+        """Every tensor by every name."""
+        for _ in self.arrive():
+            pass
+        return self.tensors
+
+    def release(self) -> None:
+        """The memory may be used for other versions from now on."""
+        if not self._released:
+            self._released = True
+            self.tensors = {}
+            for shard in self.shards:
+                shard.release()
+
+    def _check(self, shard: Shard, bucket: int, checked: bool) -> None:
+        expected = shard.sum(bucket, self._patience)
+        start, stop = shard.manifest.bounds(bucket)
+        for _ in range(0 if checked else LOOKS):
+            if xxhash.xxh3_64_intdigest(shard.data[start:stop]) == expected:
+                return
+        if not checked:
+            raise Corrupt(
+                f"bucket {bucket} of shard {shard.manifest.shard} of version {self.version} does not fit its checksum; "
+                "its memory is damaged, or was written to by somebody else"
+            )
+
+    def _tensor(self, pieces: Sequence[tuple[int, Piece]]) -> Tensor:
+        part = pieces[0][1].part
+        if part.whole:
+            return self._view(*pieces[0]).view(part.shape)
+        whole = torch.empty(prod(part.shape), dtype=getattr(torch, part.dtype))
+        for number, piece in pieces:
+            whole[piece.part.start : piece.part.start + piece.part.count] = self._view(number, piece)
+        return whole.view(part.shape)
+
+    def _view(self, number: int, piece: Piece) -> Tensor:
+        dtype = getattr(torch, piece.part.dtype)
+        return torch.frombuffer(self.shards[number].data, dtype=dtype, count=piece.part.count, offset=piece.offset)
+
+
+class _Awaited:
+    """Which tensors are complete, as the shards fill up from their beginnings."""
+
+    def __init__(self, manifests: Sequence[Manifest]) -> None:
+        self.pieces: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
+        self._order: list[list[Piece]] = [list(reversed(manifest.pieces)) for manifest in manifests]
+        for number, manifest in enumerate(manifests):
+            for piece in manifest.pieces:
+                self.pieces[piece.part.tensor].append((number, piece))
+        self._missing = {
+            name: prod(parts[0][1].part.shape) * ITEM_BYTES[parts[0][1].part.dtype]
+            for name, parts in self.pieces.items()
+        }
+
+    def here(self, number: int, until: int) -> Iterator[str]:
+        """The names of tensors that are complete now that shard `number` is there up to byte `until`."""
+        left = self._order[number]
+        while left and left[-1].end <= until:
+            part = left.pop().part
+            self._missing[part.tensor] -= part.bytes
+            if not self._missing[part.tensor]:
+                yield part.tensor

@@ -1,0 +1,128 @@
+"""A shard's bytes: a file in shared memory, mapped into this process, under a lock that the kernel frees at its end.
+
+Invariants: who reads holds the file's shared lock for as long as anything points into the mapping; who writes new
+bytes into it has held the exclusive lock at a time when its old name was gone, so nobody reads what is overwritten. A
+mapping outlives the hold: the same files come back for later versions, and their page tables need not be made again.
+Space is reserved before it is touched, so a full file system is an error and not a fatal signal.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+import shutil
+import threading
+from pathlib import Path
+
+from rollart.core.errors import RollartError
+
+
+class NoRoom(RollartError):
+    """The folder of the weights has no space left."""
+
+
+class Pages:
+    """Made by `opened`, which takes no lock."""
+
+    def __init__(self, fd: int, size: int, writable: bool) -> None:
+        self.fd, self.size, self.writable = fd, size, writable
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self._map = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=access)
+        self.view = memoryview(self._map)
+
+    def __del__(self) -> None:
+        os.close(self.fd)  # frees the lock too
+
+    @classmethod
+    def opened(cls, path: Path, writable: bool) -> "Pages":
+        fd = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+        try:
+            return cls(fd, os.fstat(fd).st_size, writable)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @property
+    def gone(self) -> bool:
+        return os.fstat(self.fd).st_nlink == 0
+
+
+class PageCache:
+    """The mappings of this process, by file, so that a file that comes back need not be mapped again."""
+
+    def __init__(self) -> None:
+        self._pages: dict[tuple[int, bool], Pages] = {}
+        self._holds: dict[Pages, int] = {}
+        self._lock = threading.Lock()
+
+    def hold(self, path: Path, writable: bool = False) -> Pages | None:
+        """The pages at `path` under a shared lock; None if they are, or are about to be, another version's. Raises
+        FileNotFoundError."""
+        with self._lock:
+            self._forget()
+            pages = self._mapped(path, writable)
+            if not self._holds.get(pages) and not try_lock(pages.fd, fcntl.LOCK_SH):
+                return None
+            self._holds[pages] = self._holds.get(pages, 0) + 1
+        if is_at(pages.fd, path):  # it may have been given to another version meanwhile
+            return pages
+        self.release(pages)
+        return None
+
+    def release(self, pages: Pages) -> None:
+        with self._lock:
+            self._holds[pages] -= 1
+            if not self._holds[pages]:
+                del self._holds[pages]
+                fcntl.flock(pages.fd, fcntl.LOCK_UN)
+
+    def _mapped(self, path: Path, writable: bool) -> Pages:
+        about = path.stat()
+        key = about.st_ino, writable
+        pages = self._pages.get(key)
+        if pages is None or pages.size < about.st_size or pages.gone:
+            pages = self._pages[key] = Pages.opened(path, writable)
+        return pages
+
+    def _forget(self) -> None:
+        """Files that are removed give their memory back when their last mapping goes."""
+        for key, pages in list(self._pages.items()):
+            if pages.gone and pages not in self._holds:
+                del self._pages[key]
+
+    def clear(self) -> None:
+        with self._lock:
+            self._pages.clear()
+            self._holds.clear()
+
+
+def is_at(fd: int, path: Path) -> bool:
+    """Whether `path` names this open file."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def try_lock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def reserve(fd: int, size: int, folder: Path, what: str) -> None:
+    """Raises NoRoom."""
+    if os.fstat(fd).st_size >= size:
+        return
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        free = shutil.disk_usage(folder).free
+        raise NoRoom(
+            f"{what} needs {size / 2**20:.1f} MB in {folder}, where {free / 2**20:.1f} MB are free; "
+            "make room there, or name a folder with more of it as `weights` in the run file"
+        ) from error

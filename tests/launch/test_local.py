@@ -1,0 +1,192 @@
+"""Real child processes."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rollart.core.errors import ServiceError
+from rollart.hardware.gpus import class_of
+from rollart.launch import rpc
+from rollart.launch.launcher import Command, Unsatisfiable, Wish, relaunch, service_command
+from rollart.launch.local import LocalLauncher
+
+SERVICES = str(Path(__file__).parents[1] / "services")
+MIRROR = """
+import json, os, sys
+spec = json.loads(sys.stdin.readline())
+print(json.dumps({"spec": spec, "gpus": os.environ.get("CUDA_VISIBLE_DEVICES")}), flush=True)
+sys.stdin.read()
+"""
+
+
+def execute(test: Callable[[LocalLauncher], Awaitable[None]], devices: tuple[str, ...] = ()) -> None:
+    async def main() -> None:
+        launcher = LocalLauncher(devices)
+        try:
+            async with asyncio.timeout(60):
+                await test(launcher)
+        finally:
+            await launcher.close()
+
+    asyncio.run(main())
+
+
+def echo(logs: Path) -> Command:
+    command = service_command("echo_service", {"word": "hello"}, name="echo", logs=logs)
+    return replace(command, environment={**command.environment, "PYTHONPATH": SERVICES})
+
+
+def mirror(name: str = "mirror") -> Command:
+    """Answers with what it was told."""
+    return Command(name, ("-c", MIRROR), {"own": 1})
+
+
+def test_what_a_library_prints_before_the_answer_goes_to_the_log(tmp_path: Path) -> None:
+    async def check(launcher: LocalLauncher) -> None:
+        chatty = "print('Welcome to libnoise 1.0')\nprint(42)\nprint('x' * 200_000)\n" + MIRROR
+        command = Command("chatty", ("-c", chatty), {"own": 1}, log=tmp_path / "chatty.log")
+        started = await launcher.launch(command, Wish())
+        assert started.answer["spec"]["own"] == 1
+        assert (tmp_path / "chatty.log").read_text().startswith("Welcome to libnoise 1.0\n42\n")
+
+    execute(check)
+
+
+def test_a_service_answers_only_those_who_have_the_key(tmp_path: Path) -> None:
+    async def check(launcher: LocalLauncher) -> None:
+        started = await launcher.launch(echo(tmp_path), Wish())
+        assert (started.node, started.device) == ((await launcher.nodes())[0].name, "cpu")
+        for key in (None, "wrong", "schlüssel"):
+            with pytest.raises(ServiceError, match="it wants the key of the run"):
+                await rpc.connect(started.answer["url"], key=key)
+        async with rpc.connected(started.answer["url"], key=launcher.key) as client:
+            assert await client.call("word", returns=str, deadline=10) == "hello"
+        process = psutil.Process(started.pid)
+        assert launcher.key not in " ".join([*process.cmdline(), *process.environ().values()])
+
+    execute(check)
+
+
+def test_a_launcher_ends_what_it_started_when_it_closes() -> None:
+    pids = []
+
+    async def check(launcher: LocalLauncher) -> None:
+        pids.extend([(await launcher.launch(mirror(), Wish())).pid for _ in range(2)])
+        assert all(map(psutil.pid_exists, pids))
+
+    execute(check)
+    assert len(pids) == 2
+    assert not any(map(psutil.pid_exists, pids))
+
+
+def test_why_a_command_ended_is_told_to_everybody_who_waits(tmp_path: Path) -> None:
+    async def check(launcher: LocalLauncher) -> None:
+        started = await launcher.launch(echo(tmp_path), Wish())
+        waiting = [asyncio.create_task(started.wait()) for _ in range(2)]
+        os.kill(started.pid, signal.SIGKILL)
+        assert {*await asyncio.gather(*waiting), await started.wait()} == {"echo ended with signal SIGKILL"}
+        again = await relaunch(launcher, echo(tmp_path), Wish(), started)
+        assert again.pid != started.pid
+
+    execute(check)
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        (Command("x", (), {}, python="/no/such/python"), "could not start x: /no/such/python cannot be run"),
+        (Command("x", (), {}, python="/bin/false"), "/bin/false ended while it started, with exit code 1"),
+        (Command("x", ("-c", "input(); input()"), {}, start_deadline=0.2), "x did not start within 0.2 s"),
+        (Command("x", ("-c", 'print(\'{"error": "no disk"}\')'), {}), "^no disk$"),
+    ],
+)
+def test_a_start_that_fails_says_why_and_leaves_no_process(command: Command, reason: str) -> None:
+    async def check(launcher: LocalLauncher) -> None:
+        with pytest.raises(ServiceError, match=reason):
+            await launcher.launch(command, Wish())
+        assert not [
+            child for child in psutil.Process().children() if command.argv and command.argv[1] in child.cmdline()
+        ]
+
+    execute(check)
+
+
+def test_the_end_of_the_log_is_part_of_a_failed_start(tmp_path: Path) -> None:
+    async def check(launcher: LocalLauncher) -> None:
+        command = service_command("no_such_service", {}, name="ghost", logs=tmp_path)
+        with pytest.raises(ServiceError, match=r"(?s)ghost.log ends with:.*No module named .?no_such_service"):
+            await launcher.launch(command, Wish())
+
+    execute(check)
+
+
+def test_a_class_that_is_not_here_is_refused_with_what_there_is() -> None:
+    async def check(launcher: LocalLauncher) -> None:
+        with pytest.raises(Unsatisfiable, match=r"mirror needs 1 x H800 or H20, which no node has. There is: .* cpu"):
+            await launcher.launch(mirror(), Wish(("H800", "H20")))
+        here = (await launcher.nodes())[0].name
+        with pytest.raises(Unsatisfiable, match=f"not on {here}"):
+            await launcher.launch(mirror(), Wish(apart=frozenset({here})))
+        started = await launcher.launch(mirror(), Wish(("H800", "cpu"), count=1000))
+        assert started.device == "cpu"
+
+    execute(check)
+
+
+def test_a_gpu_belongs_to_one_command_until_it_ends() -> None:
+    async def check(launcher: LocalLauncher) -> None:
+        first = await launcher.launch(mirror("first"), Wish(("H20",), count=2))
+        assert first.answer["gpus"] == "1,2"
+        with pytest.raises(ServiceError, match=r"second needs 1 x H20, but they are in use: .*0 of 2 H20 free"):
+            await launcher.launch(mirror("second"), Wish(("H20",)))
+        with pytest.raises(Unsatisfiable, match="needs 3 x H20"):
+            await launcher.launch(mirror("third"), Wish(("H20",), count=3))
+        await first.stop()
+        halves = [await launcher.launch(mirror("half"), Wish(("H20",), count=0.5)) for _ in range(3)]
+        assert [half.answer["gpus"] for half in halves] == ["1", "1", "2"]
+        assert (await launcher.nodes())[0].free == {"cpu": os.cpu_count(), "H800": 1, "H20": 0.5}
+
+    execute(check, ("H800", "H20", "H20"))
+
+
+def test_commands_that_start_together_know_their_rank_and_where_to_meet() -> None:
+    async def check(launcher: LocalLauncher) -> None:
+        started = await launcher.launch_together([mirror(f"rank-{n}") for n in range(2)], Wish())
+        told = [rank.answer["spec"] for rank in started]
+        assert [(spec["rank"], spec["world"], spec["own"]) for spec in told] == [(0, 2, 1), (1, 2, 1)]
+        assert told[0]["rendezvous"] == told[1]["rendezvous"]
+        assert told[0]["rendezvous"].startswith("127.0.0.1:")
+
+    execute(check)
+
+
+@pytest.mark.parametrize(
+    "other", [mirror(), Command("waits for the others", ("-c", "import sys; sys.stdin.read()"), {})]
+)
+def test_commands_start_together_or_not_at_all(other: Command) -> None:
+    async def check(launcher: LocalLauncher) -> None:
+        before = set(psutil.Process().children())
+        with pytest.raises(ServiceError, match="/bin/false"):
+            await launcher.launch_together([other, Command("bad", (), {}, python="/bin/false")], Wish())
+        assert set(psutil.Process().children()) <= before
+
+    execute(check)
+
+
+@pytest.mark.parametrize(
+    ("product", "device"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA GeForce RTX 4090", "GeForce-RTX-4090"),
+    ],
+)
+def test_a_gpu_is_of_the_class_that_its_product_names(product: str, device: str) -> None:
+    assert class_of(product) == device

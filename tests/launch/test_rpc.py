@@ -1,0 +1,149 @@
+"""Real processes and real sockets."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rollart.core.errors import ServiceError
+from rollart.launch import rpc
+from rollart.launch.child import Child
+from rollart.launch.launcher import Command, service_command
+
+HERE = Path(__file__).parent
+KEY = "the key"
+Test = Callable[[Child, rpc.Client], Awaitable[None]]
+
+
+def echo(logs: Path) -> Command:
+    return service_command("echo_service", {"word": "hello"}, name="echo", logs=logs)
+
+
+@pytest.fixture
+def with_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Test], None]:
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+
+    @contextlib.asynccontextmanager
+    async def started() -> AsyncIterator[tuple[Child, rpc.Client]]:
+        child = await Child.start(echo(tmp_path), {"key": KEY})
+        try:
+            async with rpc.connected(child.answer["url"], key=KEY) as client:
+                yield child, client
+        finally:
+            await child.stop()
+
+    def execute(test: Test) -> None:
+        async def main() -> None:
+            async with asyncio.timeout(60), started() as (child, client):
+                await test(child, client)
+
+        asyncio.run(main())
+
+    return execute
+
+
+def test_calls_are_typed_and_run_at_the_same_time(with_service: Callable[[Test], None]) -> None:
+    async def check(child: Child, client: rpc.Client) -> None:
+        answers = await asyncio.gather(*(client.call("double", n, returns=int, deadline=10) for n in range(500)))
+        assert answers == [2 * n for n in range(500)]
+        assert await client.call("word", returns=str, deadline=10) == "hello"
+        first, second = client.call("meet", returns=int, deadline=10), client.call("meet", returns=int, deadline=10)
+        assert sorted(await asyncio.gather(first, second)) == [1, 2]
+
+    with_service(check)
+
+
+def test_an_error_in_a_handler_is_the_callers_to_judge(with_service: Callable[[Test], None]) -> None:
+    async def check(child: Child, client: rpc.Client) -> None:
+        with pytest.raises(ServiceError, match="ValueError: not today"):
+            await client.call("fail", returns=int, deadline=10)
+        with pytest.raises(ServiceError, match="no method 'nonsense'"):
+            await client.call("nonsense", returns=int, deadline=10)
+        with pytest.raises(ServiceError, match="Expected `int`"):
+            await client.call("double", "two", returns=int, deadline=10)
+        assert await client.call("double", 4, returns=int, deadline=10) == 8
+
+    with_service(check)
+
+
+def test_what_a_handler_tells_is_heard_in_order_before_its_answer(with_service: Callable[[Test], None]) -> None:
+    async def check(child: Child, client: rpc.Client) -> None:
+        heard: list[int] = []
+        hear = partial(_note, heard)
+        assert await client.call("count", 100, returns=int, deadline=10, hear=hear) == 100
+        assert heard == list(range(100))
+        assert await client.call("count", 3, returns=int, deadline=10) == 3
+
+    with_service(check)
+
+
+def _note(heard: list[int], item: msgspec.Raw) -> None:
+    heard.append(msgspec.msgpack.decode(item, type=int))
+
+
+def test_a_call_that_nobody_waits_for_is_done_in_its_turn_and_may_fail(with_service: Callable[[Test], None]) -> None:
+    async def check(child: Child, client: rpc.Client) -> None:
+        for number in (3, -1, 5):
+            client.send("note", number)
+        assert await client.call("notes", returns=list[int], deadline=10) == [3, -1, 5]
+
+    with_service(check)
+
+
+def test_a_timed_out_call_is_cancelled_at_the_service(with_service: Callable[[Test], None]) -> None:
+    async def check(child: Child, client: rpc.Client) -> None:
+        with pytest.raises(ServiceError, match="did not answer 'hang' within"):
+            await client.call("hang", returns=int, deadline=0.05)
+        assert await client.call("cancelled", returns=int, deadline=10) == 1
+
+    with_service(check)
+
+
+def test_a_killed_service_fails_its_open_calls_at_once(with_service: Callable[[Test], None]) -> None:
+    async def check(child: Child, client: rpc.Client) -> None:
+        call = asyncio.create_task(client.call("hang", returns=int, deadline=1000))
+        assert await client.call("double", 1, returns=int, deadline=10) == 2
+        os.kill(child.process.pid, signal.SIGKILL)
+        with pytest.raises(ServiceError, match="lost"):
+            await call
+        assert not client.alive
+        assert "SIGKILL" in await child.wait()
+
+    with_service(check)
+
+
+def test_a_service_ends_when_its_parent_lets_go_of_stdin(with_service: Callable[[Test], None]) -> None:
+    async def check(child: Child, client: rpc.Client) -> None:
+        assert child.process.stdin is not None
+        child.process.stdin.close()
+        assert await child.process.wait() == 0
+
+    with_service(check)
+
+
+@pytest.mark.parametrize("key", [None, "another key", "schlüssel"])
+def test_a_caller_without_the_key_is_refused(with_service: Callable[[Test], None], key: str | None) -> None:
+    async def check(child: Child, client: rpc.Client) -> None:
+        with pytest.raises(ServiceError, match="it wants the key of the run"):
+            await rpc.connect(client.url, key=key)
+
+    with_service(check)
+
+
+def test_a_service_that_others_can_reach_does_not_start_without_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    with pytest.raises(ServiceError, match=r"listens on 0.0.0.0 needs a `key`"):
+        asyncio.run(Child.start(echo(tmp_path), {"bind": "0.0.0.0"}))
+
+
+def test_connecting_to_nobody_is_a_sentence() -> None:
+    with pytest.raises(ServiceError, match="no service answers at"):
+        asyncio.run(rpc.connect("http://127.0.0.1:9"))

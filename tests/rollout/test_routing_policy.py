@@ -1,0 +1,208 @@
+"""The routing decisions, driven with thousands of random states."""
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.modelled import ModelledEngine
+from rollart.hardware.devices import DeviceClass
+from rollart.hardware.roofline import ModelShape, Roofline, decode, prefill
+from rollart.rollout.engine_state import EnginePool, Place
+from rollart.rollout.prediction import Predictor
+from rollart.rollout.routing_policy import Ask, Choice, Policy, policy, predict
+
+SHAPE = ModelShape(dense=8_000_000_000, layers=36, heads=32, kv_heads=8, head_dim=128)
+MOE = ModelShape(
+    dense=10**9, layers=36, heads=32, kv_heads=4, head_dim=128, expert=10**8, experts=64, experts_per_token=4
+)
+STRONG = DeviceClass("strong", 989.5, 3350.0, 80.0, 200.0, 25.0, 2.85, "test")
+WIDE = DeviceClass("wide", 148.0, 4000.0, 96.0, 450.0, 25.0, 1.0, "test")
+
+
+def fleet(compute: int = 1, bandwidth: int = 3) -> list[EnginePool]:
+    pools = [EnginePool("compute", Roofline(STRONG, SHAPE)), EnginePool("bandwidth", Roofline(WIDE, SHAPE))]
+    for pool, count in zip(pools, (compute, bandwidth), strict=True):
+        for number in range(count):
+            pool.places.append(Place(f"{pool.name}-{number}", pool, ModelledEngine(random.Random(0)), 0))
+    return pools
+
+
+def ask(tokens: int = 500, decoded: float = 20.0, **more: Any) -> Ask:
+    return Ask(tokens=tokens, decoded=decoded, most=int(decoded * 2), **({"now": 0.0, "floor": 0} | more))
+
+
+def chosen(rule: Policy, asked: Ask, pools: list[EnginePool]) -> Choice:
+    choice = rule.choose(asked, pools)
+    assert choice is not None
+    return choice
+
+
+@st.composite
+def states(draw: st.DrawFn) -> tuple[list[EnginePool], Ask]:
+    pools = fleet(draw(st.integers(0, 3)), draw(st.integers(0, 12)))
+    places = [place for pool in pools for place in pool.places]
+    for place in places:
+        place.alive = draw(st.booleans())
+        place.draining = draw(st.booleans())
+        place.version = draw(st.integers(0, 3))
+        place.open = draw(st.integers(0, 200))
+        place.context = place.open * draw(st.integers(1, 5000))
+        place.reserved = place.context + draw(st.integers(0, 10_000))
+        place.pool.reserved += place.reserved
+        place.prefill_until = draw(st.floats(0, 100))
+    for pool in pools:
+        pool.kv_tokens = draw(st.sampled_from([1000, 1 << 40]))
+        pool.mean_s = draw(st.floats(0, 100))
+    some = st.sampled_from([None, *places]) if places else st.none()
+    names = st.sampled_from(["auto", "prefill", "decode", "compute", "bandwidth", ("bandwidth", "compute"), ("gone",)])
+    tokens = draw(st.integers(1, 30_000))
+    asked = Ask(
+        tokens=tokens,
+        decoded=draw(st.floats(1, 1000)),
+        most=1000,
+        now=draw(st.floats(0, 100)),
+        floor=draw(st.integers(0, 4)),
+        affinity=draw(names),
+        held=draw(some),
+        cached=draw(st.integers(0, tokens - 1)),
+        shared=draw(some),
+    )
+    return pools, asked
+
+
+RULES = [
+    ("measured", "never"),
+    ("measured", "auto"),
+    ("measured", "always"),
+    ("measured", ["compute", "bandwidth"]),
+    ("declared", "never"),
+    ("round_robin", "never"),
+]
+
+
+@pytest.mark.parametrize(("name", "hand_over"), RULES)
+@settings(max_examples=500, deadline=None)
+@given(state=states())
+def test_a_request_goes_only_where_it_may_and_somewhere_if_it_can(
+    name: str, hand_over: Any, state: tuple[list[EnginePool], Ask]
+) -> None:
+    pools, asked = state
+    usable = [place for pool in pools for place in pool.places if place.usable(asked.floor)]
+    choice = policy(name, hand_over).choose(asked, pools)
+    assert (choice is None) == (not usable)
+    if choice is None:
+        return
+    assert choice.place in usable
+    assert choice.prefill_at is None or choice.prefill_at in usable
+    assert 0 <= choice.cached < asked.tokens
+    assert choice.prediction.cost >= 0
+    assert choice.prediction.seconds >= 0
+    wanted = (asked.affinity,) if isinstance(asked.affinity, str) else asked.affinity
+    first = next((n for n in wanted if any(place.pool.name == n for place in usable)), None)
+    if first and name != "round_robin" and hand_over == "never":
+        assert choice.place.pool.name == first
+
+
+@given(state=states())
+def test_a_decision_changes_nothing(state: tuple[list[EnginePool], Ask]) -> None:
+    pools, asked = state
+
+    def facts() -> list[tuple[object, ...]]:
+        return [(p.name, p.open, p.context, p.reserved, p.prefill_until) for pool in pools for p in pool.places]
+
+    before = facts()
+    policy("measured").choose(asked, pools)
+    assert facts() == before
+
+
+def test_long_prompts_go_to_the_strong_device_and_long_answers_to_the_wide_ones() -> None:
+    rule = policy("measured")
+    load: dict[tuple[str, str], int] = {}
+    pools = fleet()
+    for _ in range(60):  # both kinds of work at once, until all engines have some
+        for kind, asked in (("prefill", ask(4000, 4.0, task="p")), ("decode", ask(50, 400.0, task="d"))):
+            choice = chosen(rule, asked, pools)
+            load[kind, choice.place.pool.name] = load.get((kind, choice.place.pool.name), 0) + 1
+            choice.place.take(asked.tokens, asked.most)
+            choice.place.prefill_until += choice.prediction.prefill
+    assert load["prefill", "compute"] > 5 * load.get(("prefill", "bandwidth"), 0)
+    assert load["decode", "bandwidth"] > 5 * load.get(("decode", "compute"), 0)
+
+
+def test_a_conversation_leaves_its_prefix_only_for_something_clearly_better() -> None:
+    pools = fleet(2, 0)
+    here, there = pools[0].places
+    assert chosen(policy("measured"), ask(held=here, cached=480), pools).why == "prefix"
+    here.open, here.context, here.reserved, here.prefill_until = 100, 400_000, 400_000, 5.0
+    choice = chosen(policy("measured"), ask(held=here, cached=480), pools)
+    assert (choice.place, choice.why, choice.cached) == (there, "moved", 0)
+
+
+def test_members_of_a_group_go_where_their_prompt_is() -> None:
+    pools = fleet(2, 0)
+    pools[0].places[1].open = 1
+    choice = chosen(policy("measured"), ask(3000, 20.0, shared=pools[0].places[1]), pools)
+    assert (choice.place, choice.why) == (pools[0].places[1], "group")
+
+
+def test_a_full_engine_is_passed_over() -> None:
+    pools = fleet(2, 0)
+    for pool in pools:
+        pool.kv_tokens, pool.mean_s = 10_000, 30.0
+    pools[0].places[0].reserved = 9_990
+    assert chosen(policy("measured"), ask(), pools).place is pools[0].places[1]
+    pools[0].places[1].open = 3
+    pools[0].places[1].context = pools[0].places[1].reserved = 300
+    held = ask(held=pools[0].places[0], cached=100)
+    assert chosen(policy("measured"), held, pools).place is pools[0].places[1]
+
+
+def test_a_declared_tag_decides_alone() -> None:
+    pools = fleet()
+    pools[0].places[0].open = 500
+    assert chosen(policy("declared"), ask(affinity="prefill"), pools).place.pool.name == "compute"
+    assert chosen(policy("declared"), ask(affinity="decode"), pools).place.pool.name == "bandwidth"
+    pools[0].places[0].alive = False
+    choice = chosen(policy("declared"), ask(affinity="prefill"), pools)
+    assert (choice.place.pool.name, choice.why) == ("bandwidth", "fallback")
+
+
+def test_prefill_is_handed_over_when_that_should_pay() -> None:
+    pools = fleet()
+    for place in pools[0].places:
+        place.open, place.context = 20, 400_000
+    for place in pools[1].places:
+        place.open, place.context = 10, 100_000
+    choice = chosen(policy("measured", "auto"), ask(20_000, 500.0), pools)
+    assert choice.why == "handed over"
+    assert choice.prefill_at is not None
+    assert (choice.prefill_at.pool.name, choice.place.pool.name) == ("compute", "bandwidth")
+    short = chosen(policy("measured", "auto"), ask(10, 2.0), fleet())
+    assert short.prefill_at is None
+
+
+@pytest.mark.parametrize("shape", [SHAPE, MOE])
+@given(
+    new=st.integers(1, 5000), context=st.integers(0, 20_000), sequences=st.integers(1, 500), each=st.integers(1, 20_000)
+)
+def test_the_predictor_is_the_roofline(shape: ModelShape, new: int, context: int, sequences: int, each: int) -> None:
+    roofline = Roofline(WIDE, shape, slowdown=3.0, devices=2)
+    predictor = Predictor(roofline)
+    assert predictor.decode(sequences, sequences * each) == pytest.approx(
+        roofline.seconds(decode(sequences, sequences * each))
+    )
+    assert predictor.prefill(new, context) == pytest.approx(roofline.seconds(prefill(new, context)), rel=1e-3)
+
+
+def test_a_loaded_engine_is_predicted_to_be_slower() -> None:
+    pools = fleet(1, 0)
+    place = pools[0].places[0]
+    idle = predict(place, ask(), 0)
+    place.open, place.context, place.prefill_until = 50, 100_000, 1.0
+    busy = predict(place, ask(), 0)
+    assert busy.wait == 1.0
+    assert busy.token > idle.token
+    assert busy.others > idle.others

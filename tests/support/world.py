@@ -1,0 +1,161 @@
+"""A whole control plane on modelled services, for tests on virtual time."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.modelled import (
+    ModelledEngine,
+    ModelledEnvironment,
+    ModelledEnvironments,
+    ModelledRenderer,
+    ModelledRewards,
+    ModelledTrainer,
+)
+from rollart.core.errors import EnvironmentFailed
+from rollart.core.events import AnyEvent
+from rollart.core.schedule import QuarantineRule, Schedule
+from rollart.core.types import Message, Sampling
+from rollart.rollout.evaluation import Evaluator
+from rollart.rollout.ledger import Ledger
+from rollart.rollout.lockstep import Lockstep
+from rollart.rollout.pipeline import Pipeline, Plan
+from rollart.rollout.router import Router
+from rollart.rollout.scheduler import Scheduler
+from rollart.rollout.trajectory import Player, TaskPlan
+
+NEVER = QuarantineRule(rate=2.0, groups=10**9)  # no task is ever left out
+
+
+@dataclass
+class Recorder:
+    events: list[AnyEvent] = field(default_factory=list)
+
+    def emit(self, event: AnyEvent) -> None:
+        self.events.append(event)
+
+    def of(self, kind: type) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+class BrokenEnvironment(ModelledEnvironment):
+    async def reset(self, seed: int) -> tuple[Message, ...]:
+        await asyncio.sleep(0.1)
+        raise EnvironmentFailed("the environment is broken for now")
+
+
+@dataclass
+class BreakingEnvironments:
+    """Of each task in `broken`, nothing works from a time until another."""
+
+    pool: ModelledEnvironments
+    broken: dict[str, tuple[float, float]]
+
+    @asynccontextmanager
+    async def lease(self, task: str, held_out: bool) -> AsyncIterator[ModelledEnvironment]:
+        async with self.pool.lease(task, held_out) as environment:
+            begin, end = self.broken.get(task, (0.0, 0.0))
+            works = not begin <= asyncio.get_running_loop().time() < end
+            yield environment if works else BrokenEnvironment(self.pool)
+
+
+@dataclass
+class World:
+    engines: dict[str, ModelledEngine]
+    environments: ModelledEnvironments
+    rewards: ModelledRewards
+    trainer: ModelledTrainer
+    recorder: Recorder
+    ledger: Ledger
+    router: Router
+    scheduler: Scheduler
+    evaluator: Evaluator
+    pipeline: Pipeline
+    rng: random.Random
+    base: int
+
+    async def outage(self, name: str, at: float, delay: float) -> None:
+        """An engine dies, and comes back later as the fleet brings it back: at the first version, then up to date."""
+        await asyncio.sleep(at)
+        self.router.lost(name, "an outage")
+        await asyncio.sleep(delay)
+        engine, version = ModelledEngine(self.rng, version=self.base), self.base
+        while version != self.router.target:
+            version = self.router.target
+            await engine.load(version)
+        self.engines[f"{name} again"] = engine
+        self.router.replace(name, engine, version)
+
+
+def build(
+    schedule: Schedule,
+    ledger: Ledger,
+    *,
+    weights: dict[str, float] | None = None,
+    batch_groups: int = 4,
+    group_size: int = 2,
+    steps: int = 6,
+    retries: int = 50,
+    seed: int = 0,
+    engines: int = 2,
+    evaluate_every: int = 0,
+    checkpoint_every: int = 2,
+    max_turns: int = 50,
+    deadline: float = 1000.0,
+    environments: dict[str, Any] | None = None,
+    engine: dict[str, Any] | None = None,
+    rewards: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
+    rule: QuarantineRule = NEVER,
+    broken: dict[str, tuple[float, float]] | None = None,
+) -> World:
+    rng = random.Random(seed)
+    recorder = Recorder()
+    recovery = ledger.recover()
+    fleet = {f"engine-{n}": ModelledEngine(rng, version=recovery.version, **(engine or {})) for n in range(engines)}
+    router = Router(dict(fleet), recovery.version, recorder)
+    pool = ModelledEnvironments(rng, **(environments or {}))
+    invoker = ModelledRewards(rng, **(rewards or {}))
+    model = ModelledTrainer(rng, version=recovery.version, **(trainer or {}))
+    tasks = [
+        TaskPlan(name, weight, max_turns, 100_000, Sampling(max_tokens=8))
+        for name, weight in (weights or {"a": 1.0, "b": 1.0}).items()
+    ]
+    lockstep = Lockstep() if schedule.lockstep else None
+    breaking = BreakingEnvironments(pool, broken or {})
+    player = Player(breaking, router, ModelledRenderer(), invoker, recorder, deadline, lockstep)
+    scheduler = Scheduler(
+        tasks=tasks,
+        schedule=schedule,
+        batch_groups=batch_groups,
+        group_size=group_size,
+        steps=steps,
+        retries=retries,
+        seed=seed,
+        player=player,
+        router=router,
+        ledger=ledger,
+        sink=recorder,
+        rule=rule,
+    )
+    scheduler.recover(recovery)
+    evaluator = Evaluator(tasks, replace(player, lockstep=None), ledger, recorder)
+    pipeline = Pipeline(
+        plan=Plan(steps, checkpoint_every, evaluate_every, episodes=4),
+        version=recovery.version,
+        scheduler=scheduler,
+        trainer=model,
+        router=router,
+        evaluator=evaluator,
+        ledger=ledger,
+        sink=recorder,
+        checkpoints=Path("checkpoints"),
+        on_saved=lambda version: None,
+    )
+    return World(
+        fleet, pool, invoker, model, recorder, ledger, router, scheduler, evaluator, pipeline, rng, recovery.version
+    )
