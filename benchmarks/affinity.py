@@ -24,14 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollart.config import RunFile, TinyModel
+from rollart.config import RunFile, TinyModelConfig
 from rollart.core.event_log import EventLog, read_events
 from rollart.core.protocols import LeasedEnvironment
 from rollart.core.schedule import Schedule
 from rollart.core.types import Sampling
 from rollart.engines.client import EngineClient
 from rollart.envs.pool import EnvironmentPool
-from rollart.fleet.engine_supervisor import Engines
+from rollart.fleet.engine_supervisor import EngineSupervisor
 from rollart.hardware.devices import CATALOGUE
 from rollart.hardware.roofline import ModelShape
 from rollart.launch.local import LocalLauncher
@@ -41,12 +41,12 @@ from rollart.observe.metrics import measure
 from rollart.placement.inventory import Inventory
 from rollart.placement.plan import plan
 from rollart.rewards.pool import RewardPool
-from rollart.rollout.decode_lengths import TaskShapes
-from rollart.rollout.ledger import Ledger
+from rollart.rollout.decode_lengths import DecodeLengths
+from rollart.rollout.ledger import SqliteLedger
 from rollart.rollout.router import Router
 from rollart.rollout.routing_policy import policy
 from rollart.rollout.scheduler import Scheduler
-from rollart.rollout.trajectory import Player, TaskPlan
+from rollart.rollout.trajectory import RolloutTask, TrajectoryRunner
 from rollart.weights.manifest import Publication
 from rollart.weights.publish import publish
 from rollart.weights.store import shared_folder
@@ -143,7 +143,7 @@ class Bench:
         nodes = tuple(await launcher.nodes())
         placed = plan(run, Inventory(nodes, "this machine", overcommit=True))
         spec = {"model": str(self.model), "weights": str(self.weights), "seed": 0, "version": 0}
-        self.engines = Engines(
+        self.engines = EngineSupervisor(
             run,
             [binding for binding in placed.bindings if binding.role == "generate"],
             launcher=launcher,
@@ -178,7 +178,7 @@ class Bench:
             pools={name: self.engines.pool_of(name) for name in clients},
             policy=policy(rule),
             affinity=tags,
-            shapes=TaskShapes(),
+            shapes=DecodeLengths(),
         )
 
     async def clear(self) -> None:
@@ -198,11 +198,11 @@ class Bench:
         """Seconds until the scheduler has its batch of that many groups."""
         names = dict(zip(SHAPES, reversed(SHAPES), strict=True)) if swapped else {name: name for name in SHAPES}
         tasks = [
-            TaskPlan(name, work.weight, work.turns, work.context, Sampling(max_tokens=work.write))
+            RolloutTask(name, work.weight, work.turns, work.context, Sampling(max_tokens=work.write))
             for name, work in ((name, SHAPES[names[name]]) for name in SHAPES)
         ]
-        ledger = Ledger.open(self.folder / f"{time.time_ns()}.sqlite")
-        player = Player(
+        ledger = SqliteLedger.open(self.folder / f"{time.time_ns()}.sqlite")
+        player = TrajectoryRunner(
             Swapped(self.environments, names), router, Endless(self.model), self.rewards, self.log, deadline=600
         )
         scheduler = Scheduler(
@@ -243,7 +243,7 @@ async def main(groups: int, slowdown: float) -> dict[str, Any]:
     routes: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        tiny = TinyModel(architecture="qwen3", hidden=96, layers=3, heads=3, kv_heads=1, context=2048)
+        tiny = TinyModelConfig(architecture="qwen3", hidden=96, layers=3, heads=3, kv_heads=1, context=2048)
 
         model = make(tiny, folder / "model", seed=0)
         for fleet in FLEETS:

@@ -18,16 +18,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rollart.config import RunFile, TinyModel
+from rollart.config import RunFile, TinyModelConfig
 from rollart.core.event_log import EventLog
 from rollart.core.schedule import Schedule
 from rollart.core.types import Sampling
 from rollart.fleet.fleet import Fleet
 from rollart.models.tiny import make
-from rollart.rollout.ledger import Ledger
+from rollart.rollout.ledger import SqliteLedger
 from rollart.rollout.lockstep import Lockstep
 from rollart.rollout.scheduler import Scheduler
-from rollart.rollout.trajectory import Player, TaskPlan
+from rollart.rollout.trajectory import RolloutTask, TrajectoryRunner
 
 SIGMAS = (0.1, 0.25, 0.5, 0.75, 1.0)
 GROUP, TOKENS, CONTEXT = 8, 8, 1024
@@ -57,11 +57,13 @@ def run_file(model: Path, trajectories: int, turns: int, mean: float) -> RunFile
     )
 
 
-async def play(fleet: Fleet, log: EventLog, folder: Path, task: TaskPlan, trajectories: int, lockstep: bool) -> float:
+async def play(
+    fleet: Fleet, log: EventLog, folder: Path, task: RolloutTask, trajectories: int, lockstep: bool
+) -> float:
     """Seconds until the scheduler has its batch."""
-    with closing(Ledger.open(folder / f"{time.time_ns()}.sqlite")) as ledger:
+    with closing(SqliteLedger.open(folder / f"{time.time_ns()}.sqlite")) as ledger:
         waves = Lockstep() if lockstep else None
-        player = Player(fleet.environments, fleet.router, fleet.renderer, fleet.rewards, log, 600, waves)
+        player = TrajectoryRunner(fleet.environments, fleet.router, fleet.renderer, fleet.rewards, log, 600, waves)
         scheduler = Scheduler(
             tasks=[task],
             schedule=Schedule(alpha=0, window=1.0, lockstep=lockstep, score_late=lockstep),
@@ -84,13 +86,13 @@ async def play(fleet: Fleet, log: EventLog, folder: Path, task: TaskPlan, trajec
 
 
 async def compare(folder: Path, trajectories: int, turns: int, mean: float, rounds: int) -> dict[str, Any]:
-    model = make(TinyModel(hidden=96, layers=3, heads=3, kv_heads=1, context=CONTEXT), folder / "model", seed=0)
+    model = make(TinyModelConfig(hidden=96, layers=3, heads=3, kv_heads=1, context=CONTEXT), folder / "model", seed=0)
     run = run_file(model, trajectories, turns, mean)
     log = EventLog(folder / "events.jsonl", time.monotonic)
     seconds: dict[float, dict[bool, float]] = {}
     async with Fleet(run, folder, log, model=model, version=0, trainer=False) as fleet:
         for task, sigma in zip(run.tasks, SIGMAS, strict=True):
-            plan = TaskPlan(task.name, 1.0, turns, CONTEXT, Sampling(max_tokens=TOKENS))
+            plan = RolloutTask(task.name, 1.0, turns, CONTEXT, Sampling(max_tokens=TOKENS))
             await play(fleet, log, folder, plan, GROUP, lockstep=False)  # processes, and what is compiled on first use
             times: dict[bool, list[float]] = {True: [], False: []}
             for _ in range(rounds):

@@ -20,10 +20,10 @@ from rollart.core import gc_tuning
 from rollart.core.event_log import EventLog
 from rollart.core.schedule import Schedule
 from rollart.core.types import Sampling
-from rollart.rollout.ledger import Ledger
+from rollart.rollout.ledger import SqliteLedger
 from rollart.rollout.router import Router
 from rollart.rollout.scheduler import Scheduler
-from rollart.rollout.trajectory import Player, TaskPlan
+from rollart.rollout.trajectory import RolloutTask, TrajectoryRunner
 from rollart.simulate.clock import run
 
 TURNS = 20
@@ -34,15 +34,15 @@ async def rollout(trajectories: int, folder: Path) -> float:
     """CPU seconds for one batch of that many trajectories, all in flight at once."""
     rng = random.Random(0)
     log = EventLog(folder / "events.jsonl", asyncio.get_running_loop().time)
-    ledger = Ledger.open(folder / "ledger.sqlite")
+    ledger = SqliteLedger.open(folder / "ledger.sqlite")
     engines = {f"engine-{n}": ModelledEngine(rng, seconds=lambda rng: rng.expovariate(1.0)) for n in range(8)}
     router = Router(dict(engines), 0, log)
     environments = ModelledEnvironments(
         rng, turns=lambda rng: TURNS, reset_seconds=lambda rng: rng.uniform(1, 5), step_seconds=lambda rng: rng.random()
     )
-    player = Player(environments, router, ModelledRenderer(), ModelledRewards(rng), log, deadline=10_000)
+    player = TrajectoryRunner(environments, router, ModelledRenderer(), ModelledRewards(rng), log, deadline=10_000)
     scheduler = Scheduler(
-        tasks=[TaskPlan(name, 1.0, TURNS, 1 << 20, Sampling()) for name in ("a", "b")],
+        tasks=[RolloutTask(name, 1.0, TURNS, 1 << 20, Sampling()) for name in ("a", "b")],
         schedule=Schedule(alpha=0, window=1.0),
         batch_groups=trajectories // GROUP,
         group_size=GROUP,

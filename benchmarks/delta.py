@@ -25,7 +25,7 @@ import torch
 import typer
 from rich.console import Console
 
-from rollart.config import TinyModel, Training
+from rollart.config import TinyModelConfig, TrainingConfig
 from rollart.core.types import Batch, Sample, SampleGroup
 from rollart.models import tiny
 from rollart.observe.tables import table
@@ -80,7 +80,7 @@ def group(draw: random.Random, name: str) -> SampleGroup:
 
 def versions(folder: Path, rate: float) -> Iterator[torch.Tensor]:
     """All weights in one row, after each step."""
-    trainer = Trainer(folder, Training(lr=rate, lr_warm_up=0))
+    trainer = Trainer(folder, TrainingConfig(lr=rate, lr_warm_up=0))
     for number, batch in enumerate(batches(), start=1):
         trainer.step(batch)
         if number >= MOMENTUM:
@@ -132,7 +132,7 @@ def main(
     results: dict[str, dict[str, dict[str, float]]] = {name: {} for name in DTYPES}
     parameters = 0
     with tempfile.TemporaryDirectory() as place:
-        folder = model or tiny.make(TinyModel(hidden=256, layers=4), Path(place) / "model", seed=0)
+        folder = model or tiny.make(TinyModelConfig(hidden=256, layers=4), Path(place) / "model", seed=0)
         for rate in rates.split(","):
             made = list(islice(versions(folder, float(rate)), pairs + 1))
             parameters = made[0].numel()

@@ -21,7 +21,7 @@ import torch
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM, StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging
 
-from rollart.config import Engine as EngineConfig
+from rollart.config import EngineConfig
 from rollart.core.types import GenerationRequest, Sampling
 from rollart.engines.torch import attention, stepper
 from rollart.engines.torch.engine import TorchEngine

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, field
 
 import psutil
 
-from rollart.config import Environments, Task
+from rollart.config import EnvironmentsConfig, TaskConfig
 from rollart.core.errors import EnvironmentFailed
 from rollart.envs.pool import EnvironmentPool
 
@@ -53,12 +53,12 @@ class Played:
 def pool(name: str, scale: float, slots: int, faults: bool = True, hedged: bool = True) -> EnvironmentPool:
     calls = STEPS + 1
     chaos = {"hang": HANG / calls, "crash": CRASH / calls, "slow": SLOW, "slow_reset": SLOW_S * scale} if faults else {}
-    task = Task(
+    task = TaskConfig(
         name=name,
         env="rollart.envs.chaos:Chaos",
         args={"env": "benchmarks.paced:Paced", "args": {"steps": STEPS, "scale": scale}, **chaos},
     )
-    config = Environments(
+    config = EnvironmentsConfig(
         slots=slots,
         reset_deadline=RESET_DEADLINE_S * scale,
         step_deadline=STEP_DEADLINE_S * scale,

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import psutil
 
-from rollart.config import Environments, Task
+from rollart.config import EnvironmentsConfig, TaskConfig
 from rollart.envs.frozen_lake import FrozenLake
 from rollart.envs.pool import EnvironmentPool
 
-TASK = Task(name="lake", env="rollart.envs.frozen_lake:FrozenLake", args={"max_actions": 10**9})
+TASK = TaskConfig(name="lake", env="rollart.envs.frozen_lake:FrozenLake", args={"max_actions": 10**9})
 ROUND = 50
 
 
@@ -50,8 +50,8 @@ async def episode_cost(episodes: int) -> dict[str, float]:
     kinds = {"reused": (True, 0), "fresh": (False, 0), "warm": (False, 8)}
     pools = {}
     for name, (reusable, warm) in kinds.items():
-        task = Task(name=name, env="benchmarks.paced:Paced", args={"scale": 0.0, "reusable": reusable})
-        pools[name] = EnvironmentPool([task], Environments(slots=8, warm=warm))
+        task = TaskConfig(name=name, env="benchmarks.paced:Paced", args={"scale": 0.0, "reusable": reusable})
+        pools[name] = EnvironmentPool([task], EnvironmentsConfig(slots=8, warm=warm))
     taken: dict[str, list[float]] = {name: [] for name in kinds}
     try:
         await asyncio.gather(*(pool.start() for pool in pools.values()))
@@ -97,7 +97,7 @@ async def slots_at_once(pool: EnvironmentPool, count: int) -> tuple[int, float, 
 
 async def run(count: int, steps: int) -> dict[str, object]:
     episode = await episode_cost(steps // 10)
-    pool = EnvironmentPool([TASK], Environments(slots=count, reset_deadline=120, step_deadline=120, retries=0))
+    pool = EnvironmentPool([TASK], EnvironmentsConfig(slots=count, reset_deadline=120, step_deadline=120, retries=0))
     try:
         await pool.start()
         inside, outside = await step_cost(pool, steps)

@@ -36,19 +36,18 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from rollart.config import Engine as EngineConfig
-from rollart.config import TinyModel
+from rollart.config import EngineConfig, TinyModelConfig
 from rollart.core import gc_tuning
 from rollart.core.events import AnyEvent
-from rollart.core.types import Captured, Completion, GenerationRequest, Outcome, Sampling, Trajectory
+from rollart.core.types import CapturedEpisode, Completion, GenerationRequest, Outcome, Sampling, Trajectory
 from rollart.engines.client import EngineClient
 from rollart.gateway.client import Gateway
-from rollart.gateway.messages import Terms
+from rollart.gateway.messages import EpisodeLimits
 from rollart.launch import rpc, service
-from rollart.launch.launcher import Command, Wish, service_command
+from rollart.launch.launcher import Command, ResourceRequest, service_command
 from rollart.launch.local import LocalLauncher
 from rollart.models import tiny
-from rollart.rollout.agent_episode import Driven
+from rollart.rollout.agent_episode import AgentEpisodeRunner
 from rollart.rollout.router import Router
 from rollart.rollout.samples import samples
 
@@ -182,18 +181,18 @@ class Bench:
 
     async def play(self, command: Command, turns: int, spread: float, sampling: Sampling, beside: bool) -> Any:
         """What the agents saw and what was captured of each."""
-        engine = await self.launcher.launch(command, Wish())
+        engine = await self.launcher.launch(command, ResourceRequest())
         url = str(engine.answer["url"])
         gateway = Gateway(self.folder, self.launcher, Silent(), self.logs)
-        captured: list[Captured] = []
+        captured: list[CapturedEpisode] = []
         try:
             async with rpc.connected(url, key=self.launcher.key) as client, AsyncExitStack() as stack:
                 await gateway.start()
                 router = Router({"engine": EngineClient(client)}, 0, Silent())
                 keys, opened = [], []
                 for number in range(AGENTS):
-                    terms = Terms(f"agent-{number}", "bench", number, sampling, 8192)
-                    driven = Driven(terms.id, "bench", router, Silent(), lambda version: None)
+                    terms = EpisodeLimits(f"agent-{number}", "bench", number, sampling, 8192)
+                    driven = AgentEpisodeRunner(terms.id, "bench", router, Silent(), lambda version: None)
                     episode = await stack.enter_async_context(gateway.episode(terms, driven.generate))
                     opened.append(episode)
                     keys.append(episode.endpoint.key)
@@ -211,7 +210,7 @@ class Bench:
         return seen, captured
 
 
-def check(seen: list[dict[str, Any]], captured: list[Captured], texts: Any) -> dict[str, int]:
+def check(seen: list[dict[str, Any]], captured: list[CapturedEpisode], texts: Any) -> dict[str, int]:
     """Of what would be trained: tokens that the engine did not say there, and words of another agent's."""
     wrong = mixed = forks = 0
     for number, (agent, capture) in enumerate(zip(seen, captured, strict=True)):
@@ -246,7 +245,7 @@ async def bench() -> dict[str, Any]:
     load = round(os.getloadavg()[0], 1)
     with tempfile.TemporaryDirectory() as made:
         folder, launcher = Path(made) / "model", LocalLauncher()
-        tiny.make(TinyModel(hidden=32, layers=1, heads=1, kv_heads=1, context=8192), folder, seed=0)
+        tiny.make(TinyModelConfig(hidden=32, layers=1, heads=1, kv_heads=1, context=8192), folder, seed=0)
         template = ChatTemplate(folder)
         bench = Bench(launcher, folder, Path(made))
         try:

@@ -15,7 +15,7 @@ from rollart.core.types import (
     Episode,
     Finish,
     GenerationRequest,
-    Loaded,
+    LoadResult,
     Message,
     RewardResult,
     Step,
@@ -64,10 +64,10 @@ class ModelledEngine:
     async def abort(self, request_id: str) -> None:
         self.aborted += 1
 
-    async def load(self, version: int) -> Loaded:
+    async def load(self, version: int) -> LoadResult:
         await sleep(self.load_seconds(self.rng))
         self.version = version
-        return Loaded(version)
+        return LoadResult(version)
 
     async def status(self) -> EngineStatus:
         return EngineStatus(self.version, self.running, 0, 0, 0, 0, 0, 0, 0.0)

@@ -31,8 +31,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from rollart.config import Rewards as Config
-from rollart.config import Task
+from rollart.config import RewardsConfig as Config
+from rollart.config import TaskConfig
 from rollart.core.types import Episode, EpisodeTurn, Message
 from rollart.rewards.invokers import Rewards
 from rollart.rewards.runtime import Runtime
@@ -50,7 +50,7 @@ def episode() -> Episode:
 
 
 def rewards(idle_s: float = IDLE_S, workers: int = 2, cluster: str | None = None, **reward: Any) -> Rewards:
-    task = Task.model_validate({"name": "t", "env": "a:B", "reward": {"function": FUNCTION, **reward}})
+    task = TaskConfig.model_validate({"name": "t", "env": "a:B", "reward": {"function": FUNCTION, **reward}})
     return Rewards([task], Config(workers=workers, deadline=60.0), cluster=cluster, idle_s=idle_s)
 
 

@@ -16,7 +16,7 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from rollart.config import Training
+from rollart.config import TrainingConfig
 from rollart.core.types import Batch, Sample, SampleGroup
 from rollart.training.trainer import Trainer
 
@@ -99,7 +99,7 @@ def main(sequences: int = 128, rounds: int = 5, threads: int = 1, pack_tokens: i
     torch.set_num_threads(threads)
     groups = make_groups(sequences)
     tokens = sum(len(sample.tokens) for group in groups for sample in group.samples)
-    config = Training(threads=threads, **({"pack_tokens": pack_tokens} if pack_tokens else {}))
+    config = TrainingConfig(threads=threads, **({"pack_tokens": pack_tokens} if pack_tokens else {}))
     times: dict[str, list[float]] = {"rollart": [], "padded": []}
     with tempfile.TemporaryDirectory() as root:
         make_model(Path(root))

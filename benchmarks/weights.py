@@ -32,10 +32,10 @@ import psutil
 import torch
 from torch import Tensor
 
-from rollart.weights.loaded_version import Held
+from rollart.weights.loaded_version import LoadedVersion
 from rollart.weights.manifest import Publication
 from rollart.weights.publish import Publisher, Share, new_id
-from rollart.weights.reader import Weights
+from rollart.weights.reader import WeightReader
 from rollart.weights.server import WeightServer
 from rollart.weights.store import Store, shared_folder
 
@@ -102,8 +102,8 @@ class Engine:
     """One engine process: it keeps the version that it computes with until it has the next."""
 
     def __init__(self, near: Path, far: Path, size: int) -> None:
-        self.near, self.far, self.size = Weights(near), Weights(far), size
-        self.held: Held | None = None
+        self.near, self.far, self.size = WeightReader(near), WeightReader(far), size
+        self.held: LoadedVersion | None = None
         self.window = Window(size)
         self.private = anonymous()
 
@@ -113,7 +113,7 @@ class Engine:
             raise RuntimeError("it came by another way")
         return cost
 
-    def _hold(self, held: Held) -> None:
+    def _hold(self, held: LoadedVersion) -> None:
         before, self.held = self.held, held
         if before is not None:
             before.release()

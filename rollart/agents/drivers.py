@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollart.config import Agent, Task
+from rollart.config import AgentConfig, TaskConfig
 from rollart.core.errors import ConfigError
 from rollart.envs import families
 from rollart.workers.process import HostSpec
@@ -32,7 +32,7 @@ class Driver:
     imports: tuple[str, ...] = ()
 
 
-def driver_of(task: Task) -> Driver:
+def driver_of(task: TaskConfig) -> Driver:
     if task.agent is None:
         raise ConfigError(f"task {task.name!r} has no agent")
     if task.agent.function is not None:
@@ -40,7 +40,7 @@ def driver_of(task: Task) -> Driver:
     return Driver(COMMAND, command_of(task, task.agent))
 
 
-def command_of(task: Task, agent: Agent) -> dict[str, Any]:
+def command_of(task: TaskConfig, agent: AgentConfig) -> dict[str, Any]:
     """What `CommandAgent` is told. If the task has a family, its Python is the first that the program finds."""
     family = families.installed(task.family) if task.family else None
     return {
@@ -53,7 +53,7 @@ def command_of(task: Task, agent: Agent) -> dict[str, Any]:
     }
 
 
-def host_spec(task: Task, log: Path | None = None) -> HostSpec:
+def host_spec(task: TaskConfig, log: Path | None = None) -> HostSpec:
     """Raises ConfigError if the task's family is not installed."""
     driver = driver_of(task)
     return HostSpec(

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rollart.agents.drivers import driver_of, host_spec
-from rollart.config import Reward, Task
+from rollart.config import RewardConfig, TaskConfig
 from rollart.core.endpoint import AgentEpisode
 from rollart.core.errors import EngineFailed, EnvironmentFailed, RewardFailed, ServiceError
-from rollart.core.protocols import Generate, Listener
-from rollart.core.types import Captured, Completion, GenerationRequest, Sampling, Step
+from rollart.core.protocols import Generate, TokenStream
+from rollart.core.types import CapturedEpisode, Completion, GenerationRequest, Sampling, Step
 from rollart.gateway.client import Gateway
-from rollart.gateway.messages import Terms
-from rollart.launch.launcher import Launcher, Wish
+from rollart.gateway.messages import EpisodeLimits
+from rollart.launch.launcher import Launcher, ResourceRequest
 from rollart.workers.lease import Lease
 from rollart.workers.process import Place
 from rollart.workers.seat import Tell
@@ -38,19 +38,21 @@ class AgentPool:
 
     def __init__(
         self,
-        tasks: Sequence[Task],
+        tasks: Sequence[TaskConfig],
         gateway: Gateway,
         launcher: Launcher,
         *,
         slots: int,
         deadline: float,
-        wishes: Sequence[Wish] = (),
+        wishes: Sequence[ResourceRequest] = (),
         log: Path | None = None,
         tell: Tell | None = None,
     ) -> None:
         self._gateway, self._deadline, self._slots = gateway, deadline, slots
         self._tasks = {task.name: task for task in tasks}
-        places = [Place(launcher, replace(wish, count=wish.count / len(tasks))) for wish in wishes or [Wish()]]
+        places = [
+            Place(launcher, replace(wish, count=wish.count / len(tasks))) for wish in wishes or [ResourceRequest()]
+        ]
         self._pools = {task.name: SlotPool(host_spec(task, log), slots, places=places, tell=tell) for task in tasks}
 
     @property
@@ -95,13 +97,13 @@ class AgentPool:
 class LeasedAgent:
     """A process in which one episode will be played."""
 
-    def __init__(self, task: Task, gateway: Gateway, lease: Lease, deadline: float) -> None:
+    def __init__(self, task: TaskConfig, gateway: Gateway, lease: Lease, deadline: float) -> None:
         assert task.agent is not None
         self._task, self._gateway, self._lease = task, gateway, lease
         self._deadline = task.agent.deadline or deadline
 
     async def play(
-        self, id: str, seed: int, held_out: bool, generate: Generate, captured: Callable[[Captured], None]
+        self, id: str, seed: int, held_out: bool, generate: Generate, captured: Callable[[CapturedEpisode], None]
     ) -> Step:
         """The whole episode. Raises EnvironmentFailed, EngineFailed or RewardFailed."""
         watched = _Watched(generate)
@@ -123,11 +125,11 @@ class LeasedAgent:
             raise raised
         return self._step(answer, opened.captured, raised)
 
-    def _terms(self, id: str, seed: int) -> Terms:
+    def _terms(self, id: str, seed: int) -> EpisodeLimits:
         agent, asked = self._task.agent, self._task.sampling
         assert agent is not None
         sampling = Sampling(asked.temperature, asked.top_p, asked.top_k, asked.max_tokens)
-        return Terms(id, self._task.name, seed, sampling, self._task.max_context, agent.calls, agent.parallel)
+        return EpisodeLimits(id, self._task.name, seed, sampling, self._task.max_context, agent.calls, agent.parallel)
 
     async def _run(self, args: dict[str, Any], watched: "_Watched") -> dict[str, Any]:
         try:
@@ -142,13 +144,13 @@ class LeasedAgent:
             raise EnvironmentFailed(f"the agent of task {self._task.name!r} answered {answer!r}, not a dict")
         return answer
 
-    def _step(self, answer: dict[str, Any], captured: Captured | None, raised: "_Raised | None") -> Step:
+    def _step(self, answer: dict[str, Any], captured: CapturedEpisode | None, raised: "_Raised | None") -> Step:
         name, reward = self._task.name, answer.get("reward")
         if captured is None:
             raise EnvironmentFailed(f"the gateway was lost when the agent of task {name!r} had ended")
         if not captured.turns:
             raise EnvironmentFailed(f"the agent of task {name!r} ended without a single answer of the policy")
-        if reward is None and self._task.reward.function == Reward().function:
+        if reward is None and self._task.reward.function == RewardConfig().function:
             why = f"; it had met a limit, and {raised}" if raised is not None else ""
             raise RewardFailed(
                 f"the agent of task {name!r} returned no reward, and the task names no reward function{why}"
@@ -170,7 +172,7 @@ class _Watched:
         self._generate = generate
         self.failure: EngineFailed | None = None
 
-    async def generate(self, request: GenerationRequest, listener: Listener | None = None, /) -> Completion:
+    async def generate(self, request: GenerationRequest, listener: TokenStream | None = None, /) -> Completion:
         try:
             return await self._generate(request, listener)
         except EngineFailed as error:

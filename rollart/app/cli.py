@@ -274,9 +274,9 @@ def trajectory(
         console.print(trajectories(measure(read_events(log)).examples))
         return
     from rollart.observe.conversation import conversation
-    from rollart.rollout.ledger import Ledger
+    from rollart.rollout.ledger import SqliteLedger
 
-    with contextlib.closing(Ledger.open_readonly(run_dir / "ledger.sqlite")) as ledger:
+    with contextlib.closing(SqliteLedger.open_readonly(run_dir / "ledger.sqlite")) as ledger:
         console.print(conversation(ledger.trajectory(id), read_events(log)))
 
 

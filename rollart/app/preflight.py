@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rollart.config import RunFile, Task, import_check
+from rollart.config import RunFile, TaskConfig, import_check
 from rollart.config.loading import read, validated
 from rollart.config.yaml_tree import Tree
 from rollart.core.errors import ConfigError
@@ -40,7 +40,7 @@ def _missing(run: RunFile, tree: Tree, need_model: bool, only_task: str | None) 
                 yield f"{tree.place(('tasks', index, key))}: tasks.{task.name}.{key} {wrong}"
 
 
-def _missing_for_task(task: Task, elsewhere: bool) -> Iterator[tuple[str, str]]:
+def _missing_for_task(task: TaskConfig, elsewhere: bool) -> Iterator[tuple[str, str]]:
     """`elsewhere`: no environment runs here, so hosts that we cannot look into must have what it needs."""
     targets: dict[str, str | None] = {} if elsewhere else {"env": task.env, "player": task.player}
     if task.agent is not None:
@@ -57,7 +57,7 @@ def _missing_for_task(task: Task, elsewhere: bool) -> Iterator[tuple[str, str]]:
         yield "family", wrong
 
 
-def _missing_target(task: Task, key: str, target: str) -> str | None:
+def _missing_target(task: TaskConfig, key: str, target: str) -> str | None:
     if task.family and key != "reward":
         family = families.installed(task.family)
         return import_check.problem(target, family.packages) if family else None

@@ -1,35 +1,35 @@
 """The run file: what a user may ask for, with the defaults. Imports no torch, so that checking a file is instant."""
 
 from rollart.config.base import Conflict, Section
-from rollart.config.hardware import AFFINITIES, Device, Engine, Pool, Routing, Vllm
-from rollart.config.model import Model, TinyModel, WarmUp
-from rollart.config.rollout import Environments, Quarantine, Rewards, Rollout
+from rollart.config.hardware import AFFINITIES, DeviceConfig, EngineConfig, PoolConfig, RoutingConfig, VllmConfig
+from rollart.config.model import ModelConfig, TinyModelConfig, WarmUpConfig
+from rollart.config.rollout import EnvironmentsConfig, QuarantineConfig, RewardsConfig, RolloutConfig
 from rollart.config.run import RunFile
-from rollart.config.task import Agent, Reward, Task
-from rollart.config.training import Algorithm, Checkpoint, Evaluation, Training
+from rollart.config.task import AgentConfig, RewardConfig, TaskConfig
+from rollart.config.training import AlgorithmConfig, CheckpointConfig, EvaluationConfig, TrainingConfig
 
 __all__ = [
     "AFFINITIES",
-    "Agent",
-    "Algorithm",
-    "Checkpoint",
+    "AgentConfig",
+    "AlgorithmConfig",
+    "CheckpointConfig",
     "Conflict",
-    "Device",
-    "Engine",
-    "Environments",
-    "Evaluation",
-    "Model",
-    "Pool",
-    "Quarantine",
-    "Reward",
-    "Rewards",
-    "Rollout",
-    "Routing",
+    "DeviceConfig",
+    "EngineConfig",
+    "EnvironmentsConfig",
+    "EvaluationConfig",
+    "ModelConfig",
+    "PoolConfig",
+    "QuarantineConfig",
+    "RewardConfig",
+    "RewardsConfig",
+    "RolloutConfig",
+    "RoutingConfig",
     "RunFile",
     "Section",
-    "Task",
-    "TinyModel",
-    "Training",
-    "Vllm",
-    "WarmUp",
+    "TaskConfig",
+    "TinyModelConfig",
+    "TrainingConfig",
+    "VllmConfig",
+    "WarmUpConfig",
 ]

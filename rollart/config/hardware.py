@@ -16,7 +16,7 @@ VLLM_PYTHON = "ROLLART_VLLM_PYTHON"  # of the environment
 DEFAULT_POOLS = {"train": "trainer", "generate": "engine", "environment": "environments"}
 
 
-class Engine(Section):
+class EngineConfig(Section):
     count: Positive = 1
     max_batch: Positive = Field(64, description="sequences decoded together")
     prefill_chunk: Positive = Field(512, description="prompt tokens per step, beside the decoding ones")
@@ -31,7 +31,7 @@ class Engine(Section):
     deadline: Seconds = Field(120.0, description="seconds for one request")
 
 
-class Vllm(Section):
+class VllmConfig(Section):
     """How the engines of pools with `engine: vllm` are had."""
 
     python: Path | None = Field(
@@ -49,13 +49,13 @@ class Vllm(Section):
         return Path(self.python or os.environ.get(VLLM_PYTHON) or Path(".venv-vllm", "bin", "python")).absolute()
 
     @model_validator(mode="after")
-    def _one_way(self) -> "Vllm":
+    def _one_way(self) -> "VllmConfig":
         if self.python and self.container:
             raise Conflict("give either `python` or `container`, not both", "container")
         return self
 
 
-class Device(Section):
+class DeviceConfig(Section):
     """A device class of the user's own, or other numbers for one of the catalogue."""
 
     tflops: float | None = Field(None, gt=0, description="dense bfloat16")
@@ -73,7 +73,7 @@ class Device(Section):
         return DeviceClass(**{"link": 10.0, "network": 1.0, "price": 1.0} | numbers, name=name, source="the run file")
 
 
-class Pool(Section):
+class PoolConfig(Section):
     """Workers of one role on one device class."""
 
     role: Literal["train", "generate", "environment"]
@@ -106,7 +106,7 @@ class Pool(Section):
         return self.count * self.tensor_parallel
 
     @model_validator(mode="after")
-    def _engine_fits(self) -> "Pool":
+    def _engine_fits(self) -> "PoolConfig":
         if self.engine != "torch" and self.role != "generate":
             raise Conflict(f"`engine` is for pools of role generate, not {self.role}", "engine")
         if self.tensor_parallel > 1 and self.engine != "vllm":
@@ -116,7 +116,7 @@ class Pool(Section):
         return self
 
     @model_validator(mode="after")
-    def _fits_its_role(self) -> "Pool":
+    def _fits_its_role(self) -> "PoolConfig":
         if self.urls and self.role == "train":
             raise Conflict("`urls` is for pools of role generate or environment, not train", "urls")
         if self.emulate and self.role != "generate":
@@ -135,7 +135,7 @@ class Pool(Section):
         return self
 
 
-class Routing(Section):
+class RoutingConfig(Section):
     """Which engine serves a request."""
 
     policy: Literal["measured", "declared", "round_robin"] = Field(

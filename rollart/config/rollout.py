@@ -12,7 +12,7 @@ _RULE = QuarantineRule()
 SCHEDULE_KEYS = ("alpha", "window", "extra_members", "extra_groups")
 
 
-class Rollout(Section):
+class RolloutConfig(Section):
     preset: Preset = "rollart"
     alpha: Natural = Field(1, description="no trained token is older than this many versions")
     window: float = Field(2.0, ge=1, description="batches of groups that compete for the next batch")
@@ -22,7 +22,7 @@ class Rollout(Section):
     trajectory_deadline: Seconds = 300.0
 
     @model_validator(mode="after")
-    def _preset_has_the_keys(self) -> "Rollout":
+    def _preset_has_the_keys(self) -> "RolloutConfig":
         """A key that the preset takes no notice of would only seem to be set."""
         free = {"rollart": set(SCHEDULE_KEYS), "start_bound": {"alpha"}}.get(self.preset, set())
         for key in SCHEDULE_KEYS:
@@ -34,7 +34,7 @@ class Rollout(Section):
         return preset(self.preset, self.alpha, self.window, self.extra_members, self.extra_groups)
 
 
-class Quarantine(Section):
+class QuarantineConfig(Section):
     """When a task that keeps failing is left out of the mixture, and when it is tried again."""
 
     rate: float = Field(_RULE.rate, gt=0, le=1, description="share of its last trajectories that failed")
@@ -47,7 +47,7 @@ class Quarantine(Section):
         return QuarantineRule(**self.model_dump())
 
 
-class Environments(Section):
+class EnvironmentsConfig(Section):
     slots: Positive = Field(64, description="environments alive at the same time, per task")
     reset_deadline: Seconds = 30.0
     step_deadline: Seconds = 10.0
@@ -60,10 +60,10 @@ class Environments(Section):
         0.9, gt=0, lt=1, description="quantile of a task's ordinary resets after which one is slow"
     )
     warm: Natural = Field(2, description="per task, beside the slots: environments made ready before they are needed")
-    quarantine: Quarantine = Quarantine()
+    quarantine: QuarantineConfig = QuarantineConfig()
 
 
-class Rewards(Section):
+class RewardsConfig(Section):
     workers: Positive = Field(2, description="local processes, started when needed")
     deadline: Seconds = Field(30.0, description="seconds for one call")
     retries: Natural = 2

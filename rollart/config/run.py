@@ -6,11 +6,20 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from rollart.config.base import Conflict, Natural, Section
-from rollart.config.hardware import AFFINITIES, DEFAULT_POOLS, POOL_NAME, Device, Engine, Pool, Routing, Vllm
-from rollart.config.model import Model
-from rollart.config.rollout import Environments, Rewards, Rollout
-from rollart.config.task import Task
-from rollart.config.training import Checkpoint, Evaluation, Training
+from rollart.config.hardware import (
+    AFFINITIES,
+    DEFAULT_POOLS,
+    POOL_NAME,
+    DeviceConfig,
+    EngineConfig,
+    PoolConfig,
+    RoutingConfig,
+    VllmConfig,
+)
+from rollart.config.model import ModelConfig
+from rollart.config.rollout import EnvironmentsConfig, RewardsConfig, RolloutConfig
+from rollart.config.task import TaskConfig
+from rollart.config.training import CheckpointConfig, EvaluationConfig, TrainingConfig
 from rollart.config.yaml_tree import did_you_mean
 from rollart.hardware.devices import CATALOGUE, DeviceClass
 
@@ -21,40 +30,40 @@ class RunFile(Section):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][\w.-]*$")
     seed: Natural = 0
     output: Path = Field(Path("runs"), description="run folders are made in here")
-    model: Model
-    tasks: Annotated[list[Task], Field(min_length=1)]
-    rollout: Rollout = Rollout()
+    model: ModelConfig
+    tasks: Annotated[list[TaskConfig], Field(min_length=1)]
+    rollout: RolloutConfig = RolloutConfig()
     cluster: str | None = Field(None, description="address of a Ray cluster; absent: this machine")
     weights: Path | None = Field(
         None, description="folder for weights, on every node that reads them; absent: in shared memory"
     )
-    devices: dict[str, Device] = Field(default_factory=dict, description="device classes of your own")
-    pools: dict[Annotated[str, Field(pattern=POOL_NAME)], Pool] = Field(
+    devices: dict[str, DeviceConfig] = Field(default_factory=dict, description="device classes of your own")
+    pools: dict[Annotated[str, Field(pattern=POOL_NAME)], PoolConfig] = Field(
         default_factory=dict, description="what runs on which device class"
     )
     measured: Path | None = Field(
         None,
         description="folder of an earlier run; what it measured of its tasks settles `device: auto` and first routes",
     )
-    routing: Routing = Routing()
-    engine: Engine = Engine()
-    vllm: Vllm = Vllm()
-    environments: Environments = Environments()
-    rewards: Rewards = Rewards()
-    training: Training = Training()
-    evaluation: Evaluation = Evaluation()
-    checkpoint: Checkpoint = Checkpoint()
+    routing: RoutingConfig = RoutingConfig()
+    engine: EngineConfig = EngineConfig()
+    vllm: VllmConfig = VllmConfig()
+    environments: EnvironmentsConfig = EnvironmentsConfig()
+    rewards: RewardsConfig = RewardsConfig()
+    training: TrainingConfig = TrainingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     simulate: Any = Field(None, description="for `rollart simulate`; training takes no notice of it")
 
-    def pools_of(self, role: str) -> dict[str, Pool]:
+    def pools_of(self, role: str) -> dict[str, PoolConfig]:
         """The pools of a role; what the run file leaves out runs on CPUs."""
         named = {name: pool for name, pool in self.pools.items() if pool.role == role}
         if named:
             return named
         count = self.engine.count if role == "generate" else 1
-        return {DEFAULT_POOLS[role]: Pool(role=role, device="cpu", count=count)}
+        return {DEFAULT_POOLS[role]: PoolConfig(role=role, device="cpu", count=count)}
 
-    def all_pools(self) -> dict[str, Pool]:
+    def all_pools(self) -> dict[str, PoolConfig]:
         """Those of the run file, in its order, and the ones that it leaves out."""
         return self.pools | {name: pool for role in DEFAULT_POOLS for name, pool in self.pools_of(role).items()}
 

@@ -17,7 +17,7 @@ class SamplingConfig(Section):
     max_tokens: Positive = Field(64, description="per turn")
 
 
-class Reward(Section):
+class RewardConfig(Section):
     """A reward function and the way to it. `module:function` alone is one that runs in the local pool."""
 
     function: ImportPath = Field("rollart.rewards.functions:env_return", description="module:function of an episode")
@@ -41,7 +41,7 @@ class Reward(Section):
     batch_window: Seconds = Field(0.01, description="seconds to wait for a batch to fill")
 
     @model_validator(mode="after")
-    def _fits_its_invoker(self) -> "Reward":
+    def _fits_its_invoker(self) -> "RewardConfig":
         takes = {"url": ("http", "lambda", "fc"), "secret": ("http",), "device": ("ray",)}
         takes |= {"name": ("lambda", "fc"), "region": ("lambda", "fc")}
         for key, invokers in takes.items():
@@ -66,7 +66,7 @@ def _program(value: Any) -> Any:
     return {"command": value} if isinstance(value, list) else _by_name(value)
 
 
-class Agent(Section):
+class AgentConfig(Section):
     """A program that drives itself: it asks the gateway for generations. `module:function` alone is one, and so is a
     command and its arguments, as a list."""
 
@@ -84,7 +84,7 @@ class Agent(Section):
     parallel: Positive = Field(16, description="requests of one episode at the same time; more are told to wait")
 
     @model_validator(mode="after")
-    def _function_or_command(self) -> "Agent":
+    def _function_or_command(self) -> "AgentConfig":
         if (self.function is None) == (self.command is None):
             raise Conflict("an agent needs either `function` or `command`", *(["command"] if self.command else []))
         for key in ("files", "see", "limits"):
@@ -97,15 +97,15 @@ class Agent(Section):
         return self
 
 
-AgentInput = ImportPath | list[str] | Agent | None
+AgentInput = ImportPath | list[str] | AgentConfig | None
 
 
-class Task(Section):
+class TaskConfig(Section):
     """A named source of episodes."""
 
     name: str = Field(pattern=r"^[A-Za-z][\w-]*$")
     env: str = Field("", pattern=r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*)?$", description="module:Class of an environment")
-    agent: Annotated[Agent | None, BeforeValidator(_program, json_schema_input_type=AgentInput)] = Field(
+    agent: Annotated[AgentConfig | None, BeforeValidator(_program, json_schema_input_type=AgentInput)] = Field(
         None, description="instead of `env`, a program that drives itself: module:function, a command, or a section"
     )
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment or the agent")
@@ -114,8 +114,8 @@ class Task(Section):
     )
     player: ImportPath | None = Field(None, description="module:function, the scripted player of the warm-up")
     player_args: dict[str, Any] = Field(default_factory=dict)
-    reward: Annotated[Reward, BeforeValidator(_by_name, json_schema_input_type=ImportPath | Reward)] = Field(
-        Reward(), description="module:function of an episode, or a section that also says how to call it"
+    reward: Annotated[RewardConfig, BeforeValidator(_by_name, json_schema_input_type=ImportPath | RewardConfig)] = (
+        Field(RewardConfig(), description="module:function of an episode, or a section that also says how to call it")
     )
     weight: float = Field(1.0, gt=0, description="share of this task in every trained batch")
     max_turns: Positive = 1
@@ -126,7 +126,7 @@ class Task(Section):
     )
 
     @model_validator(mode="after")
-    def _env_or_agent(self) -> "Task":
+    def _env_or_agent(self) -> "TaskConfig":
         if bool(self.env) == (self.agent is not None):
             raise Conflict(f"task {self.name!r} needs either `env` or `agent`", *(["agent"] if self.env else []))
         return self

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from rollart.config.base import Conflict, Natural, Positive, Seconds, Section, TorchDevice
 
 
-class Algorithm(Section):
+class AlgorithmConfig(Section):
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
     solved: float = Field(
         0.15, ge=0, description="advantage of groups whose members all got the top reward: keeps them learnt"
@@ -26,7 +26,7 @@ class Algorithm(Section):
     aggregate: Literal["token", "sequence", "group"] = "token"
 
 
-class Training(Section):
+class TrainingConfig(Section):
     steps: Positive = 100
     batch_groups: Positive = Field(16, description="groups in a batch, split over the tasks by their weights")
     group_size: int = Field(8, ge=2)
@@ -44,23 +44,23 @@ class Training(Section):
         "http",
         description="how weights reach other machines: http, nixl or mooncake://host:port; with http to fall back to",
     )
-    algorithm: Algorithm = Algorithm()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
     deadline: Seconds = Field(600.0, description="seconds for one step")
 
     @model_validator(mode="after")
-    def _known_transport(self) -> "Training":
+    def _known_transport(self) -> "TrainingConfig":
         if not re.fullmatch(r"http|nixl|mooncake://[^/]+:\d+(\?.*)?", self.transport):
             message = f"transport must be http, nixl or mooncake://host:port, not {self.transport!r}"
             raise Conflict(message, "transport")
         return self
 
 
-class Evaluation(Section):
+class EvaluationConfig(Section):
     every: Natural = Field(20, description="steps; 0: only before and after")
     episodes: Positive = Field(64, description="per task, on held-out seeds")
     final_episodes: Positive = Field(200, description="per task, before and after RL")
 
 
-class Checkpoint(Section):
+class CheckpointConfig(Section):
     every: Positive = 10
     keep: Positive = 2

@@ -8,7 +8,7 @@ from typing import Literal, Protocol, Union
 
 import msgspec
 
-from rollart.core.types import EngineStatus, Gap, Outcome
+from rollart.core.types import EngineStatus, LogprobGap, Outcome
 
 
 class Event(msgspec.Struct, tag_field="kind", tag=True, kw_only=True):
@@ -121,7 +121,7 @@ class TrajectoryStarted(Event):
     held_out: bool = False
 
 
-class EnvReset(Event):
+class EnvironmentReset(Event):
     trajectory: str
     task: str
     seconds: float
@@ -247,7 +247,7 @@ class StepDone(Event):
     tokens: int
     values: dict[str, float]
     tasks: dict[str, dict[str, float]]
-    gaps: tuple[Gap, ...] = ()
+    gaps: tuple[LogprobGap, ...] = ()
 
     def __post_init__(self) -> None:
         self.values = _finite(self.values)
@@ -341,7 +341,7 @@ AnyEvent = Union[  # noqa: UP007 (msgspec reads the union at run time)
     Quarantined,
     Released,
     TrajectoryStarted,
-    EnvReset,
+    EnvironmentReset,
     ResetHedged,
     EnvironmentLost,
     TurnDone,

@@ -8,13 +8,13 @@ from typing import Protocol, runtime_checkable
 
 from rollart.core.types import (
     Batch,
-    Captured,
+    CapturedEpisode,
     Completion,
     EngineStatus,
     Episode,
     Finish,
     GenerationRequest,
-    Loaded,
+    LoadResult,
     Message,
     RewardResult,
     Step,
@@ -36,7 +36,7 @@ class Engine(Protocol):
 
     async def abort(self, request_id: str) -> None: ...
 
-    async def load(self, version: int) -> Loaded:
+    async def load(self, version: int) -> LoadResult:
         """Take `version` from the weight store and swap to it between two steps. Raises EngineFailed: then it goes on
         with the version that it has."""
         ...
@@ -45,21 +45,21 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Listener:
-    """Somebody who wants to hear of the tokens of an answer while it is made, `every` so many of them. `hear` is given
-    those that are new, and answers whether that is enough: then the answer ends soon. `anew`: what was heard so far is
-    void, for the answer is made again; it raises EngineFailed if that cannot be."""
+class TokenStream:
+    """Callbacks for streamed tokens. `on_tokens` gets the new tokens, `every` at a time, and returns True to end the
+    answer early. `on_restart`: the answer starts over and all received so far is void; it raises EngineFailed if
+    that is not acceptable."""
 
     every: int
-    hear: Callable[[list[int]], bool]
-    anew: Callable[[], None]
+    on_tokens: Callable[[list[int]], bool]
+    on_restart: Callable[[], None]
 
 
 @runtime_checkable
 class StreamingEngine(Protocol):
     """An engine that tells of tokens before the answer is complete; one that is not gives its answers whole."""
 
-    async def stream(self, request: GenerationRequest, listener: Listener) -> Completion:
+    async def stream(self, request: GenerationRequest, listener: TokenStream) -> Completion:
         """As `generate`. An answer that ended because it was enough has the finish `length`, and perhaps more tokens
         than were heard of."""
         ...
@@ -92,7 +92,7 @@ class EnvironmentPool(Protocol):
 
 
 class Generate(Protocol):
-    def __call__(self, request: GenerationRequest, listener: Listener | None = None, /) -> Awaitable[Completion]:
+    def __call__(self, request: GenerationRequest, listener: TokenStream | None = None, /) -> Awaitable[Completion]:
         """Raises EngineFailed."""
         ...
 
@@ -101,7 +101,7 @@ class LeasedAgent(Protocol):
     """A program that drives one episode itself, asking for generations as it likes."""
 
     async def play(
-        self, id: str, seed: int, held_out: bool, generate: Generate, captured: Callable[[Captured], None]
+        self, id: str, seed: int, held_out: bool, generate: Generate, captured: Callable[[CapturedEpisode], None]
     ) -> Step:
         """The whole episode: its reward, if the program gives one. `captured` hears, however it ends, what was sampled.
         Raises EnvironmentFailed, EngineFailed or RewardFailed."""

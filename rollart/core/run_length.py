@@ -14,10 +14,10 @@ from msgspec import Struct
 T = TypeVar("T")
 
 
-class Runs(Struct, frozen=True, gc=False):
+class RunLength(Struct, frozen=True, gc=False):
     """`spans` are pairs of a number and how often it comes; `length` is the length of all.
 
-    >>> list(Runs.of(7, 2) + Runs.of(8, 1)), len(Runs.of(7, 3) + Runs.of(7, 4))
+    >>> list(RunLength.of(7, 2) + RunLength.of(8, 1)), len(RunLength.of(7, 3) + RunLength.of(7, 4))
     ([7, 7, 8], 7)
     """
 
@@ -25,7 +25,7 @@ class Runs(Struct, frozen=True, gc=False):
     length: int
 
     @classmethod
-    def of(cls, value: int, count: int) -> "Runs":
+    def of(cls, value: int, count: int) -> "RunLength":
         return cls(((value, count),), count)
 
     def __len__(self) -> int:
@@ -37,7 +37,7 @@ class Runs(Struct, frozen=True, gc=False):
     def __iter__(self) -> Iterator[int]:
         return chain.from_iterable(repeat(value, count) for value, count in self.spans)
 
-    def __getitem__(self, index: int | slice) -> "int | Runs":
+    def __getitem__(self, index: int | slice) -> "int | RunLength":
         if isinstance(index, slice):
             if index != slice(None):
                 raise TypeError("a compact sequence can be copied whole, not in part")
@@ -46,12 +46,12 @@ class Runs(Struct, frozen=True, gc=False):
             return self.spans[-1][0]
         return list(self)[index]
 
-    def __add__(self, other: "Runs") -> "Runs":
+    def __add__(self, other: "RunLength") -> "RunLength":
         mine, more = self.spans, other.spans
         if mine and more and mine[-1][0] == more[0][0]:
             last = (more[0][0], mine[-1][1] + more[0][1])
-            return Runs((*mine[:-1], last, *more[1:]), self.length + other.length)
-        return Runs(mine + more, self.length + other.length)
+            return RunLength((*mine[:-1], last, *more[1:]), self.length + other.length)
+        return RunLength(mine + more, self.length + other.length)
 
     @property
     def lowest(self) -> int:
@@ -59,14 +59,14 @@ class Runs(Struct, frozen=True, gc=False):
 
 
 @lru_cache(maxsize=1 << 16)
-def run_of(value: int, count: int) -> Runs:
+def run_of(value: int, count: int) -> RunLength:
     """The same object for the same run: short ones come again and again."""
-    return Runs.of(value, count)
+    return RunLength.of(value, count)
 
 
-def lowest(values: "Sequence[int] | Runs") -> int:
+def lowest(values: "Sequence[int] | RunLength") -> int:
     """The least of them; raises ValueError if there is none."""
-    return values.lowest if isinstance(values, Runs) else min(values)
+    return values.lowest if isinstance(values, RunLength) else min(values)
 
 
 def kept(values: Sequence[T]) -> tuple[T, ...]:

@@ -110,7 +110,7 @@ class EngineStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadResult:
     """Weights that an engine has taken: `transfer_s` is what it took to get and check them, while generation went on,
     and `exposed_s` how long no step could run for it, or was emptier because requests in flight were waited for.
     `transport` is how they came. `recomputed` tokens of requests in flight had KV of the old weights, which has to be
@@ -175,7 +175,7 @@ class RewardResult:
     success: bool | None = None
 
 
-class Counts(Struct):
+class CaptureCounts(Struct):
     """What a client did. A fork is a request whose context continues no conversation to its end, after the first; a
     retry is one whose messages had been answered before. `undelivered` answers met a client that was gone, and are
     never trained. `mismatches` are answers whose text, tokenized again, gives other tokens than were sampled."""
@@ -189,12 +189,12 @@ class Counts(Struct):
     mismatches: int = 0
 
 
-class Captured(Struct, frozen=True):
+class CapturedEpisode(Struct, frozen=True):
     """An episode as it was sampled, in the order of delivery. `truncated`: a limit refused a request; `cut`: the last
     answer ended at a limit of its length."""
 
     turns: tuple[Turn, ...]
-    counts: Counts
+    counts: CaptureCounts
     truncated: bool = False
     cut: bool = False
 
@@ -281,7 +281,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class LogprobGap:
     """How far the engine's logprobs were from the trainer's, for the trained tokens of a task that are `age` versions
     older than what was trained."""
 
@@ -301,5 +301,5 @@ class StepMetrics:
     tokens: int
     values: dict[str, float] = field(default_factory=dict)
     tasks: dict[str, dict[str, float]] = field(default_factory=dict)
-    gaps: tuple[Gap, ...] = ()
+    gaps: tuple[LogprobGap, ...] = ()
     warnings: tuple[str, ...] = ()

@@ -7,8 +7,8 @@ import msgspec
 from msgspec.structs import replace
 
 from rollart.core.errors import EngineFailed, EngineLost, ServiceError
-from rollart.core.protocols import Listener
-from rollart.core.types import Completion, EngineStatus, GenerationRequest, Loaded
+from rollart.core.protocols import TokenStream
+from rollart.core.types import Completion, EngineStatus, GenerationRequest, LoadResult
 from rollart.engines.streamed import Streamed
 from rollart.launch import rpc
 from rollart.weights.manifest import Publication
@@ -29,7 +29,7 @@ class EngineClient:
 
     def __init__(
         self,
-        client: rpc.Client,
+        client: rpc.RpcClient,
         *,
         deadline: float = 120.0,
         published: Callable[[int], Publication] = nothing_published,
@@ -46,17 +46,17 @@ class EngineClient:
     async def generate(self, request: GenerationRequest) -> Completion:
         return await self._call("generate", request, Completion, self._deadline)
 
-    async def stream(self, request: GenerationRequest, listener: Listener) -> Completion:
+    async def stream(self, request: GenerationRequest, listener: TokenStream) -> Completion:
         enough = False
 
-        def hear(item: msgspec.Raw) -> None:
+        def on_item(item: msgspec.Raw) -> None:
             nonlocal enough
-            if not enough and listener.hear(_tokens.decode(item)):
+            if not enough and listener.on_tokens(_tokens.decode(item)):
                 enough = True
                 self._client.send("abort", request.id)
 
         asked = Streamed(request, listener.every)
-        completion = await self._call("stream", asked, Completion, self._deadline, hear)
+        completion = await self._call("stream", asked, Completion, self._deadline, on_item)
         return replace(completion, finish="length") if enough and completion.finish == "abort" else completion
 
     async def prefill(self, request: GenerationRequest) -> int:
@@ -65,8 +65,8 @@ class EngineClient:
     async def abort(self, request_id: str) -> None:
         await self._call("abort", request_id, type(None), SHORT_S)
 
-    async def load(self, version: int) -> Loaded:
-        return await self._call("load", self._published(version), Loaded, LOAD_S)
+    async def load(self, version: int) -> LoadResult:
+        return await self._call("load", self._published(version), LoadResult, LOAD_S)
 
     async def status(self) -> EngineStatus:
         return await self._call("status", None, EngineStatus, SHORT_S)
@@ -80,10 +80,10 @@ class EngineClient:
         argument: object,
         returns: type[T],
         deadline: float,
-        hear: Callable[[msgspec.Raw], None] = rpc.unheard,
+        on_item: Callable[[msgspec.Raw], None] = rpc.ignore_item,
     ) -> T:
         try:
-            return await self._client.call(method, argument, returns=returns, deadline=deadline, hear=hear)
+            return await self._client.call(method, argument, returns=returns, deadline=deadline, on_item=on_item)
         except ServiceError as error:
             failure = EngineFailed if self._client.alive else EngineLost
             raise failure(str(error)) from error

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from rollart.config import Environments, Task
+from rollart.config import EnvironmentsConfig, TaskConfig
 from rollart.core.errors import EnvironmentFailed, ServiceError
 from rollart.core.events import EnvironmentLost, EventSink, ResetHedged
 from rollart.core.types import Message, Step
@@ -51,8 +51,8 @@ class Counts:
 class TaskEnvironments:
     """What the leases of one task share. `reusable` is what the environment says of itself, once it was asked."""
 
-    task: Task
-    config: Environments
+    task: TaskConfig
+    config: EnvironmentsConfig
     pool: SlotPool
     latencies: Latencies
     sink: EventSink | None = None

@@ -15,14 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from rollart.config import Environments, Task
+from rollart.config import EnvironmentsConfig, TaskConfig
 from rollart.core.errors import EnvironmentFailed, ServiceError
 from rollart.core.events import EventSink
 from rollart.envs.latencies import Latencies
 from rollart.envs.lease import Counts, EnvironmentLease, TaskEnvironments
-from rollart.envs.remote_host import HostElsewhere
+from rollart.envs.remote_host import RemoteHost
 from rollart.envs.worker import host_spec
-from rollart.launch.launcher import Launcher, Wish
+from rollart.launch.launcher import Launcher, ResourceRequest
 from rollart.launch.local import LocalLauncher
 from rollart.workers.process import Place
 from rollart.workers.seat import Tell
@@ -42,11 +42,11 @@ class EnvironmentPool:
 
     def __init__(
         self,
-        tasks: Sequence[Task],
-        config: Environments,
+        tasks: Sequence[TaskConfig],
+        config: EnvironmentsConfig,
         log: Path | None = None,
         launcher: Launcher | None = None,
-        wishes: Sequence[Wish] = (),
+        wishes: Sequence[ResourceRequest] = (),
         urls: Sequence[str] = (),
         tell: Tell | None = None,
         sink: EventSink | None = None,
@@ -55,14 +55,14 @@ class EnvironmentPool:
         self._sink = sink
         self._launcher = launcher or LocalLauncher()
         self._share = 1 / max(1, len(tasks))
-        places = [self._place(wish) for wish in wishes or ([] if urls else [Wish()])]
-        places += [Place(HostElsewhere(url), Wish()) for url in urls]
+        places = [self._place(wish) for wish in wishes or ([] if urls else [ResourceRequest()])]
+        places += [Place(RemoteHost(url), ResourceRequest()) for url in urls]
         # Hosts that someone else runs have their own Python; only those that we start need that of the family.
         self._python = sys.executable if urls and not wishes else None
         self._tasks = {task.name: self._environments(task, places, log, tell) for task in tasks}
 
     def _environments(
-        self, task: Task, places: Sequence[Place], log: Path | None, tell: Tell | None
+        self, task: TaskConfig, places: Sequence[Place], log: Path | None, tell: Tell | None
     ) -> TaskEnvironments:
         config = self._config
         made = {"env": task.env, "args": task.args, "held_out": False}
@@ -78,7 +78,7 @@ class EnvironmentPool:
         )
         return TaskEnvironments(task, config, pool, Latencies(config.hedge_after), self._sink)
 
-    def _place(self, wish: Wish) -> Place:
+    def _place(self, wish: ResourceRequest) -> Place:
         return Place(self._launcher, replace(wish, count=wish.count * self._share))
 
     @property
@@ -98,7 +98,7 @@ class EnvironmentPool:
         """Raises ServiceError, for example for a module that cannot be imported."""
         await self._each(lambda pool: pool.start())
 
-    async def add(self, wish: Wish) -> None:
+    async def add(self, wish: ResourceRequest) -> None:
         """One more host for each task, while others run. Raises ServiceError."""
         await self._each(lambda pool: pool.add(self._place(wish)))
 

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rollart.core.errors import ServiceError
-from rollart.launch.launcher import Command, Node, Started, Unsatisfiable, Wish
+from rollart.launch.launcher import Command, Node, ResourceRequest, ServiceHandle, Unsatisfiable
 from rollart.launch.silence import notice_silence
 from rollart.workers.slot import CallRaised, Slot, SlotLost
 
@@ -42,7 +42,7 @@ class Visit:
         self._slot.kill("it was left")
 
 
-class HostElsewhere:
+class RemoteHost:
     """Implements `rollart.launch.launcher.Launcher` for the one place that it knows."""
 
     here = False
@@ -58,7 +58,7 @@ class HostElsewhere:
     async def nodes(self) -> Sequence[Node]:
         return [Node(self._url, self._address[0], {}, {})]
 
-    async def launch(self, command: Command, wish: Wish) -> Started:
+    async def launch(self, command: Command, wish: ResourceRequest) -> ServiceHandle:
         """Reach the host and ask whether it knows what will be wanted. Raises ServiceError."""
         if self._url in wish.apart:
             raise Unsatisfiable(command.name, wish, await self.nodes())
@@ -89,7 +89,7 @@ class HostElsewhere:
             return f"the host at {self._url} hung up; is {KEY} its key? ({error})"
         return f"the host at {self._url} cannot be reached: {error or 'no answer'}"
 
-    async def launch_together(self, commands: Sequence[Command], wish: Wish) -> Sequence[Started]:
+    async def launch_together(self, commands: Sequence[Command], wish: ResourceRequest) -> Sequence[ServiceHandle]:
         raise ServiceError(f"the host at {self._url} serves environments only")
 
     async def close(self) -> None:

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rollart.config import Environments, Task
+from rollart.config import EnvironmentsConfig, TaskConfig
 from rollart.core.errors import EnvironmentFailed, ServiceError
 from rollart.core.types import Message, Step
 from rollart.envs import answers
@@ -17,10 +17,10 @@ from rollart.workers.slots import SlotPool
 T = TypeVar("T")
 
 
-class Stage:
+class SingleEnvironment:
     """Every call has a deadline and raises EnvironmentFailed. Nothing is tried again."""
 
-    def __init__(self, task: Task, config: Environments, lease: Lease) -> None:
+    def __init__(self, task: TaskConfig, config: EnvironmentsConfig, lease: Lease) -> None:
         self._task = task
         self._config = config
         self._lease = lease
@@ -60,15 +60,15 @@ class Stage:
 
 @asynccontextmanager
 async def stage(
-    task: Task, config: Environments, log: Path | None = None, python: str | None = None
-) -> AsyncIterator[Stage]:
+    task: TaskConfig, config: EnvironmentsConfig, log: Path | None = None, python: str | None = None
+) -> AsyncIterator[SingleEnvironment]:
     """Raises ServiceError if it cannot start. `python` is instead of the one of the task's family."""
     pool = SlotPool(host_spec(task, log, python), limit=1, farewell="close")
     try:
         await pool.start()
         async with pool.lease() as lease:
             await lease.take()
-            yield Stage(task, config, lease)
+            yield SingleEnvironment(task, config, lease)
     except SlotLost as error:
         raise ServiceError(f"the environment of task {task.name!r} cannot start: {error}") from error
     finally:

@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from rollart.config import Task
+from rollart.config import TaskConfig
 from rollart.envs import families
 from rollart.workers.process import HostSpec
 
 SHIM = "{rollart}/envs/shim.py:EnvironmentShim"
 
 
-def host_spec(task: Task, log: Path | None = None, python: str | None = None) -> HostSpec:
+def host_spec(task: TaskConfig, log: Path | None = None, python: str | None = None) -> HostSpec:
     """`python` is instead of the one of the task's family. Raises ConfigError if the family is not installed."""
     if python is None and task.family:
         python = families.python_of(task.family)

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollart.config import RunFile, loading
-from rollart.config import Task as TaskConfig
+from rollart.config import RunFile, TaskConfig, loading
 from rollart.core import gc_tuning
 from rollart.core.errors import RollartError, ServiceError
 from rollart.core.event_log import EventLog
@@ -23,11 +22,11 @@ from rollart.fleet.fleet import Fleet
 from rollart.fleet.trainer_supervisor import TrainerLost
 from rollart.observe import summary
 from rollart.rollout.evaluation import Evaluator
-from rollart.rollout.ledger import Ledger, Recovery
+from rollart.rollout.ledger import Recovery, SqliteLedger
 from rollart.rollout.lockstep import Lockstep
-from rollart.rollout.pipeline import Pipeline, Plan
 from rollart.rollout.scheduler import Scheduler
-from rollart.rollout.trajectory import Player, TaskPlan
+from rollart.rollout.training_loop import LoopPlan, TrainingLoop
+from rollart.rollout.trajectory import RolloutTask, TrajectoryRunner
 from rollart.training.layout import TRAINER_FILES
 from rollart.warmup.prepare import Progress, prepare_in_child
 
@@ -43,7 +42,7 @@ async def train(run: RunFile, directory: Path, *, resume: bool = False, on_log: 
     if resume:
         _check_same_run(run, directory)
     directory.mkdir(parents=True, exist_ok=True)
-    with _exclusive(directory), contextlib.closing(Ledger.open(directory / "ledger.sqlite")) as ledger:
+    with _exclusive(directory), contextlib.closing(SqliteLedger.open(directory / "ledger.sqlite")) as ledger:
         recovery = ledger.recover()
         if recovery.version > run.training.steps:
             raise RollartError(
@@ -69,7 +68,7 @@ async def train(run: RunFile, directory: Path, *, resume: bool = False, on_log: 
 async def evaluate(run: RunFile, model: Path, *, directory: Path, on_log: OnLog | None = None) -> dict[str, Any]:
     """Play the held-out episodes of every task with the policy in `model`."""
     directory.mkdir(parents=True, exist_ok=True)
-    ledger = Ledger.open(directory / "ledger.sqlite")
+    ledger = SqliteLedger.open(directory / "ledger.sqlite")
     with contextlib.closing(ledger), _event_log(directory, on_log) as log, _terminable():
         try:
             async with Fleet(run, directory, log, model=model, version=0, trainer=False) as fleet:
@@ -81,9 +80,9 @@ async def evaluate(run: RunFile, model: Path, *, directory: Path, on_log: OnLog 
     return {"model": str(model), "tasks": {result.task: _result(result) for result in results}}
 
 
-def task_plans(run: RunFile) -> list[TaskPlan]:
+def task_plans(run: RunFile) -> list[RolloutTask]:
     return [
-        TaskPlan(task.name, task.weight, task.max_turns, task.max_context, _sampling(task), task.agent is not None)
+        RolloutTask(task.name, task.weight, task.max_turns, task.max_context, _sampling(task), task.agent is not None)
         for task in run.tasks
     ]
 
@@ -95,7 +94,7 @@ class _Training:
 
     run: RunFile
     fleet: Fleet
-    ledger: Ledger
+    ledger: SqliteLedger
     log: EventLog
     checkpoints: Path
 
@@ -142,8 +141,8 @@ class _Training:
         run, fleet = self.run, self.fleet
         scheduler = _scheduler(run, run.rollout.schedule(), fleet, self.ledger, self.log)
         scheduler.recover(recovery)
-        pipeline = Pipeline(
-            plan=Plan(run.training.steps, run.checkpoint.every, run.evaluation.every, run.evaluation.episodes),
+        pipeline = TrainingLoop(
+            plan=LoopPlan(run.training.steps, run.checkpoint.every, run.evaluation.every, run.evaluation.episodes),
             version=recovery.version,
             scheduler=scheduler,
             trainer=fleet.trainer,
@@ -161,20 +160,20 @@ class _Training:
             await scheduler.stop()
 
 
-async def _train(run: RunFile, directory: Path, ledger: Ledger, recovery: Recovery, log: EventLog) -> None:
+async def _train(run: RunFile, directory: Path, ledger: SqliteLedger, recovery: Recovery, log: EventLog) -> None:
     checkpoints = directory / "checkpoints"
     model = checkpoints / f"{recovery.version:06d}" if recovery.version else await _prepare(run, directory, log)
     async with Fleet(run, directory, log, model=model, version=recovery.version) as fleet:
         await _Training(run, fleet, ledger, log, checkpoints).whole(recovery, directory / "model")
 
 
-def _player(run: RunFile, fleet: Fleet, log: EventLog, lockstep: Lockstep | None) -> Player:
+def _player(run: RunFile, fleet: Fleet, log: EventLog, lockstep: Lockstep | None) -> TrajectoryRunner:
     deadline = run.rollout.trajectory_deadline
     environments, router, renderer = fleet.environments, fleet.router, fleet.renderer
-    return Player(environments, router, renderer, fleet.rewards, log, deadline, lockstep, fleet.agents)
+    return TrajectoryRunner(environments, router, renderer, fleet.rewards, log, deadline, lockstep, fleet.agents)
 
 
-def _scheduler(run: RunFile, schedule: Schedule, fleet: Fleet, ledger: Ledger, log: EventLog) -> Scheduler:
+def _scheduler(run: RunFile, schedule: Schedule, fleet: Fleet, ledger: SqliteLedger, log: EventLog) -> Scheduler:
     return Scheduler(
         tasks=task_plans(run),
         schedule=schedule,

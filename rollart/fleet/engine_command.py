@@ -7,12 +7,12 @@ from typing import Any
 
 from rollart.config import RunFile
 from rollart.hardware.devices import DeviceClass
-from rollart.launch.launcher import Command, Wish, service_command
+from rollart.launch.launcher import Command, ResourceRequest, service_command
 from rollart.placement.placement import Binding
 from rollart.placement.plan import acts_as
 
 START_S = 120.0
-_BESIDE = Wish(count=0.1)  # for a service whose server runs elsewhere
+_BESIDE = ResourceRequest(count=0.1)  # for a service whose server runs elsewhere
 
 
 def engine_command(
@@ -42,7 +42,7 @@ def start_deadline(run: RunFile) -> float:
     return START_S + (run.vllm.start_deadline if slow else 0.0)
 
 
-def wish_of(run: RunFile, binding: Binding) -> Wish:
+def wish_of(run: RunFile, binding: Binding) -> ResourceRequest:
     return _BESIDE if run.all_pools()[binding.pool].urls else binding.wish()
 
 

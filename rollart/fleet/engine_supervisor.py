@@ -20,8 +20,8 @@ from rollart.fleet.engine_command import engine_command, url_of, wish_of
 from rollart.hardware.devices import DeviceClass
 from rollart.hardware.roofline import ModelShape, Roofline
 from rollart.launch import rpc
-from rollart.launch.external import External
-from rollart.launch.launcher import Launcher, Started, relaunch
+from rollart.launch.external import ExternalService
+from rollart.launch.launcher import Launcher, ServiceHandle, relaunch
 from rollart.placement.placement import Binding
 from rollart.placement.plan import acts_as
 from rollart.rollout.engine_state import EnginePool
@@ -41,14 +41,14 @@ class _Engine:
     pool: EnginePool
     device: DeviceClass
     slowdown: float
-    started: Started
+    started: ServiceHandle
     client: EngineClient
     since: float
     short_lives: int = 0
     stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
 
-class Engines:
+class EngineSupervisor:
     """`spec` is what every engine is told: model, weights, seed, version; `published` where a version is to be had."""
 
     def __init__(
@@ -111,16 +111,16 @@ class Engines:
         except EngineFailed as error:
             raise ServiceError(f"{names} serve another version than {version} and cannot take it: {error}") from error
 
-    async def _begin(self, binding: Binding, ended: Started | None) -> _Engine:
+    async def _begin(self, binding: Binding, ended: ServiceHandle | None) -> _Engine:
         """Start or connect, and tell where it is."""
         clock = asyncio.get_running_loop().time
         began = clock()
         device_name, slowdown = acts_as(self._run, binding)
         pool = self._run.all_pools()[binding.pool]
         stack = AsyncExitStack()
-        started: Started
+        started: ServiceHandle
         if pool.urls and pool.engine == "torch":
-            external = External(binding.worker, url_of(self._run, binding), device_name)
+            external = ExternalService(binding.worker, url_of(self._run, binding), device_name)
             client = await external.connect(stack)
             started = external
         else:
@@ -152,7 +152,7 @@ class Engines:
         self._tell(engine, clock() - began)
         return engine
 
-    async def _launch(self, binding: Binding, ended: Started | None) -> Started:
+    async def _launch(self, binding: Binding, ended: ServiceHandle | None) -> ServiceHandle:
         command = engine_command(self._run, binding, self._spec(), self._devices, self._logs)
         wish = wish_of(self._run, binding)
         if ended is None:

@@ -19,19 +19,19 @@ from rollart.core.event_log import EventLog
 from rollart.core.events import RolledBack, ServiceEnded
 from rollart.envs.pool import EnvironmentPool
 from rollart.fleet.engine_command import start_deadline
-from rollart.fleet.engine_supervisor import Engines
-from rollart.fleet.trainer_supervisor import TrainerRanks
+from rollart.fleet.engine_supervisor import EngineSupervisor
+from rollart.fleet.trainer_supervisor import TrainerSupervisor
 from rollart.gateway.client import Gateway
 from rollart.hardware.roofline import ModelShape
-from rollart.launch.launcher import Launcher, Started
+from rollart.launch.launcher import Launcher, ServiceHandle
 from rollart.launch.local import LocalLauncher
 from rollart.models.chat import ChatRenderer
 from rollart.placement.inventory import Inventory
 from rollart.placement.placement import Binding
-from rollart.placement.plan import Plan, plan
+from rollart.placement.plan import PlacementPlan, plan
 from rollart.placement.workload import MEASURED
 from rollart.rewards.invokers import Rewards
-from rollart.rollout.decode_lengths import TaskShapes
+from rollart.rollout.decode_lengths import DecodeLengths
 from rollart.rollout.router import Router
 from rollart.rollout.routing_policy import policy
 from rollart.training.client import TrainerClient
@@ -61,8 +61,8 @@ class Fleet:
         self.agents: AgentPool | None = None
         self._gateway: Gateway | None = None
         self.router: Router
-        self._engines: Engines
-        self._trainer: TrainerRanks
+        self._engines: EngineSupervisor
+        self._trainer: TrainerSupervisor
 
     @property
     def trainer(self) -> TrainerClient:
@@ -101,7 +101,7 @@ class Fleet:
         await self._engines.agree(self.version, self.trainer.publish if self._train else None)
         self._make_router(placed)
 
-    def _build(self, placed: Plan, launcher: Launcher) -> None:
+    def _build(self, placed: PlacementPlan, launcher: Launcher) -> None:
         run, roles = self._run, {name: pool.role for name, pool in self._run.all_pools().items()}
         bindings = {role: [b for b in placed.bindings if roles[b.pool] == role] for role in set(roles.values())}
         self._build_agents(launcher, bindings["environment"])
@@ -115,7 +115,7 @@ class Fleet:
             tell=partial(self._tell_host, bindings["environment"][0]),
             sink=self._log,
         )
-        self._engines = Engines(
+        self._engines = EngineSupervisor(
             run,
             bindings["generate"],
             launcher=launcher,
@@ -126,7 +126,7 @@ class Fleet:
             sink=self._log,
             logs=self._logs,
         )
-        self._trainer = TrainerRanks(
+        self._trainer = TrainerSupervisor(
             run,
             bindings["train"],
             launcher=launcher,
@@ -151,7 +151,7 @@ class Fleet:
             tell=partial(self._tell_host, bindings[0]),
         )
 
-    def _tell_host(self, binding: Binding, host: Started, ended: str | None) -> None:
+    def _tell_host(self, binding: Binding, host: ServiceHandle, ended: str | None) -> None:
         if ended is not None:
             self._log.emit(ServiceEnded(role="environment", name=host.name, reason=ended))
             return
@@ -176,7 +176,7 @@ class Fleet:
         self._stack.push_async_callback(self._trainer.stop)
         await self._trainer.start()
 
-    def _make_router(self, placed: Plan) -> None:
+    def _make_router(self, placed: PlacementPlan) -> None:
         run, engines = self._run, self._engines
         hand_over = run.routing.hand_over
         self.router = Router(
@@ -189,7 +189,7 @@ class Fleet:
                 task.name: task.affinity if isinstance(task.affinity, str) else tuple(task.affinity)
                 for task in run.tasks
             },
-            shapes=TaskShapes(_priors(run, placed)),
+            shapes=DecodeLengths(_priors(run, placed)),
             on_lost=engines.kill,
             keeps_kv=run.engine.on_swap == "keep",
             patience=start_deadline(run),
@@ -220,7 +220,7 @@ class Fleet:
         self._log.emit(RolledBack(version=version, reason=reason))
 
 
-def _priors(run: RunFile, placed: Plan) -> dict[str, float]:
+def _priors(run: RunFile, placed: PlacementPlan) -> dict[str, float]:
     """The tokens that a turn is expected to answer with: as an earlier run measured them, or as the user declares."""
     measured = {task.task: task.shape.decode for task in placed.tasks if task.shape.source == MEASURED}
     declared = {task.name: (task.sampling.max_tokens, str(task.affinity)) for task in run.tasks}
@@ -237,7 +237,7 @@ def _launcher(run: RunFile) -> Launcher:
     return RayLauncher(run.cluster)
 
 
-async def _planned(run: RunFile, launcher: Launcher) -> Plan:
+async def _planned(run: RunFile, launcher: Launcher) -> PlacementPlan:
     nodes = tuple(await launcher.nodes())
     where = f"the cluster {run.cluster}" if run.cluster else "this machine"
     return plan(run, Inventory(nodes, where, overcommit=run.cluster is None))

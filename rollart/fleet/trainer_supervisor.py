@@ -10,7 +10,7 @@ from rollart.config import RunFile
 from rollart.core.errors import ServiceError
 from rollart.core.events import EventSink, ServiceEnded, ServiceStarted, Warned
 from rollart.launch import rpc
-from rollart.launch.launcher import Launcher, Started, Wish, service_command
+from rollart.launch.launcher import Launcher, ResourceRequest, ServiceHandle, service_command
 from rollart.placement.placement import Binding
 from rollart.training.client import TrainerClient
 
@@ -22,7 +22,7 @@ class TrainerLost(ServiceError):
     """The trainer ended; what it learnt since its last checkpoint is gone."""
 
 
-class TrainerRanks:
+class TrainerSupervisor:
     """`spec` tells what every rank is told, for the checkpoint that it starts from."""
 
     def __init__(
@@ -37,9 +37,9 @@ class TrainerRanks:
     ) -> None:
         self._run, self._bindings, self._launcher, self._sink = run, bindings, launcher, sink
         self._spec, self._logs = spec, logs
-        self._started: Sequence[Started] = ()
+        self._started: Sequence[ServiceHandle] = ()
         self._stack = AsyncExitStack()
-        self._connection: rpc.Client
+        self._connection: rpc.RpcClient
         self.client: TrainerClient
 
     async def start(self, apart: frozenset[str] = frozenset()) -> None:
@@ -59,7 +59,7 @@ class TrainerRanks:
             )
             for name in names
         ]
-        wish = Wish(self._bindings[0].choices, self._bindings[0].units, apart)
+        wish = ResourceRequest(self._bindings[0].choices, self._bindings[0].units, apart)
         if len(commands) == 1:
             self._started = [await self._launcher.launch(commands[0], wish)]
         else:
@@ -75,7 +75,7 @@ class TrainerRanks:
         for binding, started in zip(self._bindings, self._started, strict=True):
             self._tell(binding, started, clock() - began)
 
-    def _tell(self, binding: Binding, started: Started, seconds: float) -> None:
+    def _tell(self, binding: Binding, started: ServiceHandle, seconds: float) -> None:
         self._sink.emit(ServiceStarted(role="train", name=started.name, pid=started.pid, seconds=seconds))
         self._sink.emit(binding.placed(started))
 

@@ -22,8 +22,8 @@ from rollart.gateway.apis.messages import CountTokens, Messages
 from rollart.gateway.apis.responses import Responses
 from rollart.gateway.errors import ApiError, busy
 from rollart.gateway.http import Exchange, Gone
-from rollart.gateway.limits import Limits
-from rollart.gateway.messages import Answer, Ask
+from rollart.gateway.limits import GatewayLimits
+from rollart.gateway.messages import CompletionRequest, CompletionResponse
 from rollart.gateway.template import ChatTemplate
 from rollart.gateway.tenant import Hear, Served, Tenant
 from rollart.gateway.tenants import Tenants
@@ -48,7 +48,7 @@ class App:
     """`model` is the name that is offered; `any_model`: agents may ask for whatever name they were written for."""
 
     def __init__(
-        self, template: ChatTemplate, tenants: Tenants, limits: Limits, model: str, any_model: bool = True
+        self, template: ChatTemplate, tenants: Tenants, limits: GatewayLimits, model: str, any_model: bool = True
     ) -> None:
         self.limits = limits
         self._tenants, self._model, self._any_model = tenants, model, any_model
@@ -152,8 +152,10 @@ class App:
             served = await self._served(tenant, ask)
             await self._deliver(api, tenant, served, request, lambda: encode(api.whole(ask, served.answer)))
 
-    async def _stream(self, api: Api, writer: Writer, ask: Ask, tenant: Tenant, request: Exchange) -> None:
-        def hear(answer: Answer, index: int, piece: str) -> bool:
+    async def _stream(
+        self, api: Api, writer: Writer, ask: CompletionRequest, tenant: Tenant, request: Exchange
+    ) -> None:
+        def hear(answer: CompletionResponse, index: int, piece: str) -> bool:
             if not request.ready:
                 return False
             _write(request, answer, writer.text(answer, index, piece))
@@ -163,7 +165,7 @@ class App:
         shown = [draft.shown for draft in served.drafts]
         await self._deliver(api, tenant, served, request, lambda: writer.end(served.answer, shown))
 
-    async def _served(self, tenant: Tenant, ask: Ask, hear: Hear | None = None) -> Served:
+    async def _served(self, tenant: Tenant, ask: CompletionRequest, hear: Hear | None = None) -> Served:
         try:
             async with asyncio.timeout(self.limits.answer_s):
                 return await tenant.serve(ask, hear)
@@ -191,7 +193,7 @@ class App:
         api.served(served.ask, answer, tenant)
 
 
-def _write(request: Exchange, answer: Answer, piece: bytes) -> None:
+def _write(request: Exchange, answer: CompletionResponse, piece: bytes) -> None:
     if not request.begun:
         request.begin(EVENTS, [(b"x-request-id", answer.id.encode()), (b"cache-control", b"no-cache")])
     request.write(piece)

@@ -21,21 +21,21 @@ import msgspec
 from rollart.core.endpoint import Endpoint
 from rollart.core.errors import EngineFailed, EnvironmentFailed, ServiceError
 from rollart.core.events import EventSink, ServiceEnded, ServiceStarted
-from rollart.core.protocols import Generate, Listener
-from rollart.core.types import Captured, GenerationRequest
-from rollart.gateway.limits import Limits
-from rollart.gateway.messages import Terms
+from rollart.core.protocols import Generate, TokenStream
+from rollart.core.types import CapturedEpisode, GenerationRequest
+from rollart.gateway.limits import GatewayLimits
+from rollart.gateway.messages import EpisodeLimits
 from rollart.gateway.service import Opening
-from rollart.gateway.upstream import PULL_S, Given, Wanted
+from rollart.gateway.upstream import PULL_S, PullReply, PullRequest
 from rollart.launch import rpc
-from rollart.launch.launcher import Launcher, Started, Wish, service_command
+from rollart.launch.launcher import Launcher, ResourceRequest, ServiceHandle, service_command
 
 T = TypeVar("T")
 NAME = "policy"  # of the model, for clients
 CALL_S = 30.0
 START_S = 60.0
 RESTARTS, HEALTHY_S = 3, 60.0
-_wanted = msgspec.msgpack.Decoder(Wanted)
+_wanted = msgspec.msgpack.Decoder(PullRequest)
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class Opened:
     """An episode at the gateway. `captured` is there once the episode has ended, unless the gateway was lost."""
 
     endpoint: Endpoint
-    captured: Captured | None = None
+    captured: CapturedEpisode | None = None
 
 
 class Gateway:
@@ -57,10 +57,10 @@ class Gateway:
         logs: Path,
         *,
         port: int = 0,
-        limits: Limits | None = None,
+        limits: GatewayLimits | None = None,
     ) -> None:
         self._launcher, self._sink, self._logs = launcher, sink, logs
-        limits = limits or Limits()
+        limits = limits or GatewayLimits()
         self._spec = {
             "model": str(model),
             "name": NAME,
@@ -68,15 +68,15 @@ class Gateway:
             "limits": msgspec.to_builtins(limits),
         }
         self._stack = AsyncExitStack()
-        self._started: Started | None = None
-        self._client: rpc.Client | None = None
+        self._started: ServiceHandle | None = None
+        self._client: rpc.RpcClient | None = None
         self._up = asyncio.Event()
         self._pulling: asyncio.Task[None] | None = None
         self._episodes: dict[str, Generate] = {}
         self._alive: set[asyncio.Timeout] = set()  # what ends the episodes of a gateway that is lost
         self._running: dict[int, asyncio.Task[None]] = {}
         self._enough: set[int] = set()  # of these, those whose callers want no more tokens
-        self._given: list[Given] = []
+        self._given: list[PullReply] = []
         self.url = ""
 
     async def start(self) -> None:
@@ -84,7 +84,7 @@ class Gateway:
         clock = asyncio.get_running_loop().time
         began = clock()
         command = service_command("rollart.gateway.service", self._spec, name="gateway", logs=self._logs)
-        self._started = await self._launcher.launch(command, Wish())
+        self._started = await self._launcher.launch(command, ResourceRequest())
         self._stack = AsyncExitStack()
         self._stack.push_async_callback(self._started.stop)
         try:
@@ -137,7 +137,7 @@ class Gateway:
     # Episodes
 
     @asynccontextmanager
-    async def episode(self, terms: Terms, generate: Generate) -> AsyncIterator[Opened]:
+    async def episode(self, terms: EpisodeLimits, generate: Generate) -> AsyncIterator[Opened]:
         """Raises EnvironmentFailed if the gateway is lost."""
         client, key = await self._reached(), secrets.token_urlsafe(32)
         await self._call(client, "open", Opening(key, terms), type(None))
@@ -156,9 +156,9 @@ class Gateway:
             self._alive.discard(alive)
             del self._episodes[terms.id]
             with suppress(EnvironmentFailed):  # then nothing is captured, and whoever asks is told
-                opened.captured = await self._call(client, "close", key, Captured)
+                opened.captured = await self._call(client, "close", key, CapturedEpisode)
 
-    async def _reached(self) -> rpc.Client:
+    async def _reached(self) -> rpc.RpcClient:
         with suppress(TimeoutError):
             async with asyncio.timeout(START_S):
                 await self._up.wait()
@@ -166,7 +166,7 @@ class Gateway:
             raise EnvironmentFailed(f"the gateway did not come back within {START_S:g} s")
         return self._client
 
-    async def _call(self, client: rpc.Client, method: str, argument: object, returns: type[T]) -> T:
+    async def _call(self, client: rpc.RpcClient, method: str, argument: object, returns: type[T]) -> T:
         try:
             return await client.call(method, argument, returns=returns, deadline=CALL_S)
         except ServiceError as error:
@@ -174,15 +174,15 @@ class Gateway:
 
     # Requests
 
-    async def _pull(self, client: rpc.Client) -> None:
+    async def _pull(self, client: rpc.RpcClient) -> None:
         """Until the connection is lost or silent; the process is then ended, which `watch` hears of."""
 
-        def hear(item: msgspec.Raw) -> None:
+        def on_item(item: msgspec.Raw) -> None:
             self._take(client, _wanted.decode(item))
 
         with suppress(ServiceError):
             while True:
-                await client.call("pull", returns=type(None), deadline=PULL_S + CALL_S, hear=hear)
+                await client.call("pull", returns=type(None), deadline=PULL_S + CALL_S, on_item=on_item)
         if self._client is client:
             self._lose()
             self.kill()
@@ -194,7 +194,7 @@ class Gateway:
         for alive in self._alive:
             alive.reschedule(now)
 
-    def _take(self, client: rpc.Client, wanted: Wanted) -> None:
+    def _take(self, client: rpc.RpcClient, wanted: PullRequest) -> None:
         number = wanted.number
         if wanted.request is not None:
             task = asyncio.create_task(self._serve(client, wanted, wanted.request))
@@ -210,32 +210,32 @@ class Gateway:
         del self._running[number]
         self._enough.discard(number)
 
-    async def _serve(self, client: rpc.Client, wanted: Wanted, request: GenerationRequest) -> None:
+    async def _serve(self, client: rpc.RpcClient, wanted: PullRequest, request: GenerationRequest) -> None:
         generate, number = self._episodes.get(wanted.episode), wanted.number
 
-        def hear(tokens: list[int]) -> bool:
-            self._give(client, Given(number, tokens=tokens))
+        def on_tokens(tokens: list[int]) -> bool:
+            self._give(client, PullReply(number, tokens=tokens))
             return number in self._enough
 
-        def anew() -> None:
+        def on_restart() -> None:
             self._enough.discard(number)
-            self._give(client, Given(number, anew=True))
+            self._give(client, PullReply(number, restart=True))
 
         try:
             if generate is None:
                 raise EngineFailed("the episode is over")
-            listener = Listener(wanted.every, hear, anew) if wanted.every else None
-            given = Given(number, await generate(request, listener))
+            listener = TokenStream(wanted.every, on_tokens, on_restart) if wanted.every else None
+            given = PullReply(number, await generate(request, listener))
         except EngineFailed as error:
-            given = Given(number, error=str(error))
+            given = PullReply(number, error=str(error))
         self._give(client, given)
 
-    def _give(self, client: rpc.Client, given: Given) -> None:
+    def _give(self, client: rpc.RpcClient, given: PullReply) -> None:
         """All that is there at the end of this turn of the event loop goes in one message."""
         if not self._given:
             asyncio.get_running_loop().call_soon(self._send, client)
         self._given.append(given)
 
-    def _send(self, client: rpc.Client) -> None:
+    def _send(self, client: rpc.RpcClient) -> None:
         given, self._given = self._given, []
         client.send("answer", given)

@@ -2,12 +2,12 @@
 
 from rollart.core.types import Sampling
 from rollart.gateway.errors import ApiError, invalid
-from rollart.gateway.messages import Ask, Terms
+from rollart.gateway.messages import CompletionRequest, EpisodeLimits
 
 GREEDY = 1e-3  # a temperature below this means the likeliest token
 
 
-def sampling_of(ask: Ask, terms: Terms, stop: tuple[int, ...], context: int) -> Sampling:
+def sampling_of(ask: CompletionRequest, terms: EpisodeLimits, stop: tuple[int, ...], context: int) -> Sampling:
     """For a context of so many tokens. Raises ApiError if there is no room for an answer."""
     own, room = terms.sampling, terms.max_context - context
     if context == 0:
@@ -26,7 +26,7 @@ def sampling_of(ask: Ask, terms: Terms, stop: tuple[int, ...], context: int) -> 
     return Sampling(temperature, top_p, top_k, min(asked, room), stop, ask.seed)
 
 
-def too_long(what: str, terms: Terms) -> ApiError:
+def too_long(what: str, terms: EpisodeLimits) -> ApiError:
     return invalid(
         f"the context has {what}, and the model may have {terms.max_context} tokens in all",
         code="context_length_exceeded",

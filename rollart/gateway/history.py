@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from rollart.gateway.messages import Said, Tool
+from rollart.gateway.messages import ChatMessage, Tool
 from rollart.gateway.segments import Position, Segments
 from rollart.gateway.template import role_of
 from rollart.gateway.tools import canonical
@@ -29,7 +29,7 @@ class History:
         self._asked: set[bytes] = set()
         self._texts: OrderedDict[str, Position] = OrderedDict()
 
-    def find(self, messages: Sequence[Said], chain: Sequence[bytes]) -> tuple[int, Position | None]:
+    def find(self, messages: Sequence[ChatMessage], chain: Sequence[bytes]) -> tuple[int, Position | None]:
         """How many of the messages, whose digests are `chain`, are known, and where the last of these ends."""
         for index in range(len(messages) - 1, -1, -1):
             position = self._answers.get(chain[index]) if messages[index].role == "assistant" else None
@@ -44,7 +44,7 @@ class History:
             self._asked.add(chain[-1])
         return again
 
-    def answered(self, chain: Sequence[bytes], said: Said, position: Position) -> None:
+    def answered(self, chain: Sequence[bytes], said: ChatMessage, position: Position) -> None:
         self._answers[_link(chain[-1], said)] = position
         if len(self._answers) > MOST:
             del self._answers[next(iter(self._answers))]
@@ -64,7 +64,7 @@ class History:
             self._texts.popitem(last=False)
 
 
-def digests(messages: Sequence[Said], tools: Sequence[Tool]) -> list[bytes]:
+def digests(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[bytes]:
     """One per message, each of it and of all before it."""
     digest, chain = _encoder.encode(tools) if tools else b"", []
     for said in messages:
@@ -73,7 +73,7 @@ def digests(messages: Sequence[Said], tools: Sequence[Tool]) -> list[bytes]:
     return chain
 
 
-def _link(before: bytes, said: Said) -> bytes:
+def _link(before: bytes, said: ChatMessage) -> bytes:
     calls = [(call.name, canonical(call.arguments)) for call in said.calls]
     text = said.text.strip() if said.role == "assistant" else said.text
     return blake2b(_encoder.encode((before, role_of(said), text, calls)), digest_size=16).digest()

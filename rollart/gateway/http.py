@@ -24,7 +24,7 @@ from wsgiref.handlers import format_date_time
 import httptools
 
 from rollart.gateway.errors import ApiError, invalid
-from rollart.gateway.limits import Limits
+from rollart.gateway.limits import GatewayLimits
 
 HEAD_BYTES = 64 << 10
 Fields = Iterable[tuple[bytes, bytes]]
@@ -36,7 +36,7 @@ class Gone(Exception):
 
 
 class Application(Protocol):
-    limits: Limits
+    limits: GatewayLimits
 
     def route(self, request: "Exchange") -> Any:
         """What `handle` will need. Raises ApiError for a request that is refused whatever its body says."""

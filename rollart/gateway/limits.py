@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 
-class Limits(Struct, frozen=True):
+class GatewayLimits(Struct, frozen=True):
     """Seconds for a request to come, for an answer, for a client to take a piece of it, and for one to say nothing."""
 
     body_bytes: int = 32 << 20

@@ -18,7 +18,7 @@ class ToolCall(Struct, frozen=True):
     id: str = ""
 
 
-class Said(Struct, frozen=True):
+class ChatMessage(Struct, frozen=True):
     """One message. `answers` is the id of the call that a tool's message is the result of."""
 
     role: str
@@ -33,7 +33,7 @@ class Tool(Struct, frozen=True):
     parameters: dict[str, Any] = {}
 
 
-class Ask(Struct, kw_only=True):
+class CompletionRequest(Struct, kw_only=True):
     """What a client wants. The context is `messages`, or `text` as it stands, or `tokens`.
 
     `force`: the model must call this tool, or any if it is empty; `calls`: what looks like a call is one. `prefix` is
@@ -41,7 +41,7 @@ class Ask(Struct, kw_only=True):
     """
 
     model: str = ""
-    messages: tuple[Said, ...] = ()
+    messages: tuple[ChatMessage, ...] = ()
     text: str | None = None
     tokens: list[int] | None = None
     tools: tuple[Tool, ...] = ()
@@ -62,7 +62,7 @@ class Ask(Struct, kw_only=True):
     usage_in_stream: bool = False
 
 
-class Choice(Struct):
+class CompletionChoice(Struct):
     """One completion. `stopped_by` is the client's stop string that ended it, if one did."""
 
     text: str
@@ -73,7 +73,7 @@ class Choice(Struct):
     logprobs: list[float]
 
 
-class Answer(Struct):
+class CompletionResponse(Struct):
     """`cached` of the `prompt` tokens needed no prefill, for the first choice. While it is being made it has no choices
     and nothing is known to be cached."""
 
@@ -81,7 +81,7 @@ class Answer(Struct):
     created: int
     model: str
     prompt: list[int]
-    choices: list[Choice] = []
+    choices: list[CompletionChoice] = []
     cached: int = 0
 
     @property
@@ -89,7 +89,7 @@ class Answer(Struct):
         return sum(len(choice.tokens) for choice in self.choices)
 
 
-class Terms(Struct, frozen=True):
+class EpisodeLimits(Struct, frozen=True):
     """What the holder of a key may do. `fixed`: `sampling` decides how tokens are drawn, not the client, because what
     is trained must have been sampled as the trainer thinks. `calls` is the number of completions in all, `parallel` at
     the same time. Without `record` nothing is kept to be trained."""

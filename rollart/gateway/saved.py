@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollart.config import Engine as EngineConfig
+from rollart.config import EngineConfig
 from rollart.core.endpoint import Endpoint
 from rollart.core.errors import ServiceError
-from rollart.core.protocols import Listener
+from rollart.core.protocols import TokenStream
 from rollart.core.types import Completion, GenerationRequest, Sampling
 from rollart.engines.client import EngineClient
 from rollart.gateway.app import App
-from rollart.gateway.limits import Limits
-from rollart.gateway.messages import Terms
+from rollart.gateway.limits import GatewayLimits
+from rollart.gateway.messages import EpisodeLimits
 from rollart.gateway.server import served
 from rollart.gateway.template import ChatTemplate
 from rollart.gateway.tenants import Tenants
 from rollart.hardware.gpus import gpus
 from rollart.launch import rpc
-from rollart.launch.launcher import Started, Wish, service_command
+from rollart.launch.launcher import ResourceRequest, ServiceHandle, service_command
 from rollart.launch.local import LocalLauncher
 
 PARALLEL = 1024
@@ -34,7 +34,7 @@ class Saved:
     """A model that is being served. `wait` raises ServiceError once its engine has ended."""
 
     endpoint: Endpoint
-    engine: Started
+    engine: ServiceHandle
 
     async def wait(self) -> None:
         raise ServiceError(f"the engine ended: {await self.engine.wait()}")
@@ -42,7 +42,7 @@ class Saved:
 
 @asynccontextmanager
 async def serving(
-    model: Path, *, name: str, key: str, host: str, port: int, config: EngineConfig, limits: Limits
+    model: Path, *, name: str, key: str, host: str, port: int, config: EngineConfig, limits: GatewayLimits
 ) -> AsyncIterator[Saved]:
     """Raises ServiceError if the engine or the listener cannot start."""
     template = ChatTemplate(model)
@@ -55,11 +55,11 @@ async def serving(
         command = service_command(
             "rollart.engines.torch.service", spec, name="engine", logs=folder, threads=config.threads
         )
-        engine = await launcher.launch(command, Wish(classes))
+        engine = await launcher.launch(command, ResourceRequest(classes))
         client = await stack.enter_async_context(rpc.connected(str(engine.answer["url"]), key=launcher.key))
         own = EngineClient(client, deadline=limits.answer_s)
 
-        def generate(request: GenerationRequest, listener: Listener | None = None, /) -> Awaitable[Completion]:
+        def generate(request: GenerationRequest, listener: TokenStream | None = None, /) -> Awaitable[Completion]:
             return own.generate(request) if listener is None else own.stream(request, listener)
 
         tenants = Tenants(template, generate)
@@ -69,7 +69,7 @@ async def serving(
         yield Saved(Endpoint(url, key, name), engine)
 
 
-def _terms(model: Path) -> Terms:
+def _terms(model: Path) -> EpisodeLimits:
     """The model's own settings, where a client asks for no others."""
     about, wishes = _json(model / "config.json"), _json(model / "generation_config.json")
     context = int(about.get("max_position_embeddings") or 4096)
@@ -79,7 +79,7 @@ def _terms(model: Path) -> Terms:
         top_k=wishes.get("top_k") or 0,
         max_tokens=context,
     )
-    return Terms(
+    return EpisodeLimits(
         "serve", "serve", secrets.randbits(31), sampling, context, parallel=PARALLEL, fixed=False, record=False
     )
 

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 
 from rollart.core import gc_tuning
-from rollart.core.types import Captured
+from rollart.core.types import CapturedEpisode
 from rollart.gateway.app import App
-from rollart.gateway.limits import Limits
-from rollart.gateway.messages import Terms
+from rollart.gateway.limits import GatewayLimits
+from rollart.gateway.messages import EpisodeLimits
 from rollart.gateway.server import served
 from rollart.gateway.template import ChatTemplate
 from rollart.gateway.tenants import Tenants
@@ -27,7 +27,7 @@ from rollart.launch.service import LOOPBACK, main
 
 class Opening(msgspec.Struct, frozen=True):
     key: str
-    terms: Terms
+    terms: EpisodeLimits
 
 
 @asynccontextmanager
@@ -35,12 +35,12 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
     template = ChatTemplate(Path(spec["model"]))
     upstream = Upstream()
     tenants = Tenants(template, upstream.generate)
-    app = App(template, tenants, msgspec.convert(spec.get("limits", {}), Limits), str(spec["name"]))
+    app = App(template, tenants, msgspec.convert(spec.get("limits", {}), GatewayLimits), str(spec["name"]))
 
     async def open_(opening: Opening) -> None:
         tenants.open(opening.key, opening.terms)
 
-    async def close(key: str) -> Captured:
+    async def close(key: str) -> CapturedEpisode:
         return tenants.close(key)
 
     gc_tuning.calm()

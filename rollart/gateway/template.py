@@ -11,7 +11,7 @@ from typing import Any
 
 from rollart.core.types import Message
 from rollart.gateway.errors import ApiError, invalid
-from rollart.gateway.messages import Said, Tool
+from rollart.gateway.messages import ChatMessage, Tool
 from rollart.gateway.tools import described, format_of, value
 from rollart.models.chat import ACTION, ASKED, ChatRenderer
 
@@ -41,7 +41,7 @@ class ChatTemplate(ChatRenderer):
                 begin = at + 1
         return "".join([*pieces, super().text(tokens[begin:])])
 
-    def opening(self, messages: Sequence[Said], tools: Sequence[Tool]) -> list[int]:
+    def opening(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[int]:
         """Raises ApiError for what the template refuses."""
         if not messages:
             raise invalid("there must be at least one message", "messages")
@@ -54,18 +54,20 @@ class ChatTemplate(ChatRenderer):
         except Exception as error:  # whatever a template raises, it is about these messages
             raise _refused(error) from error
 
-    def following(self, ended: bool, messages: Sequence[Said], tools: Sequence[Tool]) -> list[int]:
+    def following(self, ended: bool, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[int]:
         """What comes after an action, which `ended` by its own end of turn or not. Raises ApiError."""
         try:
             if self._plain(messages, tools):
                 return self.extend("stop" if ended else "length", self.flat(messages, ()))
-            _, _, after = self._native([_said(ASKED), Said("assistant", ACTION), *messages], tools).partition(ACTION)
+            _, _, after = self._native([_said(ASKED), ChatMessage("assistant", ACTION), *messages], tools).partition(
+                ACTION
+            )
             rest = after.partition(self._end)[2]
             return self._encode(rest if ended else self._close + rest)
         except Exception as error:
             raise _refused(error) from error
 
-    def flat(self, messages: Sequence[Said], tools: Sequence[Tool] = ()) -> tuple[Message, ...]:
+    def flat(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> tuple[Message, ...]:
         """As plain messages: calls written out, tools explained at the top."""
         plain = [Message(role_of(said), self.written(said)) for said in messages]
         if tools and plain:
@@ -76,14 +78,14 @@ class ChatTemplate(ChatRenderer):
                 plain.insert(0, Message("system", explained))
         return tuple(plain)
 
-    def written(self, said: Said) -> str:
+    def written(self, said: ChatMessage) -> str:
         calls = [self.format.write(call.name, call.arguments) for call in said.calls]
         return "\n".join([said.text, *calls] if said.text else calls)
 
-    def _plain(self, messages: Sequence[Said], tools: Sequence[Tool]) -> bool:
+    def _plain(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> bool:
         return not self.native or not (tools or any(said.calls for said in messages))
 
-    def _native(self, messages: Sequence[Said], tools: Sequence[Tool]) -> str:
+    def _native(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> str:
         text: str = self._tokenizer.apply_chat_template(
             [self._message(said) for said in messages],
             tools=[described(tool) for tool in tools] or None,
@@ -92,7 +94,7 @@ class ChatTemplate(ChatRenderer):
         )
         return text
 
-    def _message(self, said: Said) -> dict[str, Any]:
+    def _message(self, said: ChatMessage) -> dict[str, Any]:
         (harmless,) = self._harmless([Message(role_of(said), said.text)])
         message: dict[str, Any] = {"role": harmless.role, "content": harmless.content}
         if said.calls:
@@ -105,12 +107,12 @@ class ChatTemplate(ChatRenderer):
         return message
 
 
-def role_of(said: Said) -> str:
+def role_of(said: ChatMessage) -> str:
     return ROLES.get(said.role, said.role)
 
 
-def _said(message: Message) -> Said:
-    return Said(message.role, message.content)
+def _said(message: Message) -> ChatMessage:
+    return ChatMessage(message.role, message.content)
 
 
 def _refused(error: Exception) -> ApiError:

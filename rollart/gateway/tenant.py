@@ -15,19 +15,26 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from rollart.core.errors import EngineFailed
-from rollart.core.protocols import Generate, Listener
+from rollart.core.protocols import Generate, TokenStream
 from rollart.core.seeds import seed_of
-from rollart.core.types import Captured, Completion, Counts, GenerationRequest, Message, Sampling, Turn
+from rollart.core.types import CaptureCounts, CapturedEpisode, Completion, GenerationRequest, Message, Sampling, Turn
 from rollart.gateway.drawing import sampling_of, too_long
 from rollart.gateway.errors import ApiError, busy, invalid
 from rollart.gateway.history import History, digests
-from rollart.gateway.messages import Answer, Ask, Choice, Said, Terms, ToolCall
+from rollart.gateway.messages import (
+    ChatMessage,
+    CompletionChoice,
+    CompletionRequest,
+    CompletionResponse,
+    EpisodeLimits,
+    ToolCall,
+)
 from rollart.gateway.segments import Claim, Segment, Segments
 from rollart.gateway.template import ChatTemplate
 from rollart.gateway.transcript import Transcript, cut
 
 # Text of an answer that is being made, of the choice of that index; False: not now, bring it with what comes next.
-Hear = Callable[[Answer, int, str], bool]
+Hear = Callable[[CompletionResponse, int, str], bool]
 REMEMBERED = 10_000
 STRIDE = 8  # tokens between two looks for a stop string, where nobody is shown the text meanwhile
 KEPT = 256  # conversations of a holder whose answers are not recorded
@@ -42,8 +49,8 @@ class Draft:
     completion: Completion
     used: int
     text: str
-    choice: Choice
-    said: Said
+    choice: CompletionChoice
+    said: ChatMessage
     seconds: float
     shown: int
 
@@ -53,19 +60,21 @@ class Served:
     """An answer, and what there is to keep once it is delivered: `new` are the messages that it adds, if it came as
     messages, and `chain` the digests of all that it answers."""
 
-    ask: Ask
-    answer: Answer
+    ask: CompletionRequest
+    answer: CompletionResponse
     drafts: tuple[Draft, ...]
     new: tuple[Message, ...]
     chain: list[bytes]
 
 
 class Tenant:
-    def __init__(self, terms: Terms, template: ChatTemplate, generate: Generate) -> None:
+    def __init__(self, terms: EpisodeLimits, template: ChatTemplate, generate: Generate) -> None:
         self.terms = terms
-        self.counts = Counts()
+        self.counts = CaptureCounts()
         self.truncated = False
-        self.responses: dict[str, tuple[Said, ...]] = {}  # conversations by the id of their last answer, the last few
+        self.responses: dict[
+            str, tuple[ChatMessage, ...]
+        ] = {}  # conversations by the id of their last answer, the last few
         self._template, self._generate = template, generate
         self._segments = Segments(None if terms.record else KEPT)
         self._history = History(self._segments)
@@ -77,7 +86,7 @@ class Tenant:
 
     # A request
 
-    async def serve(self, ask: Ask, hear: Hear | None = None) -> Served:
+    async def serve(self, ask: CompletionRequest, hear: Hear | None = None) -> Served:
         """Raises ApiError. Every answer must be given to `delivered` or `lost` in the end."""
         self._admit(ask.n)
         self._used += ask.n
@@ -87,7 +96,7 @@ class Tenant:
             new, context, after, sampling = self._prepared(ask, chain)
             self._count(chain)
             claims = [self._segments.claim(context, after, anew=number > 0) for number in range(ask.n)]
-            answer = Answer(secrets.token_hex(12), int(time.time()), ask.model, context)
+            answer = CompletionResponse(secrets.token_hex(12), int(time.time()), ask.model, context)
             drafts = await self._drafts(ask, answer, claims, sampling, hear)
         except BaseException:
             self._used -= ask.n
@@ -121,21 +130,21 @@ class Tenant:
             self._segments.drop(draft.claim)
         self.counts.undelivered += len(served.drafts)
 
-    def remember(self, id: str, conversation: tuple[Said, ...]) -> None:
+    def remember(self, id: str, conversation: tuple[ChatMessage, ...]) -> None:
         """For a client that names an answer instead of repeating what was said."""
         self.responses[id] = conversation
         if len(self.responses) > REMEMBERED:
             del self.responses[next(iter(self.responses))]
 
-    def count_tokens(self, ask: Ask) -> int:
+    def count_tokens(self, ask: CompletionRequest) -> int:
         return len(self._context(ask, digests(ask.messages, ask.tools))[1])
 
-    def close(self) -> Captured:
+    def close(self) -> CapturedEpisode:
         """No answer counts from here on."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
-        return Captured(tuple(self._turns), self.counts, self.truncated, self._cut_short)
+        return CapturedEpisode(tuple(self._turns), self.counts, self.truncated, self._cut_short)
 
     # What stands before the answer
 
@@ -154,7 +163,7 @@ class Tenant:
             self.counts.retries += 1
 
     def _prepared(
-        self, ask: Ask, chain: list[bytes]
+        self, ask: CompletionRequest, chain: list[bytes]
     ) -> tuple[tuple[Message, ...], list[int], Segment | None, Sampling]:
         try:
             new, context, after = self._context(ask, chain)
@@ -163,7 +172,9 @@ class Tenant:
             self.truncated = self.truncated or error.code == "context_length_exceeded"
             raise
 
-    def _context(self, ask: Ask, chain: list[bytes]) -> tuple[tuple[Message, ...], list[int], Segment | None]:
+    def _context(
+        self, ask: CompletionRequest, chain: list[bytes]
+    ) -> tuple[tuple[Message, ...], list[int], Segment | None]:
         """The messages that are new, all tokens up to where the model goes on, and the segment that they are from."""
         template = self._template
         if ask.tokens is not None:
@@ -190,7 +201,7 @@ class Tenant:
             context = context + template.encode(beginning)
         return new, context, position.segment if position is not None else None
 
-    def _beginning(self, ask: Ask) -> str:
+    def _beginning(self, ask: CompletionRequest) -> str:
         """What is put into the model's mouth."""
         return ask.prefix if ask.force is None else self._template.format.begin(ask.force)
 
@@ -204,7 +215,12 @@ class Tenant:
     # The answer
 
     async def _drafts(
-        self, ask: Ask, answer: Answer, claims: Sequence[Claim], sampling: Sampling, hear: Hear | None
+        self,
+        ask: CompletionRequest,
+        answer: CompletionResponse,
+        claims: Sequence[Claim],
+        sampling: Sampling,
+        hear: Hear | None,
     ) -> list[Draft]:
         """All or none; a client that gives up gives up all of them."""
         task = asyncio.current_task()
@@ -230,7 +246,13 @@ class Tenant:
             self._tasks.discard(task)
 
     async def _draft(
-        self, ask: Ask, answer: Answer, claim: Claim, sampling: Sampling, index: int, hear: Hear | None
+        self,
+        ask: CompletionRequest,
+        answer: CompletionResponse,
+        claim: Claim,
+        sampling: Sampling,
+        index: int,
+        hear: Hear | None,
     ) -> Draft:
         """The one of this index among the answers to a request."""
         terms, number = self.terms, next(self._numbers)
@@ -254,7 +276,7 @@ class Tenant:
                 script.shown += len(fresh)
             return script.over
 
-        def anew() -> None:
+        def on_restart() -> None:
             assert script is not None
             if script.shown:
                 raise EngineFailed("an engine was lost when a part of its answer had been shown")
@@ -263,7 +285,7 @@ class Tenant:
         clock = asyncio.get_running_loop().time
         start = clock()
         try:
-            listener = Listener(1 if shows else STRIDE, heard, anew) if script is not None else None
+            listener = TokenStream(1 if shows else STRIDE, heard, on_restart) if script is not None else None
             completion = await self._generate(request, listener)
         except EngineFailed as error:
             raise ApiError(503, f"no engine could answer: {error}", code="engine_failed", retry_after=1) from error
@@ -271,11 +293,11 @@ class Tenant:
             raise ApiError(503, "the engine gave this request up", code="engine_failed", retry_after=1)
         return self._read(ask, claim, completion, clock() - start, script.shown if script is not None else 0)
 
-    def _transcript(self, ask: Ask) -> Transcript:
+    def _transcript(self, ask: CompletionRequest) -> Transcript:
         held = self._template.format.held if ask.tools and ask.calls else None
         return Transcript(self._template.text, ask.stop, held)
 
-    def _read(self, ask: Ask, claim: Claim, completion: Completion, seconds: float, shown: int) -> Draft:
+    def _read(self, ask: CompletionRequest, claim: Claim, completion: Completion, seconds: float, shown: int) -> Draft:
         """The completion as the client is to see it."""
         text, end, used, stopped_by = cut(self._template.text, completion.tokens, ask.stop)
         ended = stopped_by is not None or completion.finish == "stop"
@@ -284,7 +306,7 @@ class Tenant:
         if ask.tools and ask.calls:
             whole, found = self._template.format.read(whole, ask.tools)
             calls = tuple(ToolCall(name, arguments, f"call_{secrets.token_hex(12)}") for name, arguments in found)
-        choice = Choice(
+        choice = CompletionChoice(
             whole,
             calls,
             "stop" if ended else "length",
@@ -292,7 +314,7 @@ class Tenant:
             completion.tokens[:used],
             completion.logprobs[:used],
         )
-        said = Said("assistant", ask.prefix + whole, calls)
+        said = ChatMessage("assistant", ask.prefix + whole, calls)
         return Draft(claim, completion, used, text, choice, said, seconds, shown)
 
     def _turn(self, served: Served, draft: Draft) -> Turn:

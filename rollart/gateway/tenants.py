@@ -3,8 +3,8 @@
 from hashlib import blake2b
 
 from rollart.core.protocols import Generate
-from rollart.core.types import Captured
-from rollart.gateway.messages import Terms
+from rollart.core.types import CapturedEpisode
+from rollart.gateway.messages import EpisodeLimits
 from rollart.gateway.template import ChatTemplate
 from rollart.gateway.tenant import Tenant
 
@@ -14,7 +14,7 @@ class Tenants:
         self._template, self._generate = template, generate
         self._tenants: dict[bytes, Tenant] = {}
 
-    def open(self, key: str, terms: Terms) -> None:
+    def open(self, key: str, terms: EpisodeLimits) -> None:
         """The key holds from now on."""
         digest = _digest(key)
         if digest in self._tenants:
@@ -24,7 +24,7 @@ class Tenants:
     def find(self, key: str) -> Tenant | None:
         return self._tenants.get(_digest(key))
 
-    def close(self, key: str) -> Captured:
+    def close(self, key: str) -> CapturedEpisode:
         """The key is revoked. Raises KeyError if it never held."""
         return self._tenants.pop(_digest(key)).close()
 

@@ -10,7 +10,7 @@ from rollart.launch import rpc
 KEY = "ROLLART_ENGINE_KEY"  # of the environment; what the engines of others want to be shown
 
 
-class External:
+class ExternalService:
     """Implements `rollart.launch.launcher.Started`: it has ended when its connection is lost."""
 
     pid = 0
@@ -19,9 +19,9 @@ class External:
     def __init__(self, name: str, url: str, device: str) -> None:
         self.name, self.node, self.address, self.device = name, url, url, device
         self.answer: Mapping[str, Any] = {"url": url}
-        self._client: rpc.Client | None = None
+        self._client: rpc.RpcClient | None = None
 
-    async def connect(self, stack: AsyncExitStack) -> rpc.Client:
+    async def connect(self, stack: AsyncExitStack) -> rpc.RpcClient:
         """Raises ServiceError."""
         self._client = await stack.enter_async_context(rpc.connected(self.address, key=os.environ.get(KEY)))
         return self._client

@@ -39,7 +39,7 @@ def service_command(module: str, spec: Mapping[str, Any], *, name: str, logs: Pa
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ResourceRequest:
     """Where a command should run: device classes in order of preference, and how many of them it takes. `apart` from
     the nodes named, because they are suspected or already used."""
 
@@ -66,7 +66,7 @@ class Node:
         return f"{self.name} ({', '.join(offers) or 'no devices'})"
 
 
-class Started(Protocol):
+class ServiceHandle(Protocol):
     """A running command. `answer` is the JSON line that it gave; `device` is the class that it got, `address` that of
     its node. `node_lost` tells, once it has ended, whether its node went silent rather than the process alone."""
 
@@ -89,7 +89,7 @@ class Started(Protocol):
     def kill(self) -> None: ...
 
 
-S = TypeVar("S", bound=Started)
+S = TypeVar("S", bound=ServiceHandle)
 
 
 class Launcher(Protocol):
@@ -101,11 +101,11 @@ class Launcher(Protocol):
 
     async def nodes(self) -> Sequence[Node]: ...
 
-    async def launch(self, command: Command, wish: Wish) -> Started:
+    async def launch(self, command: Command, wish: ResourceRequest) -> ServiceHandle:
         """Raises ServiceError: at once if no node could ever satisfy the wish, saying what there is."""
         ...
 
-    async def launch_together(self, commands: Sequence[Command], wish: Wish) -> Sequence[Started]:
+    async def launch_together(self, commands: Sequence[Command], wish: ResourceRequest) -> Sequence[ServiceHandle]:
         """All or none, each with as many devices as wished, all of one class. Each is told its `rank`, the size of
         their `world` and a `rendezvous` (`address:port`, free on the node of rank 0)."""
         ...
@@ -113,7 +113,7 @@ class Launcher(Protocol):
     async def close(self) -> None: ...
 
 
-async def relaunch(launcher: Launcher, command: Command, wish: Wish, ended: Started) -> Started:
+async def relaunch(launcher: Launcher, command: Command, wish: ResourceRequest, ended: ServiceHandle) -> ServiceHandle:
     """Start again what ended. A node that went silent is avoided, unless nothing else would do: a cluster may still
     count on it for a while."""
     if not ended.node_lost:
@@ -140,6 +140,6 @@ async def all_or_none(starts: Iterable[Coroutine[Any, Any, S]]) -> list[S]:
 class Unsatisfiable(ServiceError):
     """No node could ever do it."""
 
-    def __init__(self, what: str, wish: Wish, nodes: Sequence[Node]) -> None:
+    def __init__(self, what: str, wish: ResourceRequest, nodes: Sequence[Node]) -> None:
         there = "; ".join(map(str, nodes)) or "no node at all"
         super().__init__(f"{what} needs {wish}, which no node has. There is: {there}")

@@ -16,7 +16,7 @@ from typing import Any
 from rollart.core.errors import ServiceError
 from rollart.hardware.gpus import gpus
 from rollart.launch.child import Child
-from rollart.launch.launcher import Command, Node, Started, Unsatisfiable, Wish, all_or_none
+from rollart.launch.launcher import Command, Node, ResourceRequest, ServiceHandle, Unsatisfiable, all_or_none
 
 LOOPBACK = "127.0.0.1"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -45,17 +45,17 @@ class LocalLauncher:
         total = {device: float(count) for device, count in Counter(self._devices).items()}
         return Node(self._name, LOOPBACK, {"cpu": cores} | total, {"cpu": cores} | free)
 
-    async def launch(self, command: Command, wish: Wish) -> Started:
+    async def launch(self, command: Command, wish: ResourceRequest) -> ServiceHandle:
         return await self._launch(command, wish, {})
 
-    async def launch_together(self, commands: Sequence[Command], wish: Wish) -> Sequence[Started]:
+    async def launch_together(self, commands: Sequence[Command], wish: ResourceRequest) -> Sequence[ServiceHandle]:
         rendezvous = f"{LOOPBACK}:{free_port(LOOPBACK)}"
         return await all_or_none(
             self._launch(command, wish, {"rank": rank, "world": len(commands), "rendezvous": rendezvous})
             for rank, command in enumerate(commands)
         )
 
-    async def _launch(self, command: Command, wish: Wish, more: Mapping[str, Any]) -> Child:
+    async def _launch(self, command: Command, wish: ResourceRequest, more: Mapping[str, Any]) -> Child:
         device, taken = self._reserve(command.name, wish)
         visible = {VISIBLE: ",".join(map(str, taken))} if taken else {}
         placed = replace(command, environment={**visible, **command.environment})
@@ -70,7 +70,7 @@ class LocalLauncher:
         child.ended.add_done_callback(lambda _: self._release(taken))
         return child
 
-    def _reserve(self, name: str, wish: Wish) -> tuple[str, dict[int, float]]:
+    def _reserve(self, name: str, wish: ResourceRequest) -> tuple[str, dict[int, float]]:
         """The class and the GPUs, each with the part of it that is taken. Raises ServiceError."""
         node = self._node()
         for device in wish.devices if self._name not in wish.apart else ():

@@ -32,9 +32,9 @@ except ImportError as error:
     raise ImportError("a run on a Ray cluster needs Ray: pip install 'rollart[ray]'") from error
 
 from rollart.core.errors import ServiceError
-from rollart.launch.launcher import Command, Node, Started, Unsatisfiable, Wish, all_or_none
-from rollart.launch.ray_caretaker import SILENT_S, Caretaker, RayStarted, Where, answer
-from rollart.launch.ray_nodes import Choice, RayNode, choices, described, ray_nodes
+from rollart.launch.launcher import Command, Node, ResourceRequest, ServiceHandle, Unsatisfiable, all_or_none
+from rollart.launch.ray_caretaker import SILENT_S, Caretaker, RayLocation, RayServiceHandle, answer
+from rollart.launch.ray_nodes import NodeChoice, RayNode, choices, described, ray_nodes
 
 JOIN_S, REACH_S, ASK_S = 30.0, 3.0, 10.0
 PLACE_S = 15.0  # for Ray to place what there was room for a moment ago
@@ -58,7 +58,7 @@ class RayLauncher:
         self._folder = f"rollart-{uuid.uuid4().hex[:8]}"
         self._joining = asyncio.Lock()
         self._joined = self._ours = False
-        self._started: set[RayStarted] = set()
+        self._started: set[RayServiceHandle] = set()
 
     async def _join(self) -> None:
         if not ray.is_initialized():  # by the program that we are part of
@@ -98,7 +98,7 @@ class RayLauncher:
             raise ServiceError(f"the Ray cluster at {self._address} does not tell its nodes: {error}") from error
         return ray_nodes(told, free)
 
-    async def launch(self, command: Command, wish: Wish) -> Started:
+    async def launch(self, command: Command, wish: ResourceRequest) -> ServiceHandle:
         actor, where, resource = await self._placed(command.name, wish)
 
         async def release() -> None:
@@ -110,7 +110,7 @@ class RayLauncher:
             await asyncio.shield(release())
             raise
 
-    async def launch_together(self, commands: Sequence[Command], wish: Wish) -> Sequence[Started]:
+    async def launch_together(self, commands: Sequence[Command], wish: ResourceRequest) -> Sequence[ServiceHandle]:
         name = " and ".join(command.name for command in commands)
         group = await self._grouped(name, wish, len(commands))
         left = set(range(len(commands)))
@@ -130,14 +130,14 @@ class RayLauncher:
 
     async def _start_together(
         self, group: PlacementGroup, commands: Sequence[Command], release: Callable[[int], Awaitable[None]]
-    ) -> Sequence[Started]:
+    ) -> Sequence[ServiceHandle]:
         actors = [
             self._actor.options(
                 **_resources(bundle), scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank)
             ).remote()
             for rank, bundle in enumerate(group.bundle_specs)
         ]
-        places: list[Where] = await asyncio.gather(*(answer(actor.where.remote(), PLACE_S) for actor in actors))
+        places: list[RayLocation] = await asyncio.gather(*(answer(actor.where.remote(), PLACE_S) for actor in actors))
         port = await answer(actors[0].free_port.remote(places[0].address), ASK_S)
         common = {"world": len(commands), "rendezvous": f"{places[0].address}:{port}"}
         return await all_or_none(
@@ -148,8 +148,8 @@ class RayLauncher:
         )
 
     async def _start(
-        self, actor: Any, where: Where, resource: str, command: Command, more: Mapping[str, Any], release: Release
-    ) -> RayStarted:
+        self, actor: Any, where: RayLocation, resource: str, command: Command, more: Mapping[str, Any], release: Release
+    ) -> RayServiceHandle:
         asked = (where.node_id, resource)
         node = next((node for node in await self._nodes() if (node.id, node.resource) == asked), None)
         if node is None:
@@ -162,15 +162,15 @@ class RayLauncher:
         if isinstance(result, str):
             raise ServiceError(result)
         pid, said = result
-        started = RayStarted(command.name, actor, node, pid=pid, answer=said, release=release)
+        started = RayServiceHandle(command.name, actor, node, pid=pid, answer=said, release=release)
         self._started.add(started)
         started.ended.add_done_callback(lambda _: self._started.discard(started))
         return started
 
     # Placing
 
-    async def _placed(self, name: str, wish: Wish) -> tuple[Any, Where, str]:
-        async def attempt(first: Choice, rest: list[Choice]) -> tuple[Any, Where, str]:
+    async def _placed(self, name: str, wish: ResourceRequest) -> tuple[Any, RayLocation, str]:
+        async def attempt(first: NodeChoice, rest: list[NodeChoice]) -> tuple[Any, RayLocation, str]:
             actor = self._actor.options(
                 **_resources({first.resource: wish.count}),
                 label_selector=dict(first.selector),
@@ -182,11 +182,11 @@ class RayLauncher:
                 await asyncio.shield(asyncio.to_thread(ray.kill, actor))
                 raise
 
-        placed: tuple[Any, Where, str] = await self._patiently(name, wish, 1, attempt)
+        placed: tuple[Any, RayLocation, str] = await self._patiently(name, wish, 1, attempt)
         return placed
 
-    async def _grouped(self, name: str, wish: Wish, times: int) -> PlacementGroup:
-        async def attempt(first: Choice, rest: list[Choice]) -> PlacementGroup:
+    async def _grouped(self, name: str, wish: ResourceRequest, times: int) -> PlacementGroup:
+        async def attempt(first: NodeChoice, rest: list[NodeChoice]) -> PlacementGroup:
             group = placement_group(
                 [{first.resource: wish.count}] * times,
                 strategy="PACK",
@@ -203,7 +203,11 @@ class RayLauncher:
         return await self._patiently(name, wish, times, attempt)
 
     async def _patiently(
-        self, name: str, wish: Wish, times: int, attempt: Callable[[Choice, list[Choice]], Awaitable[Any]]
+        self,
+        name: str,
+        wish: ResourceRequest,
+        times: int,
+        attempt: Callable[[NodeChoice, list[NodeChoice]], Awaitable[Any]],
     ) -> Any:
         """What the first attempt gives that succeeds. Raises ServiceError."""
         clock = asyncio.get_running_loop().time

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class RayLocation:
     node_id: str
     address: str
 
@@ -47,9 +47,9 @@ class Caretaker:
     def __init__(self) -> None:
         self._child: Child | None = None
 
-    async def where(self) -> Where:
+    async def where(self) -> RayLocation:
         context = ray.get_runtime_context()
-        return Where(context.get_node_id(), ray.util.get_node_ip_address())
+        return RayLocation(context.get_node_id(), ray.util.get_node_ip_address())
 
     async def free_port(self, address: str) -> int:
         return free_port(address)
@@ -113,7 +113,7 @@ async def listens(address: str, port: int) -> bool | None:
     return True
 
 
-class RayStarted:
+class RayServiceHandle:
     """Implements `rollart.launch.launcher.Started`. `release` frees what it had in the cluster."""
 
     def __init__(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from rollart.launch.launcher import Node, Wish
+from rollart.launch.launcher import Node, ResourceRequest
 
 DEVICE, ACCELERATOR, NODE_ID = "rollart.io/device", "ray.io/accelerator-type", "ray.io/node-id"
 Resource = Literal["GPU", "CPU"]
@@ -72,7 +72,7 @@ def _node(told: Mapping[str, Any], free: Mapping[str, float], resource: Resource
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class NodeChoice:
     """Nodes of one class that Ray can be asked for by one label selector and one resource."""
 
     device: str
@@ -93,14 +93,14 @@ def _times(amounts: Iterable[float], count: float) -> int:
     return sum(int(amount / count + 1e-9) for amount in amounts)
 
 
-def choices(wish: Wish, nodes: Sequence[RayNode]) -> list[Choice]:
+def choices(wish: ResourceRequest, nodes: Sequence[RayNode]) -> list[NodeChoice]:
     """In order of preference."""
     found = []
     for device in wish.devices:
         wanted = [node for node in nodes if node.device == device and node.name not in wish.apart]
         for kind in dict.fromkeys((node.label, node.resource, node.beside) for node in wanted):
             group = tuple(node for node in wanted if (node.label, node.resource, node.beside) == kind)
-            found.append(Choice(device, kind[1], _selector(kind[0], device, group, nodes), group))
+            found.append(NodeChoice(device, kind[1], _selector(kind[0], device, group, nodes), group))
     return found
 
 

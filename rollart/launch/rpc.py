@@ -130,11 +130,11 @@ async def _answer(methods: Mapping[str, _Method], outbox: _Outbox, call: int, me
             outbox.put(call, False, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
 
-def unheard(item: msgspec.Raw) -> None:
-    """What nobody asked to hear."""
+def ignore_item(item: msgspec.Raw) -> None:
+    """What nobody asked to on_item."""
 
 
-class Client:
+class RpcClient:
     """The calling side of one connection. Make it with `connect`."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse) -> None:
@@ -164,15 +164,15 @@ class Client:
         *,
         returns: type[T],
         deadline: float,
-        hear: Callable[[msgspec.Raw], None] = unheard,
+        on_item: Callable[[msgspec.Raw], None] = ignore_item,
     ) -> T:
-        """Raises ServiceError when the service fails, is lost, or does not answer within `deadline` seconds. `hear` is
-        given what the service tells before it answers, still encoded; it must not raise."""
+        """Raises ServiceError when the service fails, is lost, or does not answer within `deadline` seconds. `on_item`
+        gets what the service streams before it answers, still encoded; it must not raise."""
         if self._lost is not None:
             raise ServiceError(self._lost)
         number = next(self._numbers)
         future: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
-        self._open[number] = future, hear
+        self._open[number] = future, on_item
         self._outbox.put(number, method, argument)
         try:
             async with asyncio.timeout(deadline):
@@ -202,11 +202,11 @@ class Client:
                 if message.type is not aiohttp.WSMsgType.BINARY:
                     break
                 for number, good, body in _answers.decode(message.data):
-                    future, hear = self._open.get(number, (None, unheard))
+                    future, on_item = self._open.get(number, (None, ignore_item))
                     if future is None or future.done():
                         continue
                     if good is _ITEM:
-                        hear(body)
+                        on_item(body)
                     elif good:
                         future.set_result(body)
                     else:
@@ -234,7 +234,7 @@ class Client:
         await self._session.close()
 
 
-async def connect(url: str, *, key: str | None = None, deadline: float = 10.0) -> Client:
+async def connect(url: str, *, key: str | None = None, deadline: float = 10.0) -> RpcClient:
     session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=deadline))
     headers = {} if key is None else {"Authorization": _credential(key)}
     try:
@@ -253,11 +253,11 @@ async def connect(url: str, *, key: str | None = None, deadline: float = 10.0) -
     except BaseException:
         await session.close()
         raise
-    return Client(url, session, socket)
+    return RpcClient(url, session, socket)
 
 
 @contextlib.asynccontextmanager
-async def connected(url: str, *, key: str | None = None) -> AsyncIterator[Client]:
+async def connected(url: str, *, key: str | None = None) -> AsyncIterator[RpcClient]:
     client = await connect(url, key=key)
     try:
         yield client

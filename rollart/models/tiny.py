@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from rollart.config import TinyModel
+from rollart.config import TinyModelConfig
 from rollart.models.folder import whole_folder
 
 PAD, UNKNOWN, END = "<|pad|>", "<|unk|>", "<|im_end|>"
@@ -22,7 +22,7 @@ TEMPLATE = (
 )
 
 
-def make(config: TinyModel, path: Path, seed: int) -> Path:
+def make(config: TinyModelConfig, path: Path, seed: int) -> Path:
     """The same config and seed give the same folder, byte for byte."""
     import torch
 
@@ -55,7 +55,7 @@ def tokenizer(context: int) -> Any:
     )
 
 
-def sizes(config: TinyModel) -> dict[str, Any]:
+def sizes(config: TinyModelConfig) -> dict[str, Any]:
     """What its `config.json` will say."""
     common = {
         "vocab_size": len(SPECIAL) + len(CHARACTERS),
@@ -76,7 +76,7 @@ def sizes(config: TinyModel) -> dict[str, Any]:
     return common | experts if config.architecture == "qwen3_moe" else common
 
 
-def architecture(config: TinyModel) -> Any:
+def architecture(config: TinyModelConfig) -> Any:
     import transformers
 
     match config.architecture:

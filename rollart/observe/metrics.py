@@ -85,7 +85,7 @@ class Metrics:
             ev.GroupStarted: self._group_started,
             ev.GroupDropped: self._group_dropped,
             ev.TrajectoryStarted: self._trajectory_started,
-            ev.EnvReset: self._env_reset,
+            ev.EnvironmentReset: self._env_reset,
             ev.ResetHedged: self._environment_use.hedged,
             ev.EnvironmentLost: self._environment_use.lost,
             ev.RewardCalled: self._reward_use.called,
@@ -189,7 +189,7 @@ class Metrics:
         if event.held_out and (self.phase != "training" or (self.run and self.version >= self.run.steps)):
             self.phase = "evaluating"
 
-    def _env_reset(self, event: ev.EnvReset) -> None:
+    def _env_reset(self, event: ev.EnvironmentReset) -> None:
         self._environment_use.reset(event)
         if event.trajectory in self._open:
             started, stages = self._open[event.trajectory]

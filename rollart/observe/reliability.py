@@ -56,7 +56,7 @@ class EnvironmentMetrics:
     def __init__(self) -> None:
         self._tasks: defaultdict[str, _Environment] = defaultdict(_Environment)
 
-    def reset(self, event: ev.EnvReset) -> None:
+    def reset(self, event: ev.EnvironmentReset) -> None:
         self._tasks[event.task].resets.add(event.seconds)
 
     def hedged(self, event: ev.ResetHedged) -> None:

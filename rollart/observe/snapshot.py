@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from rollart.core.types import Gap
+from rollart.core.types import LogprobGap
 
 # slot: waiting for a free environment; queue: waiting in the engine; other: all that no stage accounts for
 AGENT = ("requests", "completions", "segments", "forks", "retries", "undelivered", "mismatches")
@@ -36,7 +36,7 @@ class StepPoint:
     tokens_per_s: float
     rewards: dict[str, float]
     values: dict[str, float]
-    gaps: tuple[Gap, ...] = ()
+    gaps: tuple[LogprobGap, ...] = ()
 
     @property
     def mean_staleness(self) -> float:

@@ -85,7 +85,7 @@ class Timeline:
                 self._engines = f"engines (EMULATED: {', '.join(emulated)})"
             case ev.TrajectoryStarted():
                 yield from self._begin(event)
-            case ev.EnvReset() | ev.TurnDone() | ev.Scored():
+            case ev.EnvironmentReset() | ev.TurnDone() | ev.Scored():
                 self._inside(event)
             case ev.TrajectoryEnded():
                 yield from self._end(event.trajectory, event.t, msgspec.to_builtins(event))
@@ -122,13 +122,13 @@ class Timeline:
             yield _name("thread_name", lanes.pid, track.tid, f"lane {track.tid}")
         self._open[event.trajectory] = Open(lanes, track, event)
 
-    def _inside(self, event: ev.EnvReset | ev.TurnDone | ev.Scored) -> None:
+    def _inside(self, event: ev.EnvironmentReset | ev.TurnDone | ev.Scored) -> None:
         trajectory = self._open.get(event.trajectory)
         if trajectory is None:
             return
         track, inner = trajectory.track, trajectory.inner
         match event:
-            case ev.EnvReset():
+            case ev.EnvironmentReset():
                 began = event.t - event.seconds
                 if _us(began) > track.free:
                     inner.append(track.slice("wait for a slot", trajectory.started.t, began))

@@ -8,14 +8,22 @@ with others. Environments want CPUs. A class that cannot hold the work is never 
 from collections.abc import Iterable, Mapping
 from itertools import islice, product
 
-from rollart.config import Pool, RunFile, Task
+from rollart.config import PoolConfig, RunFile, TaskConfig
 from rollart.core.errors import ConfigError
 from rollart.hardware.devices import DeviceClass
 from rollart.hardware.roofline import ModelShape, Roofline
 from rollart.placement.inventory import Inventory
 from rollart.placement.memory import need_of
-from rollart.placement.request import Choice
-from rollart.placement.workload import Shape, expected_batch, may_use, shape_of, shares, training_seconds, turn_seconds
+from rollart.placement.request import DeviceChoice
+from rollart.placement.workload import (
+    WorkloadShape,
+    expected_batch,
+    may_use,
+    shape_of,
+    shares,
+    training_seconds,
+    turn_seconds,
+)
 
 _OWN = 1e-3  # weight of what suits a pool itself, below what suits the tasks
 _MOST_MAPPINGS = 20_000  # nine classes for four pools, and then some
@@ -30,7 +38,7 @@ class Mapper:
         inventory: Inventory,
         classes: Mapping[str, DeviceClass],
         model: ModelShape,
-        measured: Mapping[str, Shape] | None = None,
+        measured: Mapping[str, WorkloadShape] | None = None,
     ) -> None:
         self._run, self._inventory, self._model = run, inventory, model
         there = [classes[name] for name in inventory.classes if name in classes]
@@ -47,7 +55,7 @@ class Mapper:
             for device in self._there.values()
         }
 
-    def choices(self) -> dict[str, Choice]:
+    def choices(self) -> dict[str, DeviceChoice]:
         """For every pool with `device: auto`. Raises ConfigError if nothing that is there can hold the work of one."""
         left = {name: self._inventory.free(name) for name in self._inventory.classes}
         if self._inventory.overcommit:
@@ -57,16 +65,16 @@ class Mapper:
             if not pool.auto and not pool.emulate and not pool.urls:
                 left[pool.devices[0]] = left.get(pool.devices[0], 0.0) - pool.takes
         auto = {name: pool for name, pool in pools.items() if pool.auto}
-        chosen: dict[str, Choice] = {}
+        chosen: dict[str, DeviceChoice] = {}
         for name, pool in auto.items():
             if pool.role == "environment":
-                chosen[name] = Choice(("cpu",), "environments run on CPUs")
+                chosen[name] = DeviceChoice(("cpu",), "environments run on CPUs")
             elif pool.role == "train":  # before generation, which has more to choose from
                 chosen[name] = self._for_training(name, pool, left)
                 left[chosen[name].devices[0]] -= pool.takes
         return chosen | self._for_generation({n: pool for n, pool in auto.items() if pool.role == "generate"}, left)
 
-    def _able(self, name: str, pool: Pool) -> list[str]:
+    def _able(self, name: str, pool: PoolConfig) -> list[str]:
         need = need_of(self._run, pool, self._model)
         able = [device.name for device in self._there.values() if need.fits(device)]
         if not able:
@@ -76,7 +84,7 @@ class Mapper:
             )
         return able
 
-    def _for_training(self, name: str, pool: Pool, left: Mapping[str, float]) -> Choice:
+    def _for_training(self, name: str, pool: PoolConfig, left: Mapping[str, float]) -> DeviceChoice:
         rates, moving = {}, []
         for each in self._able(name, pool):
             device, tokens = self._there[each], self._run.training.pack_tokens
@@ -86,9 +94,9 @@ class Mapper:
                 moving.append(each)
         order = sorted(rates, key=lambda each: (left[each] < pool.count, -rates[each]))
         bound = f"compute-bound, on {' and '.join(moving)} bound by its link" if moving else "compute-bound"
-        return Choice(tuple(order), f"{bound}: {_compared(order, rates)}")
+        return DeviceChoice(tuple(order), f"{bound}: {_compared(order, rates)}")
 
-    def _for_generation(self, pools: Mapping[str, Pool], left: Mapping[str, float]) -> dict[str, Choice]:
+    def _for_generation(self, pools: Mapping[str, PoolConfig], left: Mapping[str, float]) -> dict[str, DeviceChoice]:
         """The mapping that serves each task best on the pool that suits it best, of those that have most room."""
         if not pools:
             return {}
@@ -100,7 +108,7 @@ class Mapper:
         for name in pools:
             rates = {each: self._rate(name, each) for each in able[name]}
             order = sorted(rates, key=lambda each: (each != best[name], -rates[each]))
-            chosen[name] = Choice(tuple(order), f"{self._described(name)}: {_compared(order, rates)}")
+            chosen[name] = DeviceChoice(tuple(order), f"{self._described(name)}: {_compared(order, rates)}")
         return chosen
 
     def _worth(self, mapping: Mapping[str, str]) -> float:
@@ -120,18 +128,18 @@ class Mapper:
         """Turns per price of the mix of tasks that may use the pool."""
         return 1 / sum(share * self._cost[task.name, device] for task, share in shares(self._users(pool)))
 
-    def _users(self, pool: str) -> list[Task]:
+    def _users(self, pool: str) -> list[TaskConfig]:
         return [task for task in self._run.tasks if may_use(task, pool)] or self._run.tasks
 
     def _described(self, pool: str) -> str:
         mix = [(self._shapes[task.name], share) for task, share in shares(self._users(pool))]
-        mean = Shape(
+        mean = WorkloadShape(
             sum(shape.prompt * share for shape, share in mix), sum(shape.decode * share for shape, share in mix)
         )
         return f"{mean.kind} ({mean} tokens per turn)"
 
 
-def _missing(mapping: Mapping[str, str], pools: Mapping[str, Pool], left: Mapping[str, float]) -> float:
+def _missing(mapping: Mapping[str, str], pools: Mapping[str, PoolConfig], left: Mapping[str, float]) -> float:
     """Devices that the mapping wants beyond those that are left."""
     used = dict.fromkeys(mapping.values(), 0.0)
     for name, device in mapping.items():

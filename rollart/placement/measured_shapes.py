@@ -6,15 +6,15 @@ from pathlib import Path
 from rollart.core import run_folder
 from rollart.core.event_log import read_events
 from rollart.core.events import AnyEvent, TrajectoryEnded, TurnDone
-from rollart.placement.workload import Shape
+from rollart.placement.workload import WorkloadShape
 
 
-def measured(run_dir: Path) -> dict[str, Shape]:
+def measured(run_dir: Path) -> dict[str, WorkloadShape]:
     """Raises RollartError if the folder holds no run."""
     return shapes(read_events(run_folder.events_of(run_dir)))
 
 
-def shapes(events: Iterable[AnyEvent]) -> dict[str, Shape]:
+def shapes(events: Iterable[AnyEvent]) -> dict[str, WorkloadShape]:
     sums: dict[str, _Sum] = {}
     contexts: dict[str, int] = {}  # of trajectories under way: tokens so far
     for event in events:
@@ -39,5 +39,5 @@ class _Sum:
         self.decode += decode
         self.context += context
 
-    def mean(self) -> Shape:
-        return Shape(self.prompt / self.turns, self.decode / self.turns, self.context / self.turns)
+    def mean(self) -> WorkloadShape:
+        return WorkloadShape(self.prompt / self.turns, self.decode / self.turns, self.context / self.turns)

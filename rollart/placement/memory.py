@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rollart.config import Pool, RunFile
+from rollart.config import PoolConfig, RunFile
 from rollart.hardware.devices import DeviceClass
 from rollart.hardware.roofline import ModelShape
 
@@ -12,7 +12,7 @@ _REFERENCE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class MemoryNeed:
     """Gigabytes that each worker of a pool holds."""
 
     gigabytes: float
@@ -29,15 +29,15 @@ class Need:
         )
 
 
-def need_of(run: RunFile, pool: Pool, model: ModelShape) -> Need:
+def need_of(run: RunFile, pool: PoolConfig, model: ModelShape) -> MemoryNeed:
     match pool.role:
         case "train":
             number = _TRAINED + (_REFERENCE if run.training.algorithm.kl else 0)
             held = model.parameters * number / pool.count / 1e9
             over = f", over {pool.count} ranks," if pool.count > 1 else ""
-            return Need(held, f"weights, gradients and Adam's moments in float32{over}")
+            return MemoryNeed(held, f"weights, gradients and Adam's moments in float32{over}")
         case "generate":
             held = (model.parameters * model.number_bytes / 1e9 + run.engine.kv_megabytes / 1e3) / pool.tensor_parallel
             over = f", over {pool.tensor_parallel} devices," if pool.tensor_parallel > 1 else ""
-            return Need(held, f"weights in {run.engine.dtype} and {run.engine.kv_megabytes} MB of KV{over}")
-    return Need(0.0, "environments")
+            return MemoryNeed(held, f"weights in {run.engine.dtype} and {run.engine.kv_megabytes} MB of KV{over}")
+    return MemoryNeed(0.0, "environments")

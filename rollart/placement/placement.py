@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 
 from rollart.core.events import Placed
-from rollart.launch.launcher import Node, Started, Wish
+from rollart.launch.launcher import Node, ResourceRequest, ServiceHandle
 from rollart.placement.inventory import Inventory
-from rollart.placement.request import ROLES, PlacementError, Request, refusal_of
+from rollart.placement.request import ROLES, PlacementError, PlacementRequest, refusal_of
 
 _AS_NAMED = "as named"
 
@@ -38,10 +38,10 @@ class Binding:
     why: str
     devices: int = 1
 
-    def wish(self, apart: frozenset[str] = frozenset()) -> Wish:
-        return Wish(self.choices, self.units, apart)
+    def wish(self, apart: frozenset[str] = frozenset()) -> ResourceRequest:
+        return ResourceRequest(self.choices, self.units, apart)
 
-    def placed(self, started: Started, pool: str | None = None) -> Placed:
+    def placed(self, started: ServiceHandle, pool: str | None = None) -> Placed:
         """The event that tells where the worker really runs; `pool` is what the router calls its pool."""
         return Placed(
             role=self.role,
@@ -54,7 +54,7 @@ class Binding:
         )
 
 
-def place(requests: Sequence[Request], inventory: Inventory) -> tuple[Binding, ...]:
+def place(requests: Sequence[PlacementRequest], inventory: Inventory) -> tuple[Binding, ...]:
     """One binding for each worker, in the order of the requests. Raises PlacementError."""
     placed = _all_placed(requests, inventory)
     if not isinstance(placed, _NoRoom):
@@ -67,7 +67,7 @@ def place(requests: Sequence[Request], inventory: Inventory) -> tuple[Binding, .
     raise PlacementError(refusal_of(refused, placed.placed, most, inventory, placed.taken), refused.pool)
 
 
-def _all_placed(requests: Sequence[Request], inventory: Inventory) -> "tuple[Binding, ...] | _NoRoom":
+def _all_placed(requests: Sequence[PlacementRequest], inventory: Inventory) -> "tuple[Binding, ...] | _NoRoom":
     """Pools with fewer choices go first. One that finds no place goes before all others, once: those before it may do
     with a fallback. If that does not help either, the first that found no place."""
     order = sorted(requests, key=lambda request: (len(request.choices), list(ROLES).index(request.role)))
@@ -87,7 +87,7 @@ def _all_placed(requests: Sequence[Request], inventory: Inventory) -> "tuple[Bin
     return first
 
 
-def _with_workers(requests: Sequence[Request], pool: str, workers: int) -> list[Request]:
+def _with_workers(requests: Sequence[PlacementRequest], pool: str, workers: int) -> list[PlacementRequest]:
     return [dataclasses.replace(one, workers=workers) if one.pool == pool else one for one in requests]
 
 
@@ -96,7 +96,7 @@ def replace(
 ) -> Binding:
     """The best place now for a worker that lost its own, on the `nodes` that are left. Raises PlacementError."""
     left = Inventory(tuple(node for node in nodes if node.name not in apart), "what is left", overcommit)
-    request = Request(binding.pool, binding.role, 1, binding.choices, binding.threads, devices=binding.devices)
+    request = PlacementRequest(binding.pool, binding.role, 1, binding.choices, binding.threads, devices=binding.devices)
     found = place([request], left)[0]
     why = f"{binding.node} is gone" if found.why == _AS_NAMED else f"{binding.node} is gone; {found.why}"
     return dataclasses.replace(found, worker=binding.worker, wanted=binding.wanted, choices=binding.choices, why=why)
@@ -105,7 +105,7 @@ def replace(
 class _NoRoom(Exception):
     """Only so many workers of a request found a place, after other pools had `taken` theirs."""
 
-    def __init__(self, request: Request, placed: int, taken: Mapping[str, Counter[str]]) -> None:
+    def __init__(self, request: PlacementRequest, placed: int, taken: Mapping[str, Counter[str]]) -> None:
         super().__init__(request.pool)
         self.request, self.placed, self.taken = request, placed, taken
 
@@ -119,7 +119,7 @@ class _Room:
         self._free = {node.name: dict(node.free) for node in self._nodes}
         self._taken: dict[str, Counter[str]] = {}
 
-    def bind(self, request: Request) -> list[Binding]:
+    def bind(self, request: PlacementRequest) -> list[Binding]:
         places = self._together(request) if request.role == "train" else self._spread(request)
         if len(places) < request.workers:
             raise _NoRoom(request, len(places), self._taken)
@@ -143,7 +143,7 @@ class _Room:
             self._taken.setdefault(device, Counter())[request.pool] += math.ceil(request.takes(device))
         return bindings
 
-    def _spread(self, request: Request) -> list[tuple[str, str]]:
+    def _spread(self, request: PlacementRequest) -> list[tuple[str, str]]:
         """As many workers as find a place, each on the best node of the first class that has one."""
         places: list[tuple[str, str]] = []
         own: Counter[str] = Counter()
@@ -168,7 +168,7 @@ class _Room:
                     heappop(heap)
         return places
 
-    def _together(self, request: Request) -> list[tuple[str, str]]:
+    def _together(self, request: PlacementRequest) -> list[tuple[str, str]]:
         """All ranks on the first class that has room for them, on few nodes; else as many as one class holds."""
         most: list[tuple[str, Node]] = []
         for device in request.choices:
@@ -184,13 +184,13 @@ class _Room:
             most = max(most, seats, key=len)
         return [(device, node.name) for device, node in most]
 
-    def _holds(self, node: Node, device: str, request: Request) -> int:
+    def _holds(self, node: Node, device: str, request: PlacementRequest) -> int:
         """How many workers fit on the node."""
         if device == "cpu" and self._inventory.overcommit and node.total.get("cpu", 0.0):
             return 1 << 30
         return int((self._free[node.name].get(device, 0.0) + 1e-9) // request.takes(device))
 
-    def _take(self, node: Node, device: str, request: Request) -> None:
+    def _take(self, node: Node, device: str, request: PlacementRequest) -> None:
         self._free[node.name][device] = self._free[node.name].get(device, 0.0) - request.takes(device)
 
 
@@ -198,7 +198,7 @@ def _accelerated(node: Node) -> bool:
     return any(number for name, number in node.total.items() if name != "cpu")
 
 
-def _why(request: Request, got: str) -> str:
+def _why(request: PlacementRequest, got: str) -> str:
     if got == request.choices[0]:
         return request.why or _AS_NAMED
     full = " and ".join(request.choices[: request.choices.index(got)])

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rollart.config import Pool, RunFile
+from rollart.config import PoolConfig, RunFile
 from rollart.hardware.balance import balanced
 from rollart.hardware.devices import DeviceClass
 from rollart.hardware.roofline import ModelShape, Roofline
@@ -12,9 +12,9 @@ from rollart.placement.mapping import Mapper
 from rollart.placement.measured_shapes import measured as measured_in
 from rollart.placement.memory import need_of
 from rollart.placement.placement import Binding, place
-from rollart.placement.request import Choice, PlacementError, Request
+from rollart.placement.request import DeviceChoice, PlacementError, PlacementRequest
 from rollart.placement.workload import (
-    Shape,
+    WorkloadShape,
     expected_batch,
     in_flight,
     may_use,
@@ -29,25 +29,25 @@ EXTERNAL = "external"
 
 
 @dataclass(frozen=True, slots=True)
-class TaskPlan:
+class TaskPlacement:
     """`pools` have the share of it that each should serve while all are busy, as far as its `shape` is known. The
     router measures, and looks at the load."""
 
     task: str
     environments: int
     affinity: str
-    shape: Shape
+    shape: WorkloadShape
     pools: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PlacementPlan:
     """`devices` tells what each pool is called on a screen, emulated ones as such."""
 
     inventory: Inventory
     bindings: tuple[Binding, ...]
     devices: Mapping[str, str]
-    tasks: tuple[TaskPlan, ...]
+    tasks: tuple[TaskPlacement, ...]
     batch: Mapping[str, int]
     group_size: int
     in_flight: int
@@ -57,7 +57,7 @@ class Plan:
         return [binding for binding in self.bindings if binding.pool == pool]
 
 
-def plan(run: RunFile, inventory: Inventory, measured: Mapping[str, Shape] | None = None) -> Plan:
+def plan(run: RunFile, inventory: Inventory, measured: Mapping[str, WorkloadShape] | None = None) -> PlacementPlan:
     """`measured` are the shapes of tasks, if they are known otherwise than by the run that the run file names. Raises
     RollartError if the run cannot be placed."""
     classes, model = run.device_classes(), model_shape(run)
@@ -65,7 +65,7 @@ def plan(run: RunFile, inventory: Inventory, measured: Mapping[str, Shape] | Non
         measured = measured_in(run.measured)
     auto = Mapper(run, inventory, classes, model, measured).choices()
     warnings: list[str] = []
-    requests: list[Request] = []
+    requests: list[PlacementRequest] = []
     external: list[Binding] = []
     for name, pool in run.all_pools().items():
         if pool.urls:
@@ -74,10 +74,10 @@ def plan(run: RunFile, inventory: Inventory, measured: Mapping[str, Shape] | Non
             choice = auto.get(name) or _named(run, name, pool, classes, model, warnings)
             threads = {"train": run.training.threads, "generate": run.engine.threads}.get(pool.role, 1)
             requests.append(
-                Request(name, pool.role, pool.count, choice.devices, threads, choice.why, pool.tensor_parallel)
+                PlacementRequest(name, pool.role, pool.count, choice.devices, threads, choice.why, pool.tensor_parallel)
             )
     bindings = (*place(requests, inventory), *external)
-    return Plan(
+    return PlacementPlan(
         inventory=inventory,
         bindings=bindings,
         devices={name: _label(pool) for name, pool in run.all_pools().items()},
@@ -96,13 +96,18 @@ def acts_as(run: RunFile, binding: Binding) -> tuple[str, float]:
 
 
 def _named(
-    run: RunFile, name: str, pool: Pool, classes: Mapping[str, DeviceClass], model: ModelShape, warnings: list[str]
-) -> Choice:
+    run: RunFile,
+    name: str,
+    pool: PoolConfig,
+    classes: Mapping[str, DeviceClass],
+    model: ModelShape,
+    warnings: list[str],
+) -> DeviceChoice:
     """The classes that the user named, without those whose memory is too small."""
     if pool.emulate:
-        return Choice(("cpu",), "a CPU engine, paced")
+        return DeviceChoice(("cpu",), "a CPU engine, paced")
     if name not in run.pools:
-        return Choice(pool.devices, "by default")
+        return DeviceChoice(pool.devices, "by default")
     need = need_of(run, pool, model)
     small = [classes[each] for each in pool.devices if not need.fits(classes[each])]
     fitting = tuple(each for each in pool.devices if need.fits(classes[each]))
@@ -111,10 +116,10 @@ def _named(
         more = "more ranks, " if pool.role == "train" else "a smaller engine.kv_megabytes, engine.dtype: bfloat16, "
         raise PlacementError(f"{'; '.join(problems)}. What to do: {more}a larger class, or a smaller model.", name)
     warnings += [f"{problem}; it is not used" for problem in problems]
-    return Choice(fitting, "")
+    return DeviceChoice(fitting, "")
 
 
-def _external(name: str, pool: Pool) -> Iterator[Binding]:
+def _external(name: str, pool: PoolConfig) -> Iterator[Binding]:
     for number, url in enumerate(pool.urls):
         device = pool.devices[0]
         about = "someone else runs it"
@@ -123,7 +128,7 @@ def _external(name: str, pool: Pool) -> Iterator[Binding]:
         )
 
 
-def _label(pool: Pool) -> str:
+def _label(pool: PoolConfig) -> str:
     if pool.emulate:
         return f"emulated {pool.devices[0]} (1/{pool.emulate:g})"
     return f"{EXTERNAL} {pool.devices[0]}" if pool.urls else ""
@@ -134,8 +139,8 @@ def _tasks(
     bindings: tuple[Binding, ...],
     classes: Mapping[str, DeviceClass],
     model: ModelShape,
-    measured: Mapping[str, Shape] | None,
-) -> Iterator[TaskPlan]:
+    measured: Mapping[str, WorkloadShape] | None,
+) -> Iterator[TaskPlacement]:
     batch, chunk = expected_batch(run), run.engine.prefill_chunk
     speeds: dict[str, list[Roofline]] = {}
     for binding in bindings:
@@ -154,7 +159,7 @@ def _tasks(
     pools = balanced(seconds)
     for task in run.tasks:
         affinity = task.affinity if isinstance(task.affinity, str) else ", ".join(task.affinity)
-        yield TaskPlan(task.name, run.environments.slots, affinity, shapes[task.name], pools[task.name])
+        yield TaskPlacement(task.name, run.environments.slots, affinity, shapes[task.name], pools[task.name])
 
 
 def _warnings(bindings: tuple[Binding, ...], inventory: Inventory, classes: Mapping[str, DeviceClass]) -> Iterator[str]:

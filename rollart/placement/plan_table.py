@@ -8,17 +8,17 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rollart.config import Reward, RunFile
+from rollart.config import RewardConfig, RunFile
 from rollart.observe.tables import table
 from rollart.placement.placement import Binding
-from rollart.placement.plan import Plan
+from rollart.placement.plan import PlacementPlan
 from rollart.placement.request import described
 
 _NAMED_NODES = 3
 _WORTH_TELLING = 0.05
 
 
-def placed(run: RunFile, plan: Plan) -> RenderableType:
+def placed(run: RunFile, plan: PlacementPlan) -> RenderableType:
     parts: list[RenderableType] = [
         Text(f"Where everything goes: {plan.inventory.where}", style="bold"),
         Text("  " + "; ".join(described(plan.inventory.nodes)), style="dim"),
@@ -31,7 +31,7 @@ def placed(run: RunFile, plan: Plan) -> RenderableType:
     return Group(*parts, *(Text(f"! {warning}", style="yellow") for warning in plan.warnings))
 
 
-def _pools(run: RunFile, plan: Plan) -> Table:
+def _pools(run: RunFile, plan: PlacementPlan) -> Table:
     rows = table("role", "pool", "workers", "device", "node", "about")
     about = f"preset {run.rollout.preset}, alpha {run.rollout.schedule().alpha}"
     rows.add_row("control", "controller", "1", "cpu", "here", about)
@@ -43,7 +43,7 @@ def _pools(run: RunFile, plan: Plan) -> Table:
     return rows
 
 
-def _reward(run: RunFile, reward: Reward) -> tuple[str, str, str, str]:
+def _reward(run: RunFile, reward: RewardConfig) -> tuple[str, str, str, str]:
     if reward.invoker == "pool":
         return "rewards", f"up to {run.rewards.workers}", "cpu", "here"
     where = {"lambda": f"AWS Lambda, {reward.name}", "fc": f"Function Compute, {reward.name}", "ray": "Ray Serve"}
@@ -71,7 +71,7 @@ def _nodes(bindings: list[Binding]) -> str:
     return ", ".join(f"{number} on {node}" for node, number in counts.items())
 
 
-def _tasks(plan: Plan) -> Table:
+def _tasks(plan: PlacementPlan) -> Table:
     rows = table("task", "environments", "affinity", "tokens per turn", "pool", "about")
     for task in plan.tasks:
         about = f"{task.shape.kind}, {task.shape.source}"
@@ -85,7 +85,7 @@ def _split(pools: Mapping[str, float]) -> str:
     return large[0] if len(large) == 1 else ", ".join(f"{pools[name]:.0%} {name}" for name in large)
 
 
-def _batch(plan: Plan) -> Text:
+def _batch(plan: PlacementPlan) -> Text:
     groups = ", ".join(f"{number} groups of {task}" for task, number in plan.batch.items())
     total = sum(plan.batch.values()) * plan.group_size
     first = f"First batch: {groups}; {plan.group_size} trajectories each, {total} in all."

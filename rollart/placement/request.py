@@ -22,7 +22,7 @@ class PlacementError(ConfigError):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class DeviceChoice:
     """Device classes in order of preference, and why."""
 
     devices: tuple[str, ...]
@@ -30,7 +30,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PlacementRequest:
     """`workers` of one pool, on the classes of `choices` in order of preference. A worker takes `devices` of one node,
     or on CPUs so many for each of its `threads`. `why` these choices, if the user did not name them."""
 
@@ -47,7 +47,7 @@ class Request:
 
 
 def refusal_of(
-    request: Request, placed: int, most: int, inventory: Inventory, taken: Mapping[str, Counter[str]]
+    request: PlacementRequest, placed: int, most: int, inventory: Inventory, taken: Mapping[str, Counter[str]]
 ) -> str:
     """`placed` of its workers found a place after other pools had `taken` theirs; with `most`, all pools would."""
     wants = " or ".join(request.choices)
@@ -96,7 +96,7 @@ def described(nodes: Iterable[Node]) -> list[str]:
 
 
 def _ways_out(
-    request: Request, placed: int, most: int, inventory: Inventory, taken: Mapping[str, Counter[str]]
+    request: PlacementRequest, placed: int, most: int, inventory: Inventory, taken: Mapping[str, Counter[str]]
 ) -> list[str]:
     """What would help, the nearest thing first."""
     key, first, ways = f"pools.{request.pool}", request.choices[0], []

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from rollart.config import AFFINITIES, RunFile, Task
+from rollart.config import AFFINITIES, RunFile, TaskConfig
 from rollart.hardware.devices import DeviceClass
 from rollart.hardware.roofline import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY, ModelShape, Roofline, Work, decode, prefill
 from rollart.models import tiny
@@ -13,7 +13,7 @@ _LIKELY = 0.5  # of the limits in the run file, until something was measured
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class WorkloadShape:
     """An average turn: the tokens that it adds to the `context` before it, and those that it answers with."""
 
     prompt: float
@@ -44,7 +44,7 @@ def model_shape(run: RunFile) -> ModelShape:
     return ModelShape.of_folder(run.model.path, number)
 
 
-def shape_of(task: Task, measured: Mapping[str, Shape] | None = None) -> Shape:
+def shape_of(task: TaskConfig, measured: Mapping[str, WorkloadShape] | None = None) -> WorkloadShape:
     """As measured; else half of what the run file allows, and of that only the part that a declared affinity names."""
     if measured and task.name in measured:
         return measured[task.name]
@@ -53,10 +53,10 @@ def shape_of(task: Task, measured: Mapping[str, Shape] | None = None) -> Shape:
     prompt, context = max(turn - answer, turn / 8), turn * (task.max_turns - 1) / 2
     kept = {"prefill": (1, 0), "decode": (0, 1)}.get(str(task.affinity), (1, 1))
     source = "estimated" if all(kept) else "declared"
-    return Shape(_LIKELY * prompt * kept[0], _LIKELY * answer * kept[1], _LIKELY * context, source)
+    return WorkloadShape(_LIKELY * prompt * kept[0], _LIKELY * answer * kept[1], _LIKELY * context, source)
 
 
-def turn_seconds(roofline: Roofline, shape: Shape, batch: int, chunk: int) -> float:
+def turn_seconds(roofline: Roofline, shape: WorkloadShape, batch: int, chunk: int) -> float:
     """An engine's time for one turn of many, while `batch` sequences are there: a pass decodes all of them, or prefills
     as many as fill a `chunk`, so that they share the reading of the weights."""
     new, mean = round(shape.prompt), shape.context + shape.prompt + shape.decode / 2
@@ -74,14 +74,14 @@ def training_seconds(device: DeviceClass, model: ModelShape, ranks: int, tokens:
     return compute, moved / (device.link * 1e9 * MEMORY_EFFICIENCY)
 
 
-def may_use(task: Task, pool: str) -> bool:
+def may_use(task: TaskConfig, pool: str) -> bool:
     """A pin names pools; any other affinity leaves all of them open."""
     if isinstance(task.affinity, str):
         return task.affinity == pool or task.affinity in AFFINITIES
     return pool in task.affinity
 
 
-def shares(tasks: Iterable[Task]) -> list[tuple[Task, float]]:
+def shares(tasks: Iterable[TaskConfig]) -> list[tuple[TaskConfig, float]]:
     """Of all turns, if each takes as many as it may."""
     turns = [(task, task.weight * task.max_turns) for task in tasks]
     return [(task, number / sum(each for _, each in turns)) for task, number in turns]

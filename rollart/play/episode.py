@@ -13,12 +13,11 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from rollart.config import Model as ModelConfig
-from rollart.config import RunFile, Task
+from rollart.config import ModelConfig, RunFile, TaskConfig
 from rollart.config.yaml_tree import did_you_mean
 from rollart.core.errors import ConfigError, RollartError
 from rollart.core.types import Episode, EpisodeTurn, Finish, Message, RewardResult, Step
-from rollart.envs.single import Stage, stage
+from rollart.envs.single import SingleEnvironment, stage
 from rollart.models.chat import ChatRenderer
 from rollart.play.players import Action, Model, Person, Player, Scripted, loaded
 from rollart.rewards.invokers import Rewards
@@ -53,7 +52,7 @@ async def play(
         return await Play(task, env, player, show, renderer, seed).run(held_out, run)
 
 
-def _task(run: RunFile, name: str) -> Task:
+def _task(run: RunFile, name: str) -> TaskConfig:
     known = {task.name: task for task in run.tasks}
     if name not in known:
         near = did_you_mean(name, sorted(known))
@@ -128,7 +127,13 @@ class Play:
     """The loop of a trajectory, without the machinery around it."""
 
     def __init__(
-        self, task: Task, env: Stage, player: Player, show: Show, renderer: ChatRenderer | None, seed: int
+        self,
+        task: TaskConfig,
+        env: SingleEnvironment,
+        player: Player,
+        show: Show,
+        renderer: ChatRenderer | None,
+        seed: int,
     ) -> None:
         self._task = task
         self._env = env

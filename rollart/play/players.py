@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 
-from rollart.config import Engine as EngineConfig
-from rollart.config import Task
+from rollart.config import EngineConfig, TaskConfig
 from rollart.core.seeds import seed_of
 from rollart.core.types import Finish, GenerationRequest, Sampling
-from rollart.envs.single import Stage
+from rollart.envs.single import SingleEnvironment
 from rollart.models.chat import ChatRenderer
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ async def _typed() -> bytes:
 class Scripted:
     """The player that the task names, in the environment's process."""
 
-    def __init__(self, env: Stage, seed: int) -> None:
+    def __init__(self, env: SingleEnvironment, seed: int) -> None:
         self._env = env
         self._seed = seed
 
@@ -93,7 +92,7 @@ class Scripted:
 class Model:
     """Samples as a run does."""
 
-    def __init__(self, engine: "TorchEngine", renderer: ChatRenderer, task: Task, seed: int) -> None:
+    def __init__(self, engine: "TorchEngine", renderer: ChatRenderer, task: TaskConfig, seed: int) -> None:
         self._engine = engine
         self._renderer = renderer
         self._task = task

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rollart.config import Reward, Task
-from rollart.config import Rewards as RewardsConfig
+from rollart.config import RewardConfig, RewardsConfig, TaskConfig
 from rollart.core.errors import RewardFailed, ServiceError
 from rollart.core.events import CANCELLED, EventSink, RewardCalled
 from rollart.core.types import Episode, RewardResult
@@ -47,7 +46,7 @@ class Rewards:
 
     def __init__(
         self,
-        tasks: Sequence[Task],
+        tasks: Sequence[TaskConfig],
         config: RewardsConfig,
         log: Path | None = None,
         *,
@@ -139,7 +138,7 @@ class Rewards:
             )
 
 
-def transport_of(reward: Reward, config: RewardsConfig, cluster: str | None = None) -> Transport:
+def transport_of(reward: RewardConfig, config: RewardsConfig, cluster: str | None = None) -> Transport:
     """The client that an invoker needs; its package is imported only now. Raises ServiceError if it is not there."""
     try:
         if reward.invoker == "http":

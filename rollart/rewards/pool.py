@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from rollart.config import Rewards, Task
+from rollart.config import RewardsConfig, TaskConfig
 from rollart.core.errors import RewardFailed, ServiceError
 from rollart.core.types import Episode, RewardResult
 from rollart.rewards.calls import Usage
@@ -24,7 +24,9 @@ IDLE_S = 30.0
 class RewardPool:
     """Implements `rollart.core.protocols.RewardInvoker`. What rewards print goes to `log`, if given."""
 
-    def __init__(self, tasks: Sequence[Task], config: Rewards, log: Path | None = None, idle_s: float = IDLE_S) -> None:
+    def __init__(
+        self, tasks: Sequence[TaskConfig], config: RewardsConfig, log: Path | None = None, idle_s: float = IDLE_S
+    ) -> None:
         self._config = config
         self._rewards = {task.name: task.reward for task in tasks}
         self._places = {task.name: asyncio.Semaphore(task.reward.concurrency) for task in tasks}

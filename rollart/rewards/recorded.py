@@ -11,7 +11,7 @@ from rollart.core.errors import RewardFailed
 from rollart.core.protocols import RewardInvoker
 from rollart.core.types import Episode, EpisodeTurn, Outcome, RewardResult, Trajectory
 from rollart.rewards.runtime import Reward, call, sentence
-from rollart.rollout.ledger import Ledger
+from rollart.rollout.ledger import SqliteLedger
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def episode_of(trajectory: Trajectory) -> Episode:
 
 def recorded(run_dir: Path, limit: int, tasks: Iterable[str] = ()) -> list[Episode]:
     """The last episodes of a run that were scored, or failed to be. Raises RollartError."""
-    with closing(Ledger.open_readonly(run_dir / "ledger.sqlite")) as ledger:
+    with closing(SqliteLedger.open_readonly(run_dir / "ledger.sqlite")) as ledger:
         return [episode_of(trajectory) for trajectory in ledger.scored(limit, tuple(tasks))]
 
 

@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 from functools import partial
 
-from rollart.config import Reward
+from rollart.config import RewardConfig
 from rollart.core.types import Episode, RewardResult
 from rollart.rewards.calls import Caller, Usage
 from rollart.rewards.transports.base import NoAnswer, Refused, Transport
@@ -30,7 +30,7 @@ class _Waiting:
 class RemoteReward:
     """One function behind one transport. `deadline` and `retries` are what the reward leaves open."""
 
-    def __init__(self, reward: Reward, transport: Transport, *, deadline: float, retries: int) -> None:
+    def __init__(self, reward: RewardConfig, transport: Transport, *, deadline: float, retries: int) -> None:
         self._reward = reward
         self._transport = transport
         self._tries = 1 + (retries if reward.retries is None else reward.retries)

@@ -11,13 +11,13 @@ import msgspec
 
 from rollart.core.errors import EngineFailed
 from rollart.core.events import AgentPlayed, EventSink, TurnDone
-from rollart.core.protocols import Listener
+from rollart.core.protocols import TokenStream
 from rollart.core.run_length import lowest
-from rollart.core.types import Captured, Completion, GenerationRequest, Turn
+from rollart.core.types import CapturedEpisode, Completion, GenerationRequest, Turn
 from rollart.rollout.router import Routed, Router
 
 
-class Driven:
+class AgentEpisodeRunner:
     """`on_version` hears of the oldest token of every answer; `turns` are what was captured, after the end."""
 
     def __init__(self, id: str, task: str, router: Router, sink: EventSink, on_version: Callable[[int], None]) -> None:
@@ -26,7 +26,7 @@ class Driven:
         self._answers = 0
         self.turns: tuple[Turn, ...] = ()
 
-    async def generate(self, request: GenerationRequest, listener: Listener | None = None, /) -> Completion:
+    async def generate(self, request: GenerationRequest, listener: TokenStream | None = None, /) -> Completion:
         """Raises EngineFailed."""
         clock = asyncio.get_running_loop().time
         began = clock()
@@ -38,7 +38,7 @@ class Driven:
         self._answers += 1
         return completion
 
-    def captured(self, captured: Captured, held_out: bool) -> None:
+    def captured(self, captured: CapturedEpisode, held_out: bool) -> None:
         self.turns = captured.turns
         counts = msgspec.structs.asdict(captured.counts)
         self._sink.emit(AgentPlayed(trajectory=self._id, task=self._task, held_out=held_out, **counts))

@@ -10,16 +10,16 @@ from functools import partial
 
 from rollart.core.types import Outcome, Trajectory
 from rollart.rollout.groups import Group
-from rollart.rollout.trajectory import Attempt, Player, TaskPlan
+from rollart.rollout.trajectory import Attempt, RolloutTask, TrajectoryRunner
 
 
-class Members:
+class Attempts:
     """`saw` hears of the oldest version in every answer, `ended` of every outcome, `failed` of bugs. With `score_late`,
     rewards wait until all have played."""
 
     def __init__(
         self,
-        player: Player,
+        player: TrajectoryRunner,
         score_late: bool,
         saw: Callable[[Group, int], None],
         ended: Callable[[Group, Trajectory], None],
@@ -36,7 +36,7 @@ class Members:
     def scoring(self) -> int:
         return len(self._attempts) - self.running
 
-    def launch(self, group: Group, task: TaskPlan, version: int) -> None:
+    def launch(self, group: Group, task: RolloutTask, version: int) -> None:
         """Start one more member of the group."""
         member = group.launch()
         attempt = Attempt(

@@ -7,7 +7,7 @@ RATE = 0.1
 TRUST = 4  # measurements that outweigh a declared prior
 
 
-class TaskShapes:
+class DecodeLengths:
     """`priors` are the decoded tokens per turn that a user's declaration leads us to expect, by task.
 
     The first measurements count for more: the average is a plain mean until its rate reaches `RATE`. A turn that was

@@ -12,12 +12,12 @@ from rollart.core.errors import EngineFailed, EngineLost
 from rollart.core.events import EngineSwapped, EventSink, Warned
 from rollart.core.protocols import Engine
 from rollart.core.types import EngineStatus
-from rollart.rollout.engine_state import EnginePool, Place
+from rollart.rollout.engine_state import EnginePool, EngineState
 
 _LOADS, _LOAD_AGAIN_S = 4, 0.5
 
 
-class Roster:
+class EngineRegistry:
     """`pools` says which engine is in which pool; an engine that is not there is in a pool of its own kind, `engine`.
 
     `on_lost` hears of an engine that cannot go on; `on_change`, which the scheduler sets, that `serving` may have
@@ -37,7 +37,7 @@ class Roster:
         self.on_change: Callable[[], None] = lambda: None
         self._pools: dict[str, EnginePool] = {}
         self._kinds: tuple[EnginePool, ...] = ()
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, EngineState] = {}
         self._living: dict[int, int] = {}  # engines by version
         self._sink, self._on_lost = sink, on_lost
         self._revived = asyncio.Event()
@@ -54,7 +54,7 @@ class Roster:
     def lost(self, name: str, reason: str) -> None:
         self._lose(self._places[name], reason)
 
-    def _lose(self, place: Place, reason: str) -> None:
+    def _lose(self, place: EngineState, reason: str) -> None:
         if place.alive and self._places.get(place.name) is place:
             self._bury(place)
             self._sink.emit(Warned(message=f"engine {place.name} is out: {reason}"))
@@ -105,17 +105,17 @@ class Roster:
             pool = self._pools.get("engine") or EnginePool("engine")
         self._pools.setdefault(pool.name, pool)
         self._kinds = tuple(self._pools.values())
-        self._places[name] = place = Place(name, pool, engine, version)
+        self._places[name] = place = EngineState(name, pool, engine, version)
         self._count(version, 1)
         pool.places.append(place)
 
-    def _move(self, place: Place, version: int) -> None:
+    def _move(self, place: EngineState, version: int) -> None:
         if place.alive:
             self._count(place.version, -1)
             self._count(version, 1)
         place.version = version
 
-    def _bury(self, place: Place) -> None:
+    def _bury(self, place: EngineState) -> None:
         if place.alive:
             place.alive = False
             self._count(place.version, -1)
@@ -133,7 +133,7 @@ class Roster:
         self.target, self.floor = version, min(self.floor, version)
         await asyncio.gather(*(self._load(place) for place in list(self._places.values())))
 
-    async def _load(self, place: Place) -> None:
+    async def _load(self, place: EngineState) -> None:
         async with place.loading:
             failures = 0
             while place.alive and place.version != self.target and failures < _LOADS:
@@ -148,7 +148,7 @@ class Roster:
             if failures == _LOADS and place.version < self.floor:
                 self._lose(place, f"could not load version {self.target}, and version {place.version} is too old")
 
-    async def _try_load(self, place: Place, version: int) -> str | None:
+    async def _try_load(self, place: EngineState, version: int) -> str | None:
         """Why it could not, if so."""
         clock = asyncio.get_running_loop().time
         began = clock()

@@ -23,7 +23,7 @@ CPU = Roofline(CATALOGUE["cpu"], TINY)
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class EngineState:
     """One engine and what the router has sent it. `prefill_until` is when its prefill backlog should be done; `foreign`
     and `foreign_kv` are the sequences, and the KV that they will need, that the engine has from others."""
 
@@ -98,7 +98,7 @@ class EnginePool:
     roofline: Roofline = CPU
     max_batch: int = 64
     kv_tokens: int = 1 << 40
-    places: list[Place] = field(default_factory=list)
+    places: list[EngineState] = field(default_factory=list)
     of: str = ""
     predictor: Predictor = field(init=False)
     prefill_factor: float = 1.0
@@ -123,7 +123,7 @@ class EnginePool:
                 return True
         return False
 
-    def least_loaded(self, floor: int) -> Place | None:
+    def least_loaded(self, floor: int) -> EngineState | None:
         """The usable engine with the least to do; of a large pool, the best of a few looked at in turn."""
         places = self.places
         if len(places) > ALL:
@@ -150,7 +150,7 @@ class EnginePool:
         self.mean_s += RATE * (seconds - self.mean_s)
 
 
-def _best(places: list[Place], floor: int) -> Place | None:
+def _best(places: list[EngineState], floor: int) -> EngineState | None:
     best, least = None, 0
     for place in places:
         if place.usable(floor):

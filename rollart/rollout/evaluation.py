@@ -7,8 +7,8 @@ from rollart.core.errors import RollartError
 from rollart.core.events import Evaluated, EventSink, Warned
 from rollart.core.seeds import seed_of
 from rollart.core.types import Outcome, Trajectory
-from rollart.rollout.ledger import Book
-from rollart.rollout.trajectory import Attempt, Player, TaskPlan
+from rollart.rollout.ledger import Ledger
+from rollart.rollout.trajectory import Attempt, RolloutTask, TrajectoryRunner
 
 
 def succeeded(trajectory: Trajectory) -> bool:
@@ -19,7 +19,7 @@ def succeeded(trajectory: Trajectory) -> bool:
 
 
 class Evaluator:
-    def __init__(self, tasks: Sequence[TaskPlan], player: Player, ledger: Book, sink: EventSink) -> None:
+    def __init__(self, tasks: Sequence[RolloutTask], player: TrajectoryRunner, ledger: Ledger, sink: EventSink) -> None:
         self._tasks, self._player, self._ledger, self._sink = tasks, player, ledger, sink
 
     async def run(self, version: int, episodes: int, *, label: str = "eval", final: bool = False) -> list[Evaluated]:
@@ -36,7 +36,7 @@ class Evaluator:
                 self._sink.emit(Warned(message=result))
         return played
 
-    async def _task(self, task: TaskPlan, version: int, episodes: int, label: str, final: bool) -> Evaluated | str:
+    async def _task(self, task: RolloutTask, version: int, episodes: int, label: str, final: bool) -> Evaluated | str:
         """The result, or why there is none."""
         attempts = [self._attempt(task, version, number, label) for number in range(episodes)]
         trajectories = await asyncio.gather(*(self._player.run(attempt) for attempt in attempts))
@@ -58,7 +58,7 @@ class Evaluator:
         self._sink.emit(result)
         return result
 
-    def _attempt(self, task: TaskPlan, version: int, number: int, label: str) -> Attempt:
+    def _attempt(self, task: RolloutTask, version: int, number: int, label: str) -> Attempt:
         group = f"{label}-v{version:06d}-{task.name}"
         seed = seed_of("held out", task.name, number)
         return Attempt(f"{group}.{number}", task, group, number, seed, version, held_out=True)

@@ -67,7 +67,7 @@ class Recovery:
     out: dict[str, int] = field(default_factory=dict)
 
 
-class Book(Protocol):
+class Ledger(Protocol):
     """What the control plane needs of a ledger. A simulation has one that forgets."""
 
     def start(self, group: GroupRecord) -> None: ...
@@ -85,7 +85,7 @@ class Book(Protocol):
     def commit(self, version: int) -> None: ...
 
 
-class Ledger:
+class SqliteLedger:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._db = connection
         self._encoder = msgspec.msgpack.Encoder()

@@ -14,13 +14,13 @@ from msgspec import Struct
 
 from rollart.core.errors import EngineFailed, EngineLost
 from rollart.core.events import EventSink
-from rollart.core.protocols import Engine, Listener, StreamingEngine
+from rollart.core.protocols import Engine, StreamingEngine, TokenStream
 from rollart.core.run_length import fingerprint
 from rollart.core.types import Completion, GenerationRequest
-from rollart.rollout.decode_lengths import TaskShapes
-from rollart.rollout.engine_registry import Roster
-from rollart.rollout.engine_state import EnginePool, Place
-from rollart.rollout.routing_policy import Ask, Choice, Measured, Policy, Why
+from rollart.rollout.decode_lengths import DecodeLengths
+from rollart.rollout.engine_registry import EngineRegistry
+from rollart.rollout.engine_state import EnginePool, EngineState
+from rollart.rollout.routing_policy import MeasuredPolicy, RoutingChoice, RoutingPolicy, RoutingQuery, Why
 
 _PATIENCE_S = 120.0
 _OPENINGS = 4096
@@ -40,12 +40,12 @@ class Routed(Struct):
 class _Held(Struct):
     """Where a conversation's KV is: `cached` tokens, made by `version`."""
 
-    place: Place
+    place: EngineState
     cached: int
     version: int
 
 
-class Router(Roster):
+class Router(EngineRegistry):
     """The roster of engines, and what is sent to them. `keeps_kv`: KV survives a weight swap. `patience`: how long a
     request waits for an engine that may have it."""
 
@@ -56,24 +56,24 @@ class Router(Roster):
         sink: EventSink,
         *,
         pools: Mapping[str, EnginePool] | None = None,
-        policy: Policy | None = None,
+        policy: RoutingPolicy | None = None,
         affinity: Mapping[str, str | tuple[str, ...]] | None = None,
-        shapes: TaskShapes | None = None,
+        shapes: DecodeLengths | None = None,
         on_lost: Callable[[str], None] = lambda name: None,
         attempts: int = 3,
         keeps_kv: bool = False,
         patience: float = _PATIENCE_S,
     ) -> None:
         super().__init__(engines, version, sink, pools or {}, on_lost)
-        self.shapes = shapes or TaskShapes()
+        self.shapes = shapes or DecodeLengths()
         self._patience = patience
-        self._policy = policy or Measured()
+        self._policy = policy or MeasuredPolicy()
         self._affinity = dict(affinity or {})
         self._sessions: dict[str, _Held] = {}
         self._openings: OrderedDict[int, _Held] = OrderedDict()  # a plain dict is slow to lose its first key
         self._attempts, self._keeps_kv = attempts, keeps_kv
 
-    async def generate(self, request: GenerationRequest, listener: Listener | None = None) -> Routed:
+    async def generate(self, request: GenerationRequest, listener: TokenStream | None = None) -> Routed:
         """Raises EngineFailed after the last attempt, or if the listener cannot do with another one."""
         reason = "no engine was tried"
         clock = asyncio.get_running_loop().time
@@ -100,7 +100,7 @@ class Router(Roster):
                 if isinstance(error, EngineLost):
                     self._lose(place, reason)
                 if listener is not None:
-                    listener.anew()
+                    listener.on_restart()
             else:
                 self._learn(request, choice, completion, began, until, clock() - began)
                 prefilled_by = choice.prefill_at.name if choice.prefill_at is not None else ""
@@ -111,7 +111,7 @@ class Router(Roster):
                 place.give_back(tokens, most)
         raise EngineFailed(f"{reason} (tried {self._attempts} times)")
 
-    def _choose(self, request: GenerationRequest, now: float) -> Choice | None:
+    def _choose(self, request: GenerationRequest, now: float) -> RoutingChoice | None:
         held = self._sessions.get(request.session) or self._sessions.get(request.branch_of)
         cached, shared, tokens = 0, None, len(request.tokens)
         if held is not None:
@@ -122,7 +122,7 @@ class Router(Roster):
             if opened is not None and (self._keeps_kv or opened.version == opened.place.version):
                 shared = opened.place
         most = request.sampling.max_tokens
-        ask = Ask(
+        ask = RoutingQuery(
             tokens,
             self.shapes.decoded(request.task, request.turn, most),
             most,
@@ -136,7 +136,7 @@ class Router(Roster):
         )
         return self._policy.choose(ask, self._kinds)
 
-    def _begin(self, choice: Choice, request: GenerationRequest, now: float) -> float:
+    def _begin(self, choice: RoutingChoice, request: GenerationRequest, now: float) -> float:
         """Counts the request where it goes; answers when the prefill there should be done, its own included."""
         place, tokens = choice.place, len(request.tokens)
         place.take(tokens, request.sampling.max_tokens)
@@ -149,7 +149,7 @@ class Router(Roster):
             self._openings[fingerprint(request.tokens)] = _Held(place, tokens - 1, place.version)
         return busy.prefill_until
 
-    async def _prefill(self, place: Place, request: GenerationRequest) -> GenerationRequest:
+    async def _prefill(self, place: EngineState, request: GenerationRequest) -> GenerationRequest:
         """A hand-over is an optimisation: if the prefill fails there, the decoding engine does it itself."""
         address = getattr(place.engine, "url", None)
         try:
@@ -163,7 +163,7 @@ class Router(Roster):
     def _learn(
         self,
         request: GenerationRequest,
-        choice: Choice,
+        choice: RoutingChoice,
         completion: Completion,
         began: float,
         until: float,
@@ -185,7 +185,7 @@ class Router(Roster):
         # Its own prefill was over at its first token; what came later is all that can be left.
         place.prefill_until = min(place.prefill_until, began + first_s + place.prefill_until - until)
 
-    async def _revival(self, request: GenerationRequest) -> Choice:
+    async def _revival(self, request: GenerationRequest) -> RoutingChoice:
         """Wait until some engine may have the request."""
         clock = asyncio.get_running_loop().time
         try:

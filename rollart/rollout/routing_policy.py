@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from msgspec import Struct
 
-from rollart.rollout.engine_state import EnginePool, Place
+from rollart.rollout.engine_state import EnginePool, EngineState
 from rollart.rollout.prediction import Prediction
 from rollart.rollout.shares import Shares
 
@@ -19,7 +19,7 @@ Why = Literal["prefix", "group", "fastest", "moved", "handed over", "pinned", "f
 CLEARLY = 0.8  # leave a cached prefix only for less than this share of the cost of staying
 
 
-class Ask(Struct):
+class RoutingQuery(Struct):
     """One request: `tokens` of context, an answer of about `decoded` and at most `most`. `held` keeps `cached` tokens
     of its KV; `shared` is where the same prompt was sent before. `floor` is the oldest version that may answer."""
 
@@ -29,29 +29,29 @@ class Ask(Struct):
     now: float
     floor: int
     affinity: str | tuple[str, ...] = "auto"
-    held: Place | None = None
+    held: EngineState | None = None
     cached: int = 0
-    shared: Place | None = None
+    shared: EngineState | None = None
     task: str = ""
 
 
-class Choice(Struct):
+class RoutingChoice(Struct):
     """`prefill_at`: prefill there first, then decode at `place`."""
 
-    place: Place
+    place: EngineState
     why: Why
     cached: int
     prediction: Prediction
-    prefill_at: Place | None = None
+    prefill_at: EngineState | None = None
 
 
-class Policy(Protocol):
-    def choose(self, ask: Ask, pools: Sequence[EnginePool]) -> Choice | None:
+class RoutingPolicy(Protocol):
+    def choose(self, ask: RoutingQuery, pools: Sequence[EnginePool]) -> RoutingChoice | None:
         """None: no engine may have it now."""
         ...
 
 
-def predict(place: Place, ask: Ask, cached: int) -> Prediction:
+def predict(place: EngineState, ask: RoutingQuery, cached: int) -> Prediction:
     """The request on that engine as things stand."""
     pool, model = place.pool, place.pool.predictor
     tokens, decoded = ask.tokens, ask.decoded
@@ -75,7 +75,7 @@ def predict(place: Place, ask: Ask, cached: int) -> Prediction:
     return Prediction(room, wait, prefill, token, decoded * token, work, others, factors)
 
 
-def pinned(ask: Ask, pools: Sequence[EnginePool]) -> tuple[Sequence[EnginePool], Why | None]:
+def pinned(ask: RoutingQuery, pools: Sequence[EnginePool]) -> tuple[Sequence[EnginePool], Why | None]:
     """The pools that the user's pin allows: the first named one with a usable engine, or all if none has any."""
     if ask.affinity in ("auto", "prefill", "decode"):
         return pools, None
@@ -88,7 +88,7 @@ def pinned(ask: Ask, pools: Sequence[EnginePool]) -> tuple[Sequence[EnginePool],
     return pools, "fallback"
 
 
-def home(ask: Ask, allowed: Sequence[EnginePool]) -> tuple[Place, int, Why] | None:
+def home(ask: RoutingQuery, allowed: Sequence[EnginePool]) -> tuple[EngineState, int, Why] | None:
     """Where its KV, or else its group's, already is, how much of it, if it may go there."""
     place = ask.held
     if place is not None and place.usable(ask.floor) and place.pool in allowed:
@@ -99,15 +99,15 @@ def home(ask: Ask, allowed: Sequence[EnginePool]) -> tuple[Place, int, Why] | No
     return None
 
 
-def kept(ask: Ask, allowed: Sequence[EnginePool]) -> Choice | None:
+def kept(ask: RoutingQuery, allowed: Sequence[EnginePool]) -> RoutingChoice | None:
     """Stay with the conversation's own KV."""
     known = home(ask, allowed)
     if known is None or known[2] != "prefix":
         return None
-    return Choice(known[0], "prefix", known[1], predict(known[0], ask, known[1]))
+    return RoutingChoice(known[0], "prefix", known[1], predict(known[0], ask, known[1]))
 
 
-class Measured:
+class MeasuredPolicy:
     """By the planned shares of the task's measured shape; within a pool, and for a conversation with KV somewhere, by
     prediction. `hand_over`: when to prefill on one engine and decode on another: never, when it should pay, always, or
     always between two pools."""
@@ -116,7 +116,7 @@ class Measured:
         self._hand_over = hand_over
         self._shares = Shares()
 
-    def choose(self, ask: Ask, pools: Sequence[EnginePool]) -> Choice | None:
+    def choose(self, ask: RoutingQuery, pools: Sequence[EnginePool]) -> RoutingChoice | None:
         allowed, pin = pinned(ask, pools)
         shares: dict[str, float] = {}
         if len(pools) > 1:
@@ -134,29 +134,31 @@ class Measured:
                 return None
             place = min(found, key=lambda place: place.reserved)
             moved: Why = "moved" if ask.held is not None else "fastest"
-            best = Choice(place, pin or moved, 0, predict(place, ask, 0))
+            best = RoutingChoice(place, pin or moved, 0, predict(place, ask, 0))
         if self._hand_over != "never":
             best = self._handed_over(ask, pools, allowed, best)
         return best
 
-    def _stay(self, ask: Ask, allowed: Sequence[EnginePool], wanted: Sequence[EnginePool]) -> Choice | None:
+    def _stay(
+        self, ask: RoutingQuery, allowed: Sequence[EnginePool], wanted: Sequence[EnginePool]
+    ) -> RoutingChoice | None:
         """Where its KV is, unless the task belongs to other pools by now, or another engine is clearly better."""
         if (known := home(ask, allowed)) is None:
             return None
         here, cached, why = known
         if here.pool not in wanted and wanted:
             return None
-        stay = Choice(here, why, cached, predict(here, ask, cached))
+        stay = RoutingChoice(here, why, cached, predict(here, ask, cached))
         if here.fair or (other := here.pool.least_loaded(ask.floor)) is None or other is here:
             return stay
         prediction = predict(other, ask, 0)
         if prediction.cost >= stay.prediction.cost * (CLEARLY if here is ask.held else 1.0):
             return stay
-        return Choice(other, "moved" if here is ask.held else "fastest", 0, prediction)
+        return RoutingChoice(other, "moved" if here is ask.held else "fastest", 0, prediction)
 
     def _handed_over(
-        self, ask: Ask, pools: Sequence[EnginePool], allowed: Sequence[EnginePool], best: Choice
-    ) -> Choice:
+        self, ask: RoutingQuery, pools: Sequence[EnginePool], allowed: Sequence[EnginePool], best: RoutingChoice
+    ) -> RoutingChoice:
         """The same request with its prefill elsewhere, if that is wanted, or cheaper."""
         first = [pool for pool in pools if not isinstance(self._hand_over, tuple) or pool.of == self._hand_over[0]]
         last = [pool for pool in allowed if not isinstance(self._hand_over, tuple) or pool.of == self._hand_over[1]]
@@ -180,14 +182,14 @@ class Measured:
                     decode.factors,
                 )
                 if both.cost < bar:
-                    choice, bar = Choice(decoding, "handed over", cached, both, prefilling), both.cost
+                    choice, bar = RoutingChoice(decoding, "handed over", cached, both, prefilling), both.cost
         return choice
 
 
-class Declared:
+class DeclaredPolicy:
     """By the user's tag alone: the pools that suit it, and there the engine with the fewest open requests."""
 
-    def choose(self, ask: Ask, pools: Sequence[EnginePool]) -> Choice | None:
+    def choose(self, ask: RoutingQuery, pools: Sequence[EnginePool]) -> RoutingChoice | None:
         allowed, pin = pinned(ask, pools)
         if ask.affinity in ("prefill", "decode"):
             ratio = (max if ask.affinity == "prefill" else min)(pool.ratio for pool in pools)
@@ -200,37 +202,37 @@ class Declared:
         if not found:
             return None
         place = min(found, key=lambda place: place.open)
-        return Choice(place, pin or "declared", 0, predict(place, ask, 0))
+        return RoutingChoice(place, pin or "declared", 0, predict(place, ask, 0))
 
 
-class RoundRobin:
+class RoundRobinPolicy:
     """Conversations go to the engines in turn, and stay there."""
 
     def __init__(self) -> None:
         self._numbers = count()
 
-    def choose(self, ask: Ask, pools: Sequence[EnginePool]) -> Choice | None:
+    def choose(self, ask: RoutingQuery, pools: Sequence[EnginePool]) -> RoutingChoice | None:
         if (stay := kept(ask, pools)) is not None:
             return stay
         places = [place for pool in pools for place in pool.places if place.usable(ask.floor)]
         if not places:
             return None
         place = places[next(self._numbers) % len(places)]
-        return Choice(place, "turn", 0, predict(place, ask, 0))
+        return RoutingChoice(place, "turn", 0, predict(place, ask, 0))
 
 
-def policy(name: str, hand_over: str | Sequence[str] = "never") -> Policy:
+def policy(name: str, hand_over: str | Sequence[str] = "never") -> RoutingPolicy:
     match name:
         case "measured":
-            return Measured(hand_over if isinstance(hand_over, str) else (hand_over[0], hand_over[1]))
+            return MeasuredPolicy(hand_over if isinstance(hand_over, str) else (hand_over[0], hand_over[1]))
         case "declared":
-            return Declared()
+            return DeclaredPolicy()
         case "round_robin":
-            return RoundRobin()
+            return RoundRobinPolicy()
     raise ValueError(f"there is no routing policy {name!r}")
 
 
-def _open(ask: Ask, pools: Sequence[EnginePool]) -> Iterable[Place]:
+def _open(ask: RoutingQuery, pools: Sequence[EnginePool]) -> Iterable[EngineState]:
     for pool in pools:
         if ask.held is not None and ask.held.pool is pool and ask.held.usable(ask.floor):
             yield ask.held

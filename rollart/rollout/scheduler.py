@@ -28,15 +28,15 @@ from rollart.core.events import (
 from rollart.core.schedule import QuarantineRule, Schedule
 from rollart.core.seeds import seed_of
 from rollart.core.types import Batch, Outcome, SampleGroup, Trajectory
-from rollart.rollout.attempts import Members
+from rollart.rollout.attempts import Attempts
 from rollart.rollout.batcher import choose
 from rollart.rollout.groups import Group
-from rollart.rollout.ledger import Book, GroupRecord, Recovery
+from rollart.rollout.ledger import GroupRecord, Ledger, Recovery
 from rollart.rollout.mixture import Mixture
 from rollart.rollout.quarantine import Quarantine
 from rollart.rollout.router import Router
 from rollart.rollout.samples import sample_group
-from rollart.rollout.trajectory import Player, TaskPlan
+from rollart.rollout.trajectory import RolloutTask, TrajectoryRunner
 
 _OUT = "its task is quarantined"
 
@@ -47,16 +47,16 @@ class Scheduler:
     def __init__(
         self,
         *,
-        tasks: Sequence[TaskPlan],
+        tasks: Sequence[RolloutTask],
         schedule: Schedule,
         batch_groups: int,
         group_size: int,
         steps: int,
         retries: int,
         seed: int,
-        player: Player,
+        player: TrajectoryRunner,
         router: Router,
-        ledger: Book,
+        ledger: Ledger,
         sink: EventSink,
         rule: QuarantineRule = _RULE,
         to_samples: Callable[[Group], SampleGroup] = sample_group,
@@ -68,7 +68,7 @@ class Scheduler:
         self._quarantine = Quarantine(self._tasks, rule)
         self._size, self._steps, self._retries, self._seed = group_size, steps, retries, seed
         self._router, self._ledger, self._sink = router, ledger, sink
-        self._members = Members(player, schedule.score_late, self._saw, self._ended, self._fail)
+        self._members = Attempts(player, schedule.score_late, self._saw, self._ended, self._fail)
         self._to_samples = to_samples
         router.on_change = self.admit
         self._groups: dict[str, dict[str, Group]] = {task.name: {} for task in tasks}

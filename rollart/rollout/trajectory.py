@@ -14,7 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from rollart.core.errors import EngineFailed, EnvironmentFailed, RewardFailed
-from rollart.core.events import EnvReset, EventSink, Scored, TrajectoryEnded, TrajectoryStarted
+from rollart.core.events import EnvironmentReset, EventSink, Scored, TrajectoryEnded, TrajectoryStarted
 from rollart.core.protocols import AgentPool, EnvironmentPool, LeasedEnvironment, Renderer, RewardInvoker
 from rollart.core.run_length import joined, kept, lowest
 from rollart.core.seeds import seed_of
@@ -30,13 +30,13 @@ from rollart.core.types import (
     Trajectory,
     Turn,
 )
-from rollart.rollout.agent_episode import Driven, checked, turn_done
+from rollart.rollout.agent_episode import AgentEpisodeRunner, checked, turn_done
 from rollart.rollout.lockstep import Lockstep
 from rollart.rollout.router import Routed, Router
 
 
 @dataclass(frozen=True, slots=True)
-class TaskPlan:
+class RolloutTask:
     """What the control plane knows of a task. `agent`: its episodes drive themselves."""
 
     name: str
@@ -52,7 +52,7 @@ class Attempt:
     """A trajectory under way. `on_version` hears of its oldest token, `on_played` of the end of its episode."""
 
     id: str
-    task: TaskPlan
+    task: RolloutTask
     group: str
     member: int
     seed: int
@@ -77,7 +77,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Player:
+class TrajectoryRunner:
     """Plays attempts with the services of the run."""
 
     environments: EnvironmentPool
@@ -153,7 +153,7 @@ class Player:
         """The agent asks for what it wants; what it was given comes back when it has ended."""
         assert self.agents is not None
         attempt.phase = "waiting for a process of its agent"
-        driven = Driven(attempt.id, attempt.task.name, self.router, self.sink, attempt.on_version)
+        driven = AgentEpisodeRunner(attempt.id, attempt.task.name, self.router, self.sink, attempt.on_version)
         try:
             async with self.agents.lease(attempt.task.name) as agent:
                 attempt.phase = "running its agent"
@@ -173,7 +173,7 @@ class Player:
         began = clock()
         attempt.phase = "resetting its environment"
         messages = await environment.reset(attempt.seed)
-        self.sink.emit(EnvReset(trajectory=attempt.id, task=attempt.task.name, seconds=clock() - began))
+        self.sink.emit(EnvironmentReset(trajectory=attempt.id, task=attempt.task.name, seconds=clock() - began))
         context: list[int] = []
         prompt = self._render(attempt, context, self.renderer.open, messages)
         while True:

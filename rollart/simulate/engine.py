@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rollart.core.types import Completion, EngineStatus, Finish, GenerationRequest, Loaded
+from rollart.core.types import Completion, EngineStatus, Finish, GenerationRequest, LoadResult
 from rollart.simulate.clock import sleep
 from rollart.simulate.cost import PassCost, seconds_of, steps_in
 from rollart.simulate.decoding import CLOSE, Decoding
@@ -150,7 +150,7 @@ class FluidEngine:
 
     # Weights
 
-    async def load(self, version: int) -> Loaded:
+    async def load(self, version: int) -> LoadResult:
         """Waits for the weights while it generates, then stands still between two passes to take them."""
         taken = await self._weights.fetched(version)
         done: asyncio.Future[None] = self._loop.create_future()

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Self
 
-from rollart.config import Environments
+from rollart.config import EnvironmentsConfig
 from rollart.core.errors import EnvironmentFailed
-from rollart.core.run_length import Runs, run_of
+from rollart.core.run_length import RunLength, run_of
 from rollart.core.seeds import seed_of
 from rollart.core.types import Finish, GenerationRequest, Message, Step
 from rollart.simulate.clock import sleep
@@ -29,7 +29,7 @@ _NO_LUCK = random.Random(0)  # before the first reset; one is too large for ever
 class _Task:
     """The draws of one task, its slots, and who waits for them."""
 
-    def __init__(self, workload: Workload, config: Environments) -> None:
+    def __init__(self, workload: Workload, config: EnvironmentsConfig) -> None:
         self.turns, self.prompt = draw_of(workload.turns), draw_of(workload.prompt)
         self.observation, self.reset = draw_of(workload.observation), draw_of(workload.reset)
         self.step, self.delay = draw_of(workload.step), draw_of(workload.delay)
@@ -137,7 +137,7 @@ class ModelledRenderer:
 
     def open(self, messages: Sequence[Message]) -> list[int]:
         tokens, seed = messages[0].content.split()
-        opening: Any = Runs.of(int(seed), int(tokens))
+        opening: Any = RunLength.of(int(seed), int(tokens))
         return opening  # type: ignore[no-any-return]
 
     def extend(self, finish: Finish, messages: Sequence[Message]) -> list[int]:

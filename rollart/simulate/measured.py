@@ -112,7 +112,7 @@ class _Reader:
                 self._turn(event)
             case ev.TrajectoryStarted() if not event.held_out:
                 self._open[event.trajectory] = _Open(event.t, event.t, event.group)
-            case ev.EnvReset() if event.trajectory in self._open:
+            case ev.EnvironmentReset() if event.trajectory in self._open:
                 self._open[event.trajectory].reset, self._open[event.trajectory].last = True, event.t
                 if event.t - event.seconds >= self._since:
                     self._log(event.task).resets.append(event.seconds)

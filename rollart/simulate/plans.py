@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rollart.config import AFFINITIES, Pool
+from rollart.config import AFFINITIES, PoolConfig
 from rollart.core.errors import ConfigError
 from rollart.hardware.devices import DeviceClass
 from rollart.simulate.constants import MEMORY_FOR_KV
@@ -95,10 +95,10 @@ def plan_of(scenario: Scenario) -> Plan:
 def applied(plan: Plan, scenario: Scenario) -> Scenario:
     """The scenario with this plan. Pools of a class that it has keep their names, so that tasks can name them."""
     trainer = next(iter(scenario.pools_of("train")))
-    pools = {trainer: Pool(role="train", device=plan.trainer, count=plan.trainers)}
+    pools = {trainer: PoolConfig(role="train", device=plan.trainer, count=plan.trainers)}
     for name, each in zip(_names(plan, scenario), plan.engines, strict=True):
         kind: Literal["torch", "vllm"] = "vllm" if each.parallel > 1 else "torch"
-        pools[name] = Pool(
+        pools[name] = PoolConfig(
             role="generate", device=each.device, count=each.count, engine=kind, tensor_parallel=each.parallel
         )
     pools |= {name: pool for name, pool in scenario.pools.items() if pool.role == "environment"}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from statistics import mean, stdev
 from typing import Any
 
-from rollart.config import Pool
+from rollart.config import PoolConfig
 from rollart.hardware.devices import DeviceClass
 from rollart.rollout.engine_state import EnginePool
 from rollart.simulate.scenario import Scenario
@@ -86,7 +86,7 @@ def price_per_hour(scenario: Scenario, classes: Mapping[str, DeviceClass]) -> fl
     return price + (classes[scoring.device].price * scoring.devices if scoring.device else 0.0)
 
 
-def devices_of(pool: Pool) -> int:
+def devices_of(pool: PoolConfig) -> int:
     return pool.workers * pool.tensor_parallel
 
 

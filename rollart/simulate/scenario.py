@@ -12,9 +12,9 @@ from typing import Any, Literal, get_args
 import yaml
 from pydantic import Field, model_validator
 
-from rollart.config import Engine, Model, RunFile, Section, Task, loading
+from rollart.config import EngineConfig, ModelConfig, RunFile, Section, TaskConfig, loading
 from rollart.config.base import Conflict, ImportPath, Natural, Positive, Seconds
-from rollart.config.rollout import SCHEDULE_KEYS, Preset, Rollout
+from rollart.config.rollout import SCHEDULE_KEYS, Preset, RolloutConfig
 from rollart.config.yaml_tree import did_you_mean
 from rollart.core.errors import ConfigError
 from rollart.hardware.roofline import ModelShape
@@ -26,7 +26,7 @@ MODELS: dict[str, dict[str, Any]] = yaml.safe_load((files("rollart.simulate") / 
 Share = Field(0.0, ge=0, lt=1)
 
 
-class ScenarioModel(Model):
+class ScenarioModel(ModelConfig):
     name: str | None = Field(None, description=f"one of {', '.join(MODELS)}")
     config: dict[str, int] | None = Field(None, description="or the numbers of a model's config.json")
 
@@ -39,11 +39,11 @@ class ScenarioModel(Model):
         return self
 
 
-class ScenarioTask(Task):
+class ScenarioTask(TaskConfig):
     env: ImportPath = Field("rollart.simulate.environments:ModelledEnvironment", description="not looked at")
 
 
-class ScenarioEngine(Engine):
+class ScenarioEngine(EngineConfig):
     """What is left out is, on devices other than CPUs, what an engine for them would choose."""
 
     max_batch: int = Field(0, ge=0)
@@ -165,7 +165,7 @@ class Scenario(RunFile):
         left = {
             key: value for key, value in self.rollout.model_dump().items() if key not in SCHEDULE_KEYS or key in free
         }
-        return self.model_copy(update={"rollout": Rollout(**left | {"preset": preset})})
+        return self.model_copy(update={"rollout": RolloutConfig(**left | {"preset": preset})})
 
     def workload(self, task: str) -> Workload:
         return self.simulate.workloads.get(task, Workload())

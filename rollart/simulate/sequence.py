@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from rollart.core.run_length import Runs, run_of
+from rollart.core.run_length import RunLength, run_of
 from rollart.core.types import Completion, Finish, GenerationRequest
 
 
@@ -48,7 +48,7 @@ class Sequence(Struct, eq=False):
             decode_s=now - self.first,
         )
 
-    def _versions(self) -> Runs:
+    def _versions(self) -> RunLength:
         """Joined where they are the same, and exactly as many as there are tokens: parts of steps were rounded."""
         counts: dict[int, int] = {}
         for version, count in self.spans:
@@ -57,4 +57,4 @@ class Sequence(Struct, eq=False):
         if len(counts) == 1:
             return run_of(last, self.wanted)
         counts[last] = counts.get(last, 0) + self.wanted - sum(counts.values())
-        return Runs(tuple((version, count) for version, count in counts.items() if count > 0), self.wanted)
+        return RunLength(tuple((version, count) for version, count in counts.items() if count > 0), self.wanted)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from rollart.core.errors import RewardFailed
-from rollart.core.run_length import Runs
+from rollart.core.run_length import RunLength
 from rollart.core.seeds import seed_of
 from rollart.core.types import Batch, Episode, Outcome, RewardResult, Sample, SampleGroup, StepMetrics, Trajectory
 from rollart.hardware.devices import DeviceClass
@@ -144,6 +144,6 @@ def counted(group: Group) -> SampleGroup:
 
 
 def _counted(trajectory: Trajectory) -> Sample:
-    tokens = cast(Any, Runs.of(0, trajectory.total_tokens))
+    tokens = cast(Any, RunLength.of(0, trajectory.total_tokens))
     truncated = trajectory.outcome is Outcome.TRUNCATED
     return Sample(trajectory.id, trajectory.task, tokens, tokens, tokens, tokens, trajectory.reward or 0.0, truncated)

@@ -22,11 +22,11 @@ from rollart.hardware.roofline import Roofline
 from rollart.rollout.engine_state import EnginePool
 from rollart.rollout.evaluation import Evaluator
 from rollart.rollout.lockstep import Lockstep
-from rollart.rollout.pipeline import Pipeline, Plan
 from rollart.rollout.router import Router
 from rollart.rollout.routing_policy import policy
 from rollart.rollout.scheduler import Scheduler
-from rollart.rollout.trajectory import Player, TaskPlan
+from rollart.rollout.training_loop import LoopPlan, TrainingLoop
+from rollart.rollout.trajectory import RolloutTask, TrajectoryRunner
 from rollart.simulate import clock
 from rollart.simulate.constants import MEMORY_FOR_KV
 from rollart.simulate.contention import Contention
@@ -113,9 +113,11 @@ class Simulation:
         self._trainer.work = Contention(scenario.simulate.contention, self._engines.values()).train
         lockstep = Lockstep() if schedule.lockstep else None
         deadline = scenario.rollout.trajectory_deadline
-        player = Player(self._environments, router, ModelledRenderer(), self._rewards, sink, deadline, lockstep)
+        player = TrajectoryRunner(
+            self._environments, router, ModelledRenderer(), self._rewards, sink, deadline, lockstep
+        )
         tasks = [
-            TaskPlan(task.name, task.weight, task.max_turns, task.max_context, _sampling(task.sampling.max_tokens))
+            RolloutTask(task.name, task.weight, task.max_turns, task.max_context, _sampling(task.sampling.max_tokens))
             for task in scenario.tasks
         ]
         ledger = Forgetful()
@@ -134,8 +136,8 @@ class Simulation:
             rule=scenario.environments.quarantine.rule(),
             to_samples=counted,
         )
-        self._pipeline = Pipeline(
-            plan=Plan(scenario.training.steps, scenario.checkpoint.every, 0, 0),
+        self._pipeline = TrainingLoop(
+            plan=LoopPlan(scenario.training.steps, scenario.checkpoint.every, 0, 0),
             version=0,
             scheduler=self._scheduler,
             trainer=self._trainer,

@@ -24,7 +24,7 @@ class Tally:
         self._after: Totals = Counter()
         self._folds: dict[type, Callable[[Any], None]] = {
             ev.TrajectoryStarted: self._trajectory_started,
-            ev.EnvReset: self._reset,
+            ev.EnvironmentReset: self._reset,
             ev.TurnDone: self._turn,
             ev.Scored: self._scored,
             ev.TrajectoryEnded: self._trajectory_ended,
@@ -57,7 +57,7 @@ class Tally:
     def _trajectory_started(self, event: ev.TrajectoryStarted) -> None:
         self._started[event.trajectory] = event.t
 
-    def _reset(self, event: ev.EnvReset) -> None:
+    def _reset(self, event: ev.EnvironmentReset) -> None:
         began = self._started.get(event.trajectory, event.t)
         self.totals["stage slot"] += max(0.0, event.t - event.seconds - began)  # type: ignore[assignment]
         self.totals["stage reset"] += event.seconds  # type: ignore[assignment]

@@ -8,7 +8,7 @@ engines stop until the weights have arrived.
 import asyncio
 from typing import Literal
 
-from rollart.core.types import Loaded
+from rollart.core.types import LoadResult
 from rollart.simulate.constants import COLLECTIVE_EFFICIENCY, PULL_EXPOSED, STORE_PULL_EFFICIENCY, STORE_PUSH_EFFICIENCY
 from rollart.simulate.scenario import Scenario
 
@@ -47,10 +47,10 @@ class Weights:
         before = max(self._pushed_at.values(), default=now)
         self._pushed_at = {version: max(now, before) + self.push_s}
 
-    async def fetched(self, version: int) -> Loaded:
+    async def fetched(self, version: int) -> LoadResult:
         """Until an engine has all that it can have without standing still."""
         if not self._stops:
             now = asyncio.get_running_loop().time()
             pushed = self._pushed_at.get(version, now)
             await asyncio.sleep(max(pushed - now, self.pull_s - self.exposed_s))
-        return Loaded(version, self.pull_s, self.exposed_s, self.size, self.way)
+        return LoadResult(version, self.pull_s, self.exposed_s, self.size, self.way)

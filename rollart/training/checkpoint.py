@@ -23,11 +23,11 @@ from rollart.training.advantages import UNSEEN, RewardRange
 from rollart.training.guard import Memory
 from rollart.training.layout import MANIFEST, OPTIMIZER, REFERENCE
 from rollart.training.learner import MOMENTS, Held, Restore
-from rollart.training.policy import Policy
+from rollart.training.policy import PolicyModel
 from rollart.training.trainer import Trainer
 
 
-class Manifest(msgspec.Struct):
+class CheckpointManifest(msgspec.Struct):
     version: int
     updates: int
     ranges: dict[str, RewardRange]
@@ -45,7 +45,7 @@ def save_checkpoint(trainer: Trainer, path: Path) -> None:
             save_file(trainer.gather("reference"), folder / REFERENCE)
         ranges = {task: seen for task, seen in trainer.ranges.items() if seen != UNSEEN}
         sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.name != MANIFEST}
-        told = Manifest(trainer.version, learner.updates, ranges, sizes, trainer.guard.memory())
+        told = CheckpointManifest(trainer.version, learner.updates, ranges, sizes, trainer.guard.memory())
         manifest = msgspec.json.encode(told)
         (folder / MANIFEST).write_bytes(msgspec.json.format(manifest))
 
@@ -54,7 +54,7 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
     """Put `trainer` where it was. Raises RollartError, and leaves the trainer as it is, if anything is amiss."""
     manifest = read_manifest(path)
     moments = load_file(path / OPTIMIZER)
-    stored: dict[Held, Mapping[str, Tensor]] = {"policy": Policy(path).parameters()}
+    stored: dict[Held, Mapping[str, Tensor]] = {"policy": PolicyModel(path).parameters()}
     if trainer.learner.reference is not None:
         if REFERENCE not in manifest.files:
             raise RollartError(f"{path} was saved without a reference policy; set training.algorithm.kl to 0 to go on")
@@ -68,10 +68,10 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
     trainer.guard.recall(manifest.guard)
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path) -> CheckpointManifest:
     """Check that the checkpoint at `path` is whole and return what it says about itself."""
     try:
-        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=CheckpointManifest)
     except (FileNotFoundError, NotADirectoryError):
         what = f"has no {MANIFEST}" if path.is_dir() else "is not there"
         raise RollartError(f"the checkpoint {path} cannot be used: it {what}") from None

@@ -4,14 +4,14 @@ from pathlib import Path
 
 from rollart.core.errors import EngineFailed
 from rollart.core.types import Batch, StepMetrics
-from rollart.launch.rpc import Client
+from rollart.launch.rpc import RpcClient
 from rollart.weights.manifest import Publication
 
 
 class TrainerClient:
     """Implements `rollart.core.protocols.Trainer`. Each call has `deadline` seconds; a failure is a ServiceError."""
 
-    def __init__(self, client: Client, deadline: float) -> None:
+    def __init__(self, client: RpcClient, deadline: float) -> None:
         self._client = client
         self._deadline = deadline
         self._published: dict[int, Publication] = {}

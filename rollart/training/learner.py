@@ -13,11 +13,11 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from rollart.config import Training
+from rollart.config import TrainingConfig
 from rollart.training import losses
-from rollart.training.metrics import Totals
+from rollart.training.metrics import StepTotals
 from rollart.training.microbatch import Item, MicroBatch, micro_batch
-from rollart.training.policy import Policy
+from rollart.training.policy import PolicyModel
 from rollart.training.ranks import Ranks, RanksLost
 from rollart.weights.publish import Publisher, Share
 
@@ -66,15 +66,15 @@ class Learner:
     """`folder` is the Hugging Face model that RL starts from, and the reference of the KL if that is asked for."""
 
     def __init__(
-        self, folder: Path, config: Training, ranks: Ranks, seed: int = 0, publisher: Publisher | None = None
+        self, folder: Path, config: TrainingConfig, ranks: Ranks, seed: int = 0, publisher: Publisher | None = None
     ) -> None:
         torch.set_num_threads(config.threads)
         torch.manual_seed(seed)
         self.config, self.ranks, self._publisher = config, ranks, publisher
         self.updates = 0
-        self.policy = Policy(folder, ranks)
+        self.policy = PolicyModel(folder, ranks)
         self.optimizer = make_optimizer(self.policy, config)
-        self.reference = Policy(folder, ranks, trained=False) if config.algorithm.kl > 0 else None
+        self.reference = PolicyModel(folder, ranks, trained=False) if config.algorithm.kl > 0 else None
 
     def follow(self) -> None:
         """On a rank other than 0: do what rank 0 orders until it ends. Raises RanksLost when that comes too soon."""
@@ -98,9 +98,9 @@ class Learner:
 
     # A step
 
-    def learn(self, order: Learn) -> Totals:
+    def learn(self, order: Learn) -> StepTotals:
         """One update per epoch. The first one's logprobs are the proximal ones of the others: no extra forward."""
-        totals = Totals(order.cells, self.ranks.device)
+        totals = StepTotals(order.cells, self.ranks.device)
         with self.ranks.device:
             micros = [micro_batch(items) for items in order.passes]
         if self.reference is not None:
@@ -114,7 +114,7 @@ class Learner:
         totals.merge(self.ranks.sums, self.ranks.largest)
         return totals
 
-    def _update(self, micros: Sequence[MicroBatch], rate: float, totals: Totals) -> None:
+    def _update(self, micros: Sequence[MicroBatch], rate: float, totals: StepTotals) -> None:
         """Loss and norm are those of all ranks, so what is not finite on one is skipped by all."""
         (loss,) = self.ranks.sums([sum(self._backward(micro, totals) for micro in micros)])
         rate *= min(1.0, (self.updates + 1) / max(1, self.config.lr_warm_up))
@@ -131,7 +131,7 @@ class Learner:
             totals.skipped = True
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _backward(self, micro: MicroBatch, totals: Totals) -> float:
+    def _backward(self, micro: MicroBatch, totals: StepTotals) -> float:
         """Add the gradient of one micro-batch and return its share of the loss."""
         algorithm = self.config.algorithm
         current, entropy = self.policy.logprobs(micro.packed, entropy=algorithm.entropy > 0)
@@ -198,7 +198,7 @@ class Learner:
         def spread(what: Held, name: str, like: Tensor) -> Tensor:
             return self.ranks.spread(stored[what][name] if self.ranks.rank == 0 else None, like)
 
-        kept: list[tuple[Held, Policy | None]] = [("policy", self.policy), ("reference", self.reference)]
+        kept: list[tuple[Held, PolicyModel | None]] = [("policy", self.policy), ("reference", self.reference)]
         for what, policy in kept:
             for name, parameter in policy.parameters().items() if policy else ():
                 parameter.copy_(spread(what, name, parameter))
@@ -219,7 +219,7 @@ class Learner:
         return {name: state[p][what] for name, p in self.policy.parameters().items() if p in state}
 
 
-def make_optimizer(policy: Policy, config: Training) -> torch.optim.AdamW:
+def make_optimizer(policy: PolicyModel, config: TrainingConfig) -> torch.optim.AdamW:
     """Weight decay is for matrices; norms and biases are left alone."""
     parameters = list(policy.parameters().values())
     return torch.optim.AdamW(

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rollart.core.types import Gap, Sample
+from rollart.core.types import LogprobGap, Sample
 
 Merge = Callable[[Sequence[float]], list[float]]
 
@@ -114,13 +114,13 @@ def pooled(rows: Sequence[GapRow]) -> GapRow:
     )
 
 
-def table(rows: Sequence[GapRow]) -> tuple[Gap, ...]:
+def table(rows: Sequence[GapRow]) -> tuple[LogprobGap, ...]:
     """What is reported: by task and age."""
     cells: dict[tuple[str, int], list[GapRow]] = {}
     for row in rows:
         cells.setdefault((row.cell.task, row.cell.age), []).append(row)
     return tuple(
-        Gap(task, age, whole.tokens, whole.mean, whole.peak)
+        LogprobGap(task, age, whole.tokens, whole.mean, whole.peak)
         for (task, age), members in sorted(cells.items())
         for whole in [pooled(members)]
     )

@@ -13,7 +13,7 @@ PER_PASS = ("clip_fraction", "kl")
 PER_TOKEN = ("entropy", "logprob_gap", "importance")
 
 
-class Totals:
+class StepTotals:
     """Sums over the tokens that were trained; those of samples without any advantage are not among them. `gaps` has
     those of each of `cells` cells."""
 

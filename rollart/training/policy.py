@@ -26,7 +26,7 @@ WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth"
 disable_progress_bar()
 
 
-class Policy:
+class PolicyModel:
     """In evaluation mode even in training: dropout would make its probabilities differ from the engine's.
 
     It remembers what lay beside the weights in its folder (tokenizer, chat template), and saves that with them.

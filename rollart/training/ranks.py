@@ -36,7 +36,7 @@ class RanksLost(RollartError):
     """The ranks are out of step, or some are gone; they have to start again from a checkpoint."""
 
 
-class Place(msgspec.Struct, frozen=True):
+class RankAddress(msgspec.Struct, frozen=True):
     """Which rank a process is, of how many, and the host:port at which rank 0 awaits the others."""
 
     rank: int
@@ -63,7 +63,9 @@ class Ranks:
         return cls(0, 1, torch.device(device), None)
 
     @classmethod
-    def join(cls, place: Place, device: str = "cpu", *, patience: float, deadline: float = JOIN_DEADLINE) -> "Ranks":
+    def join(
+        cls, place: RankAddress, device: str = "cpu", *, patience: float, deadline: float = JOIN_DEADLINE
+    ) -> "Ranks":
         """Meet the other ranks. `patience` is how long rank 0 may be busy on its own, for instance with a save."""
         if place.ranks == 1:
             return cls.alone(device)
@@ -173,7 +175,7 @@ class Ranks:
         return distribute_tensor(whole.to(self.device), like.device_mesh, like.placements)
 
 
-def _meet(place: Place, deadline: float) -> Store:
+def _meet(place: RankAddress, deadline: float) -> Store:
     """A store that all ranks have signed. Raises RollartError, naming the rank that did not come."""
     host, _, port = place.address.rpartition(":")
     who, began = f"rank {place.rank} of {place.ranks}", time.monotonic()

@@ -24,14 +24,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from rollart.config import Training
+from rollart.config import TrainingConfig
 from rollart.core.types import Batch, StepMetrics
 from rollart.launch import service
 from rollart.launch.rpc import Handler
 from rollart.launch.torch_device import torch_device
 from rollart.training.checkpoint import load_checkpoint, save_checkpoint
 from rollart.training.learner import Learner
-from rollart.training.ranks import BEAT_SECONDS, Place, Ranks, RanksLost
+from rollart.training.ranks import BEAT_SECONDS, RankAddress, Ranks, RanksLost
 from rollart.training.trainer import Trainer
 from rollart.weights.manifest import Publication
 from rollart.weights.publish import Publisher, new_id
@@ -138,18 +138,18 @@ async def _follow(spec: dict[str, Any], thread: ThreadPoolExecutor) -> None:
     thread.submit(follow)
 
 
-def _config(spec: Mapping[str, Any]) -> Training:
-    return Training.model_validate(spec["config"])
+def _config(spec: Mapping[str, Any]) -> TrainingConfig:
+    return TrainingConfig.model_validate(spec["config"])
 
 
-def _place(spec: Mapping[str, Any]) -> Place:
+def _place(spec: Mapping[str, Any]) -> RankAddress:
     """From `group`, or from what a launcher tells those that it starts together. Without either, alone."""
     if "rendezvous" in spec:
-        return Place(spec["rank"], spec["world"], spec["rendezvous"])
-    return msgspec.convert(spec.get("group") or {"rank": 0, "ranks": 1, "address": ""}, Place)
+        return RankAddress(spec["rank"], spec["world"], spec["rendezvous"])
+    return msgspec.convert(spec.get("group") or {"rank": 0, "ranks": 1, "address": ""}, RankAddress)
 
 
-def _join(spec: Mapping[str, Any], config: Training) -> Ranks:
+def _join(spec: Mapping[str, Any], config: TrainingConfig) -> Ranks:
     return Ranks.join(_place(spec), torch_device(config.device, spec), patience=config.deadline)
 
 

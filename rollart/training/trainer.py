@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rollart.config import Training
+from rollart.config import TrainingConfig
 from rollart.core.errors import RollartError
 from rollart.core.types import Batch, StepMetrics
 from rollart.training.advantages import UNSEEN, RewardRange, advantages
@@ -31,7 +31,7 @@ class Trainer:
     def __init__(
         self,
         folder: Path,
-        config: Training,
+        config: TrainingConfig,
         seed: int = 0,
         version: int = 0,
         ranks: Ranks | None = None,

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from rollart.config import Environments, Task
+from rollart.config import EnvironmentsConfig, TaskConfig
 from rollart.core.errors import ConfigError, EnvironmentFailed
 from rollart.core.seeds import seed_of
 from rollart.core.types import Episode, EpisodeTurn, Step
@@ -31,7 +31,7 @@ class Demonstrations:
 
 
 def demonstrate(
-    task: Task,
+    task: TaskConfig,
     count: int,
     seed: int,
     *,
@@ -47,7 +47,7 @@ def demonstrate(
 
 
 async def _play(
-    task: Task, count: int, seed: int, deadline: float, on_progress: Callable[[int], None]
+    task: TaskConfig, count: int, seed: int, deadline: float, on_progress: Callable[[int], None]
 ) -> list[Episode]:
     end, episodes = time.monotonic() + deadline, list[Episode]()
     async with _in_family(task) if task.family else _here(task) as play:
@@ -65,13 +65,13 @@ async def _play(
 
 
 @asynccontextmanager
-async def _in_family(task: Task) -> AsyncIterator[Play]:
-    async with stage(task, Environments()) as env:
+async def _in_family(task: TaskConfig) -> AsyncIterator[Play]:
+    async with stage(task, EnvironmentsConfig()) as env:
         yield env.demonstrate
 
 
 @asynccontextmanager
-async def _here(task: Task) -> AsyncIterator[Play]:
+async def _here(task: TaskConfig) -> AsyncIterator[Play]:
     shim = EnvironmentShim()
 
     async def play(seed: int, deadline: float) -> Any:
@@ -83,7 +83,7 @@ async def _here(task: Task) -> AsyncIterator[Play]:
         shim.close()
 
 
-def _episode(task: Task, seed: int, first: Any, played: list[tuple[str, Any]]) -> Episode:
+def _episode(task: TaskConfig, seed: int, first: Any, played: list[tuple[str, Any]]) -> Episode:
     turns: list[EpisodeTurn] = []
     step = Step(())
     try:

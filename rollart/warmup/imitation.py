@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from rollart.config import WarmUp
+from rollart.config import WarmUpConfig
 from rollart.models.folder import whole_folder
 from rollart.training.packing import pack, plan
-from rollart.training.policy import Policy
+from rollart.training.policy import PolicyModel
 
 Example = tuple[Sequence[int], Sequence[int]]
 """Tokens, and a mask that is 1 where a token is to be learnt."""
@@ -24,7 +24,7 @@ def warm_up(
     model: Path,
     output: Path,
     examples: Sequence[Example],
-    config: WarmUp,
+    config: WarmUpConfig,
     *,
     seed: int = 0,
     threads: int = 1,
@@ -37,7 +37,7 @@ def warm_up(
     if not any(any(mask) for _, mask in examples):
         raise ValueError("the warm-up has nothing to learn: no example has a token whose mask is 1")
     torch.set_num_threads(threads)
-    policy = Policy(model)
+    policy = PolicyModel(model)
     parameters = list(policy.parameters().values())
     optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     loss = 0.0
@@ -74,7 +74,7 @@ def _batches(examples: Sequence[Example], size: int, seed: int) -> Iterator[list
         del waiting[:size]
 
 
-def _accumulate(policy: Policy, examples: Sequence[Example]) -> float:
+def _accumulate(policy: PolicyModel, examples: Sequence[Example]) -> float:
     """Add up the gradient of the mean over all trained tokens of the examples."""
     total = max(1, sum(sum(mask) for _, mask in examples))
     loss = 0.0

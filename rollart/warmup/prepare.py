@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rollart.config import RunFile, WarmUp
+from rollart.config import RunFile, WarmUpConfig
 from rollart.core.errors import ConfigError, RollartError, ServiceError
 from rollart.core.seeds import seed_of
 from rollart.models import tiny
@@ -65,7 +65,7 @@ def prepare(run: RunFile, path: Path, on_progress: OnProgress) -> Path:
     return path
 
 
-def _warm_up(run: RunFile, config: WarmUp, source: Path, path: Path, on_progress: OnProgress) -> None:
+def _warm_up(run: RunFile, config: WarmUpConfig, source: Path, path: Path, on_progress: OnProgress) -> None:
     data = demonstration_tokens(run, config.demonstrations, ChatRenderer(source), on_progress)
 
     from rollart.warmup.imitation import warm_up

@@ -22,7 +22,7 @@ def ancestors(position: int, fan_out: int = FAN_OUT) -> list[int]:
     return above
 
 
-class Tree:
+class FanOut:
     """Of one shard of one publication. Those who cannot serve others, and so have no URL, are leaves."""
 
     def __init__(self, fan_out: int = FAN_OUT) -> None:

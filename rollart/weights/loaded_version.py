@@ -28,7 +28,7 @@ class Corrupt(RollartError):
     """Bytes that are not what was published."""
 
 
-class Held:
+class LoadedVersion:
     """`checked` tells for each shard whether its buckets have been checked already, on their way into this memory.
     `transport` is how they came."""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from rollart.core.errors import RollartError
-from rollart.weights.loaded_version import Held
+from rollart.weights.loaded_version import LoadedVersion
 from rollart.weights.manifest import Publication
 from rollart.weights.replica import STREAMS, Replica
 from rollart.weights.server import LOOPBACK, WeightServer
@@ -26,7 +26,7 @@ LOOK_AGAIN_S = 0.005
 SHARED_MEMORY = "shared memory"
 
 
-class Weights:
+class WeightReader:
     """`root` is the folder of the store on this host. `bind` is the address at which others of the run may fetch what
     this process brought here. `patience` is how long the next bucket may take to appear."""
 
@@ -43,7 +43,7 @@ class Weights:
         self._servers: dict[str | None, WeightServer] = {}
         self._lock = threading.Lock()
 
-    def fetch(self, publication: Publication) -> Held:
+    def fetch(self, publication: Publication) -> LoadedVersion:
         """All of a version, checked. Raises RollartError: then nothing is held."""
         for attempt in range(TAKEOVERS):
             coming = _Coming(self, publication)
@@ -93,13 +93,13 @@ class Weights:
 class _Coming:
     """A version on its way here: each shard that is not here yet is brought by a thread."""
 
-    def __init__(self, weights: Weights, publication: Publication) -> None:
+    def __init__(self, weights: WeightReader, publication: Publication) -> None:
         self._weights, self._publication = weights, publication
         self._threads: dict[int, threading.Thread] = {}
         self._replicas: dict[int, Replica] = {}
         self._failures: dict[int, RollartError] = {}
 
-    def hold(self) -> Held:
+    def hold(self) -> LoadedVersion:
         """As soon as all its shards have begun to come. Raises RollartError."""
         shards: list[Shard] = []
         try:
@@ -109,7 +109,7 @@ class _Coming:
                 shard.release()
             raise
         own = [number in self._replicas and self._replicas[number].began.is_set() for number in range(len(shards))]
-        return Held(shards, checked=own, patience=self._weights.patience)
+        return LoadedVersion(shards, checked=own, patience=self._weights.patience)
 
     def wait(self) -> None:
         """Until what this process brings has come, or not: replicas keep deadlines of their own."""

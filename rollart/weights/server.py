@@ -29,7 +29,7 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 
 from rollart.weights.delta_wire import BASE, DELTA, ENCODING, SPEED, Deltas
-from rollart.weights.fan_out import Tree
+from rollart.weights.fan_out import FanOut
 from rollart.weights.manifest import Manifest
 from rollart.weights.store import STEM, MissingVersion, Shard, Store
 
@@ -58,7 +58,7 @@ class _Lease:
     """Of the members that fetch a shard; `seen` is when each was last heard of."""
 
     shard: Shard
-    tree: Tree = field(default_factory=Tree)
+    tree: FanOut = field(default_factory=FanOut)
     seen: dict[str, float] = field(default_factory=dict)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rollart.core.errors import ServiceError
-from rollart.launch.launcher import NOWHERE, Command, Launcher, Started, Wish, relaunch
+from rollart.launch.launcher import NOWHERE, Command, Launcher, ResourceRequest, ServiceHandle, relaunch
 from rollart.launch.silence import notice_silence
 from rollart.workers.slot import HOST_LOST, Slot, SlotLost
 
@@ -31,7 +31,7 @@ class Place:
     """Where a host may run."""
 
     launcher: Launcher
-    wish: Wish
+    wish: ResourceRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class HostProcess:
         self._place = place
         self._folder: Path | None = None
         self._address: str | tuple[str, int] = ""
-        self._started: Started | None = None
+        self._started: ServiceHandle | None = None
         self._starting = asyncio.Semaphore(STARTING)
         self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
         self._unreachable = False  # known before the launcher tells us that the process ended
@@ -87,12 +87,12 @@ class HostProcess:
         return self._started is not None and not self.ended.done() and not self._unreachable
 
     @property
-    def started(self) -> Started:
+    def started(self) -> ServiceHandle:
         if self._started is None:
             raise RuntimeError("the host has not started")
         return self._started
 
-    async def start(self, instead_of: Started | None = None) -> None:
+    async def start(self, instead_of: ServiceHandle | None = None) -> None:
         """Raises ServiceError, for example when something cannot be imported."""
         if sys.platform != "linux":
             raise ServiceError("environments and rewards run in processes that need Linux; use a Linux machine or VM")
@@ -112,7 +112,7 @@ class HostProcess:
         self._address = address if isinstance(address, str) else (address[0], address[1])
         self.ended = asyncio.create_task(self._watch(self._started))
 
-    async def _watch(self, started: Started) -> str:
+    async def _watch(self, started: ServiceHandle) -> str:
         reason = await started.wait()
         for slot in list(self._slots):
             slot.kill(f"{HOST_LOST}: {reason.splitlines()[0]}")

@@ -10,12 +10,12 @@ The invariants:
 import asyncio
 from collections.abc import Callable
 
-from rollart.launch.launcher import Started
+from rollart.launch.launcher import ServiceHandle
 from rollart.workers.process import HostProcess, HostSpec, Place
 from rollart.workers.slot import Slot, SlotLost
 from rollart.workers.warm import WarmSlots, Warmth
 
-Tell = Callable[[Started, str | None], None]
+Tell = Callable[[ServiceHandle, str | None], None]
 
 
 class Seat:
@@ -34,7 +34,7 @@ class Seat:
         self._died = died
         self._lock = asyncio.Lock()
         self._began = 0.0
-        self._last: Started | None = None
+        self._last: ServiceHandle | None = None
         self.host: HostProcess | None = None
         self.place = place
         self.share = 0

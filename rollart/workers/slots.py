@@ -20,7 +20,7 @@ from itertools import chain
 from typing import Any, NoReturn
 
 from rollart.core.errors import RollartError, ServiceError
-from rollart.launch.launcher import Wish
+from rollart.launch.launcher import ResourceRequest
 from rollart.launch.local import LocalLauncher
 from rollart.workers.lease import Lease
 from rollart.workers.process import HostSpec, Place
@@ -66,7 +66,7 @@ class SlotPool:
         self._given_up = asyncio.Event()
         self._replacing: set[asyncio.Task[None]] = set()
         self._seating = Seating(limit, self._warmth.count)
-        for place in places or [Place(LocalLauncher(), Wish())]:
+        for place in places or [Place(LocalLauncher(), ResourceRequest())]:
             self._seating.add(self._seat(place))
 
     def _seat(self, place: Place) -> Seat:

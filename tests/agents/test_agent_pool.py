@@ -12,8 +12,7 @@ import pytest
 
 from benchmarks.modelled import ModelledEngine
 from rollart.agents.pool import AgentPool
-from rollart.config import Rewards as RewardsConfig
-from rollart.config import Task
+from rollart.config import RewardsConfig, TaskConfig
 from rollart.core.errors import EngineFailed
 from rollart.core.events import AgentPlayed, AnyEvent, TurnDone
 from rollart.core.types import Completion, Finish, GenerationRequest, Outcome, Sampling, Trajectory
@@ -23,7 +22,7 @@ from rollart.models import tiny
 from rollart.rewards.invokers import Rewards
 from rollart.rollout.router import Router
 from rollart.rollout.samples import samples
-from rollart.rollout.trajectory import Attempt, Player, TaskPlan
+from rollart.rollout.trajectory import Attempt, RolloutTask, TrajectoryRunner
 
 
 class Engine(ModelledEngine):
@@ -52,18 +51,18 @@ class Seen:
 
 @dataclass
 class World:
-    player: Player
+    player: TrajectoryRunner
     engine: Engine
     seen: Seen
     gateway: Gateway
     agents: AgentPool
 
     async def play(self, name: str, version: int = 0, **more: Any) -> Trajectory:
-        plan = TaskPlan(name, 1.0, 1, 500, Sampling(max_tokens=8), agent=True)
+        plan = RolloutTask(name, 1.0, 1, 500, Sampling(max_tokens=8), agent=True)
         return await self.player.run(Attempt(f"{name}-0.0", plan, f"{name}-0", 0, 11, version, **more))
 
 
-def tasks() -> list[Task]:
+def tasks() -> list[TaskConfig]:
     names = ("two_turns", "sub_agents", "by_environment", "no_reward", "crash", "killed", "hang", "silent", "nonsense")
     special: dict[str, Any] = {name: {} for name in (*names, "not_a_number")}
     special["scored"] = {"agent": "sample_agents:no_reward", "reward": "sample_agents:length"}
@@ -76,7 +75,7 @@ def tasks() -> list[Task]:
     special["limited"] = {"agent": {"function": "sample_agents:sub_agents", "calls": 2}}
     common = {"args": {"level": 3}, "max_context": 500}
     return [
-        Task.model_validate({"name": name, "agent": f"sample_agents:{name}", **common, **more})
+        TaskConfig.model_validate({"name": name, "agent": f"sample_agents:{name}", **common, **more})
         for name, more in special.items()
     ]
 
@@ -91,7 +90,7 @@ async def world(folder: Path) -> AsyncIterator[World]:
     engine = Engine(random.Random(0))
     router = Router({"engine": engine}, 0, seen)
     nothing: Any = None
-    player = Player(nothing, router, nothing, rewards, seen, 60.0, None, agents)
+    player = TrajectoryRunner(nothing, router, nothing, rewards, seen, 60.0, None, agents)
     try:
         await asyncio.gather(gateway.start(), agents.start(), rewards.start())
         yield World(player, engine, seen, gateway, agents)
@@ -202,7 +201,7 @@ def test_an_agent_that_fails_because_engines_do_is_their_failure(run: Run) -> No
 def test_a_cancelled_episode_ends_at_once_and_frees_its_place(run: Run) -> None:
     async def test(made: World) -> None:
         versions: list[int] = []
-        plan = TaskPlan("hang", 1.0, 1, 500, Sampling(max_tokens=8), agent=True)
+        plan = RolloutTask("hang", 1.0, 1, 500, Sampling(max_tokens=8), agent=True)
         attempt = Attempt("hang-0.0", plan, "hang-0", 0, 11, 0)
 
         def stale(version: int) -> None:
@@ -262,4 +261,4 @@ def test_a_gateway_that_dies_is_replaced_and_only_its_episodes_fail(run: Run) ->
 @pytest.mark.parametrize("both", [{}, {"env": "a:B", "agent": "c:d"}])
 def test_a_task_has_either_an_environment_or_an_agent(both: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="either `env` or `agent`"):
-        Task.model_validate({"name": "t", **both})
+        TaskConfig.model_validate({"name": "t", **both})

@@ -17,7 +17,7 @@ from rollart.core.event_log import read_events
 from rollart.core.events import AgentPlayed, StepDone
 from rollart.fleet import controller as controller
 from rollart.observe.metrics import measure
-from rollart.rollout.ledger import Ledger
+from rollart.rollout.ledger import SqliteLedger
 from rollart.rollout.samples import samples
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agent.yaml"
@@ -47,7 +47,7 @@ def test_an_agent_task_trains_and_tells_what_its_agents_did(trained: Path) -> No
     assert told["completions"] == 2 * told["segments"] == told["requests"]
     assert (told["forks"], told["undelivered"]) == (0, 0)
     assert any(isinstance(event, AgentPlayed) and event.held_out for event in read_events(trained / "events.jsonl"))
-    ledger = Ledger.open_readonly(trained / "ledger.sqlite")
+    ledger = SqliteLedger.open_readonly(trained / "ledger.sqlite")
     (trajectory,) = ledger.scored(1)
     (sample,) = samples(trajectory)
     assert sum(sample.mask) == trajectory.action_tokens > 0
@@ -105,7 +105,7 @@ def test_streams_that_are_read_left_or_ended_by_a_stop_string_train_only_what_wa
     asyncio.run(controller.train(preflight.load_run(EXAMPLE, [*SMALL, *more]), tmp_path))
     shot = measure(read_events(tmp_path / "events.jsonl"))
     assert shot.step == 2 and not shot.drops
-    played = Ledger.open_readonly(tmp_path / "ledger.sqlite").scored(8)
+    played = SqliteLedger.open_readonly(tmp_path / "ledger.sqlite").scored(8)
     for trajectory in played:
         read, ended = trajectory.turns
         assert trajectory.info["pieces"] > 1

@@ -13,10 +13,10 @@ from rollart.agents.command import CommandAgent
 from rollart.agents.drivers import driver_of
 from rollart.agents.pool import AgentPool
 from rollart.app import preflight
-from rollart.config import Task
+from rollart.config import TaskConfig
 from rollart.core.errors import ConfigError, EnvironmentFailed, RewardFailed, RollartError
 from rollart.core.events import AnyEvent
-from rollart.core.protocols import Listener
+from rollart.core.protocols import TokenStream
 from rollart.core.types import Completion, GenerationRequest, Step
 from rollart.gateway.client import Gateway
 from rollart.gateway.template import ChatTemplate
@@ -44,7 +44,7 @@ def play(tmp_path: Path, agent: dict[str, Any], say: str = "hello") -> tuple[dic
     async def scene() -> tuple[dict[str, Any], Running]:
         template = tiny_template(tmp_path / "model")
         async with gateway(template, Policy(template, say=lambda request: say)) as running:
-            driver = driver_of(Task.model_validate({"name": "t", "agent": agent}))
+            driver = driver_of(TaskConfig.model_validate({"name": "t", "agent": agent}))
             endpoint = {"url": running.url, "key": KEY, "model": "policy"}
             return await asyncio.to_thread(CommandAgent().run, driver.agent, endpoint, EPISODE), running
 
@@ -127,12 +127,12 @@ async def pooled(tmp_path: Path, agents: dict[str, Any]) -> dict[str, Step | Rol
     """An episode of each agent as in a run, in processes; the policy says `hello`."""
     tiny.tokenizer(500).save_pretrained(tmp_path)
     words = [*ChatTemplate(tmp_path).encode("hello"), tiny.SPECIAL.index(tiny.END)]
-    tasks = [Task.model_validate({"name": name, "agent": agent}) for name, agent in agents.items()]
+    tasks = [TaskConfig.model_validate({"name": name, "agent": agent}) for name, agent in agents.items()]
     launcher, found = LocalLauncher(), dict[str, Step | RollartError]()
     gateway = Gateway(tmp_path, launcher, Unheard(), tmp_path)
     pool = AgentPool(tasks, gateway, launcher, slots=1, deadline=60.0, log=tmp_path / "agents.log")
 
-    async def generate(request: GenerationRequest, listener: Listener | None = None, /) -> Completion:
+    async def generate(request: GenerationRequest, listener: TokenStream | None = None, /) -> Completion:
         return Completion(words, [-1.0] * 6, [0] * 6, "stop", len(request.tokens))
 
     try:
@@ -177,7 +177,7 @@ def problem(tmp_path: Path, agent: Any) -> str:
 
 
 def test_a_list_is_a_command() -> None:
-    task = Task.model_validate({"name": "t", "agent": ["python3", "-m", "mine"]})
+    task = TaskConfig.model_validate({"name": "t", "agent": ["python3", "-m", "mine"]})
     assert task.agent is not None and task.agent.command == ["python3", "-m", "mine"]
     assert driver_of(task).agent["command"] == ["python3", "-m", "mine"]
 

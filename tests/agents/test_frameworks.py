@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollart.app import preflight
-from rollart.config import Vllm
+from rollart.config import VllmConfig
 from rollart.core.event_log import read_events
 from rollart.envs import families
 from rollart.fleet import controller as controller
@@ -46,6 +46,6 @@ def test_agents_of_three_frameworks_train_together_with_the_embedded_engine(tmp_
 @there
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(not Vllm().interpreter().exists(), reason="vLLM is not there; run: make vllm")
+@pytest.mark.skipif(not VllmConfig().interpreter().exists(), reason="vLLM is not there; run: make vllm")
 def test_agents_of_three_frameworks_train_together_with_vllm(tmp_path: Path) -> None:
     train(tmp_path, VLLM)

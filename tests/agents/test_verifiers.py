@@ -12,7 +12,7 @@ from rollart.core.event_log import read_events
 from rollart.envs import families
 from rollart.fleet import controller as controller
 from rollart.observe.metrics import measure
-from rollart.rollout.ledger import Ledger
+from rollart.rollout.ledger import SqliteLedger
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "verifiers.yaml"
 SMALL = ["evaluation.every=0", "evaluation.final_episodes=1"]
@@ -38,5 +38,5 @@ def test_a_verifiers_environment_is_learnt_on_the_tokens_of_its_own_renderer(tmp
     # Two turns of one conversation each, but for answers that its renderer, given their text, would write otherwise.
     assert told["completions"] >= 2 * STEPS * EPISODES and told["undelivered"] == 0
     assert told["forks"] <= told["mismatches"]
-    for trajectory in Ledger.open_readonly(tmp_path / "ledger.sqlite").scored(1):
+    for trajectory in SqliteLedger.open_readonly(tmp_path / "ledger.sqlite").scored(1):
         assert not {"system", "user"} & {message.role for message in trajectory.turns[0].messages}  # it sent tokens

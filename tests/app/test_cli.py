@@ -19,7 +19,7 @@ from rollart.core.errors import RollartError
 from rollart.core.event_log import EventLog
 from rollart.core.types import Message, Outcome, Trajectory, Turn
 from rollart.observe import summary
-from rollart.rollout.ledger import Ledger
+from rollart.rollout.ledger import SqliteLedger
 
 RUN = """\
 name: quick
@@ -71,7 +71,7 @@ def run_dir(tmp_path: Path) -> Path:
     ]
     (folder / "events.jsonl").write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in log))
     turn = Turn((Message("user", "P _ G"),), (1, 2, 3), "Right", (4, 5), (-0.1, -0.2), (0, 0), "stop", 1.0, 0.2, 0.1)
-    ledger = Ledger.open(folder / "ledger.sqlite")
+    ledger = SqliteLedger.open(folder / "ledger.sqlite")
     ledger.add(Trajectory("lake-000001.0", "lake", "lake-000001", 0, 7, Outcome.FINISHED, (turn,), 1.0, success=True))
     ledger.close()
     return folder

@@ -3,15 +3,15 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.core.run_length import Runs, fingerprint, joined, kept, lowest
+from rollart.core.run_length import RunLength, fingerprint, joined, kept, lowest
 
 spans = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), min_size=1, max_size=5)
 
 
-def runs_of(pairs: list[tuple[int, int]]) -> Runs:
-    whole = Runs.of(*pairs[0])
+def runs_of(pairs: list[tuple[int, int]]) -> RunLength:
+    whole = RunLength.of(*pairs[0])
     for value, count in pairs[1:]:
-        whole = whole + Runs.of(value, count)
+        whole = whole + RunLength.of(value, count)
     return whole
 
 
@@ -32,16 +32,16 @@ def test_equal_numbers_in_a_row_are_kept_once(pairs: list[tuple[int, int]]) -> N
 def test_a_list_grows_in_place_and_runs_replace_an_empty_one() -> None:
     context = [1]
     assert joined(context, [2, 3]) is context == [1, 2, 3]
-    more = Runs.of(0, 5)
+    more = RunLength.of(0, 5)
     assert joined([], more) is more  # type: ignore[arg-type, comparison-overlap]
 
 
 def test_lists_are_kept_as_tuples_and_runs_as_they_are() -> None:
-    compact = Runs.of(1, 2)
+    compact = RunLength.of(1, 2)
     assert kept([1, 2]) == (1, 2)
     assert kept(compact) is compact  # type: ignore[arg-type, comparison-overlap]
 
 
 def test_only_equal_sequences_share_a_fingerprint() -> None:
     assert fingerprint([1, 2]) == fingerprint([1, 2]) != fingerprint([2, 1])
-    assert fingerprint(Runs.of(7, 3)) == fingerprint(Runs.of(7, 3)) != fingerprint(Runs.of(8, 3))  # type: ignore[arg-type]
+    assert fingerprint(RunLength.of(7, 3)) == fingerprint(RunLength.of(7, 3)) != fingerprint(RunLength.of(8, 3))  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from typing import Any
 import uvicorn
 from tiny_decoders import twin
 
-from rollart.config import Engine as EngineConfig
+from rollart.config import EngineConfig
 from rollart.engines.torch.engine import TorchEngine
 from rollart.engines.torch.model import Model
 from rollart.launch.rpc import Handler, application

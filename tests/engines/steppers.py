@@ -5,7 +5,7 @@ from typing import Any
 
 from tiny_decoders import VOCABULARY, twin
 
-from rollart.config import Engine as EngineConfig
+from rollart.config import EngineConfig
 from rollart.core.types import Completion, GenerationRequest
 from rollart.engines.torch.model import Model
 from rollart.engines.torch.stepper import Stepper

@@ -12,7 +12,7 @@ from plain_weights import at, versions
 from served_engines import peer, served
 from tiny_decoders import VOCABULARY, decoder, request, twin, worst
 
-from rollart.config import Engine as EngineConfig
+from rollart.config import EngineConfig
 from rollart.core.errors import EngineFailed
 from rollart.core.types import Completion, GenerationRequest
 from rollart.engines.torch import fetch, kv_transfer
@@ -250,7 +250,7 @@ def test_a_connection_is_kept_and_one_that_was_lost_is_made_again() -> None:
     async def scenario() -> None:
         async with peer(network) as (a, _), peer(network) as (b, _):
 
-            async def move(name: str, url: str) -> asyncio.Task[rpc.Client] | None:
+            async def move(name: str, url: str) -> asyncio.Task[rpc.RpcClient] | None:
                 asked = request(name, [int(name), *PROMPT], max_tokens=3)
                 await a.prefill(asked)
                 fetched.append((await b.generate(replace(asked, kv_from=url))).fetched)

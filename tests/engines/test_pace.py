@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from tiny_decoders import decoder, request, twin
 
-from rollart.config import Engine as EngineConfig
+from rollart.config import EngineConfig
 from rollart.core.errors import EngineFailed
 from rollart.core.types import Completion
 from rollart.engines.torch.batch import Batch

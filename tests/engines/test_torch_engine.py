@@ -8,14 +8,14 @@ from plain_weights import Made, at
 from tiny_decoders import decoder, request, twin, worst
 from torch import Tensor
 
-from rollart.config import Engine as EngineConfig
+from rollart.config import EngineConfig
 from rollart.core.errors import EngineFailed
 from rollart.core.types import Completion
 from rollart.engines.streamed import Streamed
 from rollart.engines.torch.engine import TorchEngine
 from rollart.engines.torch.model import Model
 from rollart.weights.publish import publish
-from rollart.weights.reader import Weights
+from rollart.weights.reader import WeightReader
 
 DEADLINE_S = 60.0
 
@@ -72,7 +72,7 @@ def test_weights_are_swapped_under_requests_in_flight(tmp_path: Any) -> None:
         assert loaded.transport == "shared memory" and size <= loaded.bytes < 1.1 * size
         assert 0 < loaded.exposed_s < loaded.transfer_s
 
-    drive(networks[0], scenario, store=Weights(tmp_path))
+    drive(networks[0], scenario, store=WeightReader(tmp_path))
 
 
 def test_an_engine_told_to_drain_swaps_when_its_requests_have_ended(tmp_path: Any) -> None:
@@ -87,12 +87,12 @@ def test_an_engine_told_to_drain_swaps_when_its_requests_have_ended(tmp_path: An
         assert (await loading).recomputed == 0
         assert set((await engine.generate(request("2", [1, 2, 3], max_tokens=4))).versions) == {1}
 
-    drive(networks[0], scenario, store=Weights(tmp_path), on_swap="drain")
+    drive(networks[0], scenario, store=WeightReader(tmp_path), on_swap="drain")
 
 
 def test_an_engine_computes_with_the_published_memory_itself_and_lets_go_of_it_at_the_next_swap(tmp_path: Any) -> None:
     networks = {0: decoder(seed=1), 1: decoder(seed=2), 2: decoder(seed=3)}
-    weights = Weights(tmp_path)
+    weights = WeightReader(tmp_path)
 
     async def scenario(engine: TorchEngine) -> None:
         for version in (1, 2):
@@ -115,7 +115,7 @@ def test_a_version_that_is_not_there_leaves_the_engine_on_its_own(tmp_path: Any)
             await engine.load(at(7))
         assert (await engine.generate(request("1", [1], max_tokens=2))).versions == [0, 0]
 
-    drive(decoder(), scenario, store=Weights(tmp_path))
+    drive(decoder(), scenario, store=WeightReader(tmp_path))
 
 
 def test_a_damaged_version_is_not_loaded_and_generation_goes_on_with_the_old_one(tmp_path: Any) -> None:
@@ -133,7 +133,7 @@ def test_a_damaged_version_is_not_loaded_and_generation_goes_on_with_the_old_one
         completion = await engine.generate(asked)
         assert set(completion.versions) == {0} and worst(networks, asked, completion) <= 1e-4
 
-    drive(networks[0], scenario, store=Weights(tmp_path))
+    drive(networks[0], scenario, store=WeightReader(tmp_path))
 
 
 def test_an_engine_without_a_store_says_so() -> None:

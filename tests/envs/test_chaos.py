@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from rollart.config import Environments, Task, TinyModel
+from rollart.config import EnvironmentsConfig, TaskConfig, TinyModelConfig
 from rollart.core.errors import EnvironmentFailed
 from rollart.core.types import Completion, Outcome, RewardResult
 from rollart.envs import hostile
@@ -14,7 +14,7 @@ from rollart.envs.chaos import CRASHES, FAULTS, Chaos
 from rollart.envs.pool import EnvironmentPool
 from rollart.models import tiny
 from rollart.models.chat import ChatRenderer
-from rollart.rollout.trajectory import Attempt, Player
+from rollart.rollout.trajectory import Attempt, TrajectoryRunner
 
 SHAPED = "rollart.envs.shaped:Shaped"
 TURNS = 10_000
@@ -59,10 +59,10 @@ def test_rates_above_one_are_refused():
 @pytest.mark.parametrize("rates", [{"crash": 1.0}, {"hang": 1.0}])
 def test_a_crash_or_a_hang_costs_the_attempt_and_nothing_else(rates):
     async def run():
-        task = Task(name="t", env="rollart.envs.chaos:Chaos", args={"env": SHAPED, "seed": 1, **rates})
-        calm = Task(name="calm", env=SHAPED)
+        task = TaskConfig(name="t", env="rollart.envs.chaos:Chaos", args={"env": SHAPED, "seed": 1, **rates})
+        calm = TaskConfig(name="calm", env=SHAPED)
         deadline = 0.3 if "hang" in rates else 20
-        pool = EnvironmentPool([task, calm], Environments(slots=1, reset_deadline=deadline, retries=0))
+        pool = EnvironmentPool([task, calm], EnvironmentsConfig(slots=1, reset_deadline=deadline, retries=0))
         try:
             async with pool.lease("t", held_out=False) as environment:
                 for seed in range(2 * len(CRASHES) if "crash" in rates else 1):
@@ -81,8 +81,8 @@ def test_each_way_to_crash_is_told_apart(monkeypatch):
     reasons |= {"raise": "chaos raised this", "interrupt": "KeyboardInterrupt"}
 
     async def run(how):
-        task = Task(name="t", env="crashing_env:Crashing", args={"how": how})
-        pool = EnvironmentPool([task], Environments(slots=1, retries=0))
+        task = TaskConfig(name="t", env="crashing_env:Crashing", args={"how": how})
+        pool = EnvironmentPool([task], EnvironmentsConfig(slots=1, retries=0))
         try:
             async with pool.lease("t", held_out=False) as environment:
                 with pytest.raises(EnvironmentFailed, match=reasons[how]):
@@ -136,7 +136,7 @@ class Counting:
 
 @pytest.fixture(scope="module")
 def renderer(tmp_path_factory):
-    return ChatRenderer(tiny.make(TinyModel(), tmp_path_factory.mktemp("tiny") / "model", 0))
+    return ChatRenderer(tiny.make(TinyModelConfig(), tmp_path_factory.mktemp("tiny") / "model", 0))
 
 
 @pytest.mark.slow
@@ -144,13 +144,13 @@ def test_ten_thousand_hostile_answers_end_as_messages_or_as_a_failed_environment
     """Through everything that real ones pass: a slot process, its wire, the checks, the chat template, the events, and
     the encoding of the ledger."""
     args = {"env": SHAPED, "args": {"turns": 40}, "wrong": 0.04, "hostile": 0.9, "crash": 0.004, "seed": 11}
-    task = Task(name="t", env="rollart.envs.chaos:Chaos", args=args, max_turns=30, max_context=10**9)
+    task = TaskConfig(name="t", env="rollart.envs.chaos:Chaos", args=args, max_turns=30, max_context=10**9)
     sink, outcomes, asked = Counting(), [], 0
 
     async def run():
         nonlocal asked
-        pool = EnvironmentPool([task], Environments(slots=1, retries=0))
-        player = Player(pool, AnyTokens(len(tiny.SPECIAL) + 90), renderer, Rewards(), sink, deadline=250.0)
+        pool = EnvironmentPool([task], EnvironmentsConfig(slots=1, retries=0))
+        player = TrajectoryRunner(pool, AnyTokens(len(tiny.SPECIAL) + 90), renderer, Rewards(), sink, deadline=250.0)
         try:
             while asked < TURNS:
                 attempt = Attempt(f"a{len(outcomes)}", task, "g", 0, len(outcomes), 0)

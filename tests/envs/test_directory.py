@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from rollart.config import Task
+from rollart.config import TaskConfig
 from rollart.envs.directory import RULES, Directory, belongs_to_held_out, player
 from rollart.warmup.demonstrations import demonstrate
 
@@ -55,7 +55,7 @@ def test_a_skilled_player_wins_and_an_unskilled_one_guesses() -> None:
     env.reset(3)
     assert player(env, random.Random(0), skill=1.0) == f"lookup {env.asked}"
     for skill, low, high in ((1.0, 1.0, 1.0), (0.0, 0.0, 0.15)):
-        task = Task(
+        task = TaskConfig(
             name="directory",
             env="rollart.envs.directory:Directory",
             player="rollart.envs.directory:player",

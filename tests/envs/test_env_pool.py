@@ -6,13 +6,13 @@ from contextlib import asynccontextmanager
 import psutil
 import pytest
 
-from rollart.config import Environments, Task
+from rollart.config import EnvironmentsConfig, TaskConfig
 from rollart.core.errors import EnvironmentFailed, ServiceError
 from rollart.core.types import Message, Step
 from rollart.envs.pool import EnvironmentPool
 from rollart.workers import slots
 
-QUICK = Environments(slots=4, reset_deadline=20, step_deadline=20, retries=1)
+QUICK = EnvironmentsConfig(slots=4, reset_deadline=20, step_deadline=20, retries=1)
 
 
 @asynccontextmanager
@@ -31,7 +31,7 @@ async def leased(task, config=QUICK):
 
 
 def task(env, name="t", **args):
-    return Task(name=name, env=f"hostile_envs:{env}", args=args)
+    return TaskConfig(name=name, env=f"hostile_envs:{env}", args=args)
 
 
 def test_a_text_observation_is_one_user_message_and_a_tuple_is_a_step():
@@ -52,7 +52,7 @@ def test_the_environment_object_is_kept_for_the_next_lease_but_not_across_held_o
             return (await environment.step("who")).messages[0].content.split()
 
     async def run():
-        async with pool(task("Plain"), config=Environments(slots=1)) as environments:
+        async with pool(task("Plain"), config=EnvironmentsConfig(slots=1)) as environments:
             return [await who(environments, held_out) for held_out in (False, False, True)]
 
     first, second, third = asyncio.run(run())
@@ -80,7 +80,7 @@ def test_a_reset_is_tried_again_on_a_fresh_process(tmp_path):
 )
 def test_an_environment_that_never_resets_fails_after_the_retries(what, reason):
     async def run():
-        config = Environments(slots=2, reset_deadline=0.3 if what == "hang" else 20, retries=1)
+        config = EnvironmentsConfig(slots=2, reset_deadline=0.3 if what == "hang" else 20, retries=1)
         async with leased(task("Bad", what=what), config=config) as environment:
             with pytest.raises(EnvironmentFailed, match=reason):
                 await environment.reset(1)
@@ -94,7 +94,7 @@ def test_an_environment_that_never_resets_fails_after_the_retries(what, reason):
 )
 def test_a_failed_step_is_final_until_the_next_reset_and_blocks_nobody(what, reason):
     async def run():
-        config = Environments(slots=1, step_deadline=0.3 if what == "hang" else 20)
+        config = EnvironmentsConfig(slots=1, step_deadline=0.3 if what == "hang" else 20)
         async with pool(task("Bad", what=f"step:{what}"), task("Plain", "other"), config=config) as environments:
             async with environments.lease("t", held_out=False) as environment:
                 await environment.reset(1)

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import psutil
 import pytest
 
-from rollart.config import Environments, Task
+from rollart.config import EnvironmentsConfig, TaskConfig
 from rollart.core.errors import EnvironmentFailed
 from rollart.core.events import ResetHedged
 from rollart.envs.latencies import LEAST
@@ -21,7 +21,7 @@ class Told(list):
 
 @asynccontextmanager
 async def pool(env, config, told=None, **args):
-    environments = EnvironmentPool([Task(name="t", env=f"hostile_envs:{env}", args=args)], config, sink=told)
+    environments = EnvironmentPool([TaskConfig(name="t", env=f"hostile_envs:{env}", args=args)], config, sink=told)
     try:
         async with asyncio.timeout(60):
             await environments.start()
@@ -59,7 +59,7 @@ def slots(environments):
 
 def test_a_slow_reset_is_raced_by_a_second_one_even_if_every_slot_is_taken(tmp_path):
     async def run():
-        config = Environments(slots=1, hedges=1, warm=0, reset_deadline=50)
+        config = EnvironmentsConfig(slots=1, hedges=1, warm=0, reset_deadline=50)
         async with pool("Stuck", config, folder=str(tmp_path), seed=SLOW) as environments:
             await learn(environments)
             async with environments.lease("t", held_out=False) as environment:
@@ -80,7 +80,7 @@ def test_a_slow_reset_is_raced_by_a_second_one_even_if_every_slot_is_taken(tmp_p
 
 def test_without_hedges_a_slow_reset_runs_into_its_deadline_and_is_tried_again(tmp_path):
     async def run():
-        config = Environments(slots=1, hedges=0, warm=0, reset_deadline=0.5)
+        config = EnvironmentsConfig(slots=1, hedges=0, warm=0, reset_deadline=0.5)
         async with pool("Stuck", config, folder=str(tmp_path), seed=SLOW) as environments:
             async with environments.lease("t", held_out=False) as environment:
                 await environment.reset(SLOW)
@@ -94,7 +94,7 @@ def test_when_both_resets_hang_both_end_and_the_reset_is_tried_again(tmp_path):
     told = Told()
 
     async def run():
-        config = Environments(slots=1, hedges=1, warm=0, reset_deadline=0.5, retries=1)
+        config = EnvironmentsConfig(slots=1, hedges=1, warm=0, reset_deadline=0.5, retries=1)
         async with pool("Stuck", config, told, folder=str(tmp_path), seed=SLOW, times=2) as environments:
             await learn(environments)
             async with environments.lease("t", held_out=False) as environment:
@@ -111,7 +111,7 @@ def test_when_both_resets_hang_both_end_and_the_reset_is_tried_again(tmp_path):
 
 def test_a_cancelled_race_leaves_neither_process_nor_place_behind(tmp_path):
     async def run():
-        config = Environments(slots=1, hedges=1, warm=0, reset_deadline=50)
+        config = EnvironmentsConfig(slots=1, hedges=1, warm=0, reset_deadline=50)
         async with pool("Stuck", config, folder=str(tmp_path), seed=SLOW, times=2) as environments:
             await learn(environments)
 
@@ -133,7 +133,7 @@ def test_a_cancelled_race_leaves_neither_process_nor_place_behind(tmp_path):
 
 def test_no_more_second_resets_run_than_may_be(tmp_path):
     async def run():
-        config = Environments(slots=3, hedges=1, warm=0, reset_deadline=2, retries=0)
+        config = EnvironmentsConfig(slots=3, hedges=1, warm=0, reset_deadline=2, retries=0)
         async with pool("Stuck", config, folder=str(tmp_path), seed=SLOW, times=100) as environments:
             await learn(environments)
 
@@ -152,7 +152,7 @@ def test_no_more_second_resets_run_than_may_be(tmp_path):
 
 def test_an_environment_that_does_not_say_that_it_is_reusable_gets_a_fresh_process_and_is_closed(tmp_path):
     async def run():
-        async with pool("Single", Environments(slots=1, warm=0), folder=str(tmp_path)) as environments:
+        async with pool("Single", EnvironmentsConfig(slots=1, warm=0), folder=str(tmp_path)) as environments:
             seen = []
             for seed in range(3):
                 async with environments.lease("t", held_out=False) as environment:
@@ -170,7 +170,7 @@ def test_an_environment_that_does_not_say_that_it_is_reusable_gets_a_fresh_proce
 
 def test_a_hanging_close_blocks_nobody_and_is_killed_at_its_deadline(tmp_path):
     async def run():
-        config = Environments(slots=1, warm=0, close_deadline=0.3)
+        config = EnvironmentsConfig(slots=1, warm=0, close_deadline=0.3)
         async with pool("Single", config, folder=str(tmp_path), hang=True) as environments:
             for seed in range(3):
                 async with environments.lease("t", held_out=False) as environment:
@@ -182,7 +182,7 @@ def test_a_hanging_close_blocks_nobody_and_is_killed_at_its_deadline(tmp_path):
 
 def test_warm_environments_are_made_before_they_are_needed(tmp_path):
     async def run():
-        async with pool("Single", Environments(slots=1, warm=2), folder=str(tmp_path)) as environments:
+        async with pool("Single", EnvironmentsConfig(slots=1, warm=2), folder=str(tmp_path)) as environments:
             warm = environments._tasks["t"].pool
             await until(lambda: warm.warm == 2)
             ready = {str(slot.pid) for slot in slots(environments)}

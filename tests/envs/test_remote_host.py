@@ -12,14 +12,14 @@ import psutil
 import pytest
 
 from rollart.app import preflight
-from rollart.config import Environments, Pool, Task
+from rollart.config import EnvironmentsConfig, PoolConfig, TaskConfig
 from rollart.core.errors import ConfigError, EnvironmentFailed, ServiceError
 from rollart.envs.pool import EnvironmentPool
 from rollart.envs.remote_host import KEY
 from rollart.workers import slots
 
 SERVE = [str(Path(sys.executable).with_name("rollart")), "envs", "serve", "--port", "0"]
-QUICK = Environments(slots=2, retries=0)
+QUICK = EnvironmentsConfig(slots=2, retries=0)
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def serving(*arguments):
 
 @asynccontextmanager
 async def pool(url, env="Plain"):
-    environments = EnvironmentPool([Task(name="t", env=f"hostile_envs:{env}")], QUICK, urls=[url])
+    environments = EnvironmentPool([TaskConfig(name="t", env=f"hostile_envs:{env}")], QUICK, urls=[url])
     try:
         async with asyncio.timeout(60):
             await environments.start()
@@ -131,7 +131,7 @@ def test_a_host_without_a_key_does_not_start():
 
 def test_a_family_that_only_the_host_has_need_not_be_here(monkeypatch, tmp_path):
     monkeypatch.setenv("ROLLART_ENVS", str(tmp_path))
-    task = Task(name="t", env="hostile_envs:Plain", family="textarena")
+    task = TaskConfig(name="t", env="hostile_envs:Plain", family="textarena")
     with pytest.raises(ConfigError, match="rollart envs add textarena"):
         EnvironmentPool([task], QUICK)
     EnvironmentPool([task], QUICK, urls=["tcp://10.0.0.7:7070"])
@@ -145,6 +145,6 @@ def test_a_family_that_only_the_host_has_need_not_be_here(monkeypatch, tmp_path)
 
 
 def test_a_pool_of_environments_may_have_urls_and_one_of_trainers_may_not():
-    assert Pool(role="environment", device="cpu", urls=["tcp://a:1"]).workers == 1
+    assert PoolConfig(role="environment", device="cpu", urls=["tcp://a:1"]).workers == 1
     with pytest.raises(ValueError, match="not train"):
-        Pool(role="train", device="cpu", urls=["tcp://a:1"])
+        PoolConfig(role="train", device="cpu", urls=["tcp://a:1"])

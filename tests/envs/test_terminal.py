@@ -5,7 +5,7 @@ from contextlib import closing
 import psutil
 import pytest
 
-from rollart.config import Environments, Task
+from rollart.config import EnvironmentsConfig, TaskConfig
 from rollart.envs.pool import EnvironmentPool
 from rollart.envs.terminal import Terminal, player
 from rollart.envs.terminal.environment import KINDS, observation, parse
@@ -131,8 +131,8 @@ def test_what_cannot_be_is_refused_with_a_sentence(monkeypatch, tmp_path):
 
 def test_episodes_run_in_slots_and_a_cancelled_one_leaves_no_process():
     async def run():
-        task = Task(name="t", env="rollart.envs.terminal:Terminal", args={"kinds": ["config"], "rules": False})
-        pool = EnvironmentPool([task], Environments(slots=2))
+        task = TaskConfig(name="t", env="rollart.envs.terminal:Terminal", args={"kinds": ["config"], "rules": False})
+        pool = EnvironmentPool([task], EnvironmentsConfig(slots=2))
         try:
             async with pool.lease("t", held_out=False) as environment:
                 assert (await environment.reset(1))[0].content.startswith("Set ")

@@ -5,7 +5,7 @@ import pytest
 from rollart.app import preflight
 from rollart.config import RunFile
 from rollart.fleet.engine_command import engine_command, wish_of
-from rollart.launch.launcher import Command, Node, Wish
+from rollart.launch.launcher import Command, Node, ResourceRequest
 from rollart.placement.inventory import Inventory
 from rollart.placement.plan import plan
 
@@ -16,7 +16,7 @@ tasks: [{name: t, env: "rollart.envs.shaped:Shaped", max_context: 200}]
 SPEC = {"model": "m", "weights": "w", "seed": 0, "version": 0}
 
 
-def commands(run: RunFile, logs: Path) -> list[tuple[Command, Wish]]:
+def commands(run: RunFile, logs: Path) -> list[tuple[Command, ResourceRequest]]:
     node = Node("here", "", {"cpu": 8.0, "H20": 4.0}, {"cpu": 8.0, "H20": 4.0})
     bindings = plan(run, Inventory((node,), "this machine", overcommit=True)).of("policy")
     return [(engine_command(run, one, SPEC, run.device_classes(), logs), wish_of(run, one)) for one in bindings]

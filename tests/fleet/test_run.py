@@ -20,7 +20,7 @@ from rollart.core.errors import RollartError
 from rollart.core.event_log import EventLog, read_events
 from rollart.core.events import AnyEvent, BatchTaken, Published, RolledBack, RunEnded, ServiceStarted, StepDone
 from rollart.fleet import controller as controller
-from rollart.rollout.ledger import Ledger
+from rollart.rollout.ledger import SqliteLedger
 
 pytestmark = pytest.mark.slow
 
@@ -77,7 +77,7 @@ def test_a_run_leaves_everything_that_it_promises(run_path: Path, tmp_path: Path
     taken = [event for event in events(folder) if isinstance(event, BatchTaken)]
     assert [event.groups for event in taken] == [{"guess_number": 2, "frozen_lake": 4}] * 6
     assert all(age <= 1 for event in taken for age in event.staleness)
-    assert Ledger.open_readonly(folder / "ledger.sqlite").group_states()["consumed"] == 36
+    assert SqliteLedger.open_readonly(folder / "ledger.sqlite").group_states()["consumed"] == 36
     # Engine and trainer agree on every logprob, temperature included, but for the tokens of another version.
     first = next(event for event in events(folder) if isinstance(event, StepDone))
     assert first.values["logprob_gap"] < 1e-4
@@ -108,7 +108,7 @@ def test_ctrl_c_ends_cleanly_and_resume_finishes(run_path: Path, tmp_path: Path)
     assert events(folder)[-1].reason == "interrupted"
     subprocess.run(command(run_path, folder, "--resume"), check=True, capture_output=True, timeout=240)
     assert [event.reason for event in events(folder) if isinstance(event, RunEnded)] == ["interrupted", "finished"]
-    assert Ledger.open_readonly(folder / "ledger.sqlite").group_states()["consumed"] == 36
+    assert SqliteLedger.open_readonly(folder / "ledger.sqlite").group_states()["consumed"] == 36
 
 
 def test_a_killed_engine_is_replaced_and_the_run_goes_on(run_path: Path, tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_killed_trainer_goes_on_from_its_checkpoint_and_nothing_is_lost(run_pa
     assert len(rolled) == 1
     assert rolled[0].version < 3
     assert "SIGKILL" in rolled[0].reason
-    assert Ledger.open_readonly(tmp_path / "run" / "ledger.sqlite").group_states()["consumed"] == 36
+    assert SqliteLedger.open_readonly(tmp_path / "run" / "ledger.sqlite").group_states()["consumed"] == 36
 
 
 def test_a_trainer_that_dies_again_and_again_ends_the_run_with_a_sentence(run_path: Path, tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from rollart.app import preflight
-from rollart.config import TinyModel
+from rollart.config import TinyModelConfig
 from rollart.core.event_log import read_events
 from rollart.core.events import EngineSwapped, Placed, TurnDone
 from rollart.fleet import controller as controller
 from rollart.launch.external import KEY
-from rollart.launch.launcher import Wish, service_command
+from rollart.launch.launcher import ResourceRequest, service_command
 from rollart.launch.local import LocalLauncher
 from rollart.models.tiny import make
 
@@ -69,14 +69,14 @@ def test_a_mixed_emulated_fleet_with_ranks_and_hand_over_trains(tmp_path: Path) 
 
 def test_an_engine_that_someone_else_runs_serves_as_a_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the same model, and as if on another host: it does not see the memory that the trainer publishes to."""
-    model = make(TinyModel(hidden=64, layers=2, context=256), tmp_path / "model", seed=1)
+    model = make(TinyModelConfig(hidden=64, layers=2, context=256), tmp_path / "model", seed=1)
 
     async def main() -> dict[str, Any]:
         launcher = LocalLauncher()
         monkeypatch.setenv(KEY, launcher.key)
         spec = {"model": str(model), "weights": str(tmp_path / "weights"), "config": {}, "seed": 0, "version": 0}
         engine = await launcher.launch(
-            service_command("rollart.engines.torch.service", spec, name="engine", logs=tmp_path), Wish()
+            service_command("rollart.engines.torch.service", spec, name="engine", logs=tmp_path), ResourceRequest()
         )
         try:
             path = tmp_path / "run.yaml"

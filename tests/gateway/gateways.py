@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from rollart.core.protocols import Listener
+from rollart.core.protocols import TokenStream
 from rollart.core.types import Completion, GenerationRequest, Sampling
 from rollart.gateway.app import App
-from rollart.gateway.limits import Limits
-from rollart.gateway.messages import Terms
+from rollart.gateway.limits import GatewayLimits
+from rollart.gateway.messages import EpisodeLimits
 from rollart.gateway.server import served
 from rollart.gateway.template import ChatTemplate
 from rollart.gateway.tenants import Tenants
@@ -36,7 +36,7 @@ class Policy:
     running: int = 0
     cancelled: int = 0
 
-    async def generate(self, request: GenerationRequest, listener: Listener | None = None, /) -> Completion:
+    async def generate(self, request: GenerationRequest, listener: TokenStream | None = None, /) -> Completion:
         self.running += 1
         self.begun.set()
         try:
@@ -56,7 +56,7 @@ class Policy:
         if listener is not None:
             if self.lost:
                 await self._told(tokens, finish, listener)
-                listener.anew()
+                listener.on_restart()
             tokens, finish = await self._told(tokens, finish, listener)
         logprobs = [-rng.random() for _ in tokens]
         completion = Completion(tokens, logprobs, [self.version] * len(tokens), finish, len(request.tokens), 0)  # type: ignore[arg-type]
@@ -64,10 +64,10 @@ class Policy:
         self.answered.set()
         return completion
 
-    async def _told(self, tokens: list[int], finish: str, listener: Listener) -> tuple[list[int], str]:
+    async def _told(self, tokens: list[int], finish: str, listener: TokenStream) -> tuple[list[int], str]:
         """As an engine would: it hears a token too late that it was enough."""
         for at in range(0, len(tokens), listener.every):
-            if listener.hear(tokens[at : at + listener.every]):
+            if listener.on_tokens(tokens[at : at + listener.every]):
                 return tokens[: at + listener.every + 1], "length"
             if self.pause is not None:
                 await self.pause.wait()
@@ -80,7 +80,7 @@ def tiny_template(path: Path) -> ChatTemplate:
     return ChatTemplate(path)
 
 
-def terms(id: str = "episode", **changes: object) -> Terms:
+def terms(id: str = "episode", **changes: object) -> EpisodeLimits:
     given: dict[str, object] = {
         "id": id,
         "task": "t",
@@ -88,7 +88,7 @@ def terms(id: str = "episode", **changes: object) -> Terms:
         "sampling": Sampling(max_tokens=512),
         "max_context": 4096,
     }
-    return Terms(**{**given, **changes})  # type: ignore[arg-type]
+    return EpisodeLimits(**{**given, **changes})  # type: ignore[arg-type]
 
 
 @dataclass
@@ -101,12 +101,12 @@ class Running:
 
 @asynccontextmanager
 async def gateway(
-    template: ChatTemplate, policy: Policy | None = None, limits: Limits | None = None, any_model: bool = True
+    template: ChatTemplate, policy: Policy | None = None, limits: GatewayLimits | None = None, any_model: bool = True
 ) -> AsyncIterator[Running]:
     """With one key open, `KEY`."""
     policy = policy or Policy(template)
     tenants = Tenants(template, policy.generate)
-    app = App(template, tenants, limits or Limits(), "policy", any_model)
+    app = App(template, tenants, limits or GatewayLimits(), "policy", any_model)
     tenants.open(KEY, terms())
     async with served(app, "127.0.0.1") as url:
         yield Running(url, tenants, policy, app)

@@ -12,10 +12,10 @@ from gateways import KEY, Policy, Running, gateway, terms
 from wire import Wire, parsed
 
 from rollart.core.errors import EngineFailed
-from rollart.core.protocols import Listener
+from rollart.core.protocols import TokenStream
 from rollart.core.types import Completion, GenerationRequest
 from rollart.gateway.http import Connection
-from rollart.gateway.limits import Limits
+from rollart.gateway.limits import GatewayLimits
 from rollart.gateway.template import ChatTemplate
 
 CHAT = "/v1/chat/completions"
@@ -25,7 +25,7 @@ ASK = {"messages": [{"role": "user", "content": "hello"}]}
 def with_session(
     template: ChatTemplate,
     test: Callable[[aiohttp.ClientSession, Running], Awaitable[None]],
-    limits: Limits | None = None,
+    limits: GatewayLimits | None = None,
     policy: Policy | None = None,
 ) -> None:
     async def run() -> None:
@@ -76,7 +76,7 @@ def test_without_a_key_that_holds_there_is_nothing_but_health(tiny: ChatTemplate
 
 def test_keys_are_never_logged(tiny: ChatTemplate, caplog: pytest.LogCaptureFixture, capfd: Any) -> None:
     class Broken(Policy):
-        async def generate(self, request: GenerationRequest, listener: Listener | None = None, /) -> Completion:
+        async def generate(self, request: GenerationRequest, listener: TokenStream | None = None, /) -> Completion:
             raise ValueError("a bug")
 
     async def test(session: aiohttp.ClientSession, running: Running) -> None:
@@ -106,7 +106,7 @@ def test_a_body_beyond_the_limit_is_refused_with_or_without_its_length(tiny: Cha
             assert response.status == 413
             assert (await response.json())["error"]["type"] == "request_too_large"
 
-    with_session(tiny, test, Limits(body_bytes=1000))
+    with_session(tiny, test, GatewayLimits(body_bytes=1000))
 
 
 def test_a_gateway_that_is_full_says_when_to_come_back(tiny: ChatTemplate) -> None:
@@ -119,7 +119,7 @@ def test_a_gateway_that_is_full_says_when_to_come_back(tiny: ChatTemplate) -> No
         running.policy.gate.set()
         assert await first == 200
 
-    with_session(tiny, test, Limits(requests=1))
+    with_session(tiny, test, GatewayLimits(requests=1))
 
 
 def test_an_answer_that_takes_too_long_is_cancelled(tiny: ChatTemplate) -> None:
@@ -128,12 +128,12 @@ def test_an_answer_that_takes_too_long_is_cancelled(tiny: ChatTemplate) -> None:
         assert await _status(session) == 504
         assert running.policy.cancelled == 1
 
-    with_session(tiny, test, Limits(answer_s=0.05))
+    with_session(tiny, test, GatewayLimits(answer_s=0.05))
 
 
 def test_engines_that_fail_are_a_503_worth_trying_again(tiny: ChatTemplate) -> None:
     class Failing(Policy):
-        async def generate(self, request: GenerationRequest, listener: Listener | None = None, /) -> Completion:
+        async def generate(self, request: GenerationRequest, listener: TokenStream | None = None, /) -> Completion:
             raise EngineFailed("none is left")
 
     async def test(session: aiohttp.ClientSession, running: Running) -> None:
@@ -149,7 +149,7 @@ def test_a_client_that_leaves_has_its_request_cancelled_and_nothing_is_kept(tiny
     class Told(Policy):
         ended = asyncio.Event()
 
-        async def generate(self, request: GenerationRequest, listener: Listener | None = None, /) -> Completion:
+        async def generate(self, request: GenerationRequest, listener: TokenStream | None = None, /) -> Completion:
             try:
                 return await super().generate(request, listener)
             finally:
@@ -173,7 +173,7 @@ def test_a_client_that_leaves_in_mid_stream_has_the_generation_cancelled(tiny: C
     class Told(Policy):
         left = asyncio.Event()
 
-        async def generate(self, request: GenerationRequest, listener: Listener | None = None, /) -> Completion:
+        async def generate(self, request: GenerationRequest, listener: TokenStream | None = None, /) -> Completion:
             try:
                 return await super().generate(request, listener)
             except asyncio.CancelledError:

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire import Left, post
 
-from rollart.core.protocols import Listener
+from rollart.core.protocols import TokenStream
 from rollart.core.types import Completion, GenerationRequest, Outcome, Trajectory
 from rollart.gateway.app import App
-from rollart.gateway.limits import Limits
+from rollart.gateway.limits import GatewayLimits
 from rollart.gateway.template import ChatTemplate
 from rollart.gateway.tenants import Tenants
 from rollart.rollout.samples import samples
@@ -50,22 +50,22 @@ class Sampler:
         tokens = [self.rng.randrange(2, self.vocabulary) for _ in range(self.rng.randint(1, 6))]
         return [*tokens, self.stop] if self.rng.random() < 0.8 else tokens
 
-    async def told(self, tokens: list[int], listener: Listener) -> list[int]:
+    async def told(self, tokens: list[int], listener: TokenStream) -> list[int]:
         """Those that there are when the listener has had enough."""
         for at in range(0, len(tokens), listener.every):
             end = at + listener.every
-            if listener.hear(tokens[at:end]):
+            if listener.on_tokens(tokens[at:end]):
                 return tokens[: end + self.rng.randint(0, 2)]
             await asyncio.sleep(0)
         return tokens
 
-    async def generate(self, request: GenerationRequest, listener: Listener | None = None, /) -> Completion:
+    async def generate(self, request: GenerationRequest, listener: TokenStream | None = None, /) -> Completion:
         await asyncio.sleep(0)
         tokens = self.draw()
         if listener is not None:
             if self.rng.random() < 0.2:
                 await self.told(tokens[:-1], listener)
-                listener.anew()
+                listener.on_restart()
                 tokens = self.draw()
             tokens = await self.told(tokens, listener)
         before = self.version
@@ -168,7 +168,7 @@ def test_every_trained_token_was_sampled_in_its_context(
     sampler = Sampler(rng, 2 + 256 + 6, template.stop[0])
     tenants = Tenants(template, sampler.generate)
     tenants.open(KEY, terms(max_context=10**6))
-    client = Client(App(template, tenants, Limits(), "policy"), rng)
+    client = Client(App(template, tenants, GatewayLimits(), "policy"), rng)
 
     async def play() -> None:
         for behaviour in behaviours:
@@ -208,7 +208,7 @@ def test_a_conversation_that_is_only_continued_is_one_segment(template: ChatTemp
     sampler = Sampler(rng, 2 + 256 + 6, template.stop[0])
     tenants = Tenants(template, sampler.generate)
     tenants.open(KEY, terms(max_context=10**6))
-    client = Client(App(template, tenants, Limits(), "policy"), rng)
+    client = Client(App(template, tenants, GatewayLimits(), "policy"), rng)
 
     async def play() -> None:
         for _ in range(turns):

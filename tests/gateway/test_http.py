@@ -9,7 +9,7 @@ from wire import Wire, parsed
 
 from rollart.gateway.errors import ApiError
 from rollart.gateway.http import HEAD_BYTES, Connection, Exchange, Gone
-from rollart.gateway.limits import Limits
+from rollart.gateway.limits import GatewayLimits
 
 POST = b"POST /echo HTTP/1.1\r\ncontent-length: 5\r\n\r\nhello"
 
@@ -17,8 +17,8 @@ POST = b"POST /echo HTTP/1.1\r\ncontent-length: 5\r\n\r\nhello"
 class Echo:
     """Answers with the body. /stream: in two pieces; /refused: not at all; /wait: when the gate opens."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        self.limits = limits or Limits()
+    def __init__(self, limits: GatewayLimits | None = None) -> None:
+        self.limits = limits or GatewayLimits()
         self.gate = asyncio.Event()
         self.bodies: list[bytes] = []
         self.cancelled = 0
@@ -47,7 +47,7 @@ class Echo:
         request.answer(error.status, b"text/plain", str(error).encode())
 
 
-def with_wire(test: Callable[[Wire, Echo], Awaitable[None]], limits: Limits | None = None) -> None:
+def with_wire(test: Callable[[Wire, Echo], Awaitable[None]], limits: GatewayLimits | None = None) -> None:
     async def run() -> None:
         app = Echo(limits)
         async with asyncio.timeout(10):
@@ -160,7 +160,7 @@ def test_a_request_that_does_not_come_and_a_client_that_says_nothing_are_left() 
         await asyncio.gather(wire.ended.wait(), silent.ended.wait())
         assert wire.received.startswith(b"HTTP/1.1 408") and not silent.received
 
-    with_wire(test, Limits(read_s=0.01, idle_s=0.02))
+    with_wire(test, GatewayLimits(read_s=0.01, idle_s=0.02))
 
 
 def test_a_client_that_leaves_cancels_its_request() -> None:
@@ -186,7 +186,7 @@ def test_a_client_that_does_not_take_its_answer_is_left() -> None:
             await exchange.drained()
         assert wire.closed
 
-    with_wire(test, Limits(send_s=0.01))
+    with_wire(test, GatewayLimits(send_s=0.01))
 
 
 def test_head_gets_no_body() -> None:

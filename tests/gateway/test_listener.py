@@ -10,7 +10,7 @@ from gateways import tiny_template
 
 from rollart.core.errors import ServiceError
 from rollart.gateway.app import App
-from rollart.gateway.limits import Limits
+from rollart.gateway.limits import GatewayLimits
 from rollart.gateway.server import served
 from rollart.gateway.tenants import Tenants
 
@@ -21,7 +21,7 @@ def app(folder: Path) -> App:
     async def generate(*asked: object) -> None:
         raise AssertionError("nobody asks for an answer here")
 
-    return App(template, Tenants(template, generate), Limits(), "tiny")  # type: ignore[arg-type]
+    return App(template, Tenants(template, generate), GatewayLimits(), "tiny")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

@@ -9,7 +9,7 @@ import openai
 import pytest
 from gateways import KEY, Policy, Running, gateway, terms
 
-from rollart.gateway.limits import Limits
+from rollart.gateway.limits import GatewayLimits
 from rollart.gateway.template import ChatTemplate
 
 ASK: Any = [{"role": "user", "content": "hello"}]
@@ -328,7 +328,7 @@ def test_errors_are_those_of_the_package(tiny: ChatTemplate) -> None:
         assert model.value.code == "model_not_found"
         assert [listed.id async for listed in client.models.list()] == ["policy"]
 
-    with_client(tiny, test, any_model=False, limits=Limits())
+    with_client(tiny, test, any_model=False, limits=GatewayLimits())
 
 
 def test_a_context_that_is_too_long_is_a_bad_request_and_truncates_the_episode(tiny: ChatTemplate) -> None:

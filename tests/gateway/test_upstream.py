@@ -7,9 +7,9 @@ from contextlib import contextmanager
 import pytest
 
 from rollart.core.errors import EngineFailed
-from rollart.core.protocols import Listener
+from rollart.core.protocols import TokenStream
 from rollart.core.types import Completion, GenerationRequest, Sampling
-from rollart.gateway.upstream import Given, Upstream, Wanted
+from rollart.gateway.upstream import PullReply, PullRequest, Upstream
 
 
 def request(number: int, episode: str = "e") -> GenerationRequest:
@@ -21,12 +21,12 @@ def completion(token: int) -> Completion:
 
 
 @contextmanager
-def pulling(upstream: Upstream) -> Iterator[list[Wanted]]:
+def pulling(upstream: Upstream) -> Iterator[list[PullRequest]]:
     """All that the controller is told of while the block lasts."""
-    told: list[Wanted] = []
+    told: list[PullRequest] = []
 
     def tell(wanted: object) -> None:
-        assert isinstance(wanted, Wanted)
+        assert isinstance(wanted, PullRequest)
         told.append(wanted)
 
     task = asyncio.create_task(upstream.pull(tell))
@@ -51,7 +51,7 @@ def test_requests_are_told_once_and_answered_in_any_order() -> None:
             asked.append(asyncio.create_task(upstream.generate(request(2))))
             await turns()
         assert [wanted.request and wanted.request.tokens for wanted in told] == [[0], [1], [2]]
-        await upstream.answer([Given(wanted.number, completion(wanted.number + 10)) for wanted in reversed(told)])
+        await upstream.answer([PullReply(wanted.number, completion(wanted.number + 10)) for wanted in reversed(told)])
         answers = await asyncio.gather(*asked)
         assert [answer.tokens[0] - 10 for answer in answers] == [wanted.number for wanted in told]
         with pulling(upstream) as again:
@@ -87,7 +87,7 @@ def test_a_caller_that_gives_up_is_told_to_the_controller_and_a_late_answer_is_d
             await asyncio.wait([asked])
         wanted, given_up = told
         assert (given_up.number, given_up.request, given_up.enough) == (wanted.number, None, False)
-        await upstream.answer([Given(wanted.number, completion(1))])
+        await upstream.answer([PullReply(wanted.number, completion(1))])
 
     asyncio.run(main())
 
@@ -99,7 +99,7 @@ def test_a_failure_of_the_engines_reaches_the_caller_with_its_reason() -> None:
             asked = asyncio.create_task(upstream.generate(request(0, "task-000001.3")))
             await turns()
         assert told[0].episode == "task-000001.3"
-        await upstream.answer([Given(told[0].number, error="none is left")])
+        await upstream.answer([PullReply(told[0].number, error="none is left")])
         with pytest.raises(EngineFailed, match="none is left"):
             await asked
 
@@ -110,20 +110,20 @@ def test_a_listener_hears_tokens_until_it_has_enough_which_the_controller_is_tol
     async def main() -> None:
         upstream, heard = Upstream(), []
 
-        def hear(tokens: list[int]) -> bool:
+        def on_tokens(tokens: list[int]) -> bool:
             heard.extend(tokens)
             return len(heard) >= 2
 
         with pulling(upstream) as told:
-            listener = Listener(1, hear, heard.clear)
+            listener = TokenStream(1, on_tokens, heard.clear)
             asked = asyncio.create_task(upstream.generate(request(0), listener))
             await turns()
             number = told[0].number
-            await upstream.answer([Given(number, tokens=[9]), Given(number, anew=True)])
+            await upstream.answer([PullReply(number, tokens=[9]), PullReply(number, restart=True)])
             assert heard == [] and told[0].every == 1
-            await upstream.answer([Given(number, tokens=[token]) for token in (1, 2, 3)])
+            await upstream.answer([PullReply(number, tokens=[token]) for token in (1, 2, 3)])
             assert heard == [1, 2]
-            await upstream.answer([Given(number, completion(1))])
+            await upstream.answer([PullReply(number, completion(1))])
             await asked
         assert [(wanted.request is None, wanted.enough) for wanted in told] == [(False, False), (True, True)]
 
@@ -132,14 +132,14 @@ def test_a_listener_hears_tokens_until_it_has_enough_which_the_controller_is_tol
 
 def test_a_listener_that_cannot_begin_again_fails_and_the_controller_may_stop() -> None:
     async def main() -> None:
-        def anew() -> None:
+        def on_restart() -> None:
             raise EngineFailed("too late")
 
         upstream = Upstream()
         with pulling(upstream) as told:
-            asked = asyncio.create_task(upstream.generate(request(0), Listener(1, lambda tokens: False, anew)))
+            asked = asyncio.create_task(upstream.generate(request(0), TokenStream(1, lambda tokens: False, on_restart)))
             await turns()
-            await upstream.answer([Given(told[0].number, anew=True)])
+            await upstream.answer([PullReply(told[0].number, restart=True)])
             with pytest.raises(EngineFailed, match="too late"):
                 await asked
         assert (told[-1].request, told[-1].enough) == (None, False)

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from rollart.config import TinyModel
+from rollart.config import TinyModelConfig
 from rollart.core.errors import RollartError
 from rollart.hardware.devices import CATALOGUE
 from rollart.hardware.roofline import ModelShape, Roofline, Work, decode, prefill
@@ -29,7 +29,7 @@ def test_llama_3_8b_has_its_8_billion_parameters() -> None:
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "qwen3_moe"])
 def test_a_tiny_models_shape_is_known_without_making_it(architecture: str) -> None:
-    config = TinyModel(architecture=architecture, hidden=96, layers=2, heads=3, kv_heads=1)
+    config = TinyModelConfig(architecture=architecture, hidden=96, layers=2, heads=3, kv_heads=1)
     made = sum(parameter.numel() for parameter in tiny.architecture(config).parameters() if parameter.dim() > 1)
     assert ModelShape.of(tiny.sizes(config)).parameters == made
 

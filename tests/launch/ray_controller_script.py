@@ -3,14 +3,14 @@
 import asyncio
 import sys
 
-from rollart.launch.launcher import Command, Wish
+from rollart.launch.launcher import Command, ResourceRequest
 from rollart.launch.ray import RayLauncher
 
 READY = "import sys; sys.stdin.readline(); print('{}', flush=True); sys.stdin.read()"
 
 
 async def main() -> None:
-    started = await RayLauncher(sys.argv[1]).launch(Command("waiting", ("-c", READY), {}), Wish())
+    started = await RayLauncher(sys.argv[1]).launch(Command("waiting", ("-c", READY), {}), ResourceRequest())
     print(started.pid, flush=True)
     await started.wait()
 

@@ -13,7 +13,7 @@ import pytest
 from rollart.core.errors import ServiceError
 from rollart.hardware.gpus import class_of
 from rollart.launch import rpc
-from rollart.launch.launcher import Command, Unsatisfiable, Wish, relaunch, service_command
+from rollart.launch.launcher import Command, ResourceRequest, Unsatisfiable, relaunch, service_command
 from rollart.launch.local import LocalLauncher
 
 SERVICES = str(Path(__file__).parents[1] / "services")
@@ -51,7 +51,7 @@ def test_what_a_library_prints_before_the_answer_goes_to_the_log(tmp_path: Path)
     async def check(launcher: LocalLauncher) -> None:
         chatty = "print('Welcome to libnoise 1.0')\nprint(42)\nprint('x' * 200_000)\n" + MIRROR
         command = Command("chatty", ("-c", chatty), {"own": 1}, log=tmp_path / "chatty.log")
-        started = await launcher.launch(command, Wish())
+        started = await launcher.launch(command, ResourceRequest())
         assert started.answer["spec"]["own"] == 1
         assert (tmp_path / "chatty.log").read_text().startswith("Welcome to libnoise 1.0\n42\n")
 
@@ -60,7 +60,7 @@ def test_what_a_library_prints_before_the_answer_goes_to_the_log(tmp_path: Path)
 
 def test_a_service_answers_only_those_who_have_the_key(tmp_path: Path) -> None:
     async def check(launcher: LocalLauncher) -> None:
-        started = await launcher.launch(echo(tmp_path), Wish())
+        started = await launcher.launch(echo(tmp_path), ResourceRequest())
         assert (started.node, started.device) == ((await launcher.nodes())[0].name, "cpu")
         for key in (None, "wrong", "schlüssel"):
             with pytest.raises(ServiceError, match="it wants the key of the run"):
@@ -77,7 +77,7 @@ def test_a_launcher_ends_what_it_started_when_it_closes() -> None:
     pids = []
 
     async def check(launcher: LocalLauncher) -> None:
-        pids.extend([(await launcher.launch(mirror(), Wish())).pid for _ in range(2)])
+        pids.extend([(await launcher.launch(mirror(), ResourceRequest())).pid for _ in range(2)])
         assert all(map(psutil.pid_exists, pids))
 
     execute(check)
@@ -87,11 +87,11 @@ def test_a_launcher_ends_what_it_started_when_it_closes() -> None:
 
 def test_why_a_command_ended_is_told_to_everybody_who_waits(tmp_path: Path) -> None:
     async def check(launcher: LocalLauncher) -> None:
-        started = await launcher.launch(echo(tmp_path), Wish())
+        started = await launcher.launch(echo(tmp_path), ResourceRequest())
         waiting = [asyncio.create_task(started.wait()) for _ in range(2)]
         os.kill(started.pid, signal.SIGKILL)
         assert {*await asyncio.gather(*waiting), await started.wait()} == {"echo ended with signal SIGKILL"}
-        again = await relaunch(launcher, echo(tmp_path), Wish(), started)
+        again = await relaunch(launcher, echo(tmp_path), ResourceRequest(), started)
         assert again.pid != started.pid
 
     execute(check)
@@ -109,7 +109,7 @@ def test_why_a_command_ended_is_told_to_everybody_who_waits(tmp_path: Path) -> N
 def test_a_start_that_fails_says_why_and_leaves_no_process(command: Command, reason: str) -> None:
     async def check(launcher: LocalLauncher) -> None:
         with pytest.raises(ServiceError, match=reason):
-            await launcher.launch(command, Wish())
+            await launcher.launch(command, ResourceRequest())
         assert not [
             child for child in psutil.Process().children() if command.argv and command.argv[1] in child.cmdline()
         ]
@@ -121,7 +121,7 @@ def test_the_end_of_the_log_is_part_of_a_failed_start(tmp_path: Path) -> None:
     async def check(launcher: LocalLauncher) -> None:
         command = service_command("no_such_service", {}, name="ghost", logs=tmp_path)
         with pytest.raises(ServiceError, match=r"(?s)ghost.log ends with:.*No module named .?no_such_service"):
-            await launcher.launch(command, Wish())
+            await launcher.launch(command, ResourceRequest())
 
     execute(check)
 
@@ -129,11 +129,11 @@ def test_the_end_of_the_log_is_part_of_a_failed_start(tmp_path: Path) -> None:
 def test_a_class_that_is_not_here_is_refused_with_what_there_is() -> None:
     async def check(launcher: LocalLauncher) -> None:
         with pytest.raises(Unsatisfiable, match=r"mirror needs 1 x H800 or H20, which no node has. There is: .* cpu"):
-            await launcher.launch(mirror(), Wish(("H800", "H20")))
+            await launcher.launch(mirror(), ResourceRequest(("H800", "H20")))
         here = (await launcher.nodes())[0].name
         with pytest.raises(Unsatisfiable, match=f"not on {here}"):
-            await launcher.launch(mirror(), Wish(apart=frozenset({here})))
-        started = await launcher.launch(mirror(), Wish(("H800", "cpu"), count=1000))
+            await launcher.launch(mirror(), ResourceRequest(apart=frozenset({here})))
+        started = await launcher.launch(mirror(), ResourceRequest(("H800", "cpu"), count=1000))
         assert started.device == "cpu"
 
     execute(check)
@@ -141,14 +141,14 @@ def test_a_class_that_is_not_here_is_refused_with_what_there_is() -> None:
 
 def test_a_gpu_belongs_to_one_command_until_it_ends() -> None:
     async def check(launcher: LocalLauncher) -> None:
-        first = await launcher.launch(mirror("first"), Wish(("H20",), count=2))
+        first = await launcher.launch(mirror("first"), ResourceRequest(("H20",), count=2))
         assert first.answer["gpus"] == "1,2"
         with pytest.raises(ServiceError, match=r"second needs 1 x H20, but they are in use: .*0 of 2 H20 free"):
-            await launcher.launch(mirror("second"), Wish(("H20",)))
+            await launcher.launch(mirror("second"), ResourceRequest(("H20",)))
         with pytest.raises(Unsatisfiable, match="needs 3 x H20"):
-            await launcher.launch(mirror("third"), Wish(("H20",), count=3))
+            await launcher.launch(mirror("third"), ResourceRequest(("H20",), count=3))
         await first.stop()
-        halves = [await launcher.launch(mirror("half"), Wish(("H20",), count=0.5)) for _ in range(3)]
+        halves = [await launcher.launch(mirror("half"), ResourceRequest(("H20",), count=0.5)) for _ in range(3)]
         assert [half.answer["gpus"] for half in halves] == ["1", "1", "2"]
         assert (await launcher.nodes())[0].free == {"cpu": os.cpu_count(), "H800": 1, "H20": 0.5}
 
@@ -157,7 +157,7 @@ def test_a_gpu_belongs_to_one_command_until_it_ends() -> None:
 
 def test_commands_that_start_together_know_their_rank_and_where_to_meet() -> None:
     async def check(launcher: LocalLauncher) -> None:
-        started = await launcher.launch_together([mirror(f"rank-{n}") for n in range(2)], Wish())
+        started = await launcher.launch_together([mirror(f"rank-{n}") for n in range(2)], ResourceRequest())
         told = [rank.answer["spec"] for rank in started]
         assert [(spec["rank"], spec["world"], spec["own"]) for spec in told] == [(0, 2, 1), (1, 2, 1)]
         assert told[0]["rendezvous"] == told[1]["rendezvous"]
@@ -173,7 +173,7 @@ def test_commands_start_together_or_not_at_all(other: Command) -> None:
     async def check(launcher: LocalLauncher) -> None:
         before = set(psutil.Process().children())
         with pytest.raises(ServiceError, match="/bin/false"):
-            await launcher.launch_together([other, Command("bad", (), {}, python="/bin/false")], Wish())
+            await launcher.launch_together([other, Command("bad", (), {}, python="/bin/false")], ResourceRequest())
         assert set(psutil.Process().children()) <= before
 
     execute(check)

@@ -21,11 +21,11 @@ import pytest
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
 
-from rollart.config import Environments, Task  # noqa: E402
+from rollart.config import EnvironmentsConfig, TaskConfig  # noqa: E402
 from rollart.core.errors import EnvironmentFailed, ServiceError  # noqa: E402
 from rollart.envs.pool import EnvironmentPool  # noqa: E402
 from rollart.launch import rpc  # noqa: E402
-from rollart.launch.launcher import Command, Unsatisfiable, Wish, relaunch, service_command  # noqa: E402
+from rollart.launch.launcher import Command, ResourceRequest, Unsatisfiable, relaunch, service_command  # noqa: E402
 from rollart.launch.local import free_port  # noqa: E402
 from rollart.launch.ray import RayLauncher  # noqa: E402
 
@@ -73,7 +73,7 @@ def extra_node(cluster: Cluster, device: str, cpus: int = 2) -> Iterator[Any]:
 def test_a_service_runs_on_a_node_of_its_class_and_asks_for_the_key(cluster: Cluster) -> None:
     async def main() -> None:
         async with joined(cluster) as launcher:
-            started = await launcher.launch(echo(), Wish(("H800",)))
+            started = await launcher.launch(echo(), ResourceRequest(("H800",)))
             nodes = {node.name: node for node in await launcher.nodes()}
             assert started.device == "H800"
             assert nodes[started.node].total == {"H800": 2}
@@ -97,7 +97,7 @@ def test_the_next_class_is_taken_when_the_first_is_absent_or_full(cluster: Clust
             # What an ended service had is free when the cluster has noticed.
             while not any(node.free == {"H800": 2} for node in await launcher.nodes()):
                 pass
-            wish = Wish(("H20", "H800", "cpu"), count=2)
+            wish = ResourceRequest(("H20", "H800", "cpu"), count=2)
             first = await launcher.launch(echo("first"), wish)
             second = await launcher.launch(echo("second"), wish)
             assert [first.device, second.device] == ["H800", "cpu"]
@@ -109,12 +109,12 @@ def test_what_no_node_has_is_refused_with_what_there_is(cluster: Cluster) -> Non
     async def main() -> None:
         async with joined(cluster) as launcher:
             with pytest.raises(Unsatisfiable, match=r"echo needs 1 x H20, which no node has. There is: .*H800 free"):
-                await launcher.launch(echo(), Wish(("H20",)))
+                await launcher.launch(echo(), ResourceRequest(("H20",)))
             with pytest.raises(Unsatisfiable, match="needs 3 x H800"):
-                await launcher.launch(echo(), Wish(("H800",), count=3))
+                await launcher.launch(echo(), ResourceRequest(("H800",), count=3))
             only = next(node.name for node in await launcher.nodes() if "H800" in node.total)
             with pytest.raises(Unsatisfiable, match=f"needs 1 x H800, not on {only}"):
-                await launcher.launch(echo(), Wish(("H800",), apart=frozenset({only})))
+                await launcher.launch(echo(), ResourceRequest(("H800",), apart=frozenset({only})))
 
     asyncio.run(main())
 
@@ -122,12 +122,12 @@ def test_what_no_node_has_is_refused_with_what_there_is(cluster: Cluster) -> Non
 def test_what_is_only_busy_is_waited_for_and_then_told(cluster: Cluster) -> None:
     async def main() -> None:
         async with joined(cluster, patience=0.5) as launcher:
-            first = await launcher.launch(echo("first"), Wish(("H800",), count=2))
+            first = await launcher.launch(echo("first"), ResourceRequest(("H800",), count=2))
             with pytest.raises(ServiceError, match=r"after 0.5 s they are in use: .*0 of 2 H800 free"):
-                await launcher.launch(echo("second"), Wish(("H800",)))
+                await launcher.launch(echo("second"), ResourceRequest(("H800",)))
             await first.stop()
             launcher._patience = 30
-            second = await launcher.launch(echo("second"), Wish(("H800",)))
+            second = await launcher.launch(echo("second"), ResourceRequest(("H800",)))
             assert second.device == "H800"
 
     asyncio.run(main())
@@ -139,7 +139,7 @@ def test_a_start_that_fails_tells_the_end_of_its_log(cluster: Cluster, tmp_path:
             for logs in (tmp_path, Path("/no/such/folder")):  # seen from the node, and not
                 command = service_command("no_such_service", {}, name="ghost", logs=logs)
                 with pytest.raises(ServiceError, match=r"(?s)ghost.log ends with:.*No module named .?no_such_service"):
-                    await launcher.launch(command, Wish())
+                    await launcher.launch(command, ResourceRequest())
             assert "no_such_service" in (tmp_path / "ghost.log").read_text()
             shutil.rmtree(Path(tempfile.gettempdir()) / launcher._folder)
 
@@ -151,16 +151,16 @@ def test_ranks_start_together_or_not_at_all(cluster: Cluster, tmp_path: Path) ->
         async with joined(cluster) as launcher:
             with extra_node(cluster, "H20"):
                 ranks = [echo(f"rank-{number}") for number in range(2)]
-                started = await launcher.launch_together(ranks, Wish(("H20", "H800")))
+                started = await launcher.launch_together(ranks, ResourceRequest(("H20", "H800")))
                 assert [rank.device for rank in started] == ["H20", "H20"]
                 assert len({rank.node for rank in started}) == 1
                 await asyncio.gather(*(rank.stop() for rank in started))
                 bad = service_command("no_such_service", {}, name="ghost", logs=tmp_path)
                 with pytest.raises(ServiceError, match="no_such_service"):
-                    await launcher.launch_together([echo("good"), bad], Wish(("H20",)))
+                    await launcher.launch_together([echo("good"), bad], ResourceRequest(("H20",)))
                 with pytest.raises(Unsatisfiable, match="rank-0 and rank-1 and rank-2 needs 1 x H800"):
-                    await launcher.launch_together([*ranks, echo("rank-2")], Wish(("H800",)))
-                both = await launcher.launch(echo(), Wish(("H20",), count=2))  # nothing is reserved any more
+                    await launcher.launch_together([*ranks, echo("rank-2")], ResourceRequest(("H800",)))
+                both = await launcher.launch(echo(), ResourceRequest(("H20",), count=2))  # nothing is reserved any more
                 assert both.device == "H20"
 
     asyncio.run(main())
@@ -169,7 +169,7 @@ def test_ranks_start_together_or_not_at_all(cluster: Cluster, tmp_path: Path) ->
 def test_a_killed_node_is_noticed_and_its_service_starts_elsewhere(cluster: Cluster) -> None:
     async def main() -> None:
         async with joined(cluster) as launcher:
-            wish = Wish(("H20", "H800"))
+            wish = ResourceRequest(("H20", "H800"))
             with extra_node(cluster, "H20") as node:
                 started = await launcher.launch(echo(), wish)
                 assert started.device == "H20"
@@ -188,11 +188,11 @@ def test_a_killed_node_is_noticed_and_its_service_starts_elsewhere(cluster: Clus
 def test_a_killed_process_is_told_from_a_lost_node(cluster: Cluster) -> None:
     async def main() -> None:
         async with joined(cluster) as launcher:
-            started = await launcher.launch(echo(), Wish())
+            started = await launcher.launch(echo(), ResourceRequest())
             os.kill(started.pid, signal.SIGKILL)
             assert "echo ended with signal SIGKILL" in await started.wait()
             assert not started.node_lost
-            again = await relaunch(launcher, echo(), Wish(), started)
+            again = await relaunch(launcher, echo(), ResourceRequest(), started)
             again.kill()
             assert "echo ended with signal SIGKILL" in await again.wait()
 
@@ -217,16 +217,16 @@ def test_no_cluster_is_a_sentence() -> None:
 
 
 def test_environments_of_a_killed_node_move_to_other_hosts(cluster: Cluster) -> None:
-    lake = Task(name="lake", env="rollart.envs.frozen_lake:FrozenLake")
+    lake = TaskConfig(name="lake", env="rollart.envs.frozen_lake:FrozenLake")
     told = []
 
     async def main() -> None:
         async with joined(cluster) as launcher:
             with extra_node(cluster, "H20") as node:
                 environments = EnvironmentPool(
-                    *([lake], Environments(slots=4, retries=3)),
+                    *([lake], EnvironmentsConfig(slots=4, retries=3)),
                     launcher=launcher,
-                    wishes=[Wish(("H20", "H800")), Wish(("cpu",))],
+                    wishes=[ResourceRequest(("H20", "H800")), ResourceRequest(("cpu",))],
                     tell=lambda started, reason: told.append((started.device, reason)),
                 )
                 try:

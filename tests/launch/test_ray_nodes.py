@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollart.launch.launcher import Wish
+from rollart.launch.launcher import ResourceRequest
 from rollart.launch.ray_nodes import choices, described, ray_nodes
 
 
@@ -34,7 +34,7 @@ CLUSTER = [
 FREE = {"a" * 8: {"GPU": 2.0}, "b" * 8: {"GPU": 4.0}, "c" * 8: {"CPU": 2.0}, "e" * 8: {"CPU": 16.0}}
 
 
-def selectors(wish: Wish) -> list[tuple[str, dict[str, str]]]:
+def selectors(wish: ResourceRequest) -> list[tuple[str, dict[str, str]]]:
     return [(choice.resource, dict(choice.selector)) for choice in choices(wish, ray_nodes(CLUSTER, FREE))]
 
 
@@ -51,7 +51,7 @@ def test_a_node_has_its_own_label_before_that_of_ray_and_its_cpus_beside_its_gpu
 
 
 def test_classes_are_asked_for_by_label_in_order_of_preference() -> None:
-    assert selectors(Wish(("H20", "H800", "cpu", "H9"))) == [
+    assert selectors(ResourceRequest(("H20", "H800", "cpu", "H9"))) == [
         ("GPU", {"ray.io/accelerator-type": "H20", "ray.io/node-id": "!in(gggggggg)"}),
         ("CPU", {"rollart.io/device": "H20"}),
         ("GPU", {"rollart.io/device": "H800"}),
@@ -62,9 +62,9 @@ def test_classes_are_asked_for_by_label_in_order_of_preference() -> None:
 
 
 def test_nodes_to_stay_apart_from_are_left_out() -> None:
-    assert selectors(Wish(("H800",), apart=frozenset({"a-aaaaaa"}))) == []
+    assert selectors(ResourceRequest(("H800",), apart=frozenset({"a-aaaaaa"}))) == []
     cluster = [*CLUSTER, told("h", {"rollart.io/device": "H800"}, GPU=8.0)]
-    (choice,) = choices(Wish(("H800",), apart=frozenset({"a-aaaaaa"})), ray_nodes(cluster, FREE))
+    (choice,) = choices(ResourceRequest(("H800",), apart=frozenset({"a-aaaaaa"})), ray_nodes(cluster, FREE))
     assert choice.selector == {"rollart.io/device": "H800", "ray.io/node-id": "!in(aaaaaaaa)"}
 
 
@@ -80,5 +80,5 @@ def test_nodes_to_stay_apart_from_are_left_out() -> None:
     ],
 )
 def test_what_is_busy_is_told_from_what_is_not_there(count: float, times: int, ever: bool, now: bool) -> None:
-    (choice,) = choices(Wish(("H800",)), ray_nodes(CLUSTER, FREE))
+    (choice,) = choices(ResourceRequest(("H800",)), ray_nodes(CLUSTER, FREE))
     assert (choice.holds(count, times), choice.has_room(count, times)) == (ever, now)

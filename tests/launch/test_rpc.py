@@ -18,7 +18,7 @@ from rollart.launch.launcher import Command, service_command
 
 HERE = Path(__file__).parent
 KEY = "the key"
-Test = Callable[[Child, rpc.Client], Awaitable[None]]
+Test = Callable[[Child, rpc.RpcClient], Awaitable[None]]
 
 
 def echo(logs: Path) -> Command:
@@ -30,7 +30,7 @@ def with_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[T
     monkeypatch.setenv("PYTHONPATH", str(HERE))
 
     @contextlib.asynccontextmanager
-    async def started() -> AsyncIterator[tuple[Child, rpc.Client]]:
+    async def started() -> AsyncIterator[tuple[Child, rpc.RpcClient]]:
         child = await Child.start(echo(tmp_path), {"key": KEY})
         try:
             async with rpc.connected(child.answer["url"], key=KEY) as client:
@@ -49,7 +49,7 @@ def with_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[T
 
 
 def test_calls_are_typed_and_run_at_the_same_time(with_service: Callable[[Test], None]) -> None:
-    async def check(child: Child, client: rpc.Client) -> None:
+    async def check(child: Child, client: rpc.RpcClient) -> None:
         answers = await asyncio.gather(*(client.call("double", n, returns=int, deadline=10) for n in range(500)))
         assert answers == [2 * n for n in range(500)]
         assert await client.call("word", returns=str, deadline=10) == "hello"
@@ -60,7 +60,7 @@ def test_calls_are_typed_and_run_at_the_same_time(with_service: Callable[[Test],
 
 
 def test_an_error_in_a_handler_is_the_callers_to_judge(with_service: Callable[[Test], None]) -> None:
-    async def check(child: Child, client: rpc.Client) -> None:
+    async def check(child: Child, client: rpc.RpcClient) -> None:
         with pytest.raises(ServiceError, match="ValueError: not today"):
             await client.call("fail", returns=int, deadline=10)
         with pytest.raises(ServiceError, match="no method 'nonsense'"):
@@ -73,10 +73,10 @@ def test_an_error_in_a_handler_is_the_callers_to_judge(with_service: Callable[[T
 
 
 def test_what_a_handler_tells_is_heard_in_order_before_its_answer(with_service: Callable[[Test], None]) -> None:
-    async def check(child: Child, client: rpc.Client) -> None:
+    async def check(child: Child, client: rpc.RpcClient) -> None:
         heard: list[int] = []
-        hear = partial(_note, heard)
-        assert await client.call("count", 100, returns=int, deadline=10, hear=hear) == 100
+        on_item = partial(_note, heard)
+        assert await client.call("count", 100, returns=int, deadline=10, on_item=on_item) == 100
         assert heard == list(range(100))
         assert await client.call("count", 3, returns=int, deadline=10) == 3
 
@@ -88,7 +88,7 @@ def _note(heard: list[int], item: msgspec.Raw) -> None:
 
 
 def test_a_call_that_nobody_waits_for_is_done_in_its_turn_and_may_fail(with_service: Callable[[Test], None]) -> None:
-    async def check(child: Child, client: rpc.Client) -> None:
+    async def check(child: Child, client: rpc.RpcClient) -> None:
         for number in (3, -1, 5):
             client.send("note", number)
         assert await client.call("notes", returns=list[int], deadline=10) == [3, -1, 5]
@@ -97,7 +97,7 @@ def test_a_call_that_nobody_waits_for_is_done_in_its_turn_and_may_fail(with_serv
 
 
 def test_a_timed_out_call_is_cancelled_at_the_service(with_service: Callable[[Test], None]) -> None:
-    async def check(child: Child, client: rpc.Client) -> None:
+    async def check(child: Child, client: rpc.RpcClient) -> None:
         with pytest.raises(ServiceError, match="did not answer 'hang' within"):
             await client.call("hang", returns=int, deadline=0.05)
         assert await client.call("cancelled", returns=int, deadline=10) == 1
@@ -106,7 +106,7 @@ def test_a_timed_out_call_is_cancelled_at_the_service(with_service: Callable[[Te
 
 
 def test_a_killed_service_fails_its_open_calls_at_once(with_service: Callable[[Test], None]) -> None:
-    async def check(child: Child, client: rpc.Client) -> None:
+    async def check(child: Child, client: rpc.RpcClient) -> None:
         call = asyncio.create_task(client.call("hang", returns=int, deadline=1000))
         assert await client.call("double", 1, returns=int, deadline=10) == 2
         os.kill(child.process.pid, signal.SIGKILL)
@@ -119,7 +119,7 @@ def test_a_killed_service_fails_its_open_calls_at_once(with_service: Callable[[T
 
 
 def test_a_service_ends_when_its_parent_lets_go_of_stdin(with_service: Callable[[Test], None]) -> None:
-    async def check(child: Child, client: rpc.Client) -> None:
+    async def check(child: Child, client: rpc.RpcClient) -> None:
         assert child.process.stdin is not None
         child.process.stdin.close()
         assert await child.process.wait() == 0
@@ -129,7 +129,7 @@ def test_a_service_ends_when_its_parent_lets_go_of_stdin(with_service: Callable[
 
 @pytest.mark.parametrize("key", [None, "another key", "schlüssel"])
 def test_a_caller_without_the_key_is_refused(with_service: Callable[[Test], None], key: str | None) -> None:
-    async def check(child: Child, client: rpc.Client) -> None:
+    async def check(child: Child, client: rpc.RpcClient) -> None:
         with pytest.raises(ServiceError, match="it wants the key of the run"):
             await rpc.connect(client.url, key=key)
 

@@ -4,14 +4,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollart.config import TinyModel
+from rollart.config import TinyModelConfig
 from rollart.models import tiny
 
 SMALL = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "context": 64}
 
 
-def small(architecture: str) -> TinyModel:
-    return TinyModel.model_validate(SMALL | {"architecture": architecture})
+def small(architecture: str) -> TinyModelConfig:
+    return TinyModelConfig.model_validate(SMALL | {"architecture": architecture})
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -1,13 +1,13 @@
 from rich.console import Console
 from sample_run import sample_run
 
-from rollart.core.types import Gap
+from rollart.core.types import LogprobGap
 from rollart.observe.logprob_gap_table import gaps
 from rollart.observe.metrics import measure
 from rollart.observe.snapshot import StepPoint
 
 
-def point(version: int, *rows: Gap) -> StepPoint:
+def point(version: int, *rows: LogprobGap) -> StepPoint:
     return StepPoint(version, float(version), 1.0, 0.0, 10, 1, {}, 1.0, {}, {}, rows)
 
 
@@ -18,7 +18,7 @@ def lines(history: list[StepPoint]) -> list[list[str]]:
 
 
 def test_means_are_over_tokens_and_the_last_step_is_the_last_that_had_any() -> None:
-    history = [point(1, Gap("a", 0, 300, 0.2, 0.5)), point(2, Gap("a", 0, 100, 0.6, 0.4)), point(3)]
+    history = [point(1, LogprobGap("a", 0, 300, 0.2, 0.5)), point(2, LogprobGap("a", 0, 100, 0.6, 0.4)), point(3)]
     assert lines(history) == [["a", "0", "400", "0.3", "0.5", "0.6"]]
 
 

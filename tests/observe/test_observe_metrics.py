@@ -162,7 +162,7 @@ def test_waiting_for_an_environment_is_a_stage_of_its_own() -> None:
     shot = measure(
         [
             ev.TrajectoryStarted(t=1, group="g", version=0, **name),
-            ev.EnvReset(t=4, seconds=1, **name),
+            ev.EnvironmentReset(t=4, seconds=1, **name),
             ev.TurnDone(
                 t=10,
                 turn=0,

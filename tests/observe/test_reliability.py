@@ -14,8 +14,8 @@ from rollart.observe.report import report
 from rollart.observe.summary import summarise
 
 
-def reset(seconds: float) -> ev.EnvReset:
-    return ev.EnvReset(trajectory="t", task="shop", seconds=seconds)
+def reset(seconds: float) -> ev.EnvironmentReset:
+    return ev.EnvironmentReset(trajectory="t", task="shop", seconds=seconds)
 
 
 def called(seconds: float, **more: object) -> ev.RewardCalled:

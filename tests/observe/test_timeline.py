@@ -79,7 +79,7 @@ def test_times_that_disagree_still_nest() -> None:
     name = {"trajectory": "x", "task": "a"}
     log: list[ev.AnyEvent] = [
         ev.TrajectoryStarted(t=1.0, group="g", version=0, **name),
-        ev.EnvReset(t=1.5, seconds=9.0, **name),
+        ev.EnvironmentReset(t=1.5, seconds=9.0, **name),
         ev.TurnDone(
             t=2.0, turn=0, engine="e", prompt=1, cached=0, tokens=1, version=0, queue_s=0, generate_s=3, env_s=1, **name
         ),

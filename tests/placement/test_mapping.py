@@ -9,8 +9,8 @@ from rollart.core.errors import ConfigError
 from rollart.launch.launcher import Node
 from rollart.placement.inventory import Inventory
 from rollart.placement.mapping import Mapper
-from rollart.placement.request import Choice
-from rollart.placement.workload import Shape, model_shape, shape_of
+from rollart.placement.request import DeviceChoice
+from rollart.placement.workload import WorkloadShape, model_shape, shape_of
 
 READS = {"name": "reads", "env": "json:loads", "max_turns": 20, "max_context": 16384, "sampling": {"max_tokens": 16}}
 WRITES = {"name": "writes", "env": "json:loads", "max_context": 9000, "sampling": {"max_tokens": 8000}}
@@ -34,7 +34,9 @@ def there(**devices: float) -> Inventory:
     return Inventory(nodes, "the cluster")
 
 
-def choices(made: RunFile, inventory: Inventory, measured: dict[str, Shape] | None = None) -> dict[str, Choice]:
+def choices(
+    made: RunFile, inventory: Inventory, measured: dict[str, WorkloadShape] | None = None
+) -> dict[str, DeviceChoice]:
     return Mapper(made, inventory, made.device_classes(), model_shape(made), measured).choices()
 
 
@@ -54,7 +56,7 @@ def test_each_class_goes_to_the_pool_whose_tasks_it_suits(model: dict[str, str])
 def test_measured_shapes_win_over_the_limits_in_the_run_file(model: dict[str, str]) -> None:
     made = run(model, WRITES, pools={"p": generate()})
     assert choices(made, there(H800=8, H20=8))["p"].devices[0] == "H20"
-    reading = {"writes": Shape(prompt=4000, decode=10)}
+    reading = {"writes": WorkloadShape(prompt=4000, decode=10)}
     assert choices(made, there(H800=8, H20=8), reading)["p"].devices[0] == "H800"
 
 
@@ -115,4 +117,4 @@ def test_the_estimate_is_half_of_the_limits() -> None:
     task = run({"tiny": {"context": 16384}}, READS).tasks[0]
     shape = shape_of(task)
     assert (shape.prompt, shape.decode, shape.kind) == ((16384 / 20 - 16) / 2, 8, "prefill-heavy")
-    assert shape_of(task, {"reads": Shape(1, 2)}) == Shape(1, 2)
+    assert shape_of(task, {"reads": WorkloadShape(1, 2)}) == WorkloadShape(1, 2)

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.launch.launcher import Node, Wish
+from rollart.launch.launcher import Node, ResourceRequest
 from rollart.placement.inventory import Inventory
 from rollart.placement.placement import Binding, place, replace
-from rollart.placement.request import PlacementError, Request
+from rollart.placement.request import PlacementError, PlacementRequest
 
 CLASSES = ("H800", "H20", "cpu")
 
@@ -38,7 +38,7 @@ def clusters(draw: st.DrawFn) -> Inventory:
 
 requests = st.lists(
     st.builds(
-        Request,
+        PlacementRequest,
         pool=st.sampled_from("abcde"),
         role=st.sampled_from(("train", "generate", "environment")),
         workers=st.integers(1, 6),
@@ -53,7 +53,7 @@ requests = st.lists(
 
 @given(requests, clusters())
 def test_nothing_is_overcommitted_and_every_worker_is_bound_once_or_the_pool_is_named(
-    asked: list[Request], there: Inventory
+    asked: list[PlacementRequest], there: Inventory
 ) -> None:
     try:
         bindings = place(asked, there)
@@ -73,7 +73,7 @@ def test_nothing_is_overcommitted_and_every_worker_is_bound_once_or_the_pool_is_
 
 @given(requests, clusters())
 def test_a_worker_is_on_a_fallback_only_if_nothing_is_left_for_it_on_a_better_class(
-    asked: list[Request], there: Inventory
+    asked: list[PlacementRequest], there: Inventory
 ) -> None:
     if len(asked) > 1:
         asked = asked[:1]  # alone, nobody else can have been in its way
@@ -92,7 +92,9 @@ def test_a_worker_is_on_a_fallback_only_if_nothing_is_left_for_it_on_a_better_cl
 
 
 @given(requests, clusters(), st.randoms())
-def test_the_order_of_the_nodes_does_not_matter(asked: list[Request], there: Inventory, random: object) -> None:
+def test_the_order_of_the_nodes_does_not_matter(
+    asked: list[PlacementRequest], there: Inventory, random: object
+) -> None:
     nodes = list(there.nodes)
     random.shuffle(nodes)  # type: ignore[attr-defined]
     try:
@@ -105,7 +107,7 @@ def test_the_order_of_the_nodes_does_not_matter(asked: list[Request], there: Inv
 
 
 @given(requests, clusters())
-def test_ranks_are_of_one_class(asked: list[Request], there: Inventory) -> None:
+def test_ranks_are_of_one_class(asked: list[PlacementRequest], there: Inventory) -> None:
     try:
         bindings = place(asked, there)
     except PlacementError:
@@ -120,7 +122,7 @@ def test_a_worker_that_lost_its_place_gets_the_best_one_left(
     there: Inventory, order: tuple[str, ...], threads: int
 ) -> None:
     lost = Binding("p", "generate", "p-3", order[0], tuple(order), order[0], "gone", 1.0, threads, "as named")
-    takes = Request("p", "generate", 1, tuple(order), threads).takes
+    takes = PlacementRequest("p", "generate", 1, tuple(order), threads).takes
     left = there.nodes[1:]
     roomy = [device for device in order if any(one.free.get(device, 0) >= takes(device) for one in left)]
     if not roomy:
@@ -134,34 +136,42 @@ def test_a_worker_that_lost_its_place_gets_the_best_one_left(
 
 
 def test_a_pool_may_end_up_partly_on_its_second_class_and_says_so() -> None:
-    bound = place([Request("compute", "generate", 3, ("H800", "H20"))], cluster(node("a", H800=2), node("b", H20=8)))
+    bound = place(
+        [PlacementRequest("compute", "generate", 3, ("H800", "H20"))], cluster(node("a", H800=2), node("b", H20=8))
+    )
     assert [(binding.got, binding.why) for binding in bound] == [
         ("H800", "as named"),
         ("H800", "as named"),
         ("H20", "fallback: no room for it on H800"),
     ]
-    assert bound[2].wish(frozenset({"a"})) == Wish(("H800", "H20"), 1.0, frozenset({"a"}))
+    assert bound[2].wish(frozenset({"a"})) == ResourceRequest(("H800", "H20"), 1.0, frozenset({"a"}))
 
 
 def test_engines_are_spread_and_ranks_are_packed() -> None:
     there = cluster(node("a", H800=8), node("b", H800=8), node("c", H800=4))
-    bound = place([Request("trainer", "train", 4, ("H800",)), Request("compute", "generate", 4, ("H800",))], there)
+    bound = place(
+        [PlacementRequest("trainer", "train", 4, ("H800",)), PlacementRequest("compute", "generate", 4, ("H800",))],
+        there,
+    )
     assert where(bound, "trainer") == {("H800", "c"): 4}
     assert where(bound, "compute") == {("H800", "a"): 2, ("H800", "b"): 2}
 
 
 def test_hosts_of_environments_keep_away_from_accelerators_while_they_can() -> None:
     there = cluster(node("gpu", H800=8, cpu=64), node("small", cpu=2), node("large", cpu=6))
-    assert where(place([Request("e", "environment", 4, ("cpu",))], there), "e") == {
+    assert where(place([PlacementRequest("e", "environment", 4, ("cpu",))], there), "e") == {
         ("cpu", "small"): 1,
         ("cpu", "large"): 3,
     }
-    assert where(place([Request("e", "environment", 9, ("cpu",))], there), "e")["cpu", "gpu"] == 1
+    assert where(place([PlacementRequest("e", "environment", 9, ("cpu",))], there), "e")["cpu", "gpu"] == 1
 
 
 def test_a_pool_with_a_fallback_makes_way_for_one_without() -> None:
     there = cluster(node("a", H800=2, H20=2))
-    asked = [Request("first", "train", 2, ("H800", "H20")), Request("second", "generate", 2, ("H800",))]
+    asked = [
+        PlacementRequest("first", "train", 2, ("H800", "H20")),
+        PlacementRequest("second", "generate", 2, ("H800",)),
+    ]
     bound = place(asked, there)
     assert where(bound, "first") == {("H20", "a"): 2}
     assert where(bound, "second") == {("H800", "a"): 2}
@@ -169,13 +179,16 @@ def test_a_pool_with_a_fallback_makes_way_for_one_without() -> None:
 
 def test_two_pools_with_fallbacks_are_both_placed_if_they_can_be() -> None:
     there = cluster(node("a", H800=1, H20=1))
-    asked = [Request("first", "generate", 1, ("H800", "H20")), Request("second", "generate", 1, ("H800", "B200"))]
+    asked = [
+        PlacementRequest("first", "generate", 1, ("H800", "H20")),
+        PlacementRequest("second", "generate", 1, ("H800", "B200")),
+    ]
     bound = place(asked, there)
     assert [binding.got for binding in bound] == ["H20", "H800"]
 
 
 def test_cpus_may_be_shared_on_this_machine_only() -> None:
-    asked = [Request("engine", "generate", 3, ("cpu",), threads=2)]
+    asked = [PlacementRequest("engine", "generate", 3, ("cpu",), threads=2)]
     assert len(place(asked, Inventory((node("here", cpu=2),), "this machine", overcommit=True))) == 3
     with pytest.raises(PlacementError, match="room for 1"):
         place(asked, cluster(node("there", cpu=2)))
@@ -183,7 +196,7 @@ def test_cpus_may_be_shared_on_this_machine_only() -> None:
 
 def test_a_refusal_tells_what_there_is_what_is_taken_and_what_to_do() -> None:
     there = cluster(node("a", H800=8, cpu=64), node("b", H20=8), Node("c", "", {"H800": 8.0}, {"H800": 2.0}))
-    asked = [Request("trainer", "train", 8, ("H800",)), Request("compute", "generate", 4, ("H800",))]
+    asked = [PlacementRequest("trainer", "train", 8, ("H800",)), PlacementRequest("compute", "generate", 4, ("H800",))]
     with pytest.raises(PlacementError) as refusal:
         place(asked, there)
     assert str(refusal.value).splitlines() == [
@@ -197,13 +210,16 @@ def test_a_refusal_tells_what_there_is_what_is_taken_and_what_to_do() -> None:
 
 
 def test_the_count_that_a_refusal_advises_leaves_room_for_the_others() -> None:
-    asked = [Request("p", "generate", 9, ("H800", "H20")), Request("q", "generate", 3, ("H20", "H800"))]
+    asked = [
+        PlacementRequest("p", "generate", 9, ("H800", "H20")),
+        PlacementRequest("q", "generate", 3, ("H20", "H800")),
+    ]
     with pytest.raises(PlacementError, match=r"pool 'p' wants 9 .* room for 8(.|\n)*set pools\.p\.count to 5"):
         place(asked, cluster(node("a", H800=4, H20=4)))
 
 
 @given(requests, clusters())
-def test_the_advised_count_can_be_placed(asked: list[Request], there: Inventory) -> None:
+def test_the_advised_count_can_be_placed(asked: list[PlacementRequest], there: Inventory) -> None:
     try:
         place(asked, there)
     except PlacementError as refusal:
@@ -216,7 +232,7 @@ def test_the_advised_count_can_be_placed(asked: list[Request], there: Inventory)
 def test_a_refusal_on_a_laptop_leads_to_emulation_cpus_or_a_cluster() -> None:
     here = Inventory((node("vm", cpu=2),), "this machine", overcommit=True)
     with pytest.raises(PlacementError) as refusal:
-        place([Request("compute", "generate", 1, ("H800",))], here)
+        place([PlacementRequest("compute", "generate", 1, ("H800",))], here)
     assert str(refusal.value).splitlines() == [
         "pool 'compute' wants 1 engine on H800, but there is no room for it.",
         "  This machine has: vm: 2 cpu",
@@ -228,4 +244,4 @@ def test_a_refusal_on_a_laptop_leads_to_emulation_cpus_or_a_cluster() -> None:
 def test_many_nodes_that_are_alike_are_told_once() -> None:
     there = cluster(*(node(f"n-{number}", cpu=8) for number in range(200)))
     with pytest.raises(PlacementError, match="200 nodes such as n-0: 8 cpu"):
-        place([Request("compute", "generate", 4, ("H800",))], there)
+        place([PlacementRequest("compute", "generate", 4, ("H800",))], there)

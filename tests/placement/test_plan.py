@@ -7,7 +7,7 @@ from rollart.launch.launcher import Node
 from rollart.placement.inventory import Inventory
 from rollart.placement.plan import acts_as, plan
 from rollart.placement.request import PlacementError
-from rollart.placement.workload import Shape
+from rollart.placement.workload import WorkloadShape
 
 HERE = Inventory((Node("here", "", {"cpu": 2.0}, {"cpu": 2.0}),), "this machine", overcommit=True)
 H20 = {"role": "generate", "device": "H20"}
@@ -86,7 +86,7 @@ def test_a_fallback_that_cannot_hold_the_model_is_left_out_with_a_warning() -> N
 
 
 def test_tasks_are_split_over_the_pools_by_what_each_does_best() -> None:
-    shapes = {"a": Shape(prompt=900, decode=1), "b": Shape(prompt=4, decode=300, context=500)}
+    shapes = {"a": WorkloadShape(prompt=900, decode=1), "b": WorkloadShape(prompt=4, decode=300, context=500)}
     made = plan(run(pools=EMULATED, engine={"max_batch": 16}), HERE, shapes)
     told = {task.task: max(task.pools, key=lambda pool: task.pools[pool]) for task in made.tasks}
     assert told == {"a": "compute", "b": "bandwidth"}

@@ -9,7 +9,7 @@ from rollart.config import RunFile
 from rollart.launch.launcher import Node
 from rollart.placement.inventory import Inventory
 from rollart.placement.placement import replace
-from rollart.placement.plan import Plan, plan
+from rollart.placement.plan import PlacementPlan, plan
 from rollart.placement.request import PlacementError
 
 RUN = """
@@ -26,7 +26,7 @@ def run_with(folder: Path, pool: str) -> RunFile:
     return preflight.load_run(path)
 
 
-def planned(run: RunFile, *gpus: int, device: str = "H800") -> Plan:
+def planned(run: RunFile, *gpus: int, device: str = "H800") -> PlacementPlan:
     nodes = [{device: float(count), "cpu": 16.0} for count in gpus]
     return plan(run, Inventory(tuple(Node(f"n{i}", "", has, has) for i, has in enumerate(nodes)), "a cluster"))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollart.config import TinyModel
+from rollart.config import TinyModelConfig
 from rollart.models import tiny
 
 RUN = """\
@@ -100,7 +100,9 @@ def test_tokens_are_shown_as_the_model_of_the_run_would_see_them(run_file: Path)
 
 @pytest.mark.slow
 def test_a_saved_model_plays_with_the_tokens_it_sampled(run_file: Path, tmp_path: Path) -> None:
-    model = tiny.make(TinyModel(hidden=32, layers=1, heads=2, kv_heads=1, context=256), tmp_path / "model", seed=0)
+    model = tiny.make(
+        TinyModelConfig(hidden=32, layers=1, heads=2, kv_heads=1, context=256), tmp_path / "model", seed=0
+    )
     code, text, errors = play(run_file, "guess", "--player", model, "--tokens")
     assert (code, errors) == (0, "")
     assert "finished after 3 turns" in text and " tokens: " in text

@@ -10,8 +10,8 @@ import pytest
 import served_rewards
 from local_platform import Happens, episode, platform
 
-from rollart.config import Rewards as Config
-from rollart.config import Task
+from rollart.config import RewardsConfig as Config
+from rollart.config import TaskConfig
 from rollart.core.errors import RewardFailed, ServiceError
 from rollart.core.events import RewardCalled
 from rollart.core.types import RewardResult
@@ -43,7 +43,7 @@ class Sink(list):
 @asynccontextmanager
 async def rewards(invoker, url, function="hostile_rewards:answer", sink=None, **options):
     reward = {"function": function, "invoker": invoker, "url": url, **OPTIONS[invoker], **options}
-    made = Rewards([Task(name="t", env="a:B", reward=reward)], Config(retries=1, deadline=20.0), sink=sink)
+    made = Rewards([TaskConfig(name="t", env="a:B", reward=reward)], Config(retries=1, deadline=20.0), sink=sink)
     try:
         await made.start()
         yield made
@@ -293,7 +293,10 @@ def test_tasks_may_use_different_invokers_in_one_run():
     async def main():
         async with platform("hostile_rewards:answer") as served:
             far = {"function": "hostile_rewards:answer", "invoker": "http", "url": served.url}
-            tasks = [Task(name="far", env="a:B", reward=far), Task(name="near", env="a:B", reward=far["function"])]
+            tasks = [
+                TaskConfig(name="far", env="a:B", reward=far),
+                TaskConfig(name="near", env="a:B", reward=far["function"]),
+            ]
             made = Rewards(tasks, Config())
             try:
                 await made.start()

@@ -5,13 +5,13 @@ import random
 from contextlib import asynccontextmanager
 
 from benchmarks.modelled import ModelledEngine, ModelledEnvironments, ModelledRenderer
-from rollart.core.events import EnvReset, Scored
+from rollart.core.events import EnvironmentReset, Scored
 from rollart.core.types import Outcome, RewardResult, Sampling
 from rollart.rollout.router import Router
-from rollart.rollout.trajectory import Attempt, Player, TaskPlan
+from rollart.rollout.trajectory import Attempt, RolloutTask, TrajectoryRunner
 from rollart.simulate.clock import run
 
-PLAN = TaskPlan("t", 1.0, 50, 100_000, Sampling(max_tokens=8))
+PLAN = RolloutTask("t", 1.0, 50, 100_000, Sampling(max_tokens=8))
 SCORE_S = 100.0
 
 
@@ -45,7 +45,7 @@ async def playing():
     environments = ModelledEnvironments(rng, slots=1)
     rewards = SlowRewards(environments)
     router = Router({"engine": ModelledEngine(rng)}, 0, sink)
-    yield Player(environments, router, ModelledRenderer(), rewards, sink, 1000.0), rewards, sink
+    yield TrajectoryRunner(environments, router, ModelledRenderer(), rewards, sink, 1000.0), rewards, sink
 
 
 def test_the_environment_is_free_the_moment_the_episode_ends():
@@ -59,4 +59,6 @@ def test_the_environment_is_free_the_moment_the_episode_ends():
     assert all(trajectory.outcome is Outcome.FINISHED for trajectory in played)
     assert rewards.in_use[0] == 0, "the lease must end before the reward is asked for"
     assert rewards.most == 5, "with one environment, all five are scored at the same time"
-    assert max(sink.times(EnvReset)) < min(sink.times(Scored)), "the last episode begins before the first is scored"
+    assert max(sink.times(EnvironmentReset)) < min(sink.times(Scored)), (
+        "the last episode begins before the first is scored"
+    )

@@ -14,8 +14,8 @@ ray = pytest.importorskip("ray")
 pytest.importorskip("ray.serve")
 from ray.cluster_utils import Cluster  # noqa: E402
 
-from rollart.config import Rewards as Config  # noqa: E402
-from rollart.config import Task  # noqa: E402
+from rollart.config import RewardsConfig as Config  # noqa: E402
+from rollart.config import TaskConfig  # noqa: E402
 from rollart.core.errors import RewardFailed, ServiceError  # noqa: E402
 from rollart.rewards.invokers import Rewards  # noqa: E402
 
@@ -34,7 +34,9 @@ def cluster():
 
 def rewards(cluster, **options):
     reward = {"function": "hostile_rewards:answer", "invoker": "ray", "concurrency": 8, **options}
-    return Rewards([Task(name="t", env="a:B", reward=reward)], Config(retries=1, deadline=60), cluster=cluster.address)
+    return Rewards(
+        [TaskConfig(name="t", env="a:B", reward=reward)], Config(retries=1, deadline=60), cluster=cluster.address
+    )
 
 
 def replicas():

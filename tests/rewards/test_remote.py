@@ -6,7 +6,7 @@ import json
 import served_rewards
 from local_platform import episode
 
-from rollart.config import Reward
+from rollart.config import RewardConfig
 from rollart.rewards.calls import Usage
 from rollart.rewards.remote import RemoteReward
 from rollart.rewards.runtime import Runtime
@@ -36,7 +36,7 @@ class Platform:
 
 
 def remote(platform, function="lengths", retries=0, **options):
-    reward = Reward(function=f"served_rewards:{function}", invoker="http", url="http://x", **options)
+    reward = RewardConfig(function=f"served_rewards:{function}", invoker="http", url="http://x", **options)
     return RemoteReward(reward, platform, deadline=30.0, retries=retries)
 
 

@@ -13,7 +13,7 @@ from served import free_port, server
 from rollart.core.types import Message, Outcome, Trajectory, Turn
 from rollart.rewards.closure import closure
 from rollart.rewards.recorded import recorded
-from rollart.rollout.ledger import Ledger
+from rollart.rollout.ledger import SqliteLedger
 
 ROLLART = [sys.executable, "-m", "rollart.app.cli"]
 REWARDS = """\
@@ -45,7 +45,7 @@ def run_dir(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     outcomes = ["finished", "truncated", "finished", "reward_failed", "env_failed"]
-    with closing(Ledger.open(folder / "ledger.sqlite")) as ledger:
+    with closing(SqliteLedger.open(folder / "ledger.sqlite")) as ledger:
         for number, outcome in enumerate(outcomes):
             turn = Turn((Message("user", "?"),), (1,), "word " * number, (2,), (-0.1,), (0,), "stop", 0.5)
             task = "b" if number == 2 else "a"

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from rollart.app import preflight
-from rollart.config import Reward, RunFile, Task, loading
+from rollart.config import RewardConfig, RunFile, TaskConfig, loading
 from rollart.core.errors import ConfigError
 
 RUN = """\
@@ -24,8 +24,8 @@ def load(tmp_path, reward):
 
 def test_a_reward_may_be_just_its_function(tmp_path):
     run = load(tmp_path, "rollart.rewards.functions:column_sum")
-    assert run.tasks[0].reward == Reward(function="rollart.rewards.functions:column_sum", invoker="pool")
-    assert Task(name="a", env="a:B").reward.function == "rollart.rewards.functions:env_return"
+    assert run.tasks[0].reward == RewardConfig(function="rollart.rewards.functions:column_sum", invoker="pool")
+    assert TaskConfig(name="a", env="a:B").reward.function == "rollart.rewards.functions:env_return"
 
 
 def test_the_invoker_is_one_line_of_the_run_file_and_comes_back_from_its_dump(tmp_path):
@@ -66,11 +66,11 @@ def test_a_reward_that_runs_elsewhere_need_not_be_installed_here(tmp_path):
 
 
 def test_the_schema_knows_both_ways():
-    ways = RunFile.model_json_schema()["$defs"]["Task"]["properties"]["reward"]["anyOf"]
+    ways = RunFile.model_json_schema()["$defs"]["TaskConfig"]["properties"]["reward"]["anyOf"]
     assert {"string", None} == {way.get("type") for way in ways}
     assert "$ref" in json.dumps(ways)
 
 
 def test_a_section_refuses_what_it_does_not_know():
     with pytest.raises(ValidationError):
-        Reward(function="a:b", speed=3)
+        RewardConfig(function="a:b", speed=3)

@@ -3,7 +3,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from rollart.config import Rewards, Task
+from rollart.config import RewardsConfig, TaskConfig
 from rollart.core.errors import RewardFailed, ServiceError
 from rollart.core.types import Episode, EpisodeTurn, Message, RewardResult
 from rollart.rewards.pool import RewardPool
@@ -11,8 +11,8 @@ from rollart.rewards.pool import RewardPool
 
 @asynccontextmanager
 async def pool(*functions, config=None, **options):
-    tasks = [Task(name=name, env="a:B", reward=f"hostile_rewards:{name}") for name in functions]
-    rewards = RewardPool(tasks, config or Rewards(retries=1), **options)
+    tasks = [TaskConfig(name=name, env="a:B", reward=f"hostile_rewards:{name}") for name in functions]
+    rewards = RewardPool(tasks, config or RewardsConfig(retries=1), **options)
     try:
         yield rewards
     finally:
@@ -65,11 +65,11 @@ def test_a_reward_that_cannot_be_had_is_a_failure_and_never_a_number(function, i
 
 def test_a_reward_that_hangs_fails_at_its_deadline_and_its_worker_is_replaced():
     async def run():
-        config = Rewards(workers=1, deadline=0.3, retries=0)
+        config = RewardsConfig(workers=1, deadline=0.3, retries=0)
         async with pool("hang", "whole", config=config) as rewards:
             with pytest.raises(RewardFailed, match=r"`score` did not answer within 0.3 s"):
                 await rewards.score("hang", episode())
-        async with pool("hang", "whole", config=Rewards(workers=1)) as rewards:
+        async with pool("hang", "whole", config=RewardsConfig(workers=1)) as rewards:
             hanging = asyncio.create_task(rewards.score("hang", episode()))
             await until(lambda: rewards.in_use)
             hanging.cancel()
@@ -84,7 +84,7 @@ def test_a_failed_call_is_tried_again_on_a_fresh_worker(tmp_path):
 
 def test_workers_come_with_the_work_and_stay_within_their_number():
     async def run():
-        async with pool("who", config=Rewards(workers=3)) as rewards:
+        async with pool("who", config=RewardsConfig(workers=3)) as rewards:
             return await asyncio.gather(*(rewards.score("who", episode()) for _ in range(30)))
 
     assert 1 <= len({result.value for result in asyncio.run(run())}) <= 3

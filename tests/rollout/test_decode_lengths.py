@@ -1,12 +1,12 @@
-from rollart.rollout.decode_lengths import TaskShapes
+from rollart.rollout.decode_lengths import DecodeLengths
 
 
 def test_an_unknown_task_is_expected_to_use_half_of_what_it_may() -> None:
-    assert TaskShapes().decoded("t", 0, 100) == 50
+    assert DecodeLengths().decoded("t", 0, 100) == 50
 
 
 def test_a_prior_counts_until_there_are_measurements() -> None:
-    shapes = TaskShapes({"t": 300.0})
+    shapes = DecodeLengths({"t": 300.0})
     assert shapes.decoded("t", 0, 1000) == 300
     assert shapes.decoded("t", 0, 200) == 200
     for _ in range(60):
@@ -15,7 +15,7 @@ def test_a_prior_counts_until_there_are_measurements() -> None:
 
 
 def test_turns_are_measured_apart_and_unseen_ones_are_like_the_last_before() -> None:
-    shapes = TaskShapes()
+    shapes = DecodeLengths()
     for _ in range(50):
         shapes.saw("t", 0, 100)
         shapes.saw("t", 1, 10)
@@ -25,7 +25,7 @@ def test_turns_are_measured_apart_and_unseen_ones_are_like_the_last_before() -> 
 
 
 def test_a_task_that_changes_its_shape_is_followed() -> None:
-    shapes = TaskShapes()
+    shapes = DecodeLengths()
     for _ in range(200):
         shapes.saw("t", 0, 4)
     for _ in range(40):

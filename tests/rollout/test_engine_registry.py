@@ -8,7 +8,7 @@ from world import Recorder
 
 from benchmarks.modelled import ModelledEngine
 from rollart.core.protocols import Engine
-from rollart.rollout.engine_registry import Roster
+from rollart.rollout.engine_registry import EngineRegistry
 from rollart.simulate.clock import run
 
 
@@ -16,8 +16,8 @@ def engine(**settings: Any) -> ModelledEngine:
     return ModelledEngine(random.Random(0), **settings)
 
 
-def roster(engines: Mapping[str, Engine], version: int, recorder: Recorder) -> Roster:
-    return Roster(engines, version, recorder, {}, lambda name: None)
+def roster(engines: Mapping[str, Engine], version: int, recorder: Recorder) -> EngineRegistry:
+    return EngineRegistry(engines, version, recorder, {}, lambda name: None)
 
 
 def test_serving_is_the_oldest_version_that_a_request_could_meet() -> None:

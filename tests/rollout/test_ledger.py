@@ -4,7 +4,7 @@ import pytest
 
 from rollart.core.errors import RollartError
 from rollart.core.types import Message, Outcome, Trajectory, Turn
-from rollart.rollout.ledger import GroupRecord, Ledger
+from rollart.rollout.ledger import GroupRecord, SqliteLedger
 
 
 def trajectory(group: str, member: int, outcome: Outcome = Outcome.FINISHED) -> Trajectory:
@@ -14,7 +14,7 @@ def trajectory(group: str, member: int, outcome: Outcome = Outcome.FINISHED) -> 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    ledger = Ledger.open(tmp_path / "ledger.sqlite")
+    ledger = SqliteLedger.open(tmp_path / "ledger.sqlite")
     for index in range(3):
         ledger.start(GroupRecord(f"g{index}", "t", index, 5, 2, 0))
         for member in range(2):
@@ -23,29 +23,29 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_trajectory_comes_back_as_it_was(path: Path) -> None:
-    assert Ledger.open_readonly(path).trajectory("g1.1") == trajectory("g1", 1)
+    assert SqliteLedger.open_readonly(path).trajectory("g1.1") == trajectory("g1", 1)
 
 
 def test_leases_without_a_checkpoint_are_open_again_after_a_crash(path: Path) -> None:
-    Ledger.open(path).lease(0, ["g0", "g1"])
-    recovery = Ledger.open(path).recover()
+    SqliteLedger.open(path).lease(0, ["g0", "g1"])
+    recovery = SqliteLedger.open(path).recover()
     assert recovery.version == 0
     assert [group.record.id for group in recovery.groups] == ["g0", "g1", "g2"]
 
 
 def test_a_checkpoint_consumes_exactly_the_steps_that_it_contains(path: Path) -> None:
-    ledger = Ledger.open(path)
+    ledger = SqliteLedger.open(path)
     ledger.lease(0, ["g0"])
     ledger.lease(1, ["g1"])
     ledger.commit(1)
-    recovery = Ledger.open(path).recover()
+    recovery = SqliteLedger.open(path).recover()
     assert recovery.version == 1
     assert [group.record.id for group in recovery.groups] == ["g1", "g2"]
     assert recovery.next_index == {"t": 3}
 
 
 def test_a_group_is_leased_once(path: Path) -> None:
-    ledger = Ledger.open(path)
+    ledger = SqliteLedger.open(path)
     ledger.lease(0, ["g0"])
     with pytest.raises(RollartError, match="g0 is not open"):
         ledger.lease(1, ["g1", "g0"])
@@ -53,7 +53,7 @@ def test_a_group_is_leased_once(path: Path) -> None:
 
 
 def test_a_recovered_group_never_reuses_the_id_of_a_member(path: Path) -> None:
-    ledger = Ledger.open(path)
+    ledger = SqliteLedger.open(path)
     ledger.start(GroupRecord("g9", "t", 9, 5, 4, 0))
     ledger.add(trajectory("g9", 0))
     ledger.add(trajectory("g9", 3, Outcome.ENV_FAILED))
@@ -63,7 +63,7 @@ def test_a_recovered_group_never_reuses_the_id_of_a_member(path: Path) -> None:
 
 
 def test_an_id_may_be_cut_short_if_it_stays_unambiguous(path: Path) -> None:
-    ledger = Ledger.open_readonly(path)
+    ledger = SqliteLedger.open_readonly(path)
     ledger_full = ledger.trajectory("g2.0")
     assert ledger_full.member == 0
     with pytest.raises(RollartError, match="several ids"):
@@ -74,4 +74,4 @@ def test_an_id_may_be_cut_short_if_it_stays_unambiguous(path: Path) -> None:
 
 def test_a_missing_ledger_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(RollartError, match="run folder"):
-        Ledger.open_readonly(tmp_path / "ledger.sqlite")
+        SqliteLedger.open_readonly(tmp_path / "ledger.sqlite")

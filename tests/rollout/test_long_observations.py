@@ -13,8 +13,8 @@ from rollart.core.schedule import preset
 from rollart.core.types import Message, Outcome, Sampling, Step, Trajectory
 from rollart.models import tiny
 from rollart.models.chat import ChatRenderer
-from rollart.rollout.ledger import Ledger
-from rollart.rollout.trajectory import Attempt, TaskPlan
+from rollart.rollout.ledger import SqliteLedger
+from rollart.rollout.trajectory import Attempt, RolloutTask
 from rollart.simulate.clock import run
 
 GIANT = "a" * 3_000_000
@@ -42,11 +42,11 @@ def play(folder: Path, *texts: str) -> tuple[Trajectory, TrajectoryEnded]:
     tiny.tokenizer(512).save_pretrained(folder)
 
     async def main() -> tuple[Trajectory, TrajectoryEnded]:
-        made = build(preset("rollart", 1, 2.0, 0, 0), Ledger.open(folder / "ledger.sqlite"))
+        made = build(preset("rollart", 1, 2.0, 0, 0), SqliteLedger.open(folder / "ledger.sqlite"))
         player = replace(
             made.scheduler._members._player, environments=Talkative(list(texts)), renderer=ChatRenderer(folder)
         )
-        task = TaskPlan("a", 1.0, 3, 400, Sampling(max_tokens=8))
+        task = RolloutTask("a", 1.0, 3, 400, Sampling(max_tokens=8))
         trajectory = await player.run(Attempt("a.0", task, "a", 0, 0, 0))
         return trajectory, made.recorder.of(TrajectoryEnded)[-1]
 

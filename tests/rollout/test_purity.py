@@ -19,7 +19,7 @@ def test_importing_the_control_plane_loads_nothing_heavy() -> None:
     answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     loaded = set(json.loads(answer.stdout))
     assert not loaded & FORBIDDEN
-    assert {"rollart.rollout.scheduler", "rollart.rollout.pipeline"} <= loaded
+    assert {"rollart.rollout.scheduler", "rollart.rollout.training_loop"} <= loaded
 
 
 def test_the_control_plane_uses_neither_threads_nor_the_wall_clock() -> None:

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_pipeline import PRESETS, check_nothing_leaks, check_outcomes, play, worlds
+from test_training_loop import PRESETS, check_nothing_leaks, check_outcomes, play, worlds
 from world import World, build
 
 from rollart.core.errors import RollartError
 from rollart.core.events import BatchTaken, GroupDropped, GroupStarted, Quarantined, Released, TrajectoryEnded
 from rollart.core.schedule import QuarantineRule, preset
 from rollart.core.types import Outcome
-from rollart.rollout.ledger import Ledger
+from rollart.rollout.ledger import SqliteLedger
 from rollart.rollout.mixture import Mixture
 from rollart.rollout.quarantine import LONGEST, Quarantine
 from rollart.simulate.clock import run
@@ -197,7 +197,7 @@ def test_a_task_below_the_limit_stays_in() -> None:
 @pytest.mark.parametrize("works_after", [0.0, 1e9])
 def test_a_task_that_was_out_stays_out_over_a_resume_and_is_probed_at_once(tmp_path: Path, works_after: float) -> None:
     async def main() -> tuple[World, World]:
-        ledger = Ledger.open(tmp_path / "ledger.sqlite")
+        ledger = SqliteLedger.open(tmp_path / "ledger.sqlite")
         first = build(OURS, ledger, steps=30, retries=2, broken={"b": (0.0, 1e9)}, rule=RULE)
         await first.pipeline.run()
         await first.scheduler.stop()
@@ -221,7 +221,7 @@ def test_a_task_that_was_out_stays_out_over_a_resume_and_is_probed_at_once(tmp_p
 
 def test_after_a_run_that_ended_because_every_task_failed_each_has_a_new_chance(tmp_path: Path) -> None:
     async def main() -> World:
-        ledger = Ledger.open(tmp_path / "ledger.sqlite")
+        ledger = SqliteLedger.open(tmp_path / "ledger.sqlite")
         for task in ("a", "b"):
             ledger.leave_out(task, 3)
         made = build(OURS, ledger, steps=4, rule=RULE)

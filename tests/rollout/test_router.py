@@ -8,7 +8,7 @@ from world import Recorder
 from benchmarks.modelled import ModelledEngine
 from rollart.core.errors import EngineFailed, EngineLost
 from rollart.core.events import Warned
-from rollart.core.types import Completion, EngineStatus, GenerationRequest, Loaded, Sampling
+from rollart.core.types import Completion, EngineStatus, GenerationRequest, LoadResult, Sampling
 from rollart.rollout.router import Routed, Router
 from rollart.simulate.clock import run
 
@@ -22,7 +22,7 @@ def engine(**settings: Any) -> ModelledEngine:
 
 
 class Broken(ModelledEngine):
-    async def load(self, version: int) -> Loaded:
+    async def load(self, version: int) -> LoadResult:
         raise EngineFailed("no such version")
 
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from benchmarks.modelled import ModelledEngine
 from rollart.hardware.devices import DeviceClass
 from rollart.hardware.roofline import ModelShape, Roofline, decode, prefill
-from rollart.rollout.engine_state import EnginePool, Place
+from rollart.rollout.engine_state import EnginePool, EngineState
 from rollart.rollout.prediction import Predictor
-from rollart.rollout.routing_policy import Ask, Choice, Policy, policy, predict
+from rollart.rollout.routing_policy import RoutingChoice, RoutingPolicy, RoutingQuery, policy, predict
 
 SHAPE = ModelShape(dense=8_000_000_000, layers=36, heads=32, kv_heads=8, head_dim=128)
 MOE = ModelShape(
@@ -26,22 +26,22 @@ def fleet(compute: int = 1, bandwidth: int = 3) -> list[EnginePool]:
     pools = [EnginePool("compute", Roofline(STRONG, SHAPE)), EnginePool("bandwidth", Roofline(WIDE, SHAPE))]
     for pool, count in zip(pools, (compute, bandwidth), strict=True):
         for number in range(count):
-            pool.places.append(Place(f"{pool.name}-{number}", pool, ModelledEngine(random.Random(0)), 0))
+            pool.places.append(EngineState(f"{pool.name}-{number}", pool, ModelledEngine(random.Random(0)), 0))
     return pools
 
 
-def ask(tokens: int = 500, decoded: float = 20.0, **more: Any) -> Ask:
-    return Ask(tokens=tokens, decoded=decoded, most=int(decoded * 2), **({"now": 0.0, "floor": 0} | more))
+def ask(tokens: int = 500, decoded: float = 20.0, **more: Any) -> RoutingQuery:
+    return RoutingQuery(tokens=tokens, decoded=decoded, most=int(decoded * 2), **({"now": 0.0, "floor": 0} | more))
 
 
-def chosen(rule: Policy, asked: Ask, pools: list[EnginePool]) -> Choice:
+def chosen(rule: RoutingPolicy, asked: RoutingQuery, pools: list[EnginePool]) -> RoutingChoice:
     choice = rule.choose(asked, pools)
     assert choice is not None
     return choice
 
 
 @st.composite
-def states(draw: st.DrawFn) -> tuple[list[EnginePool], Ask]:
+def states(draw: st.DrawFn) -> tuple[list[EnginePool], RoutingQuery]:
     pools = fleet(draw(st.integers(0, 3)), draw(st.integers(0, 12)))
     places = [place for pool in pools for place in pool.places]
     for place in places:
@@ -59,7 +59,7 @@ def states(draw: st.DrawFn) -> tuple[list[EnginePool], Ask]:
     some = st.sampled_from([None, *places]) if places else st.none()
     names = st.sampled_from(["auto", "prefill", "decode", "compute", "bandwidth", ("bandwidth", "compute"), ("gone",)])
     tokens = draw(st.integers(1, 30_000))
-    asked = Ask(
+    asked = RoutingQuery(
         tokens=tokens,
         decoded=draw(st.floats(1, 1000)),
         most=1000,
@@ -87,7 +87,7 @@ RULES = [
 @settings(max_examples=500, deadline=None)
 @given(state=states())
 def test_a_request_goes_only_where_it_may_and_somewhere_if_it_can(
-    name: str, hand_over: Any, state: tuple[list[EnginePool], Ask]
+    name: str, hand_over: Any, state: tuple[list[EnginePool], RoutingQuery]
 ) -> None:
     pools, asked = state
     usable = [place for pool in pools for place in pool.places if place.usable(asked.floor)]
@@ -107,7 +107,7 @@ def test_a_request_goes_only_where_it_may_and_somewhere_if_it_can(
 
 
 @given(state=states())
-def test_a_decision_changes_nothing(state: tuple[list[EnginePool], Ask]) -> None:
+def test_a_decision_changes_nothing(state: tuple[list[EnginePool], RoutingQuery]) -> None:
     pools, asked = state
 
     def facts() -> list[tuple[object, ...]]:

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from rollart.core.run_length import Runs, lowest
+from rollart.core.run_length import RunLength, lowest
 from rollart.core.types import Completion, GenerationRequest, Sampling
 from rollart.hardware.devices import CATALOGUE
 from rollart.hardware.roofline import ModelShape, Roofline
@@ -25,7 +25,7 @@ def engine(**changed: Any) -> FluidEngine:
 
 
 def request(session: str, tokens: int, answer: int, turn: int = 0, opening: int = 1) -> GenerationRequest:
-    context = cast(list[int], Runs.of(opening, tokens))
+    context = cast(list[int], RunLength.of(opening, tokens))
     return GenerationRequest(f"{session}/{turn}", session, "task", turn, context, Sampling(max_tokens=answer))
 
 
@@ -101,7 +101,7 @@ def test_a_swap_in_mid_request_splits_its_versions_and_stops_the_engine_only_for
         return await going, loaded.exposed_s
 
     done, exposed = run(main())
-    versions = cast(Runs, done.versions)
+    versions = cast(RunLength, done.versions)
     assert lowest(versions) == 0 and versions[-1] == 1 and len(versions) == 4000
     assert done.decode_s == pytest.approx(decoding(4000, 1, 1000) + exposed, rel=0.02)
 

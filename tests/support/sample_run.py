@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass, field
 
 from rollart.core import events as ev
-from rollart.core.types import Gap, Outcome
+from rollart.core.types import LogprobGap, Outcome
 
 SLOTS = 24
 
@@ -87,7 +87,7 @@ class SampleRun:
         self.put(t, ev.TrajectoryStarted(trajectory=name, task=task, group=group, version=version, held_out=held_out))
         reset = rng.uniform(0.01, 0.1)
         t += reset
-        self.put(t, ev.EnvReset(trajectory=name, task=task, seconds=reset))
+        self.put(t, ev.EnvironmentReset(trajectory=name, task=task, seconds=reset))
         turns = rng.randint(1, self.tasks[task])
         outcome = Outcome.ENV_FAILED if not held_out and rng.random() < self.failures else Outcome.FINISHED
         for turn in range(turns):
@@ -192,7 +192,9 @@ class SampleRun:
                 tokens=900,
                 values={"loss": 1 / (step + 1), "entropy": 0.7},
                 tasks={},
-                gaps=tuple(Gap(task, age, 100 + 100 * step, 0.01 * age, 0.1) for task in self.tasks for age in (0, 1)),
+                gaps=tuple(
+                    LogprobGap(task, age, 100 + 100 * step, 0.01 * age, 0.1) for task in self.tasks for age in (0, 1)
+                ),
             ),
         )
         self.put(end + 0.05, ev.Published(version=step + 1, seconds=0.05))

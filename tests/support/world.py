@@ -21,12 +21,12 @@ from rollart.core.events import AnyEvent
 from rollart.core.schedule import QuarantineRule, Schedule
 from rollart.core.types import Message, Sampling
 from rollart.rollout.evaluation import Evaluator
-from rollart.rollout.ledger import Ledger
+from rollart.rollout.ledger import SqliteLedger
 from rollart.rollout.lockstep import Lockstep
-from rollart.rollout.pipeline import Pipeline, Plan
 from rollart.rollout.router import Router
 from rollart.rollout.scheduler import Scheduler
-from rollart.rollout.trajectory import Player, TaskPlan
+from rollart.rollout.training_loop import LoopPlan, TrainingLoop
+from rollart.rollout.trajectory import RolloutTask, TrajectoryRunner
 
 NEVER = QuarantineRule(rate=2.0, groups=10**9)  # no task is ever left out
 
@@ -70,11 +70,11 @@ class World:
     rewards: ModelledRewards
     trainer: ModelledTrainer
     recorder: Recorder
-    ledger: Ledger
+    ledger: SqliteLedger
     router: Router
     scheduler: Scheduler
     evaluator: Evaluator
-    pipeline: Pipeline
+    pipeline: TrainingLoop
     rng: random.Random
     base: int
 
@@ -93,7 +93,7 @@ class World:
 
 def build(
     schedule: Schedule,
-    ledger: Ledger,
+    ledger: SqliteLedger,
     *,
     weights: dict[str, float] | None = None,
     batch_groups: int = 4,
@@ -122,12 +122,12 @@ def build(
     invoker = ModelledRewards(rng, **(rewards or {}))
     model = ModelledTrainer(rng, version=recovery.version, **(trainer or {}))
     tasks = [
-        TaskPlan(name, weight, max_turns, 100_000, Sampling(max_tokens=8))
+        RolloutTask(name, weight, max_turns, 100_000, Sampling(max_tokens=8))
         for name, weight in (weights or {"a": 1.0, "b": 1.0}).items()
     ]
     lockstep = Lockstep() if schedule.lockstep else None
     breaking = BreakingEnvironments(pool, broken or {})
-    player = Player(breaking, router, ModelledRenderer(), invoker, recorder, deadline, lockstep)
+    player = TrajectoryRunner(breaking, router, ModelledRenderer(), invoker, recorder, deadline, lockstep)
     scheduler = Scheduler(
         tasks=tasks,
         schedule=schedule,
@@ -144,8 +144,8 @@ def build(
     )
     scheduler.recover(recovery)
     evaluator = Evaluator(tasks, replace(player, lockstep=None), ledger, recorder)
-    pipeline = Pipeline(
-        plan=Plan(steps, checkpoint_every, evaluate_every, episodes=4),
+    pipeline = TrainingLoop(
+        plan=LoopPlan(steps, checkpoint_every, evaluate_every, episodes=4),
         version=recovery.version,
         scheduler=scheduler,
         trainer=model,

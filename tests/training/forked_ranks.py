@@ -9,9 +9,9 @@ from typing import TypeVar
 
 from rank_processes import DEADLINE_S, free_address
 
-from rollart.config import Training
+from rollart.config import TrainingConfig
 from rollart.training.learner import Learner
-from rollart.training.ranks import Place, Ranks
+from rollart.training.ranks import RankAddress, Ranks
 from rollart.training.trainer import Trainer
 
 T = TypeVar("T")
@@ -19,12 +19,12 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["rollart.training.service", "transformers.models.auto.modeling_auto"])
 
 
-def on_ranks(ranks: int, folder: Path, config: Training, work: Callable[[Trainer], T]) -> T:
+def on_ranks(ranks: int, folder: Path, config: TrainingConfig, work: Callable[[Trainer], T]) -> T:
     """The result of `work` on a trainer that is spread over so many ranks."""
     address = free_address()
     ours, theirs = _context.Pipe()
     processes = [
-        _context.Process(target=_rank, args=(Place(rank, ranks, address), folder, config, work, theirs))
+        _context.Process(target=_rank, args=(RankAddress(rank, ranks, address), folder, config, work, theirs))
         for rank in range(ranks)
     ]
     for process in processes:
@@ -43,7 +43,9 @@ def on_ranks(ranks: int, folder: Path, config: Training, work: Callable[[Trainer
             process.join()
 
 
-def _rank(place: Place, folder: Path, config: Training, work: Callable[[Trainer], T], answer: Connection) -> None:
+def _rank(
+    place: RankAddress, folder: Path, config: TrainingConfig, work: Callable[[Trainer], T], answer: Connection
+) -> None:
     ranks = Ranks.join(place, patience=DEADLINE_S)
     if place.rank > 0:
         Learner(folder, config, ranks).follow()

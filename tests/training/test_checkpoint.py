@@ -5,14 +5,14 @@ import torch
 from tiny_models import make_batch, save_tiny
 from transformers import AutoModelForCausalLM
 
-from rollart.config import Algorithm, Training
+from rollart.config import AlgorithmConfig, TrainingConfig
 from rollart.core.errors import RollartError
 from rollart.training.checkpoint import load_checkpoint, save_checkpoint
 from rollart.training.guard import Memory
 from rollart.training.trainer import Trainer
 
 REWARDS = [[1.0, 0.0, 0.5], [1.0, 1.0]]
-CONFIG = Training(algorithm=Algorithm(kl=0.05))
+CONFIG = TrainingConfig(algorithm=AlgorithmConfig(kl=0.05))
 
 
 @pytest.fixture
@@ -115,6 +115,6 @@ def test_a_checkpoint_of_another_model_is_refused(saved: tuple[Trainer, Path], t
 
 
 def test_a_kl_cannot_be_added_on_resume(folder: Path, tmp_path: Path) -> None:
-    save_checkpoint(Trainer(folder, Training()), tmp_path / "plain")
+    save_checkpoint(Trainer(folder, TrainingConfig()), tmp_path / "plain")
     with pytest.raises(RollartError, match="without a reference policy"):
         load_checkpoint(Trainer(folder, CONFIG), tmp_path / "plain")

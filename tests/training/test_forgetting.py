@@ -13,7 +13,7 @@ import pytest
 import torch
 from tiny_models import save_tiny
 
-from rollart.config import Algorithm, Training, WarmUp
+from rollart.config import AlgorithmConfig, TrainingConfig, WarmUpConfig
 from rollart.core.types import Batch, Sample, SampleGroup
 from rollart.training.packing import pack
 from rollart.training.trainer import Trainer
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     examples = [([MARKS[task], start, *answer], [0, 0] + [1] * LENGTH) for task, answer, start in shown]
     options = {"vocab_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     source = save_tiny(root / "model", **options)
-    warm_up(source, root / "warm", examples, WarmUp(steps=300, batch=64, lr=5e-3))
+    warm_up(source, root / "warm", examples, WarmUpConfig(steps=300, batch=64, lr=5e-3))
     return root / "warm"
 
 
@@ -90,9 +90,9 @@ def collect(trainer: Trainer, draw: random.Random, chance: torch.Generator) -> t
     )
 
 
-def train(folder: Path, algorithm: Algorithm, seed: int = 2) -> dict[str, list[float]]:
+def train(folder: Path, algorithm: AlgorithmConfig, seed: int = 2) -> dict[str, list[float]]:
     """The mean reward of each task, step by step."""
-    trainer = Trainer(folder, Training(lr=RATE, algorithm=algorithm))
+    trainer = Trainer(folder, TrainingConfig(lr=RATE, algorithm=algorithm))
     draw, chance = random.Random(seed), torch.Generator().manual_seed(seed)
     waiting = collect(trainer, draw, chance)
     history: dict[str, list[float]] = {task: [] for task in MARKS}
@@ -104,13 +104,13 @@ def train(folder: Path, algorithm: Algorithm, seed: int = 2) -> dict[str, list[f
 
 
 def test_without_the_cure_a_solved_task_is_lost_for_good(folder: Path) -> None:
-    history = train(folder, Algorithm(solved=0.0, evidence=0.0))
+    history = train(folder, AlgorithmConfig(solved=0.0, evidence=0.0))
     assert fmean(history["count"][:3]) > 0.95
     assert fmean(history["count"][-20:]) < 0.2
 
 
 def test_by_default_a_solved_task_stays_solved_while_the_other_is_learnt(folder: Path) -> None:
-    history = train(folder, Algorithm())
+    history = train(folder, AlgorithmConfig())
     assert fmean(history["count"][:3]) > 0.95
     assert fmean(history["count"][-20:]) > 0.85
     # all that can be learnt of it: two thirds of its episodes, and half of the coin flips

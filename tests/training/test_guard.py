@@ -11,8 +11,7 @@ import pytest
 import torch
 from tiny_models import VOCABULARY, save_tiny
 
-from rollart.config import Algorithm, Training
-from rollart.config import Engine as EngineConfig
+from rollart.config import AlgorithmConfig, EngineConfig, TrainingConfig
 from rollart.core.types import Batch, GenerationRequest, Sample, SampleGroup, Sampling, StepMetrics
 from rollart.engines.torch.model import Model
 from rollart.engines.torch.stepper import Stepper
@@ -47,7 +46,7 @@ class Loop:
     def __init__(self, folder: Path, *, told: float = 1.0, on_swap: str = "recompute", **sampling: float) -> None:
         model = Model.open(save_tiny(folder, initializer_range=0.3), torch.float32, "cpu")
         self.engine = Stepper(model, EngineConfig(on_swap=on_swap))  # type: ignore[arg-type]
-        self.trainer = Trainer(folder, Training(lr=3e-3, lr_warm_up=0))
+        self.trainer = Trainer(folder, TrainingConfig(lr=3e-3, lr_warm_up=0))
         self.told, self.sampling = told, Sampling(max_tokens=ANSWER, **sampling)  # type: ignore[arg-type]
         self.warnings: list[str] = []
         self._model, self._draw, self._names = model, random.Random(0), 0
@@ -288,7 +287,7 @@ def row(*, age: int, mean: float, tokens: int = 100) -> GapRow:
 def test_the_correction_weighs_tokens_by_what_the_guard_sees(tmp_path: Path, cap: float | None) -> None:
     """At a wrong temperature: the weights are the trainer's probability over the engine's, truncated at the cap."""
     loop = Loop(tmp_path, temperature=1.5)
-    loop.trainer.config = loop.trainer.config.model_copy(update={"algorithm": Algorithm(importance_cap=cap)})
+    loop.trainer.config = loop.trainer.config.model_copy(update={"algorithm": AlgorithmConfig(importance_cap=cap)})
     loop.trainer.learner.config = loop.trainer.config
     talks = loop.begin()
     loop.answer(talks)

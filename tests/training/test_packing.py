@@ -9,7 +9,7 @@ from tiny_models import VOCABULARY, save_tiny, tiny_model
 
 from rollart.training import policy as policy_module
 from rollart.training.packing import deal, pack, plan
-from rollart.training.policy import Policy
+from rollart.training.policy import PolicyModel
 
 ARCHITECTURES = ("qwen3", "llama", "qwen3_moe")
 
@@ -23,7 +23,7 @@ def all_but_first(rows: list[list[int]]) -> list[list[int]]:
     return [[0] + [1] * (len(row) - 1) for row in rows]
 
 
-def packed_logits(policy: Policy, rows: list[list[int]]) -> torch.Tensor:
+def packed_logits(policy: PolicyModel, rows: list[list[int]]) -> torch.Tensor:
     packed = pack(rows, [[0] * len(row) for row in rows])
     return policy.model(input_ids=packed.tokens, position_ids=packed.positions, packed=packed).logits[0]
 
@@ -32,7 +32,7 @@ def packed_logits(policy: Policy, rows: list[list[int]]) -> torch.Tensor:
 def test_packed_logits_are_those_of_each_sequence_alone(architecture: str, tmp_path: Path) -> None:
     rows = sequences(17, 1, 40, 2, 17)
     model = tiny_model(architecture)
-    policy = Policy(save_tiny(tmp_path, architecture))
+    policy = PolicyModel(save_tiny(tmp_path, architecture))
     with torch.no_grad():
         alone = torch.cat([model(torch.tensor([row])).logits[0] for row in rows])
         assert (packed_logits(policy, rows) - alone).abs().max() < 1e-5
@@ -42,7 +42,7 @@ def test_packed_logits_are_those_of_each_sequence_alone(architecture: str, tmp_p
 def test_packed_gradients_are_those_of_each_sequence_alone(architecture: str, tmp_path: Path) -> None:
     rows = sequences(9, 3, 21)
     model = tiny_model(architecture)
-    policy = Policy(save_tiny(tmp_path, architecture))
+    policy = PolicyModel(save_tiny(tmp_path, architecture))
     policy.logprobs(pack(rows, all_but_first(rows)))[0].sum().backward()
     for row in rows:
         logits = model(torch.tensor([row])).logits[0, :-1].log_softmax(-1)
@@ -55,7 +55,7 @@ def test_packed_gradients_are_those_of_each_sequence_alone(architecture: str, tm
 def test_a_sliding_window_is_respected(tmp_path: Path) -> None:
     options = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
     model = tiny_model(**options)
-    policy = Policy(save_tiny(tmp_path, **options))
+    policy = PolicyModel(save_tiny(tmp_path, **options))
     rows = sequences(20, 3, 12)
     with torch.no_grad():
         alone = torch.cat([model(torch.tensor([row])).logits[0] for row in rows])
@@ -81,7 +81,7 @@ def test_the_first_token_cannot_be_trained() -> None:
 
 
 def test_chunked_logprobs_and_gradients_are_those_of_one_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = Policy(save_tiny(tmp_path))
+    policy = PolicyModel(save_tiny(tmp_path))
     rows = sequences(15, 8)
     packed = pack(rows, all_but_first(rows))
 
@@ -98,7 +98,7 @@ def test_chunked_logprobs_and_gradients_are_those_of_one_chunk(tmp_path: Path, m
 
 
 def test_entropy_by_hand(tmp_path: Path) -> None:
-    policy = Policy(save_tiny(tmp_path))
+    policy = PolicyModel(save_tiny(tmp_path))
     policy.model.get_output_embeddings().weight.data.zero_()
     logprobs, entropy = policy.logprobs(pack([[1, 2, 3]], [[0, 1, 1]]))
     uniform = torch.full((2,), float(VOCABULARY)).log()

@@ -8,10 +8,10 @@ import torch
 from rank_processes import DEADLINE_S, free_address, spread_trainer, start_rank
 from tiny_models import make_batch, save_tiny
 
-from rollart.config import Training
+from rollart.config import TrainingConfig
 from rollart.core.errors import ServiceError
 from rollart.training.trainer import Trainer
-from rollart.weights.reader import Weights
+from rollart.weights.reader import WeightReader
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,7 @@ def spec(tmp_path: Path) -> dict[str, Any]:
     return {
         "model": str(save_tiny(tmp_path / "model")),
         "weights": str(tmp_path / "weights"),
-        "config": Training().model_dump(mode="json"),
+        "config": TrainingConfig().model_dump(mode="json"),
         "seed": 0,
         "version": 0,
         "checkpoint": None,
@@ -31,7 +31,7 @@ def spec(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_rank_0_serves_for_all_and_takes_them_along_when_it_ends(tmp_path: Path, spec: dict[str, Any]) -> None:
-    alone = Trainer(tmp_path / "model", Training())
+    alone = Trainer(tmp_path / "model", TrainingConfig())
 
     async def body() -> None:
         async with spread_trainer(spec, 2, tmp_path) as (trainer, ranks):
@@ -42,7 +42,7 @@ def test_rank_0_serves_for_all_and_takes_them_along_when_it_ends(tmp_path: Path,
             assert len(trainer.published(3).sources) == 2
             # Here both shards are found in memory, elsewhere both are fetched from the rank that has them.
             for root in (tmp_path / "weights", tmp_path / "another host"):
-                held = (reader := Weights(root)).fetch(trainer.published(3))
+                held = (reader := WeightReader(root)).fetch(trainer.published(3))
                 assert held.transport == ("shared memory" if root.name == "weights" else "http")
                 expected_tensors = alone.snapshot()[1]
                 assert held.tensors.keys() == expected_tensors.keys()

@@ -8,11 +8,11 @@ from forked_ranks import on_ranks
 from rank_processes import free_address
 from tiny_models import make_batch, save_tiny
 
-from rollart.config import Algorithm, Training
+from rollart.config import AlgorithmConfig, TrainingConfig
 from rollart.core.errors import RollartError
 from rollart.core.types import Batch, StepMetrics
 from rollart.training.checkpoint import load_checkpoint, save_checkpoint
-from rollart.training.ranks import Place, Ranks
+from rollart.training.ranks import RankAddress, Ranks
 from rollart.training.trainer import Trainer
 
 REWARDS = [[1.0, 0.0, 0.5, 0.0], [0.0, 1.0, 1.0], [1.0, 1.0]]
@@ -50,14 +50,24 @@ def go_on(source: Path, target: Path, batch: Batch, trainer: Trainer) -> StepMet
 @pytest.mark.parametrize(
     ("ranks", "architecture", "config"),
     [
-        (2, "qwen3", Training(epochs=2, pack_tokens=64, algorithm=Algorithm(kl=0.05, entropy=0.01))),
-        (2, "qwen3_moe", Training(lr=1e-2, algorithm=Algorithm(loss="gspo", advantage="rloo", aggregate="sequence"))),
-        (3, "llama", Training(weight_decay=0.1, algorithm=Algorithm(loss="cispo", aggregate="group"))),
-        (2, "qwen3", Training(grad_clip=0.01, algorithm=Algorithm(loss="reinforce", advantage="reinforce_pp"))),
+        (2, "qwen3", TrainingConfig(epochs=2, pack_tokens=64, algorithm=AlgorithmConfig(kl=0.05, entropy=0.01))),
+        (
+            2,
+            "qwen3_moe",
+            TrainingConfig(lr=1e-2, algorithm=AlgorithmConfig(loss="gspo", advantage="rloo", aggregate="sequence")),
+        ),
+        (3, "llama", TrainingConfig(weight_decay=0.1, algorithm=AlgorithmConfig(loss="cispo", aggregate="group"))),
+        (
+            2,
+            "qwen3",
+            TrainingConfig(grad_clip=0.01, algorithm=AlgorithmConfig(loss="reinforce", advantage="reinforce_pp")),
+        ),
     ],
     ids=["ppo", "gspo", "cispo", "reinforce"],
 )
-def test_several_ranks_learn_what_one_learns(tmp_path: Path, ranks: int, architecture: str, config: Training) -> None:
+def test_several_ranks_learn_what_one_learns(
+    tmp_path: Path, ranks: int, architecture: str, config: TrainingConfig
+) -> None:
     """The last batch has a single sample to train: fewer than there are ranks."""
     save_tiny(tmp_path, architecture, tie_word_embeddings=architecture != "llama")
     batches = [make_batch(step, REWARDS, seed=step) for step in range(3)] + [make_batch(3, [[1.0, 0.5], [0.0]])]
@@ -70,7 +80,7 @@ def test_several_ranks_learn_what_one_learns(tmp_path: Path, ranks: int, archite
 @pytest.mark.slow
 def test_a_checkpoint_loads_at_another_number_of_ranks(tmp_path: Path) -> None:
     """From one rank to two, to three, and back to one; beside it, one rank that never stops."""
-    config = Training(algorithm=Algorithm(kl=0.05))
+    config = TrainingConfig(algorithm=AlgorithmConfig(kl=0.05))
     folder = save_tiny(tmp_path / "model")
     paths = [tmp_path / f"step-{step}" for step in range(4)]
     batches = [make_batch(step, REWARDS, seed=step) for step in range(4)]
@@ -92,24 +102,24 @@ def test_a_checkpoint_loads_at_another_number_of_ranks(tmp_path: Path) -> None:
 def test_what_is_not_finite_on_one_rank_is_skipped_by_all(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     batches = [make_batch(0, POISONED), make_batch(1, [[1.0, 0.0]]), make_batch(2, POISONED)]
-    metrics, weights = on_ranks(2, tmp_path, Training(), partial(learn, batches))
+    metrics, weights = on_ranks(2, tmp_path, TrainingConfig(), partial(learn, batches))
     assert [step.values["skipped"] for step in metrics] == [1.0, 0.0, 1.0]
-    alone = Trainer(tmp_path, Training(), version=1)
+    alone = Trainer(tmp_path, TrainingConfig(), version=1)
     alone.step(batches[1])
     assert distance(weights, alone.snapshot()[1]) < TOLERANCE
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(RollartError, match=r"rank 1 of 2 did not come to 127\.0\.0\.1:\d+ within 0\.2 s"):
-        Ranks.join(Place(0, 2, free_address()), patience=1.0, deadline=0.2)
+        Ranks.join(RankAddress(0, 2, free_address()), patience=1.0, deadline=0.2)
 
 
 def test_a_rank_0_that_is_not_there_is_named() -> None:
     with pytest.raises(RollartError, match=r"rank 1 of 2 found no rank 0 at 127\.0\.0\.1:\d+ within 0\.2 s"):
-        Ranks.join(Place(1, 2, free_address()), patience=1.0, deadline=0.2)
+        Ranks.join(RankAddress(1, 2, free_address()), patience=1.0, deadline=0.2)
 
 
 def test_one_rank_needs_no_group() -> None:
-    ranks = Ranks.join(Place(0, 1, "nowhere:0"), patience=1.0)
+    ranks = Ranks.join(RankAddress(0, 1, "nowhere:0"), patience=1.0)
     assert ranks.mesh is None
     assert not torch.distributed.is_initialized()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_models import make_batch, make_sample, save_tiny
 
-from rollart.config import Algorithm, Training
+from rollart.config import AlgorithmConfig, TrainingConfig
 from rollart.core.errors import RollartError
 from rollart.core.types import Batch, SampleGroup
 from rollart.training.packing import pack
@@ -22,8 +22,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def trainer(folder: Path, **options: object) -> Trainer:
-    algorithm = Algorithm(**options.pop("algorithm", {}))  # type: ignore[arg-type]
-    return Trainer(folder, Training(algorithm=algorithm, **options))  # type: ignore[arg-type]
+    algorithm = AlgorithmConfig(**options.pop("algorithm", {}))  # type: ignore[arg-type]
+    return Trainer(folder, TrainingConfig(algorithm=algorithm, **options))  # type: ignore[arg-type]
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -107,7 +107,7 @@ def test_metrics_by_hand(folder: Path) -> None:
             SampleGroup("2", "b", (make_sample(0.5, draw, task="b", version=4),)),
         ),
     )
-    metrics = Trainer(folder, Training(), version=4).step(batch)
+    metrics = Trainer(folder, TrainingConfig(), version=4).step(batch)
     assert metrics.version == 5
     assert metrics.tokens == 60
     assert metrics.tasks["a"] == {

@@ -7,14 +7,14 @@ import pytest
 import torch
 from tiny_models import make_batch, save_tiny
 
-from rollart.config import Training
+from rollart.config import TrainingConfig
 from rollart.core.errors import EngineFailed, ServiceError
 from rollart.launch import rpc
-from rollart.launch.launcher import Wish, service_command
+from rollart.launch.launcher import ResourceRequest, service_command
 from rollart.launch.local import LocalLauncher
 from rollart.training.client import TrainerClient
 from rollart.training.trainer import Trainer
-from rollart.weights.reader import Weights
+from rollart.weights.reader import WeightReader
 
 REWARDS = [[1.0, 0.0, 0.5], [1.0, 0.0]]
 DEADLINE_S = 120.0
@@ -25,7 +25,7 @@ def spec(tmp_path: Path) -> dict[str, Any]:
     return {
         "model": str(save_tiny(tmp_path / "model")),
         "weights": str(tmp_path / "weights"),
-        "config": Training().model_dump(mode="json"),
+        "config": TrainingConfig().model_dump(mode="json"),
         "seed": 0,
         "version": 0,
         "checkpoint": None,
@@ -38,13 +38,13 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.slow
 def test_a_trainer_process_steps_publishes_saves_and_resumes(tmp_path: Path, spec: dict[str, Any]) -> None:
-    plain = Trainer(Path(spec["model"]), Training())
-    weights = Weights(Path(spec["weights"]))
+    plain = Trainer(Path(spec["model"]), TrainingConfig())
+    weights = WeightReader(Path(spec["weights"]))
 
     async def body() -> None:
         launcher = LocalLauncher()
         command = service_command("rollart.training.service", spec, name="t", logs=tmp_path)
-        process = await launcher.launch(command, Wish())
+        process = await launcher.launch(command, ResourceRequest())
         async with rpc.connected(process.answer["url"], key=launcher.key) as connection:
             trainer = TrainerClient(connection, DEADLINE_S)
             assert await trainer.publish() == 0
@@ -62,7 +62,7 @@ def test_a_trainer_process_steps_publishes_saves_and_resumes(tmp_path: Path, spe
         await process.stop()
 
         resumed = spec | {"model": str(tmp_path / "checkpoint"), "checkpoint": str(tmp_path / "checkpoint")}
-        process = await launcher.launch(replace(command, spec=resumed), Wish())
+        process = await launcher.launch(replace(command, spec=resumed), ResourceRequest())
         async with rpc.connected(process.answer["url"], key=launcher.key) as connection:
             trainer = TrainerClient(connection, DEADLINE_S)
             metrics = await trainer.step(make_batch(1, REWARDS))

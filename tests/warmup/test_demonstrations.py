@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from rollart.config import Task
+from rollart.config import TaskConfig
 from rollart.core.errors import ConfigError, EnvironmentFailed
 from rollart.core.types import Message
 from rollart.warmup.demonstrations import demonstrate
@@ -44,9 +44,9 @@ def player(env: Any, rng: random.Random, *, skill: float) -> str:
     return "good" if rng.random() < skill else "bad"
 
 
-def task(env: str, **more: Any) -> Task:
+def task(env: str, **more: Any) -> TaskConfig:
     given = {"name": "t", "env": f"{HERE}:{env}", "player": f"{HERE}:player", "player_args": {"skill": 0.5}} | more
-    return Task.model_validate({"max_turns": 5} | given)
+    return TaskConfig.model_validate({"max_turns": 5} | given)
 
 
 def test_an_episode_holds_what_was_seen_and_done() -> None:

@@ -5,10 +5,10 @@ import torch
 from tiny_models import VOCABULARY, save_tiny
 from transformers import AutoModelForCausalLM
 
-from rollart.config import WarmUp
+from rollart.config import WarmUpConfig
 from rollart.warmup.imitation import schedule, warm_up
 
-CONFIG = WarmUp(demonstrations=1, steps=80, batch=12, lr=2e-2)
+CONFIG = WarmUpConfig(demonstrations=1, steps=80, batch=12, lr=2e-2)
 EXAMPLES = [([1, start, (start * 5) % VOCABULARY], [0, 0, 1]) for start in range(VOCABULARY)]
 
 

@@ -6,7 +6,7 @@ from faulty import Wire, faithful
 from published import Origin, same, tensors
 
 from rollart.weights.manifest import Publication
-from rollart.weights.reader import Weights
+from rollart.weights.reader import WeightReader
 from rollart.weights.transports import TransferFailed
 from rollart.weights.transports.connections import KEPT, Connections
 
@@ -19,7 +19,7 @@ def test_the_next_version_comes_over_the_connections_of_the_last(tmp_path: Path)
         return faithful
 
     wire = Wire(origin.server.url, carry)  # type: ignore[arg-type]
-    with closing(origin.server), closing(wire), closing(Weights(tmp_path / "far", streams=2)) as far:
+    with closing(origin.server), closing(wire), closing(WeightReader(tmp_path / "far", streams=2)) as far:
         for version in (1, 2, 3):
             publication = origin.publish(version, tensors(version))
             held = far.fetch(Publication(version, publication.id, ((wire.url,),)))
@@ -45,7 +45,7 @@ def test_a_connection_that_its_server_has_closed_is_not_handed_out_again(tmp_pat
 
 def test_who_keeps_a_connection_is_not_served_by_a_server_that_is_closed(tmp_path: Path) -> None:
     origin = Origin(tmp_path / "origin")
-    with closing(Weights(tmp_path / "far")) as far:
+    with closing(WeightReader(tmp_path / "far")) as far:
         far.fetch(origin.publish(1, tensors(1))).release()
         publication = origin.publish(2, tensors(2))
         origin.server.close()

@@ -11,7 +11,7 @@ from rollart.weights import delta_wire
 from rollart.weights.delta_cost import ANCHOR_EVERY
 from rollart.weights.delta_wire import FAST_LINK, LEAST_MEASURED, Speeds, most_common_item
 from rollart.weights.manifest import Manifest, Part, Piece
-from rollart.weights.reader import Weights
+from rollart.weights.reader import WeightReader
 
 SLOW = 1e6
 
@@ -24,10 +24,10 @@ def origin(tmp_path: Path) -> Iterator[Origin]:
 
 
 @pytest.fixture
-def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Weights]:
+def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WeightReader]:
     monkeypatch.setattr(delta_wire, "speeds", Speeds())
     monkeypatch.setattr("rollart.weights.transports.http.speeds", delta_wire.speeds)
-    with closing(Weights(tmp_path / "far")) as weights:
+    with closing(WeightReader(tmp_path / "far")) as weights:
         yield weights
 
 
@@ -43,7 +43,7 @@ def moved(values: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**new, "head": new["embed"]}
 
 
-def fetched(origin: Origin, far: Weights, version: int, values: dict[str, Tensor]) -> int:
+def fetched(origin: Origin, far: WeightReader, version: int, values: dict[str, Tensor]) -> int:
     """The bytes that crossed the wire for a version that came right."""
     before = origin.server.served
     held = far.fetch(origin.publish(version, values))
@@ -52,7 +52,7 @@ def fetched(origin: Origin, far: Weights, version: int, values: dict[str, Tensor
     return origin.server.served - before
 
 
-def test_over_a_slow_link_a_version_comes_as_a_delta(origin: Origin, far: Weights) -> None:
+def test_over_a_slow_link_a_version_comes_as_a_delta(origin: Origin, far: WeightReader) -> None:
     values = tensors(1)
     link(origin, SLOW)
     whole = fetched(origin, far, 1, values)
@@ -61,25 +61,25 @@ def test_over_a_slow_link_a_version_comes_as_a_delta(origin: Origin, far: Weight
         assert fetched(origin, far, version, values) < whole / 4
 
 
-def test_over_a_fast_link_it_comes_plain(origin: Origin, far: Weights) -> None:
+def test_over_a_fast_link_it_comes_plain(origin: Origin, far: WeightReader) -> None:
     values = tensors(1)
     link(origin, 10 * FAST_LINK)
     assert fetched(origin, far, 1, values) == fetched(origin, far, 2, moved(values))
 
 
-def test_over_a_link_that_was_never_measured_it_comes_plain(origin: Origin, far: Weights) -> None:
+def test_over_a_link_that_was_never_measured_it_comes_plain(origin: Origin, far: WeightReader) -> None:
     values = tensors(1)
     assert fetched(origin, far, 1, values) == fetched(origin, far, 2, moved(values))
 
 
-def test_who_has_no_base_gets_it_plain(origin: Origin, far: Weights) -> None:
+def test_who_has_no_base_gets_it_plain(origin: Origin, far: WeightReader) -> None:
     values = tensors(1)
     link(origin, SLOW)
     origin.publish(1, values)
     assert fetched(origin, far, 2, moved(values)) > sum(tensor.nbytes for tensor in values.values()) / 2
 
 
-def test_an_anchor_comes_plain(origin: Origin, far: Weights) -> None:
+def test_an_anchor_comes_plain(origin: Origin, far: WeightReader) -> None:
     values = tensors(1)
     link(origin, SLOW)
     whole = fetched(origin, far, ANCHOR_EVERY - 1, values)
@@ -87,7 +87,7 @@ def test_an_anchor_comes_plain(origin: Origin, far: Weights) -> None:
     assert fetched(origin, far, ANCHOR_EVERY + 1, values) < whole / 4
 
 
-def test_a_version_that_changed_altogether_comes_plain(origin: Origin, far: Weights) -> None:
+def test_a_version_that_changed_altogether_comes_plain(origin: Origin, far: WeightReader) -> None:
     link(origin, SLOW)
     values = tensors(1)
     whole = fetched(origin, far, 1, values)
@@ -96,7 +96,7 @@ def test_a_version_that_changed_altogether_comes_plain(origin: Origin, far: Weig
 
 
 def test_a_base_that_was_damaged_at_the_far_end_costs_a_plain_bucket_and_nothing_else(
-    origin: Origin, far: Weights, tmp_path: Path
+    origin: Origin, far: WeightReader, tmp_path: Path
 ) -> None:
     values = tensors(1)
     link(origin, SLOW)
@@ -127,7 +127,7 @@ def test_the_speed_of_a_link_follows_what_it_carries() -> None:
     assert seen.of("a") == pytest.approx(8 * LEAST_MEASURED, rel=0.01)
 
 
-def test_bfloat16_versions_come_as_deltas_too(origin: Origin, far: Weights) -> None:
+def test_bfloat16_versions_come_as_deltas_too(origin: Origin, far: WeightReader) -> None:
     values = {"w": torch.randn(20_000).to(torch.bfloat16)}
     link(origin, SLOW)
     whole = fetched(origin, far, 1, values)

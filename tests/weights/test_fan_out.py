@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.weights.fan_out import Tree, ancestors
+from rollart.weights.fan_out import FanOut, ancestors
 
 
 @given(st.integers(0, 500), st.integers(1, 5))
@@ -23,7 +23,7 @@ def test_the_way_to_the_publisher_is_short(members: int) -> None:
 
 
 def test_who_begins_again_keeps_its_place_and_who_cannot_serve_feeds_nobody() -> None:
-    tree = Tree(fan_out=1)
+    tree = FanOut(fan_out=1)
     assert list(tree.join("a")) == []
     assert list(tree.join("")) == ["a"]
     assert list(tree.join("b")) == ["a"]

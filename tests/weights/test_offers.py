@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from published import line, process, same, tensors
 
-from rollart.config import Training
+from rollart.config import TrainingConfig
 from rollart.weights.manifest import Manifest, Publication
-from rollart.weights.reader import Weights
+from rollart.weights.reader import WeightReader
 from rollart.weights.transports import TransferFailed, sender
 from rollart.weights.transports.offers import Offers
 
@@ -52,7 +52,10 @@ def _nixl() -> None:
 
 @pytest.mark.slow
 def test_versions_come_by_the_offered_transport(tmp_path: Path) -> None:
-    with process(PUBLISHER, str(tmp_path / "origin"), "") as publisher, closing(Weights(tmp_path / "far")) as weights:
+    with (
+        process(PUBLISHER, str(tmp_path / "origin"), "") as publisher,
+        closing(WeightReader(tmp_path / "far")) as weights,
+    ):
         for version in range(1, 4):
             held = weights.fetch(msgspec.json.decode(line(publisher), type=Publication))
             assert held.transport == "nixl"
@@ -68,7 +71,7 @@ def test_versions_come_by_the_offered_transport(tmp_path: Path) -> None:
 def test_what_the_offered_transport_does_not_bring_comes_by_http(tmp_path: Path, fault: str) -> None:
     with (
         process(PUBLISHER, str(tmp_path / "origin"), fault) as publisher,
-        closing(Weights(tmp_path / "far")) as weights,
+        closing(WeightReader(tmp_path / "far")) as weights,
     ):
         held = weights.fetch(msgspec.json.decode(line(publisher), type=Publication))
         assert same(held.tensors, tensors(1))
@@ -115,5 +118,5 @@ def test_a_transport_that_nobody_knows_is_refused() -> None:
     with pytest.raises(TransferFailed, match="choose http, nixl or mooncake"):
         sender("pigeon")
     with pytest.raises(ValueError, match="transport must be http, nixl or mooncake"):
-        Training(transport="pigeon")
-    assert Training(transport="mooncake://10.0.0.1:50051?protocol=rdma").transport.startswith("mooncake")
+        TrainingConfig(transport="pigeon")
+    assert TrainingConfig(transport="mooncake://10.0.0.1:50051?protocol=rdma").transport.startswith("mooncake")

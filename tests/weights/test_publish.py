@@ -8,13 +8,13 @@ from published import BUCKET, same, shares, tensors
 
 from rollart.weights.manifest import Publication
 from rollart.weights.publish import CHUNK, Publisher, Share, new_id, publish
-from rollart.weights.reader import Weights
+from rollart.weights.reader import WeightReader
 from rollart.weights.store import Store
 
 
 def test_what_is_published_is_read_as_it_was_with_every_name(tmp_path: Path) -> None:
     values = tensors(1)
-    held = Weights(tmp_path).fetch(publish(tmp_path, 3, values, bucket_bytes=BUCKET))
+    held = WeightReader(tmp_path).fetch(publish(tmp_path, 3, values, bucket_bytes=BUCKET))
     assert same(held.tensors, values)
     assert held.tensors["head"].data_ptr() == held.tensors["embed"].data_ptr()
     assert held.bytes < sum(tensor.nbytes for name, tensor in values.items() if name != "head") + 5 * 64
@@ -24,7 +24,7 @@ def test_what_is_published_is_read_as_it_was_with_every_name(tmp_path: Path) -> 
 def test_tensors_larger_than_a_chunk_and_a_bucket_are_whole(tmp_path: Path) -> None:
     values = {"a": torch.randn(3), "b": torch.randn(CHUNK), "c": torch.randn(CHUNK // 4 + 1)}
     for bucket in (CHUNK // 2, 3 * CHUNK, 1 << 26):
-        held = Weights(tmp_path).fetch(publish(tmp_path, 1, values, bucket_bytes=bucket))
+        held = WeightReader(tmp_path).fetch(publish(tmp_path, 1, values, bucket_bytes=bucket))
         assert same(held.tensors, values)
         held.release()
 
@@ -42,14 +42,14 @@ def test_any_mixture_of_sizes_and_types_survives(
     tmp_path: Path, kinds: list[tuple[int, torch.dtype]], lines: int
 ) -> None:
     values = {f"t{i}": torch.randn(size).to(dtype) for i, (size, dtype) in enumerate(kinds)}
-    held = Weights(tmp_path).fetch(publish(tmp_path, 1, values, bucket_bytes=64 * lines))
+    held = WeightReader(tmp_path).fetch(publish(tmp_path, 1, values, bucket_bytes=64 * lines))
     assert same(held.tensors, values)
     held.release()
 
 
 def test_floating_point_is_published_in_the_type_that_engines_compute_in(tmp_path: Path) -> None:
     values = tensors(1)
-    held = Weights(tmp_path).fetch(publish(tmp_path, 1, values, dtype="bfloat16"))
+    held = WeightReader(tmp_path).fetch(publish(tmp_path, 1, values, dtype="bfloat16"))
     assert torch.equal(held.tensors["long"], values["long"].to(torch.bfloat16))
     assert torch.equal(held.tensors["count"], values["count"])
     held.release()
@@ -61,7 +61,7 @@ def test_rows_that_several_ranks_hold_make_whole_tensors(tmp_path: Path) -> None
         mine = [Share("rows", (7, 33), rows[start:stop], start * 33)]
         publisher = Publisher(Store(tmp_path), shard=rank, shards=3, bucket_bytes=256)
         publisher.publish(5, id, mine + ([Share("norm", (40,), norm)] if rank == 0 else []), {"again": "rows"})
-    held = Weights(tmp_path).fetch(Publication(5, id, ((), (), ())))
+    held = WeightReader(tmp_path).fetch(Publication(5, id, ((), (), ())))
     assert same(held.tensors, {"rows": rows, "norm": norm, "again": rows})
     held.release()
 
@@ -92,7 +92,7 @@ def test_buckets_must_be_whole_lines(tmp_path: Path) -> None:
 
 
 def test_the_newest_version_stays_for_whoever_comes_until_there_is_a_newer_one(tmp_path: Path) -> None:
-    publisher, reader = Publisher(Store(tmp_path)), Weights(tmp_path)
+    publisher, reader = Publisher(Store(tmp_path)), WeightReader(tmp_path)
     for version in (1, 2):
         publisher.publish(version, f"{version}", shares(tensors(version)))
         reader.close()  # the last engine of a host that leaves removes what nobody holds

@@ -9,7 +9,7 @@ from published import BUCKET, DEADLINE_S, Origin, same, tensors
 from rollart.weights.loaded_version import Corrupt
 from rollart.weights.manifest import Publication
 from rollart.weights.publish import publish
-from rollart.weights.reader import Weights
+from rollart.weights.reader import WeightReader
 from rollart.weights.store import MissingVersion
 
 
@@ -24,7 +24,7 @@ def flip(root: Path, at: int) -> None:
 
 def test_a_byte_changed_in_shared_memory_is_noticed_and_nothing_is_held(tmp_path: Path) -> None:
     publication = publish(tmp_path, 1, tensors(1), bucket_bytes=BUCKET)
-    weights = Weights(tmp_path)
+    weights = WeightReader(tmp_path)
     flip(tmp_path, 3 * BUCKET + 17)
     with pytest.raises(Corrupt, match="bucket 3 of shard 0 of version 1 does not fit its checksum"):
         weights.fetch(publication)
@@ -41,17 +41,17 @@ def test_a_stream_gives_no_tensor_of_a_damaged_bucket(tmp_path: Path) -> None:
     flip(tmp_path, 7 * BUCKET)
     names = []
     with pytest.raises(Corrupt, match="bucket 7"):
-        names.extend(name for name, _ in Weights(tmp_path).stream(publication))
+        names.extend(name for name, _ in WeightReader(tmp_path).stream(publication))
     assert names == ["embed", "head", "odd", "count"]
 
 
 def test_a_version_that_nobody_has_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(MissingVersion, match=r"version 7 \(ff\) is not in"):
-        Weights(tmp_path).fetch(Publication(7, "ff", ((),)))
+        WeightReader(tmp_path).fetch(Publication(7, "ff", ((),)))
 
 
 def test_a_version_published_again_is_another_one(tmp_path: Path) -> None:
-    weights = Weights(tmp_path)
+    weights = WeightReader(tmp_path)
     publications = [publish(tmp_path, 1, tensors(seed)) for seed in (1, 2)]
     for seed, publication in enumerate(publications, 1):
         held = weights.fetch(publication)
@@ -62,7 +62,7 @@ def test_a_version_published_again_is_another_one(tmp_path: Path) -> None:
 def test_two_readers_of_one_host_bring_a_version_there_once(tmp_path: Path) -> None:
     origin, values = Origin(tmp_path / "origin"), tensors(1, rows=20_000)
     publication = origin.publish(1, values)
-    hosts, helds = [Weights(tmp_path / "far") for _ in range(3)], []
+    hosts, helds = [WeightReader(tmp_path / "far") for _ in range(3)], []
     threads = [threading.Thread(target=lambda host=host: helds.append(host.fetch(publication))) for host in hosts]
     for thread in threads:
         thread.start()

@@ -12,7 +12,7 @@ from rollart.weights.fan_out import FAN_OUT
 from rollart.weights.loaded_version import Corrupt
 from rollart.weights.manifest import Publication
 from rollart.weights.publish import Publisher
-from rollart.weights.reader import Weights
+from rollart.weights.reader import WeightReader
 from rollart.weights.shm_file import NoRoom
 from rollart.weights.store import MissingVersion
 from rollart.weights.transports import TransferFailed
@@ -62,8 +62,8 @@ def test_a_host_without_the_version_fetches_it_and_others_on_it_find_it_there(tm
     publication = origin.publish(1, values)
     with (
         closing(origin.server),
-        closing(Weights(tmp_path / "far")) as first,
-        closing(Weights(tmp_path / "far")) as second,
+        closing(WeightReader(tmp_path / "far")) as first,
+        closing(WeightReader(tmp_path / "far")) as second,
     ):
         held = first.fetch(publication)
         assert held.transport == "http" and same(held.tensors, values)
@@ -80,7 +80,7 @@ def test_fetching_begins_before_the_last_bucket_is_published(tmp_path: Path) -> 
     origin, values, gate = Origin(tmp_path / "origin"), tensors(1), Gate(bucket=4)
     publisher = Publisher(origin.store, bucket_bytes=BUCKET, senders=[gate])
     publishing = threading.Thread(target=publisher.publish, args=(1, "ab", shares(values)))
-    with closing(origin.server), closing(Weights(tmp_path / "far")) as far:
+    with closing(origin.server), closing(WeightReader(tmp_path / "far")) as far:
         publishing.start()
         assert gate.reached.wait(DEADLINE_S)
         arriving = far.stream(Publication(1, "ab", ((origin.server.url,),)))
@@ -95,7 +95,7 @@ def test_a_byte_changed_on_the_wire_is_noticed_and_the_bucket_fetched_again(tmp_
     origin, values = Origin(tmp_path / "origin"), tensors(1)
     publication = origin.publish(1, values)
     wire = Wire(origin.server.url, lambda number: flipping(5000) if number == 1 else faithful)
-    with closing(origin.server), closing(wire), closing(Weights(tmp_path / "far", streams=1)) as far:
+    with closing(origin.server), closing(wire), closing(WeightReader(tmp_path / "far", streams=1)) as far:
         held = far.fetch(through(publication, wire.url))
         assert same(held.tensors, values)
         assert origin.server.served == held.bytes + BUCKET
@@ -110,7 +110,7 @@ def test_a_wire_that_changes_every_bucket_is_given_up_and_nothing_of_it_is_loade
         return lambda total, data: bytes(byte ^ 1 for byte in data) if len(data) == 1024 else data
 
     wire = Wire(origin.server.url, carry)  # type: ignore[arg-type]
-    with closing(origin.server), closing(wire), closing(Weights(tmp_path / "far", streams=2)) as far:
+    with closing(origin.server), closing(wire), closing(WeightReader(tmp_path / "far", streams=2)) as far:
         with pytest.raises(Corrupt, match=r"of version 1 came 3 times with bytes that do not fit its checksum"):
             far.fetch(through(publication, wire.url))
         with pytest.raises(MissingVersion):
@@ -122,7 +122,7 @@ def test_a_connection_cut_half_way_goes_on_where_it_was(tmp_path: Path) -> None:
     publication = origin.publish(1, values)
     # The first connection is for the manifest, the second for the buckets of the only stream.
     wire = Wire(origin.server.url, lambda number: cut_after(6000) if number in (1, 2) else faithful)
-    with closing(origin.server), closing(wire), closing(Weights(tmp_path / "far", streams=1)) as far:
+    with closing(origin.server), closing(wire), closing(WeightReader(tmp_path / "far", streams=1)) as far:
         held = far.fetch(through(publication, wire.url))
         assert same(held.tensors, values)
         starts = [request.split(b"bytes=")[1].split(b"-")[0] for request in wire.requests if b"bytes=" in request]
@@ -134,14 +134,14 @@ def test_a_publisher_that_is_gone_is_a_sentence_within_a_deadline(tmp_path: Path
     origin = Origin(tmp_path / "origin")
     publication = origin.publish(1, tensors(1))
     origin.server.close()
-    with closing(Weights(tmp_path / "far")) as far, pytest.raises(TransferFailed, match="Connection refused"):
+    with closing(WeightReader(tmp_path / "far")) as far, pytest.raises(TransferFailed, match="Connection refused"):
         far.fetch(publication)
 
 
 def test_a_version_that_is_retired_is_a_sentence(tmp_path: Path) -> None:
     origin = Origin(tmp_path / "origin")
     publications = [origin.publish(version, tensors(version)) for version in (1, 2, 3)]
-    with closing(origin.server), closing(Weights(tmp_path / "far")) as far:
+    with closing(origin.server), closing(WeightReader(tmp_path / "far")) as far:
         with pytest.raises(TransferFailed, match=r"version 1 .* is not in"):
             far.fetch(publications[0])
         far.fetch(publications[2]).release()
@@ -152,7 +152,7 @@ def test_the_publisher_is_asked_a_few_times_however_many_hosts_there_are(tmp_pat
     publication = origin.publish(1, values)
     # A lease that stays, so that the hosts, which come one after the other here, are one tree.
     origin.server.join((1, publication.id, 0), "test", "")
-    hosts = [Weights(tmp_path / f"host-{number}") for number in range(7)]
+    hosts = [WeightReader(tmp_path / f"host-{number}") for number in range(7)]
     held = [host.fetch(publication) for host in hosts]
     assert all(same(one.tensors, values) for one in held)
     assert origin.server.served == FAN_OUT * held[0].bytes
@@ -172,7 +172,7 @@ def test_who_loses_its_relay_half_way_goes_on_with_the_publisher(tmp_path: Path)
     publishing = threading.Thread(target=origin.publisher.publish, args=(1, "ab", shares(values)))
     told = [publication.version, publication.id, publication.sources]
     named = dict(zip(("version", "id", "sources"), told, strict=True))
-    with closing(origin.server), closing(Weights(tmp_path / "far")) as far:
+    with closing(origin.server), closing(WeightReader(tmp_path / "far")) as far:
         publishing.start()
         assert gate.reached.wait(DEADLINE_S)
         with process(HOST, str(tmp_path / "relay"), named) as relay:
@@ -194,7 +194,7 @@ def test_when_the_process_that_fetches_for_a_host_dies_another_takes_over(tmp_pa
     publishing = threading.Thread(target=publisher.publish, args=(1, "ab", shares(values)))
     named = {"version": 1, "id": "ab", "sources": publication.sources}
     got = []
-    with closing(origin.server), closing(Weights(tmp_path / "far")) as second:
+    with closing(origin.server), closing(WeightReader(tmp_path / "far")) as second:
         publishing.start()
         assert gate.reached.wait(DEADLINE_S)
         with process(HOST, str(tmp_path / "far"), named) as first:
@@ -227,12 +227,12 @@ class Stop:
 Publisher(Store(Path(args[0])), bucket_bytes=BUCKET, senders=[Stop()]).publish(1, "ab", shares(tensors(1)))
 """
     publication = Publication(1, "ab", ((origin.server.url,),))
-    with closing(origin.server), closing(Weights(tmp_path / "far")) as far:
+    with closing(origin.server), closing(WeightReader(tmp_path / "far")) as far:
         with process(writer, str(tmp_path / "origin")) as child:
             assert line(child) == "half"
             arriving = far.stream(publication)
             assert next(arriving)[0] == "embed"
-        for reader in (far, Weights(tmp_path / "origin")):
+        for reader in (far, WeightReader(tmp_path / "origin")):
             with pytest.raises(TransferFailed, match="will never be complete: its publisher ended half-way"):
                 reader.fetch(publication)
         arriving.close()
@@ -246,10 +246,10 @@ def test_a_host_without_room_says_so_and_the_publisher_is_not_harmed(tmp_path: P
     origin, values = Origin(tmp_path / "origin"), tensors(1)
     publication = origin.publish(1, values)
     try:
-        with closing(origin.server), closing(Weights(tmp_path / "far")) as far:
+        with closing(origin.server), closing(WeightReader(tmp_path / "far")) as far:
             with pytest.raises(NoRoom, match=r"version 1 of the weights needs 0\.1 MB"):
                 far.fetch(publication)
-            held = Weights(tmp_path / "origin").fetch(publication)
+            held = WeightReader(tmp_path / "origin").fetch(publication)
             assert same(held.tensors, values)
             held.release()
     finally:

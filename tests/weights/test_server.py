@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from published import BUCKET, Origin, blank, same, tensors
 
 from rollart.weights import server as serving
-from rollart.weights.reader import Weights
+from rollart.weights.reader import WeightReader
 from rollart.weights.server import WeightServer
 from rollart.weights.store import Store
 from rollart.weights.transports import TransferFailed
@@ -29,11 +29,11 @@ def test_only_who_shows_the_key_is_served(tmp_path: Path) -> None:
     with closing(origin.server):
         for key in (None, "wrong"):
             with (
-                closing(Weights(tmp_path / "far")) as far,
+                closing(WeightReader(tmp_path / "far")) as far,
                 pytest.raises(TransferFailed, match="show the key of this run"),
             ):
                 far.fetch(replace(publication, key=key))
-        with closing(Weights(tmp_path / "far")) as far:
+        with closing(WeightReader(tmp_path / "far")) as far:
             held = far.fetch(replace(publication, key="secret"))
             assert same(held.tensors, values)
             (relay,) = far._servers.values()

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from rollart.core.errors import ServiceError
-from rollart.launch.launcher import Wish
+from rollart.launch.launcher import ResourceRequest
 from rollart.launch.local import LocalLauncher
 from rollart.workers import slots as slots_module
 from rollart.workers.process import HostProcess, HostSpec, Place
@@ -37,7 +37,7 @@ class Elsewhere(LocalLauncher):
 
 @asynccontextmanager
 async def pool(*launchers, limit=4, **options):
-    places = [Place(launcher, Wish()) for launcher in launchers]
+    places = [Place(launcher, ResourceRequest()) for launcher in launchers]
     slots = SlotPool(SPEC, limit, places=places, **options)
     try:
         async with asyncio.timeout(60):
@@ -74,7 +74,7 @@ def test_leases_are_spread_over_the_hosts():
 @pytest.mark.parametrize("key", [b"wrong\n", b"\n", "schlüssel\n".encode()])
 def test_a_port_is_of_no_use_without_the_key(key):
     async def run():
-        host = HostProcess(SPEC, Place(Elsewhere(), Wish()))
+        host = HostProcess(SPEC, Place(Elsewhere(), ResourceRequest()))
         await host.start()
         try:
             reader, writer = await asyncio.open_connection(*host._address)
@@ -160,7 +160,7 @@ def test_when_no_host_is_left_everybody_is_told(monkeypatch):
 def test_a_host_that_is_added_gets_its_share():
     async def run():
         async with pool(LocalLauncher(())) as slots, AsyncExitStack() as stack:
-            await slots.add(Place(Elsewhere(), Wish()))
+            await slots.add(Place(Elsewhere(), ResourceRequest()))
             made = await leases(stack, slots, 4)
             parents = [await parent(lease) for lease in made]
             assert sorted(parents) == sorted(2 * slots.host_pids)

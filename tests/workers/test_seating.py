@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.core.errors import ServiceError
-from rollart.launch.launcher import Wish
+from rollart.launch.launcher import ResourceRequest
 from rollart.launch.local import LocalLauncher
 from rollart.workers.process import HostSpec, Place
 from rollart.workers.seat import Seat
@@ -16,7 +16,7 @@ def seating(limit, *weights):
     """Seats whose hosts nobody starts."""
     made = Seating(limit)
     for weight in weights:
-        place = Place(LocalLauncher(()), Wish(count=weight))
+        place = Place(LocalLauncher(()), ResourceRequest(count=weight))
         made.add(Seat(HostSpec("nobody:Nothing"), place, None, lambda seat, reason: None))
     return made
 

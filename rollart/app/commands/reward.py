@@ -99,17 +99,17 @@ def _arguments(text: str) -> dict[str, Any]:
 async def _compare(target: str, url: str, secret: str | None, args: dict[str, Any], played: list[Any]) -> Any:
     from pydantic import ValidationError
 
-    from rollart.config import Reward, Rewards, Task
+    from rollart.config import RewardConfig, RewardsConfig, TaskConfig
     from rollart.rewards import invokers
     from rollart.rewards.recorded import compare
     from rollart.rewards.serve import found
 
     function = found(target)
     try:
-        reward = Reward(function=target, invoker="http", url=url, secret=secret, args=args)
+        reward = RewardConfig(function=target, invoker="http", url=url, secret=secret, args=args)
     except ValidationError as error:
         raise RollartError("; ".join(each["msg"] for each in error.errors())) from None
-    rewards = invokers.Rewards([Task(name="tested", env="rollart:rollart", reward=reward)], Rewards())
+    rewards = invokers.Rewards([TaskConfig(name="tested", env="rollart:rollart", reward=reward)], RewardsConfig())
     try:
         await rewards.start()
         return await compare(function, args, rewards, "tested", played), rewards.totals["http"]

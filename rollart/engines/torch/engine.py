@@ -24,9 +24,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from rollart.config import Engine as EngineConfig
+from rollart.config import EngineConfig
 from rollart.core.errors import EngineFailed, RollartError
-from rollart.core.types import Completion, EngineStatus, GenerationRequest, Loaded
+from rollart.core.types import Completion, EngineStatus, GenerationRequest, LoadResult
 from rollart.engines.streamed import Streamed
 from rollart.engines.torch.fetch import Fetcher
 from rollart.engines.torch.kv_cache import Part
@@ -192,7 +192,7 @@ class TorchEngine:
         sequence.finish, sequence.ended = "abort", time.perf_counter()
         self._deliver([sequence])
 
-    async def load(self, publication: Publication) -> Loaded:
+    async def load(self, publication: Publication) -> LoadResult:
         """Gets and checks the weights while generation goes on; only the swap is done between two steps."""
         version = publication.version
         if self._store is None:

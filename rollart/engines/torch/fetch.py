@@ -69,7 +69,7 @@ class Fetcher:
             await self._link.carry(part.stop - part.start, began)
         return part
 
-    async def _receive(self, client: rpc.Client, wanted: KVWanted, arrived: "_Arrived") -> None:
+    async def _receive(self, client: rpc.RpcClient, wanted: KVWanted, arrived: "_Arrived") -> None:
         part = await client.call("offer", wanted, returns=KVPart, deadline=ANSWER_S)
         held = min(part.held, len(wanted.tokens))
         if part.count:
@@ -90,16 +90,16 @@ class _Peer:
     url: str
     key: str | None
     gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(TOGETHER))
-    connection: asyncio.Task[rpc.Client] | None = None
+    connection: asyncio.Task[rpc.RpcClient] | None = None
 
-    async def client(self) -> rpc.Client:
+    async def client(self) -> rpc.RpcClient:
         old = self.connection
         if old is None or (old.done() and not _alive(old)):
             self.connection = asyncio.create_task(self._connect(old))
         assert self.connection is not None
         return await asyncio.shield(self.connection)
 
-    async def _connect(self, old: asyncio.Task[rpc.Client] | None) -> rpc.Client:
+    async def _connect(self, old: asyncio.Task[rpc.RpcClient] | None) -> rpc.RpcClient:
         await _end(old)
         return await rpc.connect(self.url, key=self.key, deadline=ANSWER_S)
 
@@ -107,15 +107,15 @@ class _Peer:
         await _end(self.connection)
 
 
-def _alive(connection: asyncio.Task[rpc.Client]) -> bool:
+def _alive(connection: asyncio.Task[rpc.RpcClient]) -> bool:
     return not connection.cancelled() and connection.exception() is None and connection.result().alive
 
 
-async def _end(connection: asyncio.Task[rpc.Client] | None) -> None:
+async def _end(connection: asyncio.Task[rpc.RpcClient] | None) -> None:
     if connection is not None:
         connection.cancel()
         for made in await asyncio.gather(connection, return_exceptions=True):
-            if isinstance(made, rpc.Client):
+            if isinstance(made, rpc.RpcClient):
                 await made.close()
 
 

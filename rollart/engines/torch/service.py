@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rollart.config import Engine as EngineConfig
+from rollart.config import EngineConfig
 from rollart.engines.torch.engine import TorchEngine
 from rollart.engines.torch.model import Model
 from rollart.engines.torch.pace import label
@@ -22,7 +22,7 @@ from rollart.hardware.roofline import ModelShape, Roofline
 from rollart.launch.rpc import Handler
 from rollart.launch.service import LOOPBACK, main
 from rollart.launch.torch_device import torch_device
-from rollart.weights.reader import Weights
+from rollart.weights.reader import WeightReader
 
 
 @asynccontextmanager
@@ -57,8 +57,8 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
         }
 
 
-def _weights(spec: Mapping[str, Any]) -> Weights:
-    return Weights(Path(spec["weights"]), bind=spec.get("bind", LOOPBACK))
+def _weights(spec: Mapping[str, Any]) -> WeightReader:
+    return WeightReader(Path(spec["weights"]), bind=spec.get("bind", LOOPBACK))
 
 
 def _emulated(emulate: Mapping[str, Any], folder: Path) -> Roofline:

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rollart.config import Engine as EngineConfig
+from rollart.config import EngineConfig
 from rollart.core.errors import EngineFailed
-from rollart.core.types import EngineStatus, Finish, GenerationRequest, Loaded, Sampling
+from rollart.core.types import EngineStatus, Finish, GenerationRequest, LoadResult, Sampling
 from rollart.engines.torch.batch import Batch
 from rollart.engines.torch.found import Found, find
 from rollart.engines.torch.kv_cache import ParkedKV, Part
@@ -119,7 +119,7 @@ class Stepper:
         self._then, self._full = action, self.batch.size
 
     @torch.inference_mode()
-    def swap(self, version: int, weights: Weights) -> Loaded:
+    def swap(self, version: int, weights: Weights) -> LoadResult:
         """New weights, with requests in flight. What to do with KV of the old ones is the configuration's choice."""
         began = time.perf_counter()
         for running in self.batch.running:
@@ -134,7 +134,7 @@ class Stepper:
             self.batch.restart()
             self._live.clear()
         exposed_s = time.perf_counter() - began + self._losses.drained()
-        return Loaded(version, exposed_s=exposed_s, recomputed=recomputed, recompute_s=recompute_s)
+        return LoadResult(version, exposed_s=exposed_s, recomputed=recomputed, recompute_s=recompute_s)
 
     @torch.inference_mode()
     def step(self) -> None:

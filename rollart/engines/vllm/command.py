@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollart.config import Engine as EngineConfig
-from rollart.config import Vllm
+from rollart.config import EngineConfig, VllmConfig
 from rollart.engines.vllm.kv_transfer import LEASE_S
 
 INSIDE = Path(__file__).parent / "inside"
@@ -21,7 +20,7 @@ _OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 def argv(spec: Mapping[str, Any], socket: Path) -> list[str]:
     """`socket` is where it shall listen: no port to race for, and nobody else may reach it."""
-    settings = Vllm.model_validate(spec["vllm"])
+    settings = VllmConfig.model_validate(spec["vllm"])
     server = ["-m", MODULE, *arguments(spec), "--uds", str(socket), *settings.args]
     if not settings.container:
         return [str(settings.interpreter()), *server]

@@ -17,16 +17,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any
 
-from rollart.config import Engine as EngineConfig
+from rollart.config import EngineConfig
 from rollart.core.errors import EngineFailed, RollartError
-from rollart.core.types import Completion, EngineStatus, GenerationRequest, Loaded, Sampling
+from rollart.core.types import Completion, EngineStatus, GenerationRequest, LoadResult, Sampling
 from rollart.engines.streamed import Streamed
 from rollart.engines.vllm import gauges, tensor_map
 from rollart.engines.vllm.answer import Assembled
 from rollart.engines.vllm.api import Api
 from rollart.engines.vllm.kv_transfer import ASK, RECEIVE_S, Note, Notes, Peers, Underway
 from rollart.weights.manifest import Publication
-from rollart.weights.reader import Weights
+from rollart.weights.reader import WeightReader
 
 _NAMED = "generate-tokens-"  # what vLLM puts before our names
 _PAUSE_S = 60.0
@@ -42,7 +42,7 @@ class VllmEngine:
         api: Api,
         config: EngineConfig,
         *,
-        weights: Weights,
+        weights: WeightReader,
         version: int,
         token_bytes: int,
         peers: Peers,
@@ -169,7 +169,7 @@ class VllmEngine:
             else:
                 await self._api.post("/update_weight_version", {"new_version": str(self._version)})
 
-    async def load(self, publication: Publication) -> Loaded:
+    async def load(self, publication: Publication) -> LoadResult:
         version = publication.version
         async with self._loading:
             began = time.perf_counter()
@@ -188,7 +188,7 @@ class VllmEngine:
                 exposed_s = await self._swap(version)
             finally:
                 held.release()
-            return Loaded(version, transfer_s, exposed_s, held.bytes, held.transport)
+            return LoadResult(version, transfer_s, exposed_s, held.bytes, held.transport)
 
     async def _prepare(self, version: int, where: tensor_map.Located) -> None:
         try:

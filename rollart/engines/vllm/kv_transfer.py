@@ -112,7 +112,7 @@ class Peers:
 
     def __init__(self, key: str | None) -> None:
         self._key = key
-        self._clients: dict[str, rpc.Client] = {}
+        self._clients: dict[str, rpc.RpcClient] = {}
         self._connecting = asyncio.Lock()
 
     async def note(self, url: str, request_id: str, version: int) -> dict[str, Any] | None:
@@ -134,7 +134,7 @@ class Peers:
             with contextlib.suppress(ServiceError):  # then it finds out by itself, a little later
                 await client.call("received", request_id, returns=type(None), deadline=ANSWER_S)
 
-    async def _client(self, url: str) -> rpc.Client:
+    async def _client(self, url: str) -> rpc.RpcClient:
         async with self._connecting:
             old = self._clients.get(url)
             if old is not None and old.alive:

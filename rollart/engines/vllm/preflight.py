@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rollart.config import Pool, RunFile
+from rollart.config import PoolConfig, RunFile
 from rollart.models import tiny
 
 HOW = "`make vllm` makes a Python with vLLM for CPUs; on GPUs, name one that has vLLM in `vllm.python`"
@@ -33,7 +33,7 @@ def missing(python: Path) -> str | None:
     return None
 
 
-def _unfit(run: RunFile, pool: Pool) -> str | None:
+def _unfit(run: RunFile, pool: PoolConfig) -> str | None:
     config = _config(run)
     heads = int(config.get("num_attention_heads") or 1)
     size = int(config.get("head_dim") or config.get("hidden_size", 0) // heads)

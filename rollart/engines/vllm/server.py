@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rollart.config import Vllm
+from rollart.config import VllmConfig
 from rollart.core.errors import ServiceError
 from rollart.engines.vllm import command
 from rollart.engines.vllm.api import UNIX, Api
@@ -88,7 +88,7 @@ class Server:
 @asynccontextmanager
 async def started(spec: Mapping[str, Any]) -> AsyncIterator[tuple[Server, str]]:
     """A server that answers, and its address. Raises ServiceError."""
-    settings = Vllm.model_validate(spec["vllm"])
+    settings = VllmConfig.model_validate(spec["vllm"])
     with tempfile.TemporaryDirectory(prefix="rollart-vllm-") as folder:
         socket = Path(folder) / "socket"
         server = await spawned(command.argv(spec, socket), command.inherited() | command.environment(spec), folder)

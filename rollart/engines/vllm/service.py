@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
-from rollart.config import Engine as EngineConfig
+from rollart.config import EngineConfig
 from rollart.core.errors import RollartError, ServiceError
 from rollart.engines.vllm import tensor_map
 from rollart.engines.vllm.api import Api
@@ -26,7 +26,7 @@ from rollart.launch.external import KEY
 from rollart.launch.local import free_port
 from rollart.launch.rpc import Handler
 from rollart.launch.service import LOOPBACK, main
-from rollart.weights.reader import Weights
+from rollart.weights.reader import WeightReader
 
 HEALTH_S, SICK = 3.0, 3  # a server that someone else runs is asked so often, and given up after so many silences
 GRACE_S = (SICK + 1) * 2 * HEALTH_S  # by then it is known whether the server is lost
@@ -78,7 +78,7 @@ async def _engine(spec: dict[str, Any], stack: AsyncExitStack) -> VllmEngine:
     engine = VllmEngine(
         api,
         config,
-        weights=stack.enter_context(closing(Weights(Path(spec["weights"]), bind=spec.get("bind", "127.0.0.1")))),
+        weights=stack.enter_context(closing(WeightReader(Path(spec["weights"]), bind=spec.get("bind", "127.0.0.1")))),
         version=int(spec["version"]),
         token_bytes=ModelShape.of_folder(folder, 4 if config.dtype == "float32" else 2).kv_bytes,
         peers=peers,

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollart.config import Environments, Task
+from rollart.config import EnvironmentsConfig, TaskConfig
 from rollart.core.errors import RollartError
 from rollart.envs.families import RECORD, Family, Installed, installed, root
 from rollart.envs.single import stage
@@ -103,9 +103,9 @@ def _build(family: Family, folder: Path, interpreter: str, version: str, say: Sa
 
 async def _try_out(made: Installed, env: str, args: dict[str, Any]) -> None:
     """An episode's first turn, in a process such as a run would use."""
-    config = Environments(slots=1, reset_deadline=QUICK_S, step_deadline=QUICK_S)
+    config = EnvironmentsConfig(slots=1, reset_deadline=QUICK_S, step_deadline=QUICK_S)
     try:
-        async with stage(Task(name="trial", env=env, args=args), config, python=str(made.python)) as trial:
+        async with stage(TaskConfig(name="trial", env=env, args=args), config, python=str(made.python)) as trial:
             await trial.reset(0, held_out=False)
             await trial.step("x")
     except RollartError as error:

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from rollart.gateway.errors import ApiError, invalid
-from rollart.gateway.messages import Answer, Ask, Choice, Said
+from rollart.gateway.messages import ChatMessage, CompletionChoice, CompletionRequest, CompletionResponse
 from rollart.gateway.tenant import Tenant
 
 T = TypeVar("T")
@@ -21,17 +21,17 @@ class Api(Protocol):
 
     speaks: bool
 
-    def parse(self, body: bytes, tenant: Tenant) -> Ask:
+    def parse(self, body: bytes, tenant: Tenant) -> CompletionRequest:
         """Raises ApiError."""
         ...
 
-    def whole(self, ask: Ask, answer: Answer) -> Any: ...
+    def whole(self, ask: CompletionRequest, answer: CompletionResponse) -> Any: ...
 
-    def writer(self, ask: Ask) -> "Writer": ...
+    def writer(self, ask: CompletionRequest) -> "Writer": ...
 
     def error(self, error: ApiError) -> Any: ...
 
-    def served(self, ask: Ask, answer: Answer, tenant: Tenant) -> None:
+    def served(self, ask: CompletionRequest, answer: CompletionResponse, tenant: Tenant) -> None:
         """The answer was delivered."""
         ...
 
@@ -39,11 +39,11 @@ class Api(Protocol):
 class Writer(Protocol):
     """One answer as server-sent events."""
 
-    def text(self, answer: Answer, index: int, piece: str) -> bytes:
+    def text(self, answer: CompletionResponse, index: int, piece: str) -> bytes:
         """More of what the choice of that index says, while the answer is being made."""
         ...
 
-    def end(self, answer: Answer, shown: Sequence[int]) -> bytes:
+    def end(self, answer: CompletionResponse, shown: Sequence[int]) -> bytes:
         """All the rest: of each choice, so many characters were written already."""
         ...
 
@@ -99,5 +99,5 @@ def texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-def conversation(ask: Ask, choice: Choice) -> tuple[Said, ...]:
-    return (*ask.messages, Said("assistant", choice.text, choice.calls))
+def conversation(ask: CompletionRequest, choice: CompletionChoice) -> tuple[ChatMessage, ...]:
+    return (*ask.messages, ChatMessage("assistant", choice.text, choice.calls))

@@ -19,7 +19,7 @@ from rollart.gateway.apis.openai import (
     wanted,
 )
 from rollart.gateway.errors import invalid
-from rollart.gateway.messages import Answer, Ask, Choice
+from rollart.gateway.messages import CompletionChoice, CompletionRequest, CompletionResponse
 from rollart.gateway.tenant import Tenant
 
 
@@ -42,7 +42,7 @@ class _Request(Streamed, kw_only=True):
 class ChatCompletions(OpenAI):
     _decoder = Decoder(_Request)
 
-    def parse(self, body: bytes, tenant: Tenant) -> Ask:
+    def parse(self, body: bytes, tenant: Tenant) -> CompletionRequest:
         request = read(self._decoder, body)
         if not request.messages:
             raise invalid("there must be at least one message", "messages")
@@ -50,7 +50,7 @@ class ChatCompletions(OpenAI):
         tools = tuple(tool(each.function) for each in request.tools or ())
         limit = request.max_completion_tokens
         force, calls = wanted(request.tool_choice, tools)
-        return Ask(
+        return CompletionRequest(
             model=request.model,
             messages=tuple(message.said(number) for number, message in enumerate(request.messages)),
             tools=tools,
@@ -62,7 +62,7 @@ class ChatCompletions(OpenAI):
             **request.streaming(),
         )
 
-    def whole(self, ask: Ask, answer: Answer) -> Any:
+    def whole(self, ask: CompletionRequest, answer: CompletionResponse) -> Any:
         said: dict[str, Any] = {
             **self._head(answer, "chat.completion"),
             "choices": [self._choice(ask, number, choice) for number, choice in enumerate(answer.choices)],
@@ -72,10 +72,10 @@ class ChatCompletions(OpenAI):
             said["prompt_token_ids"] = answer.prompt
         return said
 
-    def _head(self, answer: Answer, kind: str) -> dict[str, Any]:
+    def _head(self, answer: CompletionResponse, kind: str) -> dict[str, Any]:
         return {"id": f"chatcmpl-{answer.id}", "object": kind, "created": answer.created, "model": answer.model}
 
-    def _choice(self, ask: Ask, number: int, choice: Choice) -> dict[str, Any]:
+    def _choice(self, ask: CompletionRequest, number: int, choice: CompletionChoice) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.text or (None if choice.calls else "")}
         if choice.calls:
             message["tool_calls"] = _calls(choice)
@@ -89,24 +89,24 @@ class ChatCompletions(OpenAI):
             said["token_ids"] = choice.tokens
         return said
 
-    def writer(self, ask: Ask) -> Writer:
+    def writer(self, ask: CompletionRequest) -> Writer:
         return _Writer(self, ask)
 
-    def chunk(self, answer: Answer, choices: list[dict[str, Any]], **more: Any) -> bytes:
+    def chunk(self, answer: CompletionResponse, choices: list[dict[str, Any]], **more: Any) -> bytes:
         return event({**self._head(answer, "chat.completion.chunk"), "choices": choices, **more})
 
 
 class _Writer:
     """What belongs to tokens comes with the end of their choice, when all of them are there."""
 
-    def __init__(self, api: ChatCompletions, ask: Ask) -> None:
+    def __init__(self, api: ChatCompletions, ask: CompletionRequest) -> None:
         self._api, self._ask = api, ask
         self._begun: set[int] = set()
 
-    def text(self, answer: Answer, index: int, piece: str) -> bytes:
+    def text(self, answer: CompletionResponse, index: int, piece: str) -> bytes:
         return self._opened(answer, index) + self._delta(answer, index, {"content": piece})
 
-    def end(self, answer: Answer, shown: Sequence[int]) -> bytes:
+    def end(self, answer: CompletionResponse, shown: Sequence[int]) -> bytes:
         pieces = []
         for index, choice in enumerate(answer.choices):
             pieces.append(self._opened(answer, index))
@@ -124,17 +124,17 @@ class _Writer:
             pieces.append(self._api.chunk(answer, [], usage=usage(answer)))
         return b"".join([*pieces, DONE])
 
-    def _opened(self, answer: Answer, index: int) -> bytes:
+    def _opened(self, answer: CompletionResponse, index: int) -> bytes:
         if index in self._begun:
             return b""
         self._begun.add(index)
         return self._delta(answer, index, {"role": "assistant", "content": ""})
 
-    def _delta(self, answer: Answer, index: int, delta: dict[str, Any]) -> bytes:
+    def _delta(self, answer: CompletionResponse, index: int, delta: dict[str, Any]) -> bytes:
         return self._api.chunk(answer, [{"index": index, "delta": delta, "finish_reason": None}])
 
 
-def _calls(choice: Choice) -> list[dict[str, Any]]:
+def _calls(choice: CompletionChoice) -> list[dict[str, Any]]:
     return [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in choice.calls

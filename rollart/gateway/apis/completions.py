@@ -8,7 +8,7 @@ from msgspec.json import Decoder
 from rollart.gateway.apis.base import DONE, Writer, event, read
 from rollart.gateway.apis.openai import OpenAI, Streamed, usage
 from rollart.gateway.errors import invalid
-from rollart.gateway.messages import Answer, Ask, Choice
+from rollart.gateway.messages import CompletionChoice, CompletionRequest, CompletionResponse
 from rollart.gateway.tenant import Tenant
 
 
@@ -24,13 +24,13 @@ class _Request(Streamed, kw_only=True):
 class Completions(OpenAI):
     _decoder = Decoder(_Request)
 
-    def parse(self, body: bytes, tenant: Tenant) -> Ask:
+    def parse(self, body: bytes, tenant: Tenant) -> CompletionRequest:
         request = read(self._decoder, body)
         for name in ("echo", "suffix"):
             if getattr(request, name):
                 raise invalid(f"{name} is not offered here", name)
         text, tokens = _prompt(request.prompt)
-        return Ask(
+        return CompletionRequest(
             model=request.model,
             text=text,
             tokens=tokens,
@@ -40,11 +40,11 @@ class Completions(OpenAI):
             **request.streaming(),
         )
 
-    def whole(self, ask: Ask, answer: Answer) -> Any:
+    def whole(self, ask: CompletionRequest, answer: CompletionResponse) -> Any:
         choices = [self._choice(ask, answer, number) for number in range(len(answer.choices))]
         return {**self._head(answer), "choices": choices, "usage": usage(answer)}
 
-    def _head(self, answer: Answer) -> dict[str, Any]:
+    def _head(self, answer: CompletionResponse) -> dict[str, Any]:
         return {
             "id": f"cmpl-{answer.id}",
             "object": "text_completion",
@@ -52,7 +52,7 @@ class Completions(OpenAI):
             "model": answer.model,
         }
 
-    def _choice(self, ask: Ask, answer: Answer, number: int) -> dict[str, Any]:
+    def _choice(self, ask: CompletionRequest, answer: CompletionResponse, number: int) -> dict[str, Any]:
         choice = answer.choices[number]
         said: dict[str, Any] = {
             "index": number,
@@ -64,7 +64,7 @@ class Completions(OpenAI):
             said |= {"token_ids": choice.tokens, "prompt_token_ids": answer.prompt}
         return said
 
-    def _listed(self, choice: Choice) -> dict[str, Any]:
+    def _listed(self, choice: CompletionChoice) -> dict[str, Any]:
         pieces = [self._template.piece(token) for token in choice.tokens]
         offsets = [0]
         for piece in pieces[:-1]:
@@ -76,24 +76,24 @@ class Completions(OpenAI):
             "text_offset": offsets[: len(pieces)],
         }
 
-    def writer(self, ask: Ask) -> Writer:
+    def writer(self, ask: CompletionRequest) -> Writer:
         return _Writer(self, ask)
 
-    def chunk(self, answer: Answer, choices: list[dict[str, Any]], **more: Any) -> bytes:
+    def chunk(self, answer: CompletionResponse, choices: list[dict[str, Any]], **more: Any) -> bytes:
         return event({**self._head(answer), "choices": choices, **more})
 
-    def last(self, ask: Ask, answer: Answer, index: int, rest: str) -> dict[str, Any]:
+    def last(self, ask: CompletionRequest, answer: CompletionResponse, index: int, rest: str) -> dict[str, Any]:
         return {**self._choice(ask, answer, index), "text": rest}
 
 
 class _Writer:
-    def __init__(self, api: Completions, ask: Ask) -> None:
+    def __init__(self, api: Completions, ask: CompletionRequest) -> None:
         self._api, self._ask = api, ask
 
-    def text(self, answer: Answer, index: int, piece: str) -> bytes:
+    def text(self, answer: CompletionResponse, index: int, piece: str) -> bytes:
         return self._api.chunk(answer, [{"index": index, "text": piece, "finish_reason": None}])
 
-    def end(self, answer: Answer, shown: Sequence[int]) -> bytes:
+    def end(self, answer: CompletionResponse, shown: Sequence[int]) -> bytes:
         rests = [choice.text[shown[index] :] for index, choice in enumerate(answer.choices)]
         pieces = [
             self._api.chunk(answer, [self._api.last(self._ask, answer, index, rest)])

@@ -9,7 +9,7 @@ from msgspec.json import Decoder
 from rollart.gateway.apis.base import DONE, Writer, event, read
 from rollart.gateway.apis.openai import Drawn, OpenAI, usage
 from rollart.gateway.errors import invalid
-from rollart.gateway.messages import Answer, Ask, Choice
+from rollart.gateway.messages import CompletionChoice, CompletionRequest, CompletionResponse
 from rollart.gateway.tenant import Tenant
 
 
@@ -32,12 +32,12 @@ class Generate(OpenAI):
     speaks = False
     _decoder = Decoder(_Request)
 
-    def parse(self, body: bytes, tenant: Tenant) -> Ask:
+    def parse(self, body: bytes, tenant: Tenant) -> CompletionRequest:
         request = read(self._decoder, body)
         asked = request.sampling_params
         if not request.token_ids:
             raise invalid("token_ids is empty", "token_ids")
-        return Ask(
+        return CompletionRequest(
             model=request.model or "",
             tokens=request.token_ids,
             **asked.drawing(),
@@ -46,11 +46,11 @@ class Generate(OpenAI):
             stream=bool(request.stream),
         )
 
-    def whole(self, ask: Ask, answer: Answer) -> Any:
+    def whole(self, ask: CompletionRequest, answer: CompletionResponse) -> Any:
         choices = [self._choice(ask, number, choice) for number, choice in enumerate(answer.choices)]
         return {"request_id": answer.id, "choices": choices, "prompt_logprobs": None, "usage": usage(answer)}
 
-    def _choice(self, ask: Ask, number: int, choice: Choice) -> dict[str, Any]:
+    def _choice(self, ask: CompletionRequest, number: int, choice: CompletionChoice) -> dict[str, Any]:
         return {
             "index": number,
             "token_ids": choice.tokens,
@@ -62,16 +62,16 @@ class Generate(OpenAI):
         """Tokens are named by their numbers: several may have the same text."""
         return {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
 
-    def writer(self, ask: Ask) -> Writer:
+    def writer(self, ask: CompletionRequest) -> Writer:
         return _Writer(self, ask)
 
 
 class _Writer:
-    def __init__(self, api: Generate, ask: Ask) -> None:
+    def __init__(self, api: Generate, ask: CompletionRequest) -> None:
         self._api, self._ask = api, ask
 
-    def text(self, answer: Answer, index: int, piece: str) -> bytes:
+    def text(self, answer: CompletionResponse, index: int, piece: str) -> bytes:
         raise AssertionError("this API does not speak")
 
-    def end(self, answer: Answer, shown: Sequence[int]) -> bytes:
+    def end(self, answer: CompletionResponse, shown: Sequence[int]) -> bytes:
         return event(self._api.whole(self._ask, answer)) + DONE

@@ -9,7 +9,14 @@ from msgspec.json import Decoder
 from rollart.gateway.apis.base import Format, Part, Writer, check_format, event, read, text_of
 from rollart.gateway.apis.openai import Count, Share, arguments
 from rollart.gateway.errors import ApiError, invalid
-from rollart.gateway.messages import Answer, Ask, Choice, Said, Tool, ToolCall
+from rollart.gateway.messages import (
+    ChatMessage,
+    CompletionChoice,
+    CompletionRequest,
+    CompletionResponse,
+    Tool,
+    ToolCall,
+)
 from rollart.gateway.tenant import Tenant
 from rollart.gateway.tools import value
 
@@ -79,7 +86,7 @@ class Messages:
     speaks = True
     _decoder: "Decoder[Any]" = Decoder(_Request)
 
-    def parse(self, body: bytes, tenant: Tenant) -> Ask:
+    def parse(self, body: bytes, tenant: Tenant) -> CompletionRequest:
         request = read(self._decoder, body)
         if not request.messages:
             raise invalid("there must be at least one message", "messages")
@@ -88,13 +95,13 @@ class Messages:
         )
         said = [one for number, message in enumerate(request.messages) for one in _said(message, number)]
         if system := text_of(request.system, "system"):
-            said.insert(0, Said("system", system))
+            said.insert(0, ChatMessage("system", system))
         prefix = ""
         if said[-1].role == "assistant" and not said[-1].calls:
             prefix = said.pop().text  # the model goes on with what it is made to have said
         tools = tuple(Tool(tool.name, tool.description or "", tool.input_schema or {}) for tool in request.tools or ())
         force, calls = _wanted(request.tool_choice, tools)
-        return Ask(
+        return CompletionRequest(
             model=request.model,
             messages=tuple(said),
             tools=tools,
@@ -109,7 +116,7 @@ class Messages:
             stream=bool(request.stream),
         )
 
-    def whole(self, ask: Ask, answer: Answer) -> Any:
+    def whole(self, ask: CompletionRequest, answer: CompletionResponse) -> Any:
         choice = answer.choices[0]
         return {
             **self._head(answer),
@@ -119,13 +126,13 @@ class Messages:
             "usage": _usage(answer, answer.made),
         }
 
-    def _head(self, answer: Answer) -> dict[str, Any]:
+    def _head(self, answer: CompletionResponse) -> dict[str, Any]:
         return {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": answer.model}
 
-    def writer(self, ask: Ask) -> Writer:
+    def writer(self, ask: CompletionRequest) -> Writer:
         return _Writer(self)
 
-    def start(self, answer: Answer) -> bytes:
+    def start(self, answer: CompletionResponse) -> bytes:
         empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(answer, 0)}
         return _event("message_start", message={**self._head(answer), **empty})
 
@@ -134,7 +141,7 @@ class Messages:
         where = f"{error.param}: " if error.param else ""
         return {"type": "error", "error": {"type": kind, "message": f"{where}{error}"}}
 
-    def served(self, ask: Ask, answer: Answer, tenant: Tenant) -> None:
+    def served(self, ask: CompletionRequest, answer: CompletionResponse, tenant: Tenant) -> None:
         """Nothing to remember: clients repeat the conversation."""
 
 
@@ -145,7 +152,7 @@ class _Writer:
         self._api = api
         self._started = self._speaking = False
 
-    def text(self, answer: Answer, index: int, piece: str) -> bytes:
+    def text(self, answer: CompletionResponse, index: int, piece: str) -> bytes:
         head = b""
         if not self._speaking:
             self._speaking = True
@@ -154,7 +161,7 @@ class _Writer:
             )
         return head + _event("content_block_delta", index=0, delta={"type": "text_delta", "text": piece})
 
-    def end(self, answer: Answer, shown: Sequence[int]) -> bytes:
+    def end(self, answer: CompletionResponse, shown: Sequence[int]) -> bytes:
         choice, pieces = answer.choices[0], []
         if choice.text[shown[0] :] or not (choice.calls or self._speaking):
             pieces.append(self.text(answer, 0, choice.text[shown[0] :]))
@@ -171,7 +178,7 @@ class _Writer:
         pieces.append(_event("message_delta", delta=end, usage=_usage(answer, answer.made)))
         return b"".join([*pieces, _event("message_stop")])
 
-    def _start(self, answer: Answer) -> bytes:
+    def _start(self, answer: CompletionResponse) -> bytes:
         if self._started:
             return b""
         self._started = True
@@ -188,10 +195,10 @@ def _event(kind: str, **data: Any) -> bytes:
     return event({"type": kind, **data}, kind)
 
 
-def _said(message: _Message, number: int) -> Iterator[Said]:
+def _said(message: _Message, number: int) -> Iterator[ChatMessage]:
     """An assistant's message stays one; results of tools become messages of their own, before what the user says."""
     if isinstance(message.content, str):
-        yield Said(message.role, message.content)
+        yield ChatMessage(message.role, message.content)
         return
     param = f"messages.{number}.content"
     texts, calls = [], []
@@ -202,11 +209,11 @@ def _said(message: _Message, number: int) -> Iterator[Said]:
             case "tool_use":
                 calls.append(ToolCall(block.name or "", arguments(block.input or {}), block.id or ""))
             case "tool_result":
-                yield Said("tool", text_of(block.content, param), answers=block.tool_use_id or "")
+                yield ChatMessage("tool", text_of(block.content, param), answers=block.tool_use_id or "")
             case kind if kind not in _UNSEEN:
                 raise invalid(f"content of type {kind!r} cannot be read here: this model knows text only", param)
     if texts or calls:
-        yield Said(message.role, "".join(texts), tuple(calls))
+        yield ChatMessage(message.role, "".join(texts), tuple(calls))
 
 
 def _wanted(choice: _ToolChoice | None, tools: tuple[Tool, ...]) -> tuple[str | None, bool]:
@@ -221,7 +228,7 @@ def _wanted(choice: _ToolChoice | None, tools: tuple[Tool, ...]) -> tuple[str | 
     return name, True
 
 
-def _blocks(choice: Choice) -> list[dict[str, Any]]:
+def _blocks(choice: CompletionChoice) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = [{"type": "text", "text": choice.text}] if choice.text or not choice.calls else []
     for call in choice.calls:
         said = value(call.arguments)
@@ -230,7 +237,7 @@ def _blocks(choice: Choice) -> list[dict[str, Any]]:
     return blocks
 
 
-def _reason(choice: Choice) -> str:
+def _reason(choice: CompletionChoice) -> str:
     if choice.calls:
         return "tool_use"
     if choice.stopped_by is not None:
@@ -238,7 +245,7 @@ def _reason(choice: Choice) -> str:
     return "end_turn" if choice.finish == "stop" else "max_tokens"
 
 
-def _usage(answer: Answer, made: int) -> dict[str, int]:
+def _usage(answer: CompletionResponse, made: int) -> dict[str, int]:
     return {
         "input_tokens": len(answer.prompt) - answer.cached,
         "cache_read_input_tokens": answer.cached,

@@ -8,7 +8,14 @@ from msgspec import Meta, Struct
 
 from rollart.gateway.apis.base import Part, text_of, texts
 from rollart.gateway.errors import ApiError, invalid
-from rollart.gateway.messages import Answer, Ask, Choice, Said, Tool, ToolCall
+from rollart.gateway.messages import (
+    ChatMessage,
+    CompletionChoice,
+    CompletionRequest,
+    CompletionResponse,
+    Tool,
+    ToolCall,
+)
 from rollart.gateway.template import ChatTemplate
 from rollart.gateway.tenant import Tenant
 
@@ -72,13 +79,13 @@ class Message(Struct):
     tool_calls: list[MessageCall] | None = None
     tool_call_id: str | None = None
 
-    def said(self, number: int) -> Said:
+    def said(self, number: int) -> ChatMessage:
         calls = tuple(
             ToolCall(call.function.name, arguments(call.function.arguments), call.id or "")
             for call in self.tool_calls or ()
         )
         text = text_of(self.content, f"messages[{number}].content")
-        return Said(self.role, text, calls, self.tool_call_id or "")
+        return ChatMessage(self.role, text, calls, self.tool_call_id or "")
 
 
 class OpenAI:
@@ -93,14 +100,14 @@ class OpenAI:
         kind = _KINDS.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
 
-    def served(self, ask: Ask, answer: Answer, tenant: Tenant) -> None:
+    def served(self, ask: CompletionRequest, answer: CompletionResponse, tenant: Tenant) -> None:
         """Nothing to remember: clients repeat the conversation."""
 
     def piece(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._template.piece(token)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
 
-    def logprobs(self, choice: Choice) -> dict[str, Any]:
+    def logprobs(self, choice: CompletionChoice) -> dict[str, Any]:
         pairs = zip(choice.tokens, choice.logprobs, strict=True)
         return {"content": [self.piece(token, logprob) for token, logprob in pairs], "refusal": None}
 
@@ -131,11 +138,11 @@ def wanted(choice: str | dict[str, Any] | None, tools: Sequence[Tool]) -> tuple[
     return name, True
 
 
-def finish_reason(choice: Choice) -> str:
+def finish_reason(choice: CompletionChoice) -> str:
     return "tool_calls" if choice.calls else choice.finish
 
 
-def usage(answer: Answer) -> dict[str, Any]:
+def usage(answer: CompletionResponse) -> dict[str, Any]:
     prompt = len(answer.prompt)
     return {
         "prompt_tokens": prompt,

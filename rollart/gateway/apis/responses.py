@@ -10,7 +10,14 @@ from msgspec.json import Decoder
 from rollart.gateway.apis.base import Format, Part, Writer, check_format, conversation, event, read, text_of
 from rollart.gateway.apis.openai import Count, Heat, OpenAI, Share, arguments, wanted
 from rollart.gateway.errors import ApiError, invalid
-from rollart.gateway.messages import Answer, Ask, Choice, Said, Tool, ToolCall
+from rollart.gateway.messages import (
+    ChatMessage,
+    CompletionChoice,
+    CompletionRequest,
+    CompletionResponse,
+    Tool,
+    ToolCall,
+)
 from rollart.gateway.tenant import Tenant
 
 
@@ -52,10 +59,10 @@ class _Request(Struct):
 class Responses(OpenAI):
     _decoder = Decoder(_Request)
 
-    def parse(self, body: bytes, tenant: Tenant) -> Ask:
+    def parse(self, body: bytes, tenant: Tenant) -> CompletionRequest:
         request = read(self._decoder, body)
         check_format(request.text.format if request.text is not None else None, "text.format")
-        before: tuple[Said, ...] = ()
+        before: tuple[ChatMessage, ...] = ()
         if request.previous_response_id is not None:
             found = tenant.responses.get(request.previous_response_id)
             if found is None:
@@ -67,14 +74,14 @@ class Responses(OpenAI):
                 )
             before = found
         if request.instructions:
-            before = (Said("system", request.instructions), *(said for said in before if said.role != "system"))
+            before = (ChatMessage("system", request.instructions), *(said for said in before if said.role != "system"))
         items = [_Item(role="user", content=request.input)] if isinstance(request.input, str) else request.input
         messages = (*before, *_merged(items))
         if not messages:
             raise invalid("input is empty", "input")
         tools = tuple(_tools(request.tools or []))
         force, calls = wanted(request.tool_choice, tools)
-        return Ask(
+        return CompletionRequest(
             model=request.model,
             messages=messages,
             tools=tools,
@@ -86,10 +93,10 @@ class Responses(OpenAI):
             stream=bool(request.stream),
         )
 
-    def served(self, ask: Ask, answer: Answer, tenant: Tenant) -> None:
+    def served(self, ask: CompletionRequest, answer: CompletionResponse, tenant: Tenant) -> None:
         tenant.remember(f"resp_{answer.id}", conversation(ask, answer.choices[0]))
 
-    def whole(self, ask: Ask, answer: Answer) -> Any:
+    def whole(self, ask: CompletionRequest, answer: CompletionResponse) -> Any:
         choice = answer.choices[0]
         short = choice.finish == "length" and not choice.calls
         return {
@@ -100,7 +107,7 @@ class Responses(OpenAI):
             "usage": _usage(answer),
         }
 
-    def begun(self, ask: Ask, answer: Answer) -> dict[str, Any]:
+    def begun(self, ask: CompletionRequest, answer: CompletionResponse) -> dict[str, Any]:
         return {
             **_head(ask, answer),
             "status": "in_progress",
@@ -109,17 +116,17 @@ class Responses(OpenAI):
             "usage": None,
         }
 
-    def writer(self, ask: Ask) -> Writer:
+    def writer(self, ask: CompletionRequest) -> Writer:
         return _Writer(self, ask)
 
 
 class _Writer:
-    def __init__(self, api: Responses, ask: Ask) -> None:
+    def __init__(self, api: Responses, ask: CompletionRequest) -> None:
         self._api, self._ask = api, ask
         self._numbers = count()
         self._started = self._speaking = False
 
-    def text(self, answer: Answer, index: int, piece: str) -> bytes:
+    def text(self, answer: CompletionResponse, index: int, piece: str) -> bytes:
         head = b""
         if not self._speaking:
             self._speaking = True
@@ -128,7 +135,7 @@ class _Writer:
             head += self._told("response.content_part.added", part=_part(""), **_at(answer))
         return head + self._told("response.output_text.delta", delta=piece, logprobs=[], **_at(answer))
 
-    def end(self, answer: Answer, shown: Sequence[int]) -> bytes:
+    def end(self, answer: CompletionResponse, shown: Sequence[int]) -> bytes:
         choice, pieces, whole = answer.choices[0], [], self._api.whole(self._ask, answer)
         if rest := choice.text[shown[0] :]:
             pieces.append(self.text(answer, 0, rest))
@@ -140,7 +147,7 @@ class _Writer:
             pieces.append(self._told("response.output_item.done", output_index=index, item=item))
         return b"".join([*pieces, self._told(f"response.{whole['status']}", response=whole)])
 
-    def _said(self, answer: Answer, text: str) -> list[bytes]:
+    def _said(self, answer: CompletionResponse, text: str) -> list[bytes]:
         return [
             self._told("response.output_text.done", text=text, logprobs=[], **_at(answer)),
             self._told("response.content_part.done", part=_part(text), **_at(answer)),
@@ -155,7 +162,7 @@ class _Writer:
             self._told("response.function_call_arguments.done", arguments=said, name=item["name"], **at),
         ]
 
-    def _start(self, answer: Answer) -> bytes:
+    def _start(self, answer: CompletionResponse) -> bytes:
         if self._started:
             return b""
         self._started = True
@@ -166,22 +173,22 @@ class _Writer:
         return event({"type": kind, "sequence_number": next(self._numbers), **data}, kind)
 
 
-def _merged(items: list[_Item]) -> list[Said]:
+def _merged(items: list[_Item]) -> list[ChatMessage]:
     """Calls belong to the assistant's message before them, as they did when they were made."""
-    said: list[Said] = []
+    said: list[ChatMessage] = []
     for number, item in enumerate(items):
         param = f"input[{number}]"
         match item.type:
             case "message":
-                said.append(Said(item.role or "user", text_of(item.content, f"{param}.content")))
+                said.append(ChatMessage(item.role or "user", text_of(item.content, f"{param}.content")))
             case "function_call":
                 call = ToolCall(item.name or "", arguments(item.arguments or "{}"), item.call_id or "")
                 if said and said[-1].role == "assistant":
-                    said[-1] = Said("assistant", said[-1].text, (*said[-1].calls, call))
+                    said[-1] = ChatMessage("assistant", said[-1].text, (*said[-1].calls, call))
                 else:
-                    said.append(Said("assistant", "", (call,)))
+                    said.append(ChatMessage("assistant", "", (call,)))
             case "function_call_output":
-                said.append(Said("tool", text_of(item.output, f"{param}.output"), answers=item.call_id or ""))
+                said.append(ChatMessage("tool", text_of(item.output, f"{param}.output"), answers=item.call_id or ""))
             case kind if kind != "reasoning":
                 raise invalid(f"an item of type {kind!r} is not offered here", f"{param}.type")
     return said
@@ -194,7 +201,7 @@ def _tools(tools: list[_Tool]) -> Iterator[Tool]:
         yield Tool(tool.name, tool.description or "", tool.parameters or {})
 
 
-def _head(ask: Ask, answer: Answer) -> dict[str, Any]:
+def _head(ask: CompletionRequest, answer: CompletionResponse) -> dict[str, Any]:
     return {
         "id": f"resp_{answer.id}",
         "object": "response",
@@ -214,7 +221,7 @@ def _head(ask: Ask, answer: Answer) -> dict[str, Any]:
     }
 
 
-def _output(number: str, choice: Choice) -> list[dict[str, Any]]:
+def _output(number: str, choice: CompletionChoice) -> list[dict[str, Any]]:
     output = [_message(number, choice.text)] if choice.text or not choice.calls else []
     for index, call in enumerate(choice.calls):
         output.append(
@@ -239,12 +246,12 @@ def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _at(answer: Answer) -> dict[str, Any]:
+def _at(answer: CompletionResponse) -> dict[str, Any]:
     """Where the text of an answer is."""
     return {"item_id": f"msg_{answer.id}", "output_index": 0, "content_index": 0}
 
 
-def _usage(answer: Answer) -> dict[str, Any]:
+def _usage(answer: CompletionResponse) -> dict[str, Any]:
     prompt = len(answer.prompt)
     return {
         "input_tokens": prompt,

@@ -25,9 +25,9 @@ from ray.serve.config import HTTPOptions
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rollart.config import Reward
+from rollart.config import RewardConfig
 from rollart.core.errors import ServiceError
-from rollart.launch.launcher import Unsatisfiable, Wish
+from rollart.launch.launcher import ResourceRequest, Unsatisfiable
 from rollart.launch.ray import RayLauncher
 from rollart.launch.ray_nodes import choices, described, ray_nodes
 from rollart.rewards.transports.base import Reply
@@ -43,7 +43,7 @@ STARTS = 3
 
 
 class ServeTransport:
-    def __init__(self, reward: Reward, cluster: str | None) -> None:
+    def __init__(self, reward: RewardConfig, cluster: str | None) -> None:
         if cluster is None:
             raise ServiceError("the invoker ray needs the address of a Ray cluster; set `cluster` in the run file")
         self._reward = reward
@@ -73,7 +73,7 @@ class ServeTransport:
 
     async def _place(self) -> dict[str, Any]:
         """What Ray must know to put a replica on the device class. Raises Unsatisfiable rather than wait for ever."""
-        wish = Wish((self._reward.device or "cpu",))
+        wish = ResourceRequest((self._reward.device or "cpu",))
         nodes = ray_nodes(await asyncio.to_thread(ray.nodes), {})
         able = [choice for choice in choices(wish, nodes) if choice.holds(wish.count)]
         if not able:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rollart.app import preflight
-from rollart.config import TinyModel, Vllm
+from rollart.config import TinyModelConfig, VllmConfig
 from rollart.core.errors import ConfigError, ServiceError
 from rollart.engines.vllm.command import arguments, argv, environment
 from rollart.engines.vllm.server import started
@@ -20,11 +20,11 @@ pools:
 """
 
 
-def spec(folder: Path, vllm: Vllm | None = None, **more: Any) -> dict[str, Any]:
+def spec(folder: Path, vllm: VllmConfig | None = None, **more: Any) -> dict[str, Any]:
     model = folder / "model"
     if not model.exists():
-        make(TinyModel(hidden=64, layers=1, heads=2, kv_heads=1, context=256), model, seed=0)
-    settings = (vllm or Vllm(python=Path("/opt/vllm/bin/python"))).model_dump(mode="json")
+        make(TinyModelConfig(hidden=64, layers=1, heads=2, kv_heads=1, context=256), model, seed=0)
+    settings = (vllm or VllmConfig(python=Path("/opt/vllm/bin/python"))).model_dump(mode="json")
     common = {"model": str(model), "weights": str(folder / "weights"), "seed": 3, "version": 0, "vllm": settings}
     config = {"max_batch": 8, "prefill_chunk": 100, "kv_megabytes": 10}
     return {**common, "config": config, "classes": ["cpu"], **more}
@@ -46,7 +46,9 @@ def test_on_gpus_the_server_captures_graphs_and_cuts_prefill_and_each_device_hol
 
 
 def test_logprobs_are_asked_for_as_sampled_and_the_users_arguments_come_last(tmp_path: Path) -> None:
-    words = argv(spec(tmp_path, Vllm(python=Path("/opt/python"), args=["--max-model-len", "99"])), tmp_path / "socket")
+    words = argv(
+        spec(tmp_path, VllmConfig(python=Path("/opt/python"), args=["--max-model-len", "99"])), tmp_path / "socket"
+    )
     assert words[:3] == ["/opt/python", "-m", "vllm.entrypoints.openai.api_server"]
     assert value(words, "--logprobs-mode") == "processed_logprobs"
     assert words[-2:] == ["--max-model-len", "99"]
@@ -57,7 +59,7 @@ def test_a_container_gets_the_folders_and_the_environment_where_its_command_says
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     command = "docker run --rm {mounts} {environment} --entrypoint python3 'an image'"
-    asked = spec(tmp_path, Vllm(container=command), classes=["H20"])
+    asked = spec(tmp_path, VllmConfig(container=command), classes=["H20"])
     words = argv(asked, tmp_path / "sockets" / "socket")
     assert words[:3] == ["docker", "run", "--rm"]
     for folder in (tmp_path / "sockets", tmp_path / "model", tmp_path / "weights"):
@@ -80,7 +82,7 @@ def test_servers_that_hand_kv_over_get_a_connector_and_a_port_of_their_own(tmp_p
 )
 def test_a_python_that_has_no_vllm_is_named_with_what_to_do(tmp_path: Path, python: str, told: str) -> None:
     async def main() -> None:
-        async with started(spec(tmp_path, Vllm(python=Path(python)))):
+        async with started(spec(tmp_path, VllmConfig(python=Path(python)))):
             pass
 
     with pytest.raises(ServiceError, match=told):

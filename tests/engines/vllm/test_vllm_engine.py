@@ -13,7 +13,7 @@ import pytest
 from vllm_fleet import DEADLINE_S, NEEDS_VLLM, Fronted, Versions, begun, fronted, request
 
 from rollart.core.errors import EngineFailed
-from rollart.core.protocols import Listener
+from rollart.core.protocols import TokenStream
 from rollart.core.types import Completion, GenerationRequest
 from rollart.engines.client import EngineClient
 
@@ -149,11 +149,11 @@ def test_an_aborted_request_ends_with_the_tokens_that_it_has(setup: Setup) -> No
 def test_tokens_are_told_while_they_are_made_until_it_is_enough(setup: Setup) -> None:
     asked, heard = request("told", [7] * 20, max_tokens=400), list[int]()
 
-    def hear(tokens: list[int]) -> bool:
+    def on_tokens(tokens: list[int]) -> bool:
         heard.extend(tokens)
         return len(heard) >= 6
 
-    made = setup.run(setup.engine.stream(asked, Listener(2, hear, heard.clear)))
+    made = setup.run(setup.engine.stream(asked, TokenStream(2, on_tokens, heard.clear)))
     assert made.finish == "length" and 6 <= len(heard) <= len(made.tokens) < 400
     assert made.tokens[: len(heard)] == heard
     assert setup.versions.worst(asked, made) <= 1e-4

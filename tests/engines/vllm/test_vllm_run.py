@@ -19,7 +19,7 @@ from rollart.core.event_log import EventLog, read_events
 from rollart.core.events import AnyEvent, EngineSwapped, ServiceEnded, StepDone
 from rollart.core.types import Trajectory
 from rollart.fleet import controller as controller
-from rollart.rollout.ledger import Ledger
+from rollart.rollout.ledger import SqliteLedger
 
 pytestmark = [pytest.mark.slow, NEEDS_VLLM, pytest.mark.timeout(1800)]
 
@@ -102,7 +102,7 @@ def test_a_run_trains_on_vllm_through_the_loss_of_its_server_and_every_logprob_i
         for version, one in versions.items()
     }
     assert len(set(norms.values())) == 7, "a step left the weights as they were"
-    with closing(Ledger.open_readonly(folder / "ledger.sqlite")) as ledger:
+    with closing(SqliteLedger.open_readonly(folder / "ledger.sqlite")) as ledger:
         trajectories = ledger.scored(1000)
     told = [gap for trajectory in trajectories for gap in gaps(trajectory, versions)]
     assert len(told) > 1000 and max(told) <= 1e-4

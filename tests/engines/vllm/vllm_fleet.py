@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollart.config import TinyModel, Vllm
+from rollart.config import TinyModelConfig, VllmConfig
 from rollart.config.hardware import VLLM_PYTHON
-from rollart.core.protocols import Listener
+from rollart.core.protocols import TokenStream
 from rollart.core.types import Completion, GenerationRequest, Sampling
 from rollart.engines.client import EngineClient
 from rollart.launch import rpc
-from rollart.launch.launcher import Started, Wish, service_command
+from rollart.launch.launcher import ResourceRequest, ServiceHandle, service_command
 from rollart.launch.local import LocalLauncher
 from rollart.models.tiny import make
 from rollart.weights.manifest import Publication
@@ -33,7 +33,7 @@ NEEDS_VLLM = pytest.mark.skipif(
 )
 DEADLINE_S = 280.0
 START_S = 900.0  # alone on a machine it takes half a minute
-TINY = TinyModel(hidden=64, layers=2, heads=2, kv_heads=1, context=512)
+TINY = TinyModelConfig(hidden=64, layers=2, heads=2, kv_heads=1, context=512)
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Versions:
     _publications: dict[int, Publication] = field(default_factory=dict)
 
     @classmethod
-    def made(cls, path: Path, tiny: TinyModel = TINY) -> "Versions":
+    def made(cls, path: Path, tiny: TinyModelConfig = TINY) -> "Versions":
         versions = cls(make(tiny, path / "model", seed=0), path / "weights")
         versions.networks[0] = network(versions.folder)
         return versions
@@ -100,7 +100,7 @@ def spec_of(versions: Versions, **more: Any) -> dict[str, Any]:
         "version": 0,
         "classes": ["cpu"],
         "config": config | more.pop("config", {}),
-        "vllm": Vllm(python=PYTHON, start_deadline=START_S).model_dump(mode="json"),
+        "vllm": VllmConfig(python=PYTHON, start_deadline=START_S).model_dump(mode="json"),
         **more,
     }
 
@@ -110,7 +110,7 @@ class Fronted:
     """A service, and what speaks to it."""
 
     engine: EngineClient
-    started: Started
+    started: ServiceHandle
 
 
 @asynccontextmanager
@@ -119,7 +119,7 @@ async def fronted(
 ) -> AsyncIterator[Fronted]:
     launcher = launcher or LocalLauncher()
     command = service_command("rollart.engines.vllm.service", spec_of(versions, **more), name=name, logs=logs)
-    started = await launcher.launch(replace(command, start_deadline=START_S), Wish())
+    started = await launcher.launch(replace(command, start_deadline=START_S), ResourceRequest())
     try:
         client = await rpc.connect(started.answer["url"], key=launcher.key)
         engine = EngineClient(client, deadline=DEADLINE_S, published=versions.published)
@@ -136,7 +136,7 @@ async def begun(engine: EngineClient, *asked: GenerationRequest) -> list[asyncio
     firsts = [asyncio.Event() for _ in asked]
 
     def start(one: GenerationRequest, first: asyncio.Event) -> asyncio.Task[Completion]:
-        listener = Listener(1, lambda tokens: bool(first.set()), first.clear)
+        listener = TokenStream(1, lambda tokens: bool(first.set()), first.clear)
         return asyncio.create_task(engine.stream(one, listener))
 
     running = [start(one, first) for one, first in zip(asked, firsts, strict=True)]

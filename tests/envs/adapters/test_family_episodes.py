@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 
-from rollart.config import Environments, Task, TinyModel
+from rollart.config import EnvironmentsConfig, TaskConfig, TinyModelConfig
 from rollart.core.errors import EnvironmentFailed
 from rollart.core.types import Message, Step
 from rollart.envs.pool import EnvironmentPool
 from rollart.envs.remote_host import KEY
-from rollart.envs.single import Stage, stage
+from rollart.envs.single import SingleEnvironment, stage
 from rollart.models import tiny
 from rollart.warmup.demonstrations import demonstrate
 
 ADAPTERS = "rollart.envs.adapters"
-CONFIG = Environments(slots=2, reset_deadline=120, step_deadline=60)
+CONFIG = EnvironmentsConfig(slots=2, reset_deadline=120, step_deadline=60)
 HOSTILE = ["", "\n", "\\", "quit", "restart", "x" * 20_000, '{"name": ' * 2000, "[[[", "\\boxed{}", "\x00\x1b[31m"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -35,10 +35,12 @@ class Case:
     env: str
     args: dict[str, Any] = field(default_factory=dict)
 
-    def task(self, **more: Any) -> Task:
+    def task(self, **more: Any) -> TaskConfig:
         module = f"{ADAPTERS}.{self.env.partition(':')[0]}"
         player = {"player": f"{module}:player", "player_args": {"skill": 1.0}}
-        return Task(name="game", env=f"{ADAPTERS}.{self.env}", args=self.args, family=self.family, **player, **more)
+        return TaskConfig(
+            name="game", env=f"{ADAPTERS}.{self.env}", args=self.args, family=self.family, **player, **more
+        )
 
 
 CASES = [
@@ -51,7 +53,9 @@ CASES = [
 each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.family)
 
 
-async def episode(env: Stage, seed: int, held_out: bool = False, turns: int = 60) -> tuple[Sequence[Message], Step]:
+async def episode(
+    env: SingleEnvironment, seed: int, held_out: bool = False, turns: int = 60
+) -> tuple[Sequence[Message], Step]:
     """Played by the scripted player; everything that was seen, and the last step."""
     seen = [*await env.reset(seed, held_out)]
     for turn in range(turns):
@@ -195,7 +199,7 @@ def test_a_frozen_policy_of_ours_can_be_the_opponent(
     family: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Untrained, it never finds a move and loses by the rules; games that it loses as the first to move begin again."""
-    tiny.make(TinyModel(layers=1, hidden=32, heads=2, context=4096), tmp_path / "rival", seed=0)
+    tiny.make(TinyModelConfig(layers=1, hidden=32, heads=2, context=4096), tmp_path / "rival", seed=0)
     monkeypatch.setenv("OPENAI_API_KEY", "sesame")
 
     async def play(url: str) -> list[tuple[Sequence[Message], Step]]:

@@ -14,13 +14,13 @@ from rollart.core.events import Checkpointed, EventSink, Published, StepDone, Wa
 from rollart.core.protocols import Trainer
 from rollart.core.types import Batch
 from rollart.rollout.evaluation import Evaluator
-from rollart.rollout.ledger import Book
+from rollart.rollout.ledger import Ledger
 from rollart.rollout.router import Router
 from rollart.rollout.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LoopPlan:
     """When what happens, in optimizer steps. `evaluate_every` 0: never in between."""
 
     steps: int
@@ -29,17 +29,17 @@ class Plan:
     episodes: int
 
 
-class Pipeline:
+class TrainingLoop:
     def __init__(
         self,
         *,
-        plan: Plan,
+        plan: LoopPlan,
         version: int,
         scheduler: Scheduler,
         trainer: Trainer,
         router: Router,
         evaluator: Evaluator,
-        ledger: Book,
+        ledger: Ledger,
         sink: EventSink,
         checkpoints: Path,
         on_saved: Callable[[int], None],

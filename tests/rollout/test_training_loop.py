@@ -25,7 +25,7 @@ from rollart.core.events import (
 )
 from rollart.core.schedule import Schedule, preset
 from rollart.core.types import Outcome
-from rollart.rollout.ledger import Ledger
+from rollart.rollout.ledger import SqliteLedger
 from rollart.rollout.mixture import Mixture
 from rollart.simulate.clock import run
 
@@ -72,7 +72,7 @@ def worlds(draw: Any) -> dict[str, Any]:
 
 def play(schedule: Schedule, outages: Sequence[tuple[float, float]] = (), **world: Any) -> World:
     with tempfile.TemporaryDirectory() as folder:
-        ledger = Ledger.open(Path(folder) / "ledger.sqlite")
+        ledger = SqliteLedger.open(Path(folder) / "ledger.sqlite")
 
         async def main() -> World:
             made = build(schedule, ledger, **world)
@@ -216,7 +216,7 @@ def test_presets_are_ordered_by_how_much_they_overlap() -> None:
             async def main() -> float:
                 made = build(
                     preset(name, 1, 2.0, 1, 0),
-                    Ledger.open(Path(folder) / "ledger.sqlite"),
+                    SqliteLedger.open(Path(folder) / "ledger.sqlite"),
                     steps=20,
                     batch_groups=8,
                     group_size=4,
@@ -255,7 +255,7 @@ def test_evaluation_runs_beside_training_and_is_never_trained() -> None:
 
 def test_an_evaluation_that_cannot_be_played_is_an_error_before_rl_and_a_warning_beside_it(tmp_path: Path) -> None:
     async def main() -> None:
-        ledger = Ledger.open(tmp_path / "ledger.sqlite")
+        ledger = SqliteLedger.open(tmp_path / "ledger.sqlite")
         made = build(preset("rollart", 1, 2.0, 0, 0), ledger, environments={"failures": 1.0})
         assert await made.evaluator.run(2, 3) == []
         assert "no held-out episode of task" in made.recorder.of(Warned)[-1].message
@@ -267,7 +267,7 @@ def test_an_evaluation_that_cannot_be_played_is_an_error_before_rl_and_a_warning
 
 def test_one_task_that_cannot_be_played_does_not_cost_the_last_evaluation_of_the_others(tmp_path: Path) -> None:
     async def main() -> None:
-        ledger = Ledger.open(tmp_path / "ledger.sqlite")
+        ledger = SqliteLedger.open(tmp_path / "ledger.sqlite")
         made = build(preset("rollart", 1, 2.0, 0, 0), ledger, broken={"b": (0.0, 1e9)})
         results = await made.evaluator.run(2, 3, final=True)
         assert [result.task for result in results] == ["a"]
@@ -288,7 +288,7 @@ def test_stops_at_any_moment_lose_nothing_and_train_nothing_twice(world: dict[st
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ledger.sqlite"
         for stop in [*stops, None]:
-            before = Ledger.open(path).recover()
+            before = SqliteLedger.open(path).recover()
             ready = {t.id for group in before.groups for t in group.trajectories[: group.record.size]}
             made, taken = _one_life(schedule, path, stop, world)
             for step in [step for step in trained if step >= before.version]:
@@ -296,7 +296,7 @@ def test_stops_at_any_moment_lose_nothing_and_train_nothing_twice(world: dict[st
             for batch in made.trainer.batches:
                 trained[batch.step] = {s.id for group in batch.groups for s in group.samples}
             dropped = {event.group for event in made.recorder.of(GroupDropped)}
-            open_now = {t.id for group in Ledger.open(path).recover().groups for t in group.trajectories}
+            open_now = {t.id for group in SqliteLedger.open(path).recover().groups for t in group.trajectories}
             for trajectory in ready:
                 accounted = trajectory in taken or trajectory in open_now or trajectory.rsplit(".", 1)[0] in dropped
                 assert accounted, f"{trajectory} was lost"
@@ -307,7 +307,7 @@ def test_stops_at_any_moment_lose_nothing_and_train_nothing_twice(world: dict[st
 
 def _one_life(schedule: Schedule, path: Path, stop: float | None, world: dict[str, Any]) -> tuple[World, set[str]]:
     async def main() -> World:
-        made = build(schedule, Ledger.open(path), **world)
+        made = build(schedule, SqliteLedger.open(path), **world)
         running = asyncio.create_task(made.pipeline.run())
         await asyncio.wait([running], timeout=stop)
         if running.done():
