@@ -150,7 +150,7 @@ def test_check_labels_what_is_emulated_and_what_is_external(run_file: Path) -> N
 
 def test_the_examples_that_need_nothing_pass_the_check() -> None:
     for example in ("quickstart", "mixed"):
-        ended = rollart_command("check", Path(__file__).parents[1] / "examples" / f"{example}.yaml")
+        ended = rollart_command("check", Path(__file__).parents[2] / "examples" / f"{example}.yaml")
         assert ended.exit_code == 0, ended.output
 
 

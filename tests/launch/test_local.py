@@ -16,7 +16,7 @@ from rollart.launch import rpc
 from rollart.launch.launcher import Command, ResourceRequest, Unsatisfiable, relaunch, service_command
 from rollart.launch.local import LocalLauncher
 
-SERVICES = str(Path(__file__).parents[1] / "services")
+SERVICES = str(Path(__file__).parent)
 MIRROR = """
 import json, os, sys
 spec = json.loads(sys.stdin.readline())

@@ -31,7 +31,7 @@ from rollart.launch.ray import RayLauncher  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
-SERVICES = str(Path(__file__).parents[1] / "services")
+SERVICES = str(Path(__file__).parent)
 SMALL = {"object_store_memory": 80_000_000, "include_dashboard": False}
 
 
