@@ -17,7 +17,7 @@ from rollart.core.errors import ConfigError
 from rollart.envs import families
 from rollart.workers.process import HostSpec
 
-LENDER = "{rollart}/envs/shim.py:EnvironmentShim"  # imported first, it lets any Python import our modules
+LENDER = "{rollart}/envs/slot_entry.py:EnvironmentShim"  # imported first, it lets any Python import our modules
 FUNCTION = "{rollart}/agents/function.py:FunctionAgent"
 COMMAND = "{rollart}/agents/command.py:CommandAgent"
 LONGEST_S = 86_400.0  # for a command; the episode's own deadline comes first

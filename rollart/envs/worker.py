@@ -6,7 +6,7 @@ from rollart.config import TaskConfig
 from rollart.envs import families
 from rollart.workers.process import HostSpec
 
-SHIM = "{rollart}/envs/shim.py:EnvironmentShim"
+SHIM = "{rollart}/envs/slot_entry.py:EnvironmentShim"
 
 
 def host_spec(task: TaskConfig, log: Path | None = None, python: str | None = None) -> HostSpec:

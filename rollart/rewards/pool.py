@@ -16,7 +16,7 @@ from rollart.workers.process import HostSpec
 from rollart.workers.slot import CallRaised, SlotLost
 from rollart.workers.slots import SlotPool
 
-SHIM = "{rollart}/rewards/shim.py:RewardShim"
+SHIM = "{rollart}/rewards/slot_entry.py:RewardShim"
 BACK_OFF_S = 0.1
 IDLE_S = 30.0
 

@@ -23,7 +23,7 @@ from typing import Any
 
 KEY = "ROLLART_WORKER_KEY"
 NO_KEY = f"set {KEY} to a secret that runs must show: whoever can reach the port can run code here"
-SHIM = "{rollart}/envs/shim.py:EnvironmentShim"
+SHIM = "{rollart}/envs/slot_entry.py:EnvironmentShim"
 
 
 def host_module() -> Any:
