@@ -1,6 +1,7 @@
 """What is wrong with a file's values, in sentences that name the line and the key: one mistake, one sentence."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -11,6 +12,33 @@ from pydantic_core import ErrorDetails
 
 from rollart.config.base import Section
 from rollart.config.yaml_tree import KeyPath, Tree, did_you_mean, dotted
+
+# Old and new names of keys. `*` stands for one step of the path (an index or a name the user chose), `**` for several.
+RENAMED = {
+    "environments.slots": "environments.processes",
+    "environments.quarantine.least": "environments.quarantine.min_count",
+    "tasks.*.agent.see": "tasks.*.agent.mounts",
+    "tasks.*.agent.calls": "tasks.*.agent.max_calls",
+    "tasks.*.agent.parallel": "tasks.*.agent.max_parallel",
+    "routing.hand_over": "routing.disaggregate",
+    "training.algorithm.solved": "training.algorithm.solved_advantage",
+    "training.algorithm.evidence": "training.algorithm.evidence_power",
+    "training.lr_warm_up": "training.lr_warmup",
+    "model.warm_up": "model.warmup",
+    "simulate.warm_up": "simulate.warmup",
+    "simulate.weights.way": "simulate.weights.method",
+    "simulate.**.least": "simulate.**.min",
+    "simulate.**.most": "simulate.**.max",
+}
+
+
+def renamed(key: str) -> str | None:
+    """The new dotted name of a key, if it was renamed."""
+    for old, new in RENAMED.items():
+        pattern = re.escape(old).replace(r"\*\*", "(.+)").replace(r"\*", "([^.]+)")
+        if match := re.fullmatch(pattern, key):
+            return new.replace("**", "{}").replace("*", "{}").format(*match.groups())
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +98,9 @@ def _sentence(tree: Tree, kind: type[BaseModel], mistake: _Mistake) -> str:
     cause = error.get("ctx", {}).get("error")
     path += getattr(cause, "path", ())
     name, wrong, value = dotted(path, tree.value), error["type"], error["input"]
-    if wrong == "extra_forbidden":
+    if wrong == "extra_forbidden" and (now := renamed(name)):
+        what = f"{name} was renamed; write {now}"
+    elif wrong == "extra_forbidden":
         what = f"unknown key {path[-1]!r} in {_section(tree, path[:-1])}{_nearest(kind, path)}"
     elif wrong == "missing":
         what = f"key {path[-1]!r} is missing in {_section(tree, path[:-1])}"

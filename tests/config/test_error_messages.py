@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from rollart.config import error_messages, loading
 from rollart.core.errors import ConfigError
 from rollart.simulate.scenario import load
 
@@ -35,3 +36,40 @@ def test_a_mistake_in_one_of_several_kinds_of_values_is_one_sentence_about_what_
     (sentence,) = str(told.value).splitlines()
     assert said in sentence
     assert "function-after" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("environments.slots", "environments.processes"),
+        ("tasks.lake.agent.calls", "tasks.lake.agent.max_calls"),
+        ("simulate.workloads.swe.reset.mixture.0.of.least", "simulate.workloads.swe.reset.mixture.0.of.min"),
+        ("environments.warm", None),
+        ("tasks.lake.calls", None),
+    ],
+)
+def test_a_renamed_key_is_known_by_its_old_name(old: str, new: str | None) -> None:
+    assert error_messages.renamed(old) == new
+
+
+def test_an_old_key_in_a_run_file_or_an_override_is_an_error_that_names_the_new_one(tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+    text = "model: {tiny: {}}\ntasks: [{name: lake, env: json:dumps}]\n"
+    run.write_text(text + "environments:\n  quarantine:\n    least: 3\n")
+    renamed = "environments.quarantine.least was renamed; write environments.quarantine.min_count"
+    with pytest.raises(ConfigError) as raised:
+        loading.load(run)
+    assert str(raised.value) == f"{run}:5: {renamed}"
+    run.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        loading.load(run, ["environments.quarantine.least=3"])
+    assert str(raised.value) == f"--set environments.quarantine.least=3: {renamed}"
+
+
+def test_an_old_key_of_a_scenario_is_an_error_that_names_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(error_messages.RENAMED, "simulate.**.lowest", "simulate.**.min")
+    with pytest.raises(ConfigError) as raised:
+        load(SCENARIO, ["simulate.workloads.swe.turns={exponential: 3, lowest: 1}"])
+    assert str(raised.value).endswith(
+        "simulate.workloads.swe.turns.lowest was renamed; write simulate.workloads.swe.turns.min"
+    )
