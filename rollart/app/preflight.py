@@ -7,7 +7,7 @@ from rollart.config import RunFile, TaskConfig, import_check
 from rollart.config.loading import read, validated
 from rollart.config.yaml_tree import Tree
 from rollart.core.errors import ConfigError
-from rollart.engines.vllm import preflight as vllm
+from rollart.engines import backends
 from rollart.envs import families
 
 
@@ -31,7 +31,7 @@ def _missing(run: RunFile, tree: Tree, need_model: bool, only_task: str | None) 
     if run.measured and not (run.measured / "events.jsonl").is_file():
         where = f"{tree.place(('measured',))}: measured {str(run.measured)!r}"
         yield f"{where} is not the folder of a run: it has no events.jsonl"
-    yield from (f"{tree.place(path)}: {wrong}" for path, wrong in vllm.problems(run))
+    yield from (f"{tree.place(path)}: {wrong}" for path, wrong in backends.problems(run))
     hosts = run.pools_of("environment").values()
     elsewhere = all(pool.urls for pool in hosts) and run.model.warm_up is None and only_task is None
     for index, task in enumerate(run.tasks):

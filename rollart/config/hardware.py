@@ -12,6 +12,7 @@ from rollart.hardware.devices import CATALOGUE, DeviceClass
 
 POOL_NAME = r"^[A-Za-z][\w-]*$"
 AFFINITIES = ("auto", "prefill", "decode")
+DEFAULT_ENGINE = "torch"
 VLLM_PYTHON = "ROLLART_VLLM_PYTHON"  # of the environment
 DEFAULT_POOLS = {"train": "trainer", "generate": "engine", "environment": "environments"}
 
@@ -79,7 +80,7 @@ class PoolConfig(Section):
     role: Literal["train", "generate", "environment"]
     device: str | list[str] = Field("auto", description="a device class, several in order of preference, or auto")
     count: Positive = Field(1, description="train: ranks; generate: engines; environment: hosts of environments")
-    engine: Literal["torch", "vllm"] = Field("torch", description="generate: the embedded engine, or vLLM servers")
+    engine: str = Field(DEFAULT_ENGINE, description="generate: torch, the embedded engine, or vllm, vLLM servers")
     tensor_parallel: Positive = Field(1, description="vllm: devices of one node that serve as one engine")
     urls: list[str] = Field(
         default_factory=list, description="generate, environment: engines or hosts that someone else runs"
@@ -106,17 +107,9 @@ class PoolConfig(Section):
         return self.count * self.tensor_parallel
 
     @model_validator(mode="after")
-    def _engine_fits(self) -> "PoolConfig":
-        if self.engine != "torch" and self.role != "generate":
-            raise Conflict(f"`engine` is for pools of role generate, not {self.role}", "engine")
-        if self.tensor_parallel > 1 and self.engine != "vllm":
-            raise Conflict("`tensor_parallel` needs engine: vllm; the embedded engine runs on one device", "engine")
-        if self.emulate and self.engine != "torch":
-            raise Conflict("only the embedded engine can be paced; leave `engine` out, or `emulate`", "emulate")
-        return self
-
-    @model_validator(mode="after")
     def _fits_its_role(self) -> "PoolConfig":
+        if self.engine != DEFAULT_ENGINE and self.role != "generate":
+            raise Conflict(f"`engine` is for pools of role generate, not {self.role}", "engine")
         if self.urls and self.role == "train":
             raise Conflict("`urls` is for pools of role generate or environment, not train", "urls")
         if self.emulate and self.role != "generate":

@@ -1,4 +1,4 @@
-"""The command that serves an engine of a pool: the embedded one, or the service in front of a vLLM server."""
+"""The command that serves an engine of a pool, by the backend of the pool."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -6,40 +6,28 @@ from pathlib import Path
 from typing import Any
 
 from rollart.config import RunFile
+from rollart.engines.backends import backend_of
 from rollart.hardware.devices import DeviceClass
 from rollart.launch.launcher import Command, ResourceRequest, service_command
 from rollart.placement.placement import Binding
 from rollart.placement.plan import acts_as
 
-START_S = 120.0
 _BESIDE = ResourceRequest(count=0.1)  # for a service whose server runs elsewhere
 
 
 def engine_command(
     run: RunFile, binding: Binding, spec: Mapping[str, Any], devices: Mapping[str, DeviceClass], logs: Path
 ) -> Command:
-    """`spec` is what every engine of the run is told."""
-    pool, threads = run.all_pools()[binding.pool], run.engine.threads
-    told = {**spec, "config": run.engine.model_dump(mode="json"), "classes": binding.choices}
-    if pool.engine == "torch":
-        device, slowdown = acts_as(run, binding)
-        if slowdown != 1.0:
-            told["emulate"] = {"device": asdict(devices[device]), "slowdown": slowdown}
-        return service_command("rollart.engines.torch.service", told, name=binding.worker, logs=logs, threads=threads)
-    settings = run.vllm.model_dump(mode="json")
-    if not run.vllm.container:
-        settings["python"] = str(run.vllm.interpreter())
-    told |= {"vllm": settings, "tensor_parallel": pool.tensor_parallel, "hand_over": run.routing.hand_over != "never"}
+    """`spec` is what all engines of the run have in common."""
+    pool = run.all_pools()[binding.pool]
+    backend, (device, slowdown) = backend_of(pool), acts_as(run, binding)
+    full = {**spec, "config": run.engine.model_dump(mode="json"), "classes": binding.choices, **backend.spec(run, pool)}
+    if slowdown != 1.0:
+        full["emulate"] = {"device": asdict(devices[device]), "slowdown": slowdown}
     if pool.urls:
-        told["url"] = url_of(run, binding)
-    command = service_command("rollart.engines.vllm.service", told, name=binding.worker, logs=logs, threads=threads)
-    return replace(command, start_deadline=start_deadline(run))
-
-
-def start_deadline(run: RunFile) -> float:
-    """The longest that an engine may take to start."""
-    slow = any(pool.engine == "vllm" for pool in run.pools.values())
-    return START_S + (run.vllm.start_deadline if slow else 0.0)
+        full["url"] = url_of(run, binding)
+    command = service_command(backend.module, full, name=binding.worker, logs=logs, threads=run.engine.threads)
+    return replace(command, start_deadline=backend.start_deadline(run))
 
 
 def wish_of(run: RunFile, binding: Binding) -> ResourceRequest:

@@ -15,6 +15,7 @@ from typing import Any
 from rollart.config import RunFile
 from rollart.core.errors import EngineFailed, EngineLost, ServiceError
 from rollart.core.events import EngineSample, EventSink, ServiceEnded, ServiceStarted, Warned
+from rollart.engines.backends import backend_of
 from rollart.engines.client import EngineClient
 from rollart.fleet.engine_command import engine_command, url_of, wish_of
 from rollart.hardware.devices import DeviceClass
@@ -119,7 +120,7 @@ class EngineSupervisor:
         pool = self._run.all_pools()[binding.pool]
         stack = AsyncExitStack()
         started: ServiceHandle
-        if pool.urls and pool.engine == "torch":
+        if pool.urls and backend_of(pool).connects:
             external = ExternalService(binding.worker, url_of(self._run, binding), device_name)
             client = await external.connect(stack)
             started = external

@@ -17,8 +17,8 @@ from rollart.agents.pool import AgentPool
 from rollart.config import RunFile
 from rollart.core.event_log import EventLog
 from rollart.core.events import RolledBack, ServiceEnded
+from rollart.engines.backends import start_deadline
 from rollart.envs.pool import EnvironmentPool
-from rollart.fleet.engine_command import start_deadline
 from rollart.fleet.engine_supervisor import EngineSupervisor
 from rollart.fleet.trainer_supervisor import TrainerSupervisor
 from rollart.gateway.client import Gateway

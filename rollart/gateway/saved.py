@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from rollart.config import EngineConfig
+from rollart.config.hardware import DEFAULT_ENGINE
 from rollart.core.endpoint import Endpoint
 from rollart.core.errors import ServiceError
 from rollart.core.protocols import TokenStream
 from rollart.core.types import Completion, GenerationRequest, Sampling
+from rollart.engines.backends import BACKENDS
 from rollart.engines.client import EngineClient
 from rollart.gateway.app import App
 from rollart.gateway.limits import GatewayLimits
@@ -53,7 +55,7 @@ async def serving(
         spec: dict[str, Any] = {"model": str(model.absolute()), "weights": str(folder / "weights")}
         spec |= {"seed": 0, "version": 0, "config": config.model_dump(mode="json"), "classes": classes}
         command = service_command(
-            "rollart.engines.torch.service", spec, name="engine", logs=folder, threads=config.threads
+            BACKENDS[DEFAULT_ENGINE].module, spec, name="engine", logs=folder, threads=config.threads
         )
         engine = await launcher.launch(command, ResourceRequest(classes))
         client = await stack.enter_async_context(rpc.connected(str(engine.answer["url"]), key=launcher.key))

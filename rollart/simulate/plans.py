@@ -7,10 +7,10 @@ per hour. Splits always round down, so none is above its budget.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from rollart.config import AFFINITIES, PoolConfig
 from rollart.core.errors import ConfigError
+from rollart.engines.backends import with_tensor_parallel
 from rollart.hardware.devices import DeviceClass
 from rollart.simulate.constants import MEMORY_FOR_KV
 from rollart.simulate.scenario import Scenario, ScenarioTask
@@ -97,7 +97,7 @@ def applied(plan: Plan, scenario: Scenario) -> Scenario:
     trainer = next(iter(scenario.pools_of("train")))
     pools = {trainer: PoolConfig(role="train", device=plan.trainer, count=plan.trainers)}
     for name, each in zip(_names(plan, scenario), plan.engines, strict=True):
-        kind: Literal["torch", "vllm"] = "vllm" if each.parallel > 1 else "torch"
+        kind = with_tensor_parallel(each.parallel)
         pools[name] = PoolConfig(
             role="generate", device=each.device, count=each.count, engine=kind, tensor_parallel=each.parallel
         )

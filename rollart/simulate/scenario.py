@@ -17,6 +17,7 @@ from rollart.config.base import Conflict, ImportPath, Natural, Positive, Seconds
 from rollart.config.rollout import SCHEDULE_KEYS, Preset, RolloutConfig
 from rollart.config.yaml_tree import did_you_mean
 from rollart.core.errors import ConfigError
+from rollart.engines.backends import unsupported
 from rollart.hardware.roofline import ModelShape
 from rollart.models import tiny
 from rollart.simulate.constants import LINKS
@@ -195,4 +196,7 @@ def load(path: Path, overrides: Sequence[str] = (), workload: Path | None = None
         empty = [name for name, pool in pools.items() if isinstance(pool, dict) and pool.get("count") == 0]
         for name in empty:
             del pools[name]
-    return loading.validated(tree, Scenario)
+    scenario = loading.validated(tree, Scenario)
+    if wrong := [f"{tree.place(path)}: {why}" for path, why in unsupported(scenario)]:
+        raise ConfigError("\n".join(wrong))
+    return scenario

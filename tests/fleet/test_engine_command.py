@@ -47,7 +47,7 @@ def test_a_vllm_engine_is_told_its_python_and_takes_its_devices(
     for command, wish in commands(run, tmp_path):
         assert command.argv == ("-m", "rollart.engines.vllm.service")
         assert command.spec["vllm"]["python"] == str(python)
-        assert command.spec["tensor_parallel"] == 2 and command.spec["hand_over"] is True
+        assert command.spec["tensor_parallel"] == 2 and command.spec["kv_transfer"] is True
         assert "url" not in command.spec and command.start_deadline > 1000
         assert (wish.devices, wish.count) == (("H20",), 2)
 

@@ -61,7 +61,7 @@ def arguments(spec: Mapping[str, Any]) -> list[str]:
             config.max_batch + config.prefill_chunk, _context(Path(spec["model"]))
         )
         flags += ["--enforce-eager", "--no-enable-chunked-prefill"]
-    if spec.get("hand_over"):
+    if spec.get("kv_transfer"):
         options["--kv-transfer-config"] = json.dumps(_connector(on_cpu(spec)))
     return [*flags, *(str(word) for option in options.items() for word in option)]
 
@@ -83,7 +83,7 @@ def environment(spec: Mapping[str, Any]) -> dict[str, str]:
             settings["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process less
     elif "CUDA_VISIBLE_DEVICES" in os.environ:
         settings["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
-    if spec.get("hand_over"):
+    if spec.get("kv_transfer"):
         settings |= {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": str(spec.get("bind", "127.0.0.1")),
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(spec["side_channel"]),

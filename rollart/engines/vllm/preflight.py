@@ -1,8 +1,8 @@
-"""What keeps a run from having its vLLM engines, as far as it can be seen from here before anything starts."""
+"""vLLM as the controller sees it before anything starts: the spec of the service, and why it could not start."""
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,16 @@ HOW = "`make vllm` makes a Python with vLLM for CPUs; on GPUs, name one that has
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that vLLM's CPU build can compute with
 
 
-def problems(run: RunFile) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Each with the key of the run file that it is about."""
-    pools = {name: pool for name, pool in run.pools.items() if pool.engine == "vllm" and not pool.urls}
+def service_spec(run: RunFile, pool: PoolConfig) -> dict[str, Any]:
+    settings = run.vllm.model_dump(mode="json")
+    if not run.vllm.container:
+        settings["python"] = str(run.vllm.interpreter())
+    transfer = run.routing.hand_over != "never"
+    return {"vllm": settings, "tensor_parallel": pool.tensor_parallel, "kv_transfer": transfer}
+
+
+def problems(run: RunFile, pools: Mapping[str, PoolConfig]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Of these pools, each with the key of the run file to change."""
     for name, pool in pools.items():
         if wrong := _unfit(run, pool):
             yield ("pools", name, "engine"), f"pools.{name}: {wrong}"

@@ -1,8 +1,8 @@
 """The service in front of a vLLM server: `python -m rollart.engines.vllm.service`, spec on stdin.
 
 The spec is that of `rollart.engines.torch.service`, and: `vllm` (that section of the run file), `tensor_parallel`,
-`hand_over` (whether KV may be handed over), and `url`, if the server is one that someone else runs. When the server
-ends, so does the service: whoever started it starts both again.
+`kv_transfer` (whether servers may fetch KV from each other), and `url` of a server that someone else runs. When the
+server ends, so does the service: its supervisor starts both again.
 """
 
 import asyncio

@@ -69,7 +69,7 @@ def test_a_container_gets_the_folders_and_the_environment_where_its_command_says
 
 
 def test_servers_that_hand_kv_over_get_a_connector_and_a_port_of_their_own(tmp_path: Path) -> None:
-    asked = spec(tmp_path, hand_over=True, side_channel=5611, bind="10.0.0.7")
+    asked = spec(tmp_path, kv_transfer=True, side_channel=5611, bind="10.0.0.7")
     assert "NixlConnector" in value(arguments(asked), "--kv-transfer-config")
     assert environment(asked)["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "10.0.0.7"
     assert environment(asked)["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5611"
@@ -119,7 +119,7 @@ def test_what_vllm_lacks_is_told_when_the_run_file_is_read(
     [
         ("{role: train, engine: vllm}", "`engine` is for pools of role generate, not train"),
         ("{role: generate, tensor_parallel: 2}", "`tensor_parallel` needs engine: vllm"),
-        ("{role: generate, device: H20, emulate: 100, engine: vllm}", "only the embedded engine can be paced"),
+        ("{role: generate, device: H20, emulate: 100, engine: vllm}", "a vllm engine cannot be paced"),
     ],
 )
 def test_keys_that_do_not_go_together_are_one_sentence(tmp_path: Path, pool: str, told: str) -> None:

@@ -87,8 +87,8 @@ def test_kv_that_was_handed_over_gives_the_same_tokens_and_never_meets_other_wei
     async def body() -> None:
         launcher = LocalLauncher()
         async with (
-            fronted(versions, tmp_path, "a", launcher, hand_over=True) as a,
-            fronted(versions, tmp_path, "b", launcher, hand_over=True) as b,
+            fronted(versions, tmp_path, "a", launcher, kv_transfer=True) as a,
+            fronted(versions, tmp_path, "b", launcher, kv_transfer=True) as b,
         ):
             await conversation(a, b)
             await swaps(a, b)
