@@ -111,7 +111,7 @@ def predict(calibrated: Scenario, setting: Setting, seeds: int) -> float:
             "rollout": type(calibrated.rollout)(**setting.rollout),
             "environments": calibrated.environments.model_copy(update={"slots": setting.slots}),
             "training": calibrated.training.model_copy(update={"steps": setting.steps, "batch_groups": setting.groups}),
-            "simulate": calibrated.simulate.model_copy(update={"workloads": workloads, "warm_up": 1, "ends": True}),
+            "simulate": calibrated.simulate.model_copy(update={"workloads": workloads, "warmup": 1, "finite": True}),
         }
     )
     return mean(simulate(scenario, seed=seed).step_s for seed in range(seeds))

@@ -50,7 +50,7 @@ def scaled(gpus: int, changes: Sequence[str]) -> Scenario:
             f"training.batch_groups={groups}",
             f"environments.slots={slots}",
             "training.steps=100000",
-            "simulate.warm_up=0",
+            "simulate.warmup=0",
         ],
     )
 

@@ -140,7 +140,7 @@ def told(spread: float | Distribution) -> str:
     """In a few words."""
     if not isinstance(spread, Distribution):
         return f"always {spread:.3g}"
-    cut = "" if spread.most is None else f", at most {spread.most:.3g}"
+    cut = "" if spread.max is None else f", at most {spread.max:.3g}"
     if spread.normal is not None:
         return f"normal, mean {spread.normal.mean:.3g}, sd {spread.normal.sd:.3g}{cut}"
     if spread.lognormal is not None:

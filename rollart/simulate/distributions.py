@@ -55,7 +55,7 @@ class Part(Section):
 
 
 class Distribution(Section):
-    """Exactly one kind; `least` and `most` cut it off."""
+    """Exactly one kind; `min` and `max` clip it."""
 
     normal: Normal | None = None
     lognormal: LogNormal | None = None
@@ -67,8 +67,8 @@ class Distribution(Section):
     )
     values: list[float] | None = Field(None, min_length=1, description="measured ones, all equally likely")
     mixture: list[Part] | None = Field(None, min_length=1)
-    least: float | None = None
-    most: float | None = None
+    min: float | None = None
+    max: float | None = None
 
     @model_validator(mode="after")
     def _one_kind(self) -> "Distribution":
@@ -92,11 +92,11 @@ def draw_of(spread: float | Distribution) -> Draw:
         value = float(spread)
         return lambda u: value
     inner = _inner(spread)
-    if spread.least is None and spread.most is None:
+    if spread.min is None and spread.max is None:
         return inner
-    least = -math.inf if spread.least is None else spread.least
-    most = math.inf if spread.most is None else spread.most
-    return lambda u: min(most, max(least, inner(u)))
+    low = -math.inf if spread.min is None else spread.min
+    high = math.inf if spread.max is None else spread.max
+    return lambda u: min(high, max(low, inner(u)))
 
 
 def _inner(spread: Distribution) -> Draw:

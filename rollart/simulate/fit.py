@@ -55,7 +55,7 @@ def _mode(ordered: Array) -> float | Distribution:
 
 def _one_mode(ordered: Array) -> Distribution:
     """The formula that is closest to the data if it is close, else quantiles."""
-    ends = {"least": _digits(float(ordered[0])), "most": _digits(float(ordered[-1]))}
+    ends = {"min": _digits(float(ordered[0])), "max": _digits(float(ordered[-1]))}
     mean, deviation = float(ordered.mean()), float(ordered.std())
     found = [Distribution(normal=Normal(mean=_digits(mean), sd=_digits(deviation)), **ends)]
     if ordered[0] > 0:
@@ -117,7 +117,7 @@ def scaled(given: float | Distribution, factor: float) -> float | Distribution:
         draw = draw_of(given)
         return Distribution(values=[factor * draw((n + 0.5) / 200) for n in range(200)])
     changed: dict[str, object] = {
-        key: factor * value for key in ("exponential", "least", "most") if (value := getattr(given, key)) is not None
+        key: factor * value for key in ("exponential", "min", "max") if (value := getattr(given, key)) is not None
     }
     if given.normal is not None:
         changed["normal"] = Normal(mean=factor * given.normal.mean, sd=factor * given.normal.sd)

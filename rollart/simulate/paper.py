@@ -67,7 +67,7 @@ class Scenarios:
             pools = f"h800: {_engines('H800', 64, each)}, h20: {_engines('H20', 32, each)}"
         else:
             pools = f"rollout: {_engines('H800', 96, each)}"
-            given.append("simulate.weights={way: collective, push: infiniband}")
+            given.append("simulate.weights={method: collective, push: infiniband}")
         given.append(f"pools={{trainer: {{role: train, device: H800, count: 32}}, {pools}}}")
         if preset == "sync":
             given.append("simulate.scoring={where: dedicated, concurrency: 32}")

@@ -82,28 +82,28 @@ def search(
     budget: float | None = None,
     *,
     kinds: Sequence[str] = (),
-    most: Mapping[str, int] | None = None,
+    max_devices: Mapping[str, int] | None = None,
     steps: int = 4,
-    each: int = 3,
+    per_level: int = 3,
     seeds: int = 3,
     workers: int | None = None,
     tell: Tell = lambda text: None,
 ) -> Search:
     """Within `budget`, by default the price of the scenario's own plan: generate on `kinds`, by default those of its
-    pools, with at most `most` devices of a class. `each` splits are simulated at every level of spending, and with
-    `seeds` seeds what turns out best."""
+    pools, on at most `max_devices` of each class. `per_level` splits are simulated at every level of spending; the best
+    are simulated with `seeds` seeds."""
     classes, own = scenario.device_classes(), plan_of(scenario)
-    if unknown := [kind for kind in (*kinds, *(most or ())) if kind not in classes]:
+    if unknown := [kind for kind in (*kinds, *(max_devices or ())) if kind not in classes]:
         raise ConfigError(f"there is no device class {unknown[0]!r}; known are {', '.join(sorted(classes))}")
     around = price_per_hour(scenario, classes) - own.price(classes)
     budget = own.price(classes) + around if budget is None else budget
     money = budget - around
     kinds = sorted(set(kinds or [each.device for each in own.engines]), key=lambda kind: -_keen(classes[kind]))
     asked = _asked(scenario)
-    candidates = list(splits(asked, money, kinds, most)) if money > 0 else []
+    candidates = list(splits(asked, money, kinds, max_devices)) if money > 0 else []
     if not candidates:
         raise ConfigError(f"a budget of {budget:g} buys no trainer and engine of {', '.join(kinds)}; raise --budget")
-    chosen = promising(asked, candidates, money, each)
+    chosen = promising(asked, candidates, money, per_level)
     if own.price(classes) <= money + TINY and own not in chosen:
         chosen.insert(0, own)
     with _simulations(asked, steps, workers, tell) as run:
@@ -135,14 +135,14 @@ def _confirmed(tried: list[Tried], own: Plan, run: "Runs", seeds: range) -> list
     return tried
 
 
-def promising(scenario: Scenario, candidates: Sequence[Plan], budget: float, each: int) -> list[Plan]:
+def promising(scenario: Scenario, candidates: Sequence[Plan], budget: float, per_level: int) -> list[Plan]:
     """The fastest by the roofline at every level of spending."""
     means, classes = means_of(scenario), scenario.device_classes()
     ranked = sorted(candidates, key=lambda plan: estimate(plan, scenario, means).step)
     chosen: list[Plan] = []
     for spend, below in zip(SPENDING, (*SPENDING[1:], 0.0), strict=True):
         level = [plan for plan in ranked if below * budget < plan.price(classes) <= spend * budget + TINY]
-        chosen += level[:each]
+        chosen += level[:per_level]
     return chosen
 
 
@@ -173,7 +173,7 @@ def _asked(scenario: Scenario) -> Scenario:
 def _lasting(scenario: Scenario, steps: int, alpha: int) -> Scenario:
     """So many steps that count."""
     training = scenario.training.model_copy(update={"steps": 1 + alpha + steps})
-    section = scenario.simulate.model_copy(update={"warm_up": None, "ends": False})
+    section = scenario.simulate.model_copy(update={"warmup": None, "finite": False})
     return scenario.model_copy(update={"training": training, "simulate": section})
 
 

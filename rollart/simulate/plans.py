@@ -143,11 +143,11 @@ def _task(task: ScenarioTask, pools: Sequence[str]) -> ScenarioTask:
 
 
 def splits(
-    scenario: Scenario, budget: float, kinds: Sequence[str], most: Mapping[str, int] | None = None
+    scenario: Scenario, budget: float, kinds: Sequence[str], max_devices: Mapping[str, int] | None = None
 ) -> Iterator[Plan]:
-    """Plans within the budget that train on the scenario's class and generate on `kinds`, `most` devices of a class."""
-    classes, base, limits = scenario.device_classes(), plan_of(scenario), most or {}
-    parallel = {kind: least_parallel(scenario, kind) for kind in kinds}
+    """Plans within the budget that train on the scenario's class and generate on `kinds`, `max_devices` of each."""
+    classes, base, limits = scenario.device_classes(), plan_of(scenario), max_devices or {}
+    parallel = {kind: min_parallel(scenario, kind) for kind in kinds}
     seen: set[tuple[int, tuple[Engines, ...]]] = set()
     for spend in SPENDING:
         for share in TRAINING:
@@ -183,7 +183,7 @@ def variations(plan: Plan) -> Iterator[tuple[str, Plan]]:
         yield f"prefill on {plan.engines[0].device}, decode on {plan.engines[1].device}", replace(plan, hand_over=True)
 
 
-def least_parallel(scenario: Scenario, kind: str) -> int:
+def min_parallel(scenario: Scenario, kind: str) -> int:
     """As the scenario has it for this class; else the fewest devices, a power of two, that hold model and contexts."""
     for pool in scenario.pools_of("generate").values():
         if pool.devices[0] == kind:
@@ -214,11 +214,11 @@ def _bought(
     mix: Mapping[str, int],
     parallel: Mapping[str, int],
     classes: Mapping[str, DeviceClass],
-    most: Mapping[str, int],
+    max_devices: Mapping[str, int],
 ) -> tuple[Engines, ...]:
     """Engines by their parts of the money; what rounding leaves buys more of them, the dearest first."""
     price = {kind: classes[kind].price * parallel[kind] for kind in mix}
-    limit = {kind: most[kind] // parallel[kind] if kind in most else 1 << 30 for kind in mix}
+    limit = {kind: max_devices[kind] // parallel[kind] if kind in max_devices else 1 << 30 for kind in mix}
     counts = {kind: min(limit[kind], math.floor(money * part / PARTS / price[kind])) for kind, part in mix.items()}
     left = money - sum(counts[kind] * price[kind] for kind in mix)
     for kind in sorted((kind for kind, part in mix.items() if part), key=lambda kind: -price[kind]):

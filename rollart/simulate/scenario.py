@@ -83,7 +83,7 @@ class Scoring(Section):
 class Transfer(Section):
     """How weights come to the engines; `push` and `pull` name links."""
 
-    way: Literal["store", "collective"] = "store"
+    method: Literal["store", "collective"] = "store"
     push: str = "ethernet"
     pull: str = "infiniband"
     overlap: bool = Field(True, description="store: false stops training and generation until the weights are there")
@@ -106,10 +106,10 @@ class TrainPace(Section):
 
 class Simulate(Section):
     workloads: dict[str, Workload] = Field(default_factory=dict, description="by task")
-    warm_up: Natural | None = Field(
+    warmup: Natural | None = Field(
         None, description="steps at the start that do not count; by default 1 and one for each version of alpha"
     )
-    ends: bool = Field(False, description="nothing is begun for steps after the last, as in a run of so many steps")
+    finite: bool = Field(False, description="start no rollouts for steps after the last, as a run that ends does")
     scoring: Scoring = Scoring()
     weights: Transfer = Transfer()
     links: dict[str, float] = Field(default_factory=dict, description=f"GB/s; there are {LINKS}")
@@ -139,19 +139,19 @@ class Scenario(RunFile):
             if (link := getattr(self.simulate.weights, key)) not in self.links:
                 known = did_you_mean(link, list(self.links))
                 raise Conflict(f"there is no link {link!r}{known}; name it in links", "simulate", "weights", key)
-        if self.warm_up >= self.training.steps:
+        if self.warmup >= self.training.steps:
             raise Conflict(
-                f"{self.training.steps} steps of training leave none to count after a warm-up of {self.warm_up}; take "
-                "more steps, or set simulate.warm_up",
+                f"{self.training.steps} steps of training leave none to count after a warm-up of {self.warmup}; take "
+                "more steps, or set simulate.warmup",
                 "training",
                 "steps",
             )
         return self
 
     @property
-    def warm_up(self) -> int:
+    def warmup(self) -> int:
         """Steps that do not count. Until all batches that may be under way at once are, steps come too soon."""
-        said = self.simulate.warm_up
+        said = self.simulate.warmup
         return 1 + self.rollout.schedule().alpha if said is None else said
 
     @property

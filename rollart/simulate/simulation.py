@@ -74,7 +74,7 @@ class Simulation:
         scenario = self._scenario
         now = asyncio.get_running_loop().time
         began = time.process_time()
-        self._tally = Tally(now, scenario.warm_up, self._totals)
+        self._tally = Tally(now, scenario.warmup, self._totals)
         log = None
         sink: EventSink = self._tally
         if self._folder is not None and scenario.simulate.log == "full":
@@ -126,7 +126,7 @@ class Simulation:
             schedule=schedule,
             batch_groups=scenario.training.batch_groups,
             group_size=scenario.training.group_size,
-            steps=scenario.training.steps if scenario.simulate.ends else sys.maxsize,
+            steps=scenario.training.steps if scenario.simulate.finite else sys.maxsize,
             retries=scenario.rollout.retries,
             seed=scenario.seed,
             player=player,

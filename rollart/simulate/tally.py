@@ -15,10 +15,10 @@ Totals = Counter[str]
 class Tally:
     """An event sink. `more` adds totals that are kept elsewhere whenever a step ends."""
 
-    def __init__(self, clock: Callable[[], float], warm_up: int, more: Callable[[], dict[str, float]]) -> None:
+    def __init__(self, clock: Callable[[], float], warmup: int, more: Callable[[], dict[str, float]]) -> None:
         self.totals: Totals = Counter()
         self.step_times: list[float] = []
-        self._clock, self._warm_up, self._more = clock, warm_up, more
+        self._clock, self._warmup, self._more = clock, warmup, more
         self._started: dict[str, float] = {}
         self._before: Totals = Counter()
         self._after: Totals = Counter()
@@ -98,7 +98,7 @@ class Tally:
         self.totals["steps"] += 1
         self.totals["train"] += event.seconds  # type: ignore[assignment]
         self.step_times.append(event.t)
-        if event.version == self._warm_up:
+        if event.version == self._warmup:
             self._before = self._mark()
         self._after = self._mark()
 

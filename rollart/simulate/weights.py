@@ -14,21 +14,21 @@ from rollart.simulate.scenario import Scenario
 
 
 class Weights:
-    """`push` and `pull` are rates of links in bytes a second; a collective uses only the first. `hidden_s` of the way
-    pass while everybody works, then engines stand still for `exposed_s`."""
+    """`push` and `pull` are rates of links in bytes a second; a collective uses only the first. Of a transfer,
+    `hidden_s` overlap with other work; then engines stand still for `exposed_s`."""
 
     def __init__(
-        self, size: int, way: Literal["store", "collective"], push: float, pull: float, overlap: bool = True
+        self, size: int, method: Literal["store", "collective"], push: float, pull: float, overlap: bool = True
     ) -> None:
-        self.size, self.way = size, way
+        self.size, self.method = size, method
         self.free_at = 0.0
         self._pushed_at: dict[int, float] = {}
-        if way == "store":
+        if method == "store":
             self.push_s = size / (push * STORE_PUSH_EFFICIENCY)
             self.pull_s = size / (pull * STORE_PULL_EFFICIENCY)
         else:
             self.push_s, self.pull_s = 0.0, size / (push * COLLECTIVE_EFFICIENCY)
-        self._stops = way == "collective" or not overlap
+        self._stops = method == "collective" or not overlap
         self.exposed_s = self.push_s + self.pull_s if self._stops else PULL_EXPOSED * self.pull_s
         self.hidden_s = 0.0 if self._stops else max(self.push_s, self.pull_s - self.exposed_s)
 
@@ -36,7 +36,7 @@ class Weights:
     def of(cls, scenario: Scenario) -> "Weights":
         shape, asked, links = scenario.shape, scenario.simulate.weights, scenario.links
         size = shape.parameters * shape.number_bytes
-        return cls(size, asked.way, links[asked.push] * 1e9, links[asked.pull] * 1e9, asked.overlap)
+        return cls(size, asked.method, links[asked.push] * 1e9, links[asked.pull] * 1e9, asked.overlap)
 
     def publish(self, version: int) -> None:
         """Version `version` is there; the trainer may not begin another step before `free_at`."""
@@ -53,4 +53,4 @@ class Weights:
             now = asyncio.get_running_loop().time()
             pushed = self._pushed_at.get(version, now)
             await asyncio.sleep(max(pushed - now, self.pull_s - self.exposed_s))
-        return LoadResult(version, self.pull_s, self.exposed_s, self.size, self.way)
+        return LoadResult(version, self.pull_s, self.exposed_s, self.size, self.method)

@@ -27,7 +27,7 @@ def scenario(tmp_path: Path) -> Path:
 
 def test_a_plan_is_printed_drawn_and_written(scenario: Path, tmp_path: Path) -> None:
     best, picture = tmp_path / "best.yaml", tmp_path / "plan.png"
-    asked = ["--budget", "15", "--steps", "1", "--each", "1", "--workers", "1", "--json"]
+    asked = ["--budget", "15", "--steps", "1", "--per-level", "1", "--workers", "1", "--json"]
     done = CliRunner().invoke(app, ["plan", str(scenario), *asked, "-o", str(best), "--plot", str(picture)])
 
     assert done.exit_code == 0, done.output
@@ -39,7 +39,7 @@ def test_a_plan_is_printed_drawn_and_written(scenario: Path, tmp_path: Path) -> 
 
 
 def test_a_limit_of_another_form_is_told(scenario: Path) -> None:
-    done = CliRunner().invoke(app, ["plan", str(scenario), "--most", "H20:32"])
+    done = CliRunner().invoke(app, ["plan", str(scenario), "--max", "H20:32"])
 
     assert done.exit_code != 0
     assert "CLASS=N" in done.output

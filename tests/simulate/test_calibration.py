@@ -127,7 +127,7 @@ def test_a_folder_without_its_run_file_asks_for_it(folder: Path, tmp_path: Path)
     ("spread", "text"),
     [
         (2.5, "always 2.5"),
-        ({"lognormal": {"median": 3.8, "sigma": 0.64}, "most": 51}, "log-normal, median 3.8, sigma 0.64, at most 51"),
+        ({"lognormal": {"median": 3.8, "sigma": 0.64}, "max": 51}, "log-normal, median 3.8, sigma 0.64, at most 51"),
         ({"mixture": [{"share": 0.98, "of": 20}, {"share": 0.02, "of": {"exponential": 400}}]}, "2.0% exponential"),
         ({"quantiles": [[0, 1], [0.5, 2], [1, 3]]}, "p50 2"),
     ],

@@ -56,7 +56,7 @@ def test_a_mixture_has_two_modes_and_nothing_between() -> None:
 
 
 def test_least_and_most_cut_off() -> None:
-    draw = draw_of(Distribution.model_validate({"normal": {"mean": 0, "sd": 10}, "least": -1, "most": 2}))
+    draw = draw_of(Distribution.model_validate({"normal": {"mean": 0, "sd": 10}, "min": -1, "max": 2}))
     assert draw(0.0) == -1 and draw(1.0) == 2
 
 

@@ -85,7 +85,7 @@ def test_what_was_cut_short_counts_as_longer() -> None:
 @settings(deadline=None)
 @given(st.floats(0.1, 10))
 def test_a_scaled_spread_has_the_scaled_mean(factor: float) -> None:
-    spread = Distribution(lognormal=LogNormal(median=2.0, sigma=0.5), most=20.0)
+    spread = Distribution(lognormal=LogNormal(median=2.0, sigma=0.5), max=20.0)
 
     assert mean_of(fit.scaled(spread, factor)) == pytest.approx(factor * mean_of(spread), rel=0.03)
 

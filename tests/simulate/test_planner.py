@@ -38,7 +38,7 @@ def _scenario(**more: Any) -> Scenario:
 
 @pytest.fixture(scope="module")
 def found() -> Search:
-    return search(_scenario(), kinds=["H800", "H20"], steps=2, each=1, seeds=2, workers=2)
+    return search(_scenario(), kinds=["H800", "H20"], steps=2, per_level=1, seeds=2, workers=2)
 
 
 def test_the_plan_found_is_within_budget_and_faster_than_the_one_given(found: Search) -> None:
@@ -116,7 +116,7 @@ def test_the_roofline_sees_which_side_of_a_split_is_too_small() -> None:
 
 def test_promising_plans_come_from_every_level_of_spending() -> None:
     scenario = _scenario()
-    plans = promising(scenario, list(splits(scenario, 100.0, ["H800"])), 100.0, each=1)
+    plans = promising(scenario, list(splits(scenario, 100.0, ["H800"])), 100.0, per_level=1)
 
     assert len(plans) == 4
     assert min(plan.price(CATALOGUE) for plan in plans) <= 50 < 85 < max(plan.price(CATALOGUE) for plan in plans)

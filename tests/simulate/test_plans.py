@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from rollart.core.errors import ConfigError
 from rollart.hardware.devices import CATALOGUE
-from rollart.simulate.plans import applied, least_parallel, plan_of, splits, variations
+from rollart.simulate.plans import applied, min_parallel, plan_of, splits, variations
 from rollart.simulate.scenario import Scenario
 
 
@@ -28,11 +28,11 @@ def scenario(**more: Any) -> Scenario:
 
 
 @settings(deadline=None, max_examples=50)
-@given(budget=st.floats(0, 400), most=st.dictionaries(st.sampled_from(["H800", "H20"]), st.integers(0, 64)))
-def test_no_split_exceeds_the_budget_or_the_devices_that_there_are(budget: float, most: dict[str, int]) -> None:
-    for plan in splits(scenario(), budget, ["H800", "H20"], most):
+@given(budget=st.floats(0, 400), max_devices=st.dictionaries(st.sampled_from(["H800", "H20"]), st.integers(0, 64)))
+def test_no_split_exceeds_the_budget_or_the_devices_that_there_are(budget: float, max_devices: dict[str, int]) -> None:
+    for plan in splits(scenario(), budget, ["H800", "H20"], max_devices):
         assert plan.price(CATALOGUE) <= budget + 1e-9
-        assert all(count <= most.get(device, count) for device, count in plan.devices().items())
+        assert all(count <= max_devices.get(device, count) for device, count in plan.devices().items())
         assert plan.trainers >= 1
         assert plan.engines
 
@@ -79,9 +79,9 @@ def test_variations_keep_the_hardware_and_the_trajectories_of_a_batch() -> None:
 def test_a_model_too_large_for_one_device_gets_as_many_as_hold_it() -> None:
     large = scenario(model={"name": "qwen3-235b-a22b"})
 
-    assert least_parallel(large, "H800") == 1  # as the scenario says
-    assert least_parallel(large, "H100") == 8
-    assert least_parallel(scenario(), "H100") == 1
+    assert min_parallel(large, "H800") == 1  # as the scenario says
+    assert min_parallel(large, "H100") == 8
+    assert min_parallel(scenario(), "H100") == 1
 
 
 def test_a_plan_needs_named_devices() -> None:

@@ -117,11 +117,13 @@ def test_prefill_and_decode_can_have_pools_of_their_own(file: Path) -> None:
 
 
 def test_blocking_weights_cost_more_than_a_store(file: Path) -> None:
-    ways = {
-        way: simulate(changed(file, "simulate.train={fixed: 100}", f"simulate.weights={{way: {way}, push: ethernet}}"))
-        for way in ("store", "collective")
+    results = {
+        method: simulate(
+            changed(file, "simulate.train={fixed: 100}", f"simulate.weights={{method: {method}, push: ethernet}}")
+        )
+        for method in ("store", "collective")
     }
-    assert ways["collective"].blocked_s > 0 == ways["store"].blocked_s
+    assert results["collective"].blocked_s > 0 == results["store"].blocked_s
 
 
 def test_measured_paces_take_the_place_of_the_models(file: Path) -> None:
@@ -137,10 +139,10 @@ def test_measured_paces_take_the_place_of_the_models(file: Path) -> None:
 
 
 def test_a_workload_file_is_laid_over_the_scenario(file: Path, tmp_path: Path) -> None:
-    (tmp_path / "workload.yaml").write_text("train: {fixed: 3}\nwarm_up: 2\n")
-    scenario = load(file, ["simulate.warm_up=0"], tmp_path / "workload.yaml")
+    (tmp_path / "workload.yaml").write_text("train: {fixed: 3}\nwarmup: 2\n")
+    scenario = load(file, ["simulate.warmup=0"], tmp_path / "workload.yaml")
     assert scenario.simulate.train is not None and scenario.simulate.train.fixed == 3
-    assert scenario.simulate.warm_up == 0
+    assert scenario.simulate.warmup == 0
     assert "chat" in scenario.simulate.workloads
 
 
@@ -183,15 +185,15 @@ def test_a_run_file_that_trains_can_be_simulated_as_it_is() -> None:
 
 
 def test_a_run_that_goes_on_begins_what_comes_after_its_last_step_and_one_that_ends_does_not(file: Path) -> None:
-    def finished(ends: bool) -> int:
-        keys = ("simulate.warm_up=0", "simulate.train={fixed: 300}", f"simulate.ends={ends}")
+    def finished(finite: bool) -> int:
+        keys = ("simulate.warmup=0", "simulate.train={fixed: 300}", f"simulate.finite={finite}")
         return simulate(changed(file, *keys)).outcomes["finished"]
 
-    assert finished(ends=True) == 4 * 4 * 4 < finished(ends=False)
+    assert finished(finite=True) == 4 * 4 * 4 < finished(finite=False)
 
 
-def test_a_warm_up_must_leave_steps_to_count(file: Path) -> None:
-    assert load(file).warm_up == 2
-    assert load(file, ["rollout.alpha=2"]).warm_up == 3
+def test_a_warmup_must_leave_steps_to_count(file: Path) -> None:
+    assert load(file).warmup == 2
+    assert load(file, ["rollout.alpha=2"]).warmup == 3
     with pytest.raises(ConfigError, match="4 steps of training leave none to count after a warm-up of 4"):
         load(file, ["rollout.alpha=3"])

@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 def plan(
     scenario: Annotated[Path, typer.Argument(metavar="SCENARIO.yaml", help="A run file with a `simulate` section.")],
     budget: Annotated[
-        float | None, typer.Option(help="Price of all devices, in those of one H20; default: of its own pools.")
+        float | None, typer.Option(help="Price of all devices per hour, one H20 is 1; default: that of its pools.")
     ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one key; again for more.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one key; repeatable.")
     ] = None,
     device: Annotated[
         list[str] | None,
-        typer.Option(metavar="CLASS", help="Generate on this class; again for more. Default: its own."),
+        typer.Option(metavar="CLASS", help="Generate on this class; repeatable. Default: those of its pools."),
     ] = None,
-    most: Annotated[
-        list[str] | None, typer.Option(metavar="CLASS=N", help="There are only so many devices of a class.")
+    max_devices: Annotated[
+        list[str] | None, typer.Option("--max", metavar="CLASS=N", help="Use at most N devices of this class.")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each plan that count.")] = 4,
-    each: Annotated[int, typer.Option(min=1, help="Simulate so many splits at each level of spending.")] = 3,
-    seeds: Annotated[int, typer.Option(min=1, help="Simulate the best with so many seeds.")] = 3,
-    workers: Annotated[int | None, typer.Option(min=1, help="Simulations side by side; default: all cores.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to measure after the warm-up.")] = 4,
+    per_level: Annotated[int, typer.Option(min=1, help="Splits to simulate at each level of spending.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds for the best plans.")] = 3,
+    workers: Annotated[int | None, typer.Option(min=1, help="Parallel simulations; default: one per core.")] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the fastest plan as a scenario.")
     ] = None,
@@ -49,7 +49,7 @@ def plan(
     prefill and decode. Prints the plans that none beats in price and time.
 
     [dim]rollart plan examples/paper/end_to_end.yaml
-    rollart plan workload.yaml --budget 300 --device H800 --device H20 --most H20=32[/dim]
+    rollart plan workload.yaml --budget 300 --device H800 --device H20 --max H20=32[/dim]
     """
     from rollart.config import loading
     from rollart.simulate import plots
@@ -64,9 +64,9 @@ def plan(
         asked,
         budget,
         kinds=device or (),
-        most=dict(_limit(text) for text in most or ()),
+        max_devices=dict(_limit(text) for text in max_devices or ()),
         steps=steps,
-        each=each,
+        per_level=per_level,
         seeds=seeds,
         workers=workers,
         tell=lambda text: console.print(text, style="dim", markup=False),
@@ -85,7 +85,7 @@ def plan(
 def _limit(text: str) -> tuple[str, int]:
     kind, _, count = text.partition("=")
     if not count.isdigit():
-        raise ConfigError(f"--most {text}: write it as CLASS=N, for instance H20=32")
+        raise ConfigError(f"--max {text}: write it as CLASS=N, for instance H20=32")
     return kind, int(count)
 
 

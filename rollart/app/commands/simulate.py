@@ -14,20 +14,21 @@ from rollart.app.commands.guard import guarded
 def simulate(
     scenario: Annotated[Path, typer.Argument(metavar="SCENARIO.yaml", help="A run file with a `simulate` section.")],
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one key; again for more.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one key; repeatable.")
     ] = None,
     preset: Annotated[str | None, typer.Option(help="sync, sync_plus, one_off, start_bound or rollart.")] = None,
     sweep: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="KEY=A,B,C", help="A row for each value; KEY,KEY=A:B,C:D together; again for all combinations."
+            metavar="KEY=A,B,C",
+            help="One row per value; KEY,KEY=A:B,C:D changes keys together; repeatable.",
         ),
     ] = None,
     workload: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Lay this file over the `simulate` section.")
+        Path | None, typer.Option(metavar="FILE", help="Override the `simulate` section with this file.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The first seed; default: the scenario's.")] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="So many seeds, one after the other.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds, one simulation each.")] = 1,
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="Make the run folder in here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line.")] = False,
 ) -> None:
