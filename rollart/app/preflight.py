@@ -9,6 +9,8 @@ from rollart.config.yaml_tree import Tree
 from rollart.core.errors import ConfigError
 from rollart.engines import backends
 from rollart.envs import families
+from rollart.training.advantages import ADVANTAGES
+from rollart.training.losses import LOSSES
 
 
 def load_run(
@@ -31,6 +33,9 @@ def _missing(run: RunFile, tree: Tree, need_model: bool, only_task: str | None) 
     if run.measured and not (run.measured / "events.jsonl").is_file():
         where = f"{tree.place(('measured',))}: measured {str(run.measured)!r}"
         yield f"{where} is not the folder of a run: it has no events.jsonl"
+    for key, registry in (("loss", LOSSES), ("advantage", ADVANTAGES)):
+        if wrong := registry.problem(getattr(run.training.algorithm, key)):
+            yield f"{tree.place(('training', 'algorithm', key))}: training.algorithm.{key} {wrong}"
     yield from (f"{tree.place(path)}: {wrong}" for path, wrong in backends.problems(run))
     hosts = run.pools_of("environment").values()
     elsewhere = all(pool.urls for pool in hosts) and run.model.warm_up is None and only_task is None

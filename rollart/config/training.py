@@ -9,14 +9,14 @@ from rollart.config.base import Conflict, Natural, Positive, Seconds, Section, T
 
 
 class AlgorithmConfig(Section):
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
-    solved: float = Field(
+    advantage: str = Field("grpo", description="grpo, another that rollart ships, or module:function")
+    solved_advantage: float = Field(
         0.15, ge=0, description="advantage of groups whose members all got the top reward: keeps them learnt"
     )
-    evidence: float = Field(
+    evidence_power: float = Field(
         1.0, ge=0, description="power of the share of groups with spread that scales the learning rate; 0: off"
     )
-    loss: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo"
+    loss: str = Field("ppo", description="ppo, another that rollart ships, or module:function")
     clip_low: float = Field(0.2, gt=0)
     clip_high: float = Field(0.28, gt=0)
     dual_clip: float | None = Field(None, gt=1)

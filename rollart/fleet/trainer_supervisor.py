@@ -50,6 +50,7 @@ class TrainerSupervisor:
             **self._spec(),
             "config": self._run.training.model_dump(mode="json"),
             "engine_dtype": self._run.engine.dtype,
+            "path": str(Path.cwd()),
             "classes": self._bindings[0].choices,
         }
         names = ["trainer"] if len(self._bindings) == 1 else [binding.worker for binding in self._bindings]

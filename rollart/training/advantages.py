@@ -7,21 +7,38 @@ size of recent gradients, a few noisy groups move them as far as a full batch wo
 fails everywhere at once; then its groups are all zero, without spread again, and it is gone for good.
 
 Two cures, both on by default. The trainer scales its learning rate by the share of groups that have spread
-(`algorithm.evidence`), which undoes what Adam does to batches that say little; this is the one that matters most. And
-a group whose members all got the top reward keeps a small positive advantage (`algorithm.solved`): its gradient
-vanishes while the policy is sure of these actions and grows when it is pushed away from them. The top is the best
-reward seen so far for that task, once a lower one has been seen too: a task that has always failed is not solved.
+(`algorithm.evidence_power`), which undoes what Adam does to batches that say little; this is the one that matters most.
+And a group whose members all got the top reward keeps a small positive advantage (`algorithm.solved_advantage`): its
+gradient vanishes while the policy is sure of these actions and grows when it is pushed away from them. The top is the
+best reward seen so far for that task, once a lower one has been seen too: a task that has always failed is not solved.
+
+An estimator is added by writing it here under `@ADVANTAGES.register`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
 
-Groups = Sequence[Sequence[float]]
+from rollart.core.errors import RollartError
+from rollart.training.registry import Registry
 
 EPSILON = 1e-6
 
+Groups = Sequence[Sequence[float]]
+Advantage = Callable[[Groups], list[list[float]]]
+"""From the rewards of each group's members to their advantages."""
 
+ADVANTAGES = Registry[Advantage]("training.algorithm.advantage")
+_in_reward_units: set[Advantage] = set()
+
+
+def in_reward_units(function: Advantage) -> Advantage:
+    """Marks advantages in the units of the reward: `solved_advantage` is scaled by the range of the task's rewards."""
+    _in_reward_units.add(function)
+    return function
+
+
+@ADVANTAGES.register
 def grpo(groups: Groups) -> list[list[float]]:
     """Distance from the group's mean in its standard deviations.
 
@@ -31,6 +48,8 @@ def grpo(groups: Groups) -> list[list[float]]:
     return [_normalised(rewards, *_moments(rewards)) for rewards in groups]
 
 
+@ADVANTAGES.register
+@in_reward_units
 def dr_grpo(groups: Groups) -> list[list[float]]:
     """Distance from the group's mean: not divided, so very easy and very hard groups weigh no more than others.
 
@@ -40,6 +59,8 @@ def dr_grpo(groups: Groups) -> list[list[float]]:
     return [[reward - _moments(rewards)[0] for reward in rewards] for rewards in groups]
 
 
+@ADVANTAGES.register
+@in_reward_units
 def rloo(groups: Groups) -> list[list[float]]:
     """Distance from the mean of the other members; a group of one has no others and gives zero.
 
@@ -50,6 +71,7 @@ def rloo(groups: Groups) -> list[list[float]]:
     return [[scale * value for value in values] for scale, values in zip(scales, dr_grpo(groups), strict=True)]
 
 
+@ADVANTAGES.register
 def reinforce_pp(groups: Groups) -> list[list[float]]:
     """REINFORCE++: distance from the mean of the whole batch in its standard deviations.
 
@@ -73,15 +95,6 @@ def _normalised(rewards: Sequence[float], mean: float, deviation: float) -> list
     return [(reward - mean) / (deviation + EPSILON) for reward in rewards]
 
 
-ESTIMATORS: Mapping[str, Callable[[Groups], list[list[float]]]] = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "reinforce_pp": reinforce_pp,
-}
-IN_REWARD_UNITS = frozenset({"dr_grpo", "rloo"})
-
-
 @dataclass(frozen=True, slots=True)
 class RewardRange:
     """The lowest and the highest reward seen so far for a task."""
@@ -100,17 +113,17 @@ class RewardRange:
 UNSEEN = RewardRange(float("inf"), float("-inf"))
 
 
-def advantages(
-    estimator: str, groups: Groups, ranges: Sequence[RewardRange], solved: float
+def group_advantages(
+    function: Advantage, groups: Groups, ranges: Sequence[RewardRange], solved_advantage: float
 ) -> tuple[list[list[float]], list[bool]]:
-    """One advantage per member, and which groups are solved; `ranges` holds the range of each group's task.
-
-    `solved` is in standard deviations; where the estimator keeps reward units it is scaled to the task's range.
-    """
-    values = ESTIMATORS[estimator](groups)
-    flags = [seen.solved_by(rewards) for rewards, seen in zip(groups, ranges, strict=True)]
+    """One advantage per member, and which groups are solved; `ranges` holds the range of each group's task."""
+    values = [list(group) for group in function(groups)]
+    if [len(group) for group in values] != [len(group) for group in groups]:
+        name = getattr(function, "__name__", function)
+        raise RollartError(f"the advantage {name!r} must return one number for each reward of each group")
+    solved = [seen.solved_by(rewards) for rewards, seen in zip(groups, ranges, strict=True)]
     for index, seen in enumerate(ranges):
-        if flags[index]:
-            least = solved * (seen.high - seen.low) if estimator in IN_REWARD_UNITS else solved
-            values[index] = [max(value, least) for value in values[index]]
-    return values, flags
+        if solved[index]:
+            floor = solved_advantage * (seen.high - seen.low if function in _in_reward_units else 1.0)
+            values[index] = [max(value, floor) for value in values[index]]
+    return values, solved

@@ -71,6 +71,7 @@ class Learner:
         torch.set_num_threads(config.threads)
         torch.manual_seed(seed)
         self.config, self.ranks, self._publisher = config, ranks, publisher
+        self._loss = losses.LOSSES.find(config.algorithm.loss)
         self.updates = 0
         self.policy = PolicyModel(folder, ranks)
         self.optimizer = make_optimizer(self.policy, config)
@@ -138,7 +139,17 @@ class Learner:
         first = micro.proximal is None
         if micro.proximal is None:
             micro.proximal = current.detach()
-        outcome = self._policy_loss(current, micro.proximal, micro)
+        outcome = losses.policy_loss(
+            self._loss,
+            losses.LossInputs(
+                logprobs=current,
+                old_logprobs=micro.proximal,
+                engine_logprobs=micro.behaviour,
+                advantages=micro.advantage,
+                sequences=micro.sequence,
+                config=algorithm,
+            ),
+        )
         importance = losses.importance_weight(micro.proximal, micro.behaviour, algorithm.importance_cap)
         loss = importance * outcome.loss
         kl = None
@@ -153,19 +164,6 @@ class Learner:
         if first:
             totals.first_pass(entropy, micro.proximal, micro.behaviour, micro.cell, importance)
         return total.item()
-
-    def _policy_loss(self, current: Tensor, proximal: Tensor, micro: MicroBatch) -> losses.PolicyLoss:
-        algorithm = self.config.algorithm
-        low, high, dual = algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip
-        match algorithm.loss:
-            case "ppo":
-                return losses.ppo(current, proximal, micro.advantage, low, high, dual)
-            case "gspo":
-                return losses.gspo(current, proximal, micro.advantage, micro.sequence, low, high, dual)
-            case "cispo":
-                return losses.cispo(current, proximal, micro.advantage, low, high)
-            case "reinforce":
-                return losses.reinforce(current, micro.advantage)
 
     # Its tensors, by the names of the parameters
 

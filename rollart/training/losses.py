@@ -1,83 +1,122 @@
-"""Policy losses as small functions of flat tensors, one entry per action token.
+"""Policy losses: small functions of flat tensors with one entry per action token.
 
-Three policies meet in them. The *behaviour* policy made the token; its logprobs come from the engine and may be some
+Three policies meet in them. The *behaviour* policy sampled the token; its logprobs come from the engine and may be some
 versions old. The *proximal* policy is the trainer's at the start of the step. The *current* one is being updated. In
 decoupled PPO the ratio current / proximal is clipped, and proximal / behaviour is a truncated importance weight. On the
 first update of a step current and proximal are the same, so the ratio is 1 in value and only its gradient counts.
+
+A loss is added by writing it here under `@LOSSES.register`. `rollart check` reads the registry, so this module does not
+import torch: the methods of tensors are enough.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rollart.config import AlgorithmConfig
+from rollart.core.errors import RollartError
+from rollart.training.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """The action tokens of one micro-batch. Observations and padding are not among them, so there is no mask.
+
+    `logprobs` are the current policy's and carry the gradient; `old_logprobs` are the proximal policy's and
+    `engine_logprobs` the behaviour policy's. `sequences` numbers the sequence of each token from 0. `config` has the
+    clip limits.
+    """
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    engine_logprobs: Tensor
+    advantages: Tensor
+    sequences: Tensor
+    config: AlgorithmConfig
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """Loss per token, and which tokens the clip held back."""
+    """Loss per token, and which tokens were clipped."""
 
     loss: Tensor
     clipped: Tensor
 
 
-def ppo(
-    current: Tensor, proximal: Tensor, advantage: Tensor, low: float, high: float, dual: float | None = None
-) -> PolicyLoss:
-    """The clipped surrogate. `high` > `low` is clip-higher; `dual` caps a bad token's loss at dual * |advantage|."""
-    ratio = torch.exp(current - proximal)
-    return _clipped_surrogate(ratio, advantage, low, high, dual)
+Loss = Callable[[LossInputs], "Tensor | PolicyLoss"]
+LOSSES = Registry[Loss]("training.algorithm.loss")
 
 
-def gspo(
-    current: Tensor,
-    proximal: Tensor,
-    advantage: Tensor,
-    sequence: Tensor,
-    low: float,
-    high: float,
-    dual: float | None = None,
-) -> PolicyLoss:
-    """As PPO, with one ratio per sequence: the geometric mean of its tokens' ratios. `sequence` indexes them from 0."""
-    counts = torch.bincount(sequence).clamp(min=1).to(current.dtype)
-    sums = torch.zeros_like(counts).index_add(0, sequence, current - proximal)
-    ratio = torch.exp(sums / counts)[sequence]
-    return _clipped_surrogate(ratio, advantage, low, high, dual)
+def policy_loss(function: Loss, inputs: LossInputs) -> PolicyLoss:
+    """The loss of every token. Without tokens, as on a rank that has nothing in a pass, `function` is not called."""
+    empty = inputs.logprobs.numel() == 0
+    result = inputs.logprobs if empty else function(inputs)
+    if not isinstance(result, PolicyLoss):
+        result = PolicyLoss(result, inputs.logprobs.new_zeros(inputs.logprobs.shape).bool())
+    if result.loss.shape != inputs.logprobs.shape:
+        raise RollartError(
+            f"the loss {inputs.config.loss!r} must return one value per token, a tensor of shape "
+            f"{tuple(inputs.logprobs.shape)}, not {tuple(result.loss.shape)}"
+        )
+    return result
 
 
-def cispo(current: Tensor, proximal: Tensor, advantage: Tensor, low: float, high: float) -> PolicyLoss:
+@LOSSES.register
+def ppo(inputs: LossInputs) -> PolicyLoss:
+    """The clipped surrogate. `clip_high` > `clip_low` is clip-higher; `dual_clip` caps a bad token's loss at
+    dual_clip * |advantage|."""
+    return _clipped_surrogate((inputs.logprobs - inputs.old_logprobs).exp(), inputs)
+
+
+@LOSSES.register
+def gspo(inputs: LossInputs) -> PolicyLoss:
+    """As PPO, with one ratio per sequence: the geometric mean of its tokens' ratios."""
+    counts = inputs.sequences.bincount().clamp(min=1).to(inputs.logprobs.dtype)
+    sums = counts.new_zeros(counts.shape).index_add(0, inputs.sequences, inputs.logprobs - inputs.old_logprobs)
+    return _clipped_surrogate((sums / counts).exp()[inputs.sequences], inputs)
+
+
+@LOSSES.register
+def cispo(inputs: LossInputs) -> PolicyLoss:
     """REINFORCE weighted by the clipped ratio: clipping bounds a token's weight but never silences its gradient."""
-    ratio = torch.exp(current - proximal).detach()
-    weight = ratio.clamp(1 - low, 1 + high)
-    return PolicyLoss(-weight * advantage * current, weight != ratio)
+    ratio = (inputs.logprobs - inputs.old_logprobs).exp().detach()
+    weight = ratio.clamp(1 - inputs.config.clip_low, 1 + inputs.config.clip_high)
+    return PolicyLoss(-weight * inputs.advantages * inputs.logprobs, weight != ratio)
 
 
-def reinforce(current: Tensor, advantage: Tensor) -> PolicyLoss:
-    return PolicyLoss(-advantage * current, torch.zeros_like(advantage, dtype=torch.bool))
+@LOSSES.register
+def reinforce(inputs: LossInputs) -> Tensor:
+    return -inputs.advantages * inputs.logprobs
 
 
-def _clipped_surrogate(ratio: Tensor, advantage: Tensor, low: float, high: float, dual: float | None) -> PolicyLoss:
-    plain = -ratio * advantage
-    bounded = -ratio.clamp(1 - low, 1 + high) * advantage
-    loss, clipped = torch.maximum(plain, bounded), bounded > plain
-    if dual is not None:
-        ceiling = -dual * advantage
-        over = (advantage < 0) & (loss > ceiling)
-        loss, clipped = torch.where(over, ceiling, loss), clipped | over
+def _clipped_surrogate(ratio: Tensor, inputs: LossInputs) -> PolicyLoss:
+    config, advantages = inputs.config, inputs.advantages
+    plain = -ratio * advantages
+    bounded = -ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages
+    loss, clipped = plain.maximum(bounded), bounded > plain
+    if config.dual_clip is not None:
+        ceiling = -config.dual_clip * advantages
+        over = (advantages < 0) & (loss > ceiling)
+        loss, clipped = ceiling.where(over, loss), clipped | over
     return PolicyLoss(loss, clipped)
 
 
 def importance_weight(proximal: Tensor, behaviour: Tensor, cap: float | None) -> Tensor:
     """How much likelier the token is now than when it was made, truncated at `cap`; 1 everywhere without a cap."""
     if cap is None:
-        return torch.ones_like(behaviour)
-    return torch.exp(proximal.detach() - behaviour).clamp(max=cap)
+        return behaviour.new_ones(behaviour.shape)
+    return (proximal.detach() - behaviour).exp().clamp(max=cap)
 
 
 def kl_to_reference(current: Tensor, reference: Tensor) -> Tensor:
     """The k3 estimate of KL(current || reference): never negative, unbiased, zero where they agree."""
     difference = reference - current
-    return torch.exp(difference) - difference - 1
+    return difference.exp() - difference - 1
 
 
 def token_weights(

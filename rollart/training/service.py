@@ -189,6 +189,8 @@ def _told_to_end() -> bool:
 
 @asynccontextmanager
 async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
+    if (path := spec.get("path")) and path not in sys.path:
+        sys.path.append(path)  # losses and advantages of the user may be in the folder that the run was started in
     if _place(spec).rank > 0:
         thread = ThreadPoolExecutor(1, "rank")
         try:

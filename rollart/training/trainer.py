@@ -14,7 +14,7 @@ from torch import Tensor
 from rollart.config import TrainingConfig
 from rollart.core.errors import RollartError
 from rollart.core.types import Batch, StepMetrics
-from rollart.training.advantages import UNSEEN, RewardRange, advantages
+from rollart.training.advantages import ADVANTAGES, UNSEEN, RewardRange, group_advantages
 from rollart.training.guard import Guard
 from rollart.training.learner import Beat, End, Gather, Held, Learn, Learner, Publish, Restore
 from rollart.training.logprob_gap import Cells, table
@@ -40,6 +40,7 @@ class Trainer:
     ) -> None:
         self.config = config
         self.version = version
+        self._advantage = ADVANTAGES.find(config.algorithm.advantage)
         self.ranges: dict[str, RewardRange] = {}
         self.ranks = ranks or Ranks.alone()
         self.learner = Learner(folder, config, self.ranks, seed, publisher)
@@ -55,7 +56,7 @@ class Trainer:
         for group, values in zip(batch.groups, rewards, strict=True):
             self.ranges[group.task] = self.ranges.get(group.task, UNSEEN).including(values)
         ranges = [self.ranges[group.task] for group in batch.groups]
-        scores, solved = advantages(algorithm.advantage, rewards, ranges, algorithm.solved)
+        scores, solved = group_advantages(self._advantage, rewards, ranges, algorithm.solved_advantage)
         cells = Cells(batch.step)
         hands = deal_samples(
             batch,
@@ -126,5 +127,5 @@ class Trainer:
     def _rate(self, evidence: float) -> float:
         """Adam makes a full-sized step of however small a gradient; a batch that says little should move little."""
         decay = 1 - (1 - self.config.lr_end) * min(1.0, self.version / self.config.steps)
-        rate: float = self.config.lr * decay * evidence**self.config.algorithm.evidence
+        rate: float = self.config.lr * decay * evidence**self.config.algorithm.evidence_power
         return rate

@@ -99,6 +99,18 @@ def test_a_valid_file_becomes_a_run_file_with_defaults(path: Path) -> None:
         ),
         ("json:JSONEncoder", "json.encoder:JSONEncodr", "does not have; did you mean 'JSONEncoder'?"),
         ("json:JSONEncoder", "JSONEncoder", "quick.yaml:15: tasks.sums.env must look like package.module:Name"),
+        (
+            "kl: 0.01",
+            "loss: gppo",
+            "quick.yaml:27: training.algorithm.loss must be ppo, gspo, cispo, reinforce or module:function, not 'gppo'"
+            "; did you mean 'ppo'?",
+        ),
+        (
+            "kl: 0.01",
+            "advantage: json:dumbs",
+            "quick.yaml:27: training.algorithm.advantage names 'dumbs', which module 'json' does not have; "
+            "did you mean 'dumps'?",
+        ),
         ("seed: 3", "seed: [3", "not valid YAML"),
         ("seed: 3", "seed: !!python/name:os.system x", "quick.yaml:2: the YAML tag"),
         ("seed: 3", "<<: {}", "quick.yaml:2: merge keys"),

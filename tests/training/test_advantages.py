@@ -4,7 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.training.advantages import UNSEEN, RewardRange, advantages, dr_grpo, grpo, reinforce_pp, rloo
+from rollart.training.advantages import (
+    UNSEEN,
+    Groups,
+    RewardRange,
+    dr_grpo,
+    group_advantages,
+    grpo,
+    in_reward_units,
+    reinforce_pp,
+    rloo,
+)
 
 GROUPS = [[1.0, 0.0, 0.0, 0.0], [0.5, 0.5]]
 
@@ -55,25 +65,34 @@ def test_the_order_of_rewards_is_the_order_of_advantages(groups: list[list[float
 
 def test_a_solved_group_keeps_a_small_advantage() -> None:
     seen = RewardRange(0.0, 1.0)
-    values, solved = advantages("grpo", [[1.0, 1.0], [0.0, 0.0], [0.5, 0.5]], [seen] * 3, 0.15)
+    values, solved = group_advantages(grpo, [[1.0, 1.0], [0.0, 0.0], [0.5, 0.5]], [seen] * 3, 0.15)
     assert values == [[0.15, 0.15], [0.0, 0.0], [0.0, 0.0]]
     assert solved == [True, False, False]
 
 
 def test_a_task_that_never_differed_is_not_solved() -> None:
     always_zero = UNSEEN.including([0.0, 0.0])
-    assert advantages("grpo", [[0.0, 0.0]], [always_zero], 0.15) == ([[0.0, 0.0]], [False])
+    assert group_advantages(grpo, [[0.0, 0.0]], [always_zero], 0.15) == ([[0.0, 0.0]], [False])
 
 
 def test_the_solved_advantage_is_in_reward_units_where_the_estimator_is() -> None:
     seen = RewardRange(-10.0, 10.0)
-    values, _ = advantages("dr_grpo", [[10.0, 10.0]], [seen], 0.15)
+    values, _ = group_advantages(dr_grpo, [[10.0, 10.0]], [seen], 0.15)
     assert values[0] == pytest.approx([3.0, 3.0])
+
+
+def test_own_advantages_are_in_reward_units_if_marked() -> None:
+    def plain(groups: Groups) -> list[list[float]]:
+        return [[0.0 for _ in rewards] for rewards in groups]
+
+    seen = RewardRange(-10.0, 10.0)
+    assert group_advantages(plain, [[10.0]], [seen], 0.15)[0] == [[0.15]]
+    assert group_advantages(in_reward_units(plain), [[10.0]], [seen], 0.15)[0] == [[3.0]]
 
 
 def test_solved_never_lowers_an_advantage() -> None:
     seen = RewardRange(0.0, 1.0)
-    values, _ = advantages("reinforce_pp", [[1.0, 1.0], [0.0, 0.0]], [seen] * 2, 0.15)
+    values, _ = group_advantages(reinforce_pp, [[1.0, 1.0], [0.0, 0.0]], [seen] * 2, 0.15)
     assert values[0] == pytest.approx([1.0, 1.0], abs=1e-4)
 
 

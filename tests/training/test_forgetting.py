@@ -104,7 +104,7 @@ def train(folder: Path, algorithm: AlgorithmConfig, seed: int = 2) -> dict[str, 
 
 
 def test_without_the_cure_a_solved_task_is_lost_for_good(folder: Path) -> None:
-    history = train(folder, AlgorithmConfig(solved=0.0, evidence=0.0))
+    history = train(folder, AlgorithmConfig(solved_advantage=0.0, evidence_power=0.0))
     assert fmean(history["count"][:3]) > 0.95
     assert fmean(history["count"][-20:]) < 0.2
 

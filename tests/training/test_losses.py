@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from rollart.config import AlgorithmConfig
 from rollart.training import losses
 
 LOW, HIGH = 0.2, 0.28
@@ -13,6 +14,21 @@ LOW, HIGH = 0.2, 0.28
 
 def tensor(values: list[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
+
+
+def evaluate(
+    name: str,
+    current: torch.Tensor,
+    proximal: torch.Tensor,
+    advantage: torch.Tensor,
+    *,
+    sequence: torch.Tensor | None = None,
+    dual: float | None = None,
+) -> losses.PolicyLoss:
+    config = AlgorithmConfig(loss=name, clip_low=LOW, clip_high=HIGH, dual_clip=dual)
+    sequence = torch.zeros(len(current), dtype=torch.long) if sequence is None else sequence
+    inputs = losses.LossInputs(current, proximal, proximal, advantage, sequence, config)
+    return losses.policy_loss(losses.LOSSES.find(name), inputs)
 
 
 def clip(value: float, low: float, high: float) -> float:
@@ -39,20 +55,20 @@ def case() -> dict[str, list[float]]:
 
 def test_ppo_by_hand() -> None:
     current, proximal = tensor([math.log(1.5)] * 2 + [math.log(0.5)] * 2), tensor([0.0] * 4)
-    result = losses.ppo(current, proximal, tensor([1.0, -1.0, 1.0, -1.0]), LOW, HIGH)
+    result = evaluate("ppo", current, proximal, tensor([1.0, -1.0, 1.0, -1.0]))
     assert result.loss.tolist() == pytest.approx([-1.28, 1.5, -0.5, 0.8])
     assert result.clipped.tolist() == [True, False, False, True]
 
 
 def test_dual_clip_by_hand() -> None:
-    result = losses.ppo(tensor([math.log(5.0)] * 2), tensor([0.0] * 2), tensor([-1.0, 1.0]), LOW, HIGH, dual=3.0)
+    result = evaluate("ppo", tensor([math.log(5.0)] * 2), tensor([0.0] * 2), tensor([-1.0, 1.0]), dual=3.0)
     assert result.loss.tolist() == pytest.approx([3.0, -1.28])
     assert result.clipped.tolist() == [True, True]
 
 
 @pytest.mark.parametrize("dual", [None, 1.5])
 def test_ppo_is_the_plain_formula(case: dict[str, list[float]], dual: float | None) -> None:
-    got = losses.ppo(*(tensor(case[key]) for key in case), LOW, HIGH, dual)
+    got = evaluate("ppo", *(tensor(case[key]) for key in case), dual=dual)
     expected = [surrogate(math.exp(c - p), a, dual) for c, p, a in zip(*case.values(), strict=True)]
     assert got.loss.tolist() == pytest.approx(expected)
 
@@ -60,8 +76,12 @@ def test_ppo_is_the_plain_formula(case: dict[str, list[float]], dual: float | No
 def test_gspo_is_the_plain_formula(case: dict[str, list[float]]) -> None:
     sequence = [index // 7 for index in range(40)]
     advantage = [float(number) - 2.5 for number in sequence]
-    got = losses.gspo(
-        tensor(case["current"]), tensor(case["proximal"]), tensor(advantage), torch.tensor(sequence), LOW, HIGH
+    got = evaluate(
+        "gspo",
+        tensor(case["current"]),
+        tensor(case["proximal"]),
+        tensor(advantage),
+        sequence=torch.tensor(sequence),
     )
     for number in set(sequence):
         members = [index for index, owner in enumerate(sequence) if owner == number]
@@ -72,16 +92,14 @@ def test_gspo_is_the_plain_formula(case: dict[str, list[float]]) -> None:
 
 def test_gspo_by_hand() -> None:
     # ratios 2 and 0.5 multiply to 1, so the sequence is not clipped though each token would be
-    got = losses.gspo(
-        tensor([math.log(2), math.log(0.5)]), tensor([0.0, 0.0]), tensor([1.0, 1.0]), torch.tensor([0, 0]), LOW, HIGH
-    )
+    got = evaluate("gspo", tensor([math.log(2), math.log(0.5)]), tensor([0.0, 0.0]), tensor([1.0, 1.0]))
     assert got.loss.tolist() == pytest.approx([-1.0, -1.0])
     assert not got.clipped.any()
 
 
 def test_cispo_is_the_plain_formula_and_never_silences_a_token(case: dict[str, list[float]]) -> None:
     current = tensor(case["current"]).requires_grad_()
-    got = losses.cispo(current, tensor(case["proximal"]), tensor(case["advantage"]), LOW, HIGH)
+    got = evaluate("cispo", current, tensor(case["proximal"]), tensor(case["advantage"]))
     weights = [clip(math.exp(c - p), 1 - LOW, 1 + HIGH) for c, p, _ in zip(*case.values(), strict=True)]
     expected = [-w * a * c for w, a, c in zip(weights, case["advantage"], case["current"], strict=True)]
     assert got.loss.tolist() == pytest.approx(expected)
@@ -91,7 +109,7 @@ def test_cispo_is_the_plain_formula_and_never_silences_a_token(case: dict[str, l
 
 def test_clipped_tokens_of_ppo_have_no_gradient(case: dict[str, list[float]]) -> None:
     current = tensor(case["current"]).requires_grad_()
-    got = losses.ppo(current, tensor(case["proximal"]), tensor(case["advantage"]), LOW, HIGH, dual=1.5)
+    got = evaluate("ppo", current, tensor(case["proximal"]), tensor(case["advantage"]), dual=1.5)
     (gradient,) = torch.autograd.grad(got.loss.sum(), current)
     assert got.clipped.any()
     assert torch.equal(gradient == 0, got.clipped)
@@ -103,13 +121,7 @@ def test_on_the_first_update_ppo_gspo_and_cispo_have_the_gradient_of_reinforce(c
     gradients = []
     for name in ("reinforce", "ppo", "cispo", "gspo"):
         current = tensor(case["current"]).requires_grad_()
-        proximal = current.detach()
-        result = {
-            "reinforce": lambda c, p: losses.reinforce(c, advantage),
-            "ppo": lambda c, p: losses.ppo(c, p, advantage, LOW, HIGH),
-            "cispo": lambda c, p: losses.cispo(c, p, advantage, LOW, HIGH),
-            "gspo": lambda c, p: losses.gspo(c, p, advantage, sequence, LOW, HIGH),
-        }[name](current, proximal)
+        result = evaluate(name, current, current.detach(), advantage, sequence=sequence)
         gradients.append(torch.autograd.grad(result.loss.sum(), current)[0])
     for gradient in gradients[1:]:
         torch.testing.assert_close(gradient, gradients[0])

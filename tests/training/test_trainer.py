@@ -155,7 +155,7 @@ def test_the_learning_rate_warms_up(folder: Path) -> None:
 def test_the_learning_rate_is_scaled_by_the_share_of_groups_with_spread(folder: Path) -> None:
     rewards = [[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 1.0]]
     for power, share in ((1.0, 0.5), (0.5, 0.5**0.5), (0.0, 1.0)):
-        subject = trainer(folder, lr=1e-3, lr_warm_up=0, algorithm={"evidence": power})
+        subject = trainer(folder, lr=1e-3, lr_warm_up=0, algorithm={"evidence_power": power})
         assert subject.step(make_batch(0, rewards)).values["lr"] == pytest.approx(share * 1e-3)
 
 
@@ -176,7 +176,7 @@ def test_the_kl_is_zero_at_the_start_and_grows(folder: Path) -> None:
 def test_an_entropy_bonus_makes_the_policy_less_sure(folder: Path) -> None:
     draw = random.Random(0)
     batch = Batch(0, (SampleGroup("0", "t", tuple(make_sample(1.0, draw) for _ in range(4))),))
-    subject = trainer(folder, lr=1e-2, lr_warm_up=0, algorithm={"entropy": 1.0, "evidence": 0.0})
+    subject = trainer(folder, lr=1e-2, lr_warm_up=0, algorithm={"entropy": 1.0, "evidence_power": 0.0})
     first = subject.step(batch).values["entropy"]
     assert subject.step(replace(batch, step=1)).values["entropy"] > first
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_models import make_batch, save_tiny
 
-from rollart.config import TrainingConfig
+from rollart.config import AlgorithmConfig, TrainingConfig
 from rollart.core.errors import EngineFailed, ServiceError
 from rollart.launch import rpc
 from rollart.launch.launcher import ResourceRequest, service_command
@@ -69,6 +69,26 @@ def test_a_trainer_process_steps_publishes_saves_and_resumes(tmp_path: Path, spe
             assert metrics.values == plain.step(make_batch(1, REWARDS)).values
             await trainer.load(tmp_path / "checkpoint")
             assert await trainer.publish() == 1
+        await process.stop()
+
+    asyncio.run(body())
+
+
+@pytest.mark.slow
+def test_a_trainer_process_finds_own_losses_in_the_folder_of_the_run(tmp_path: Path, spec: dict[str, Any]) -> None:
+    code = "def scaled(inputs):\n    return -2 * inputs.advantages * inputs.logprobs\n"
+    (tmp_path / "loss_of_a_user.py").write_text(code)
+    plain = Trainer(Path(spec["model"]), TrainingConfig(algorithm=AlgorithmConfig(loss="reinforce")))
+    own = TrainingConfig(algorithm=AlgorithmConfig(loss="loss_of_a_user:scaled"))
+
+    async def body() -> None:
+        launcher = LocalLauncher()
+        more = {"config": own.model_dump(mode="json"), "path": str(tmp_path)}
+        command = service_command("rollart.training.service", spec | more, name="t", logs=tmp_path)
+        process = await launcher.launch(command, ResourceRequest())
+        async with rpc.connected(process.answer["url"], key=launcher.key) as connection:
+            metrics = await TrainerClient(connection, DEADLINE_S).step(make_batch(0, REWARDS))
+            assert metrics.values["loss"] == pytest.approx(2 * plain.step(make_batch(0, REWARDS)).values["loss"])
         await process.stop()
 
     asyncio.run(body())
