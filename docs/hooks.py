@@ -1,0 +1,140 @@
+"""MkDocs hooks: pages made from the code, and links that work both here and in a checkout.
+
+The reference of run files comes from the schema, the reference of commands from the command line itself, so neither can
+be out of date. Links to source files, which the site does not contain, become plain paths.
+"""
+
+import re
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from rich.text import Text
+
+from rollart.app.cli import app
+from rollart.config import RunFile
+
+ROOT = Path(__file__).parents[1]
+OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./[^)#]+)\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    pages = {
+        "reference/run-file.md": "\n".join(run_file()),
+        "reference/commands.md": "\n".join(commands()),
+        "contributing.md": (ROOT / "CONTRIBUTING.md").read_text().replace("](docs/", "]("),
+        "changelog.md": (ROOT / "CHANGELOG.md").read_text(),
+    }
+    for path, content in pages.items():
+        files.append(File.generated(config, path, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    return OUTSIDE.sub(lambda match: f"{match[1]} (`{match[2].removeprefix('../')}`)", markdown)
+
+
+def run_file() -> Iterator[str]:
+    yield "# Run file\n"
+    yield "Every key with its default and meaning. Generated from the schema (`rollart schema` prints it for editors); an"
+    yield "unknown key is an error that names the nearest known one. `--set a.b.c=value` changes one key on the command line.\n"
+    yield from _section(RunFile, "")
+
+
+def _section(section: type[BaseModel], path: str) -> Iterator[str]:
+    if path:
+        yield f"\n## `{path}`\n"
+        yield (section.__doc__ or "").strip() + "\n"
+    yield "| key | value | default | meaning |\n|---|---|---|---|"
+    nested: list[tuple[type[BaseModel], str]] = []
+    for name, field in section.model_fields.items():
+        inner = _inner(field.annotation)
+        whole = f"{path}.{name}" if path else name
+        if inner is not None:
+            many = {dict: f"{whole}.NAME", list: f"{whole}[]"}.get(get_origin(field.annotation) or object, whole)
+            nested.append((inner, many))
+        yield f"| `{name}` | {_type(field.annotation)} | {_default(field)} | {_cell(field.description or '')} |"
+    for inner, where in nested:
+        yield from _section(inner, where)
+
+
+def _inner(annotation: Any) -> type[BaseModel] | None:
+    """The section inside an annotation, however it is wrapped."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _inner(part)) is not None), None)
+
+
+def _type(annotation: Any) -> str:
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type(parts[0])
+    if origin is Literal:
+        return " or ".join(f"`{part}`" for part in parts)
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_type(part) for part in parts if part is not type(None)))
+    if origin in (list, tuple):
+        return f"list of {_type(parts[0])}" if parts else "list"
+    if origin is dict:
+        return f"map to {_type(parts[1])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
+    return {"str": "text", "int": "integer", "float": "number", "bool": "true or false", "Any": "section"}.get(
+        getattr(annotation, "__name__", str(annotation)), getattr(annotation, "__name__", "").lower()
+    )
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if value is None or isinstance(value, BaseModel) or value in ([], {}, ""):
+        return ""
+    return f"`{value}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def commands() -> Iterator[str]:
+    yield "# Commands\n"
+    yield "What `rollart COMMAND --help` prints.\n"
+    yield from _commands(typer.main.get_command(app), ["rollart"])
+
+
+def _commands(command: Any, names: list[str]) -> Iterator[str]:
+    inner = getattr(command, "commands", {})
+    if not inner:
+        with command.make_context(" ".join(names), [], resilient_parsing=True) as context:
+            lines = "\n".join(line.rstrip() for line in _help(command, context).splitlines())
+        yield f"\n## `{' '.join(names)}`\n\n```text\n{lines.strip()}\n```"
+    for name in sorted(inner):
+        yield from _commands(inner[name], [*names, name])
+
+
+def _help(command: Any, context: Any) -> str:
+    """Typer prints rich help straight to the terminal; plain text reads better on a page."""
+    out = [
+        Text.from_markup(command.help or "").plain.strip(),
+        "",
+        f"usage: {context.command_path} {_usage(command)}",
+        "",
+    ]
+    for parameter in command.params:
+        names = getattr(parameter, "opts", [])
+        label = ", ".join(names) if names[0].startswith("-") else (parameter.metavar or names[0]).upper()
+        out.append(f"  {label:<24} {Text.from_markup(getattr(parameter, 'help', None) or '').plain}")
+    return "\n".join(out)
+
+
+def _usage(command: Any) -> str:
+    arguments = [(p.metavar or p.name).upper() for p in command.params if not p.opts[0].startswith("-")]
+    return " ".join(["[OPTIONS]", *arguments])

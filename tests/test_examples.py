@@ -1,0 +1,23 @@
+"""Every run file and scenario that we ship can be loaded."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rollart.config.loading import load as load_run_file
+from rollart.simulate.scenario import load as load_scenario
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted(path for path in (ROOT / "examples").rglob("*.yaml") if "tasks" not in path.parts)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_an_example_is_a_valid_run_file(path: Path) -> None:
+    simulated = "simulate" in yaml.safe_load(path.read_text())
+    run = load_scenario(path) if simulated else load_run_file(path)
+    assert run.tasks
+
+
+def test_examples_were_found() -> None:
+    assert len(FILES) > 15
