@@ -43,8 +43,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def run_file() -> Iterator[str]:
     yield "# Run file\n"
-    yield "Every key with its default and meaning. Generated from the schema (`rollart schema` prints it for editors); an"
-    yield "unknown key is an error that names the nearest known one. `--set a.b.c=value` changes one key on the command line.\n"
+    yield "Every key with its default and meaning, generated from the schema (`rollart schema` prints it for editors)."
+    yield "An unknown key is an error that names the nearest known one. `--set a.b.c=value` changes one key of a run.\n"
     yield from _section(RunFile, "")
 
 
