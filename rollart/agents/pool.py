@@ -33,7 +33,7 @@ from rollart.workers.slots import SlotPool
 
 class AgentPool:
     """Implements `core.protocols.AgentPool`. At most `slots` episodes of a task at the same time, split over hosts,
-    one for each of the `wishes`; each of at most `deadline` seconds unless its task says otherwise. What agents print
+    one for each of the `requests`; each of at most `deadline` seconds unless its task says otherwise. What agents print
     goes to `log`."""
 
     def __init__(
@@ -44,14 +44,15 @@ class AgentPool:
         *,
         slots: int,
         deadline: float,
-        wishes: Sequence[ResourceRequest] = (),
+        requests: Sequence[ResourceRequest] = (),
         log: Path | None = None,
         tell: Tell | None = None,
     ) -> None:
         self._gateway, self._deadline, self._slots = gateway, deadline, slots
         self._tasks = {task.name: task for task in tasks}
         places = [
-            Place(launcher, replace(wish, count=wish.count / len(tasks))) for wish in wishes or [ResourceRequest()]
+            Place(launcher, replace(request, count=request.count / len(tasks)))
+            for request in requests or [ResourceRequest()]
         ]
         self._pools = {task.name: SlotPool(host_spec(task, log), slots, places=places, tell=tell) for task in tasks}
 

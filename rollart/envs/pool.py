@@ -34,8 +34,8 @@ from rollart.workers.warm import Warmth
 class EnvironmentPool:
     """Implements `rollart.core.protocols.EnvironmentPool`. What environments print goes to `log`, if given.
 
-    Each task has one host for each of the `wishes`, shared by the tasks, and a connection to each of the `urls`, where
-    someone else runs a host; its slots are split over them in proportion to what is wished for, a URL counting as one.
+    Each task has one host for each of the `requests`, shared by the tasks, and a connection to each of the `urls`,
+    where someone else runs a host; its slots are split over them in proportion to the requests, a URL counting as one.
     With neither, it has a single host. `launcher` starts them; without one they run on this machine. `tell` hears of
     each host that started, and again, with the reason, when it died; `sink` of every process that was lost.
     """
@@ -46,7 +46,7 @@ class EnvironmentPool:
         config: EnvironmentsConfig,
         log: Path | None = None,
         launcher: Launcher | None = None,
-        wishes: Sequence[ResourceRequest] = (),
+        requests: Sequence[ResourceRequest] = (),
         urls: Sequence[str] = (),
         tell: Tell | None = None,
         sink: EventSink | None = None,
@@ -55,10 +55,10 @@ class EnvironmentPool:
         self._sink = sink
         self._launcher = launcher or LocalLauncher()
         self._share = 1 / max(1, len(tasks))
-        places = [self._place(wish) for wish in wishes or ([] if urls else [ResourceRequest()])]
+        places = [self._place(request) for request in requests or ([] if urls else [ResourceRequest()])]
         places += [Place(RemoteHost(url), ResourceRequest()) for url in urls]
         # Hosts that someone else runs have their own Python; only those that we start need that of the family.
-        self._python = sys.executable if urls and not wishes else None
+        self._python = sys.executable if urls and not requests else None
         self._tasks = {task.name: self._environments(task, places, log, tell) for task in tasks}
 
     def _environments(
@@ -78,8 +78,8 @@ class EnvironmentPool:
         )
         return TaskEnvironments(task, config, pool, Latencies(config.hedge_after), self._sink)
 
-    def _place(self, wish: ResourceRequest) -> Place:
-        return Place(self._launcher, replace(wish, count=wish.count * self._share))
+    def _place(self, request: ResourceRequest) -> Place:
+        return Place(self._launcher, replace(request, count=request.count * self._share))
 
     @property
     def counts(self) -> Mapping[str, Counts]:
@@ -98,9 +98,9 @@ class EnvironmentPool:
         """Raises ServiceError, for example for a module that cannot be imported."""
         await self._each(lambda pool: pool.start())
 
-    async def add(self, wish: ResourceRequest) -> None:
+    async def add(self, request: ResourceRequest) -> None:
         """One more host for each task, while others run. Raises ServiceError."""
-        await self._each(lambda pool: pool.add(self._place(wish)))
+        await self._each(lambda pool: pool.add(self._place(request)))
 
     async def _each(self, do: Callable[[SlotPool], Awaitable[None]]) -> None:
         results = await asyncio.gather(*(do(task.pool) for task in self._tasks.values()), return_exceptions=True)

@@ -11,8 +11,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rollart.core.errors import ServiceError
+from rollart.launch.keepalive import enable_keepalive
 from rollart.launch.launcher import Command, Node, ResourceRequest, ServiceHandle, Unsatisfiable
-from rollart.launch.silence import notice_silence
 from rollart.workers.slot import CallRaised, Slot, SlotLost
 
 KEY = "ROLLART_WORKER_KEY"  # of the environment; what the hosts of others want to be shown
@@ -58,17 +58,17 @@ class RemoteHost:
     async def nodes(self) -> Sequence[Node]:
         return [Node(self._url, self._address[0], {}, {})]
 
-    async def launch(self, command: Command, wish: ResourceRequest) -> ServiceHandle:
+    async def launch(self, command: Command, request: ResourceRequest) -> ServiceHandle:
         """Reach the host and ask whether it knows what will be wanted. Raises ServiceError."""
-        if self._url in wish.apart:
-            raise Unsatisfiable(command.name, wish, await self.nodes())
+        if self._url in request.avoid:
+            raise Unsatisfiable(command.name, request, await self.nodes())
         if not self.key:
             raise ServiceError(f"set {KEY} to the key of the host at {self._url}")
         slot = Slot(command.spec["limit"])
         try:
             async with asyncio.timeout(REACH_S):
                 transport, _ = await asyncio.get_running_loop().create_connection(lambda: slot, *self._address)
-                notice_silence(transport.get_extra_info("socket"))
+                enable_keepalive(transport.get_extra_info("socket"))
                 transport.write(self.key.encode() + b"\n")
                 await slot.started
                 for path in command.spec["imports"]:
@@ -89,7 +89,7 @@ class RemoteHost:
             return f"the host at {self._url} hung up; is {KEY} its key? ({error})"
         return f"the host at {self._url} cannot be reached: {error or 'no answer'}"
 
-    async def launch_together(self, commands: Sequence[Command], wish: ResourceRequest) -> Sequence[ServiceHandle]:
+    async def launch_together(self, commands: Sequence[Command], request: ResourceRequest) -> Sequence[ServiceHandle]:
         raise ServiceError(f"the host at {self._url} serves environments only")
 
     async def close(self) -> None:

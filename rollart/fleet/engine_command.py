@@ -9,7 +9,7 @@ from rollart.config import RunFile
 from rollart.engines.backends import backend_of
 from rollart.hardware.devices import DeviceClass
 from rollart.launch.launcher import Command, ResourceRequest, service_command
-from rollart.placement.placement import Binding
+from rollart.placement.bindings import Binding
 from rollart.placement.plan import acts_as
 
 _BESIDE = ResourceRequest(count=0.1)  # for a service whose server runs elsewhere
@@ -30,8 +30,8 @@ def engine_command(
     return replace(command, start_deadline=backend.start_deadline(run))
 
 
-def wish_of(run: RunFile, binding: Binding) -> ResourceRequest:
-    return _BESIDE if run.all_pools()[binding.pool].urls else binding.wish()
+def request_of(run: RunFile, binding: Binding) -> ResourceRequest:
+    return _BESIDE if run.all_pools()[binding.pool].urls else binding.request()
 
 
 def url_of(run: RunFile, binding: Binding) -> str:

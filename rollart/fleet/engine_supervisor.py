@@ -17,13 +17,13 @@ from rollart.core.errors import EngineFailed, EngineLost, ServiceError
 from rollart.core.events import EngineSample, EventSink, ServiceEnded, ServiceStarted, Warned
 from rollart.engines.backends import backend_of
 from rollart.engines.client import EngineClient
-from rollart.fleet.engine_command import engine_command, url_of, wish_of
+from rollart.fleet.engine_command import engine_command, request_of, url_of
 from rollart.hardware.devices import DeviceClass
 from rollart.hardware.roofline import ModelShape, Roofline
 from rollart.launch import rpc
 from rollart.launch.external import ExternalService
 from rollart.launch.launcher import Launcher, ServiceHandle, relaunch
-from rollart.placement.placement import Binding
+from rollart.placement.bindings import Binding
 from rollart.placement.plan import acts_as
 from rollart.rollout.engine_state import EnginePool
 from rollart.rollout.router import Router
@@ -155,10 +155,10 @@ class EngineSupervisor:
 
     async def _launch(self, binding: Binding, ended: ServiceHandle | None) -> ServiceHandle:
         command = engine_command(self._run, binding, self._spec(), self._devices, self._logs)
-        wish = wish_of(self._run, binding)
+        request = request_of(self._run, binding)
         if ended is None:
-            return await self._launcher.launch(command, wish)
-        return await relaunch(self._launcher, command, wish, ended)
+            return await self._launcher.launch(command, request)
+        return await relaunch(self._launcher, command, request, ended)
 
     def _pool(self, binding: Binding, device: DeviceClass, slowdown: float) -> EnginePool:
         """Engines of one pool that got different classes are different to the router."""

@@ -26,8 +26,8 @@ from rollart.hardware.roofline import ModelShape
 from rollart.launch.launcher import Launcher, ServiceHandle
 from rollart.launch.local import LocalLauncher
 from rollart.models.chat import ChatRenderer
+from rollart.placement.bindings import Binding
 from rollart.placement.inventory import Inventory
-from rollart.placement.placement import Binding
 from rollart.placement.plan import PlacementPlan, plan
 from rollart.placement.workload import MEASURED
 from rollart.rewards.invokers import Rewards
@@ -110,7 +110,9 @@ class Fleet:
             run.environments,
             log=self._logs / "environments.log",
             launcher=launcher,
-            wishes=[binding.wish() for binding in bindings["environment"] if not run.all_pools()[binding.pool].urls],
+            requests=[
+                binding.request() for binding in bindings["environment"] if not run.all_pools()[binding.pool].urls
+            ],
             urls=[url for pool in run.pools_of("environment").values() for url in pool.urls],
             tell=partial(self._tell_host, bindings["environment"][0]),
             sink=self._log,
@@ -147,7 +149,7 @@ class Fleet:
             slots=run.environments.slots,
             deadline=run.rollout.trajectory_deadline,
             log=self._logs / "agents.log",
-            wishes=[binding.wish() for binding in bindings if not run.all_pools()[binding.pool].urls],
+            requests=[binding.request() for binding in bindings if not run.all_pools()[binding.pool].urls],
             tell=partial(self._tell_host, bindings[0]),
         )
 

@@ -11,7 +11,7 @@ from rollart.core.errors import ServiceError
 from rollart.core.events import EventSink, ServiceEnded, ServiceStarted, Warned
 from rollart.launch import rpc
 from rollart.launch.launcher import Launcher, ResourceRequest, ServiceHandle, service_command
-from rollart.placement.placement import Binding
+from rollart.placement.bindings import Binding
 from rollart.training.client import TrainerClient
 
 BACK_S, LONGEST_BACK_OFF_S = 180.0, 15.0
@@ -42,7 +42,7 @@ class TrainerSupervisor:
         self._connection: rpc.RpcClient
         self.client: TrainerClient
 
-    async def start(self, apart: frozenset[str] = frozenset()) -> None:
+    async def start(self, avoid: frozenset[str] = frozenset()) -> None:
         """Raises ServiceError."""
         clock = asyncio.get_running_loop().time
         began = clock()
@@ -60,11 +60,11 @@ class TrainerSupervisor:
             )
             for name in names
         ]
-        wish = ResourceRequest(self._bindings[0].choices, self._bindings[0].units, apart)
+        request = ResourceRequest(self._bindings[0].choices, self._bindings[0].units, avoid)
         if len(commands) == 1:
-            self._started = [await self._launcher.launch(commands[0], wish)]
+            self._started = [await self._launcher.launch(commands[0], request)]
         else:
-            self._started = await self._launcher.launch_together(commands, wish)
+            self._started = await self._launcher.launch_together(commands, request)
         url = str(self._started[0].answer["url"])
         try:
             client = await self._stack.enter_async_context(rpc.connected(url, key=self._launcher.key))

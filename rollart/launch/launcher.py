@@ -40,16 +40,16 @@ def service_command(module: str, spec: Mapping[str, Any], *, name: str, logs: Pa
 
 @dataclass(frozen=True, slots=True)
 class ResourceRequest:
-    """Where a command should run: device classes in order of preference, and how many of them it takes. `apart` from
+    """Where a command should run: device classes in order of preference, and how many of them it takes. `avoid` from
     the nodes named, because they are suspected or already used."""
 
     devices: tuple[str, ...] = ("cpu",)
     count: float = 1
-    apart: frozenset[str] = frozenset()
+    avoid: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
-        apart = f", not on {', '.join(sorted(self.apart))}" if self.apart else ""
-        return f"{self.count:g} x {' or '.join(self.devices)}{apart}"
+        avoid = f", not on {', '.join(sorted(self.avoid))}" if self.avoid else ""
+        return f"{self.count:g} x {' or '.join(self.devices)}{avoid}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +101,11 @@ class Launcher(Protocol):
 
     async def nodes(self) -> Sequence[Node]: ...
 
-    async def launch(self, command: Command, wish: ResourceRequest) -> ServiceHandle:
-        """Raises ServiceError: at once if no node could ever satisfy the wish, saying what there is."""
+    async def launch(self, command: Command, request: ResourceRequest) -> ServiceHandle:
+        """Raises ServiceError: at once if no node could ever satisfy the request, saying what there is."""
         ...
 
-    async def launch_together(self, commands: Sequence[Command], wish: ResourceRequest) -> Sequence[ServiceHandle]:
+    async def launch_together(self, commands: Sequence[Command], request: ResourceRequest) -> Sequence[ServiceHandle]:
         """All or none, each with as many devices as wished, all of one class. Each is told its `rank`, the size of
         their `world` and a `rendezvous` (`address:port`, free on the node of rank 0)."""
         ...
@@ -113,15 +113,17 @@ class Launcher(Protocol):
     async def close(self) -> None: ...
 
 
-async def relaunch(launcher: Launcher, command: Command, wish: ResourceRequest, ended: ServiceHandle) -> ServiceHandle:
-    """Start again what ended. A node that went silent is avoided, unless nothing else would do: a cluster may still
-    count on it for a while."""
+async def relaunch(
+    launcher: Launcher, command: Command, request: ResourceRequest, ended: ServiceHandle
+) -> ServiceHandle:
+    """Start again what ended. A silent node is avoided if any other satisfies the request: a cluster may list it for a
+    while yet."""
     if not ended.node_lost:
-        return await launcher.launch(command, wish)
+        return await launcher.launch(command, request)
     try:
-        return await launcher.launch(command, replace(wish, apart=wish.apart | {ended.node}))
+        return await launcher.launch(command, replace(request, avoid=request.avoid | {ended.node}))
     except Unsatisfiable:
-        return await launcher.launch(command, wish)
+        return await launcher.launch(command, request)
 
 
 async def all_or_none(starts: Iterable[Coroutine[Any, Any, S]]) -> list[S]:
@@ -140,6 +142,6 @@ async def all_or_none(starts: Iterable[Coroutine[Any, Any, S]]) -> list[S]:
 class Unsatisfiable(ServiceError):
     """No node could ever do it."""
 
-    def __init__(self, what: str, wish: ResourceRequest, nodes: Sequence[Node]) -> None:
+    def __init__(self, what: str, request: ResourceRequest, nodes: Sequence[Node]) -> None:
         there = "; ".join(map(str, nodes)) or "no node at all"
-        super().__init__(f"{what} needs {wish}, which no node has. There is: {there}")
+        super().__init__(f"{what} needs {request}, which no node has. There is: {there}")

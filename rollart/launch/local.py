@@ -45,18 +45,18 @@ class LocalLauncher:
         total = {device: float(count) for device, count in Counter(self._devices).items()}
         return Node(self._name, LOOPBACK, {"cpu": cores} | total, {"cpu": cores} | free)
 
-    async def launch(self, command: Command, wish: ResourceRequest) -> ServiceHandle:
-        return await self._launch(command, wish, {})
+    async def launch(self, command: Command, request: ResourceRequest) -> ServiceHandle:
+        return await self._launch(command, request, {})
 
-    async def launch_together(self, commands: Sequence[Command], wish: ResourceRequest) -> Sequence[ServiceHandle]:
+    async def launch_together(self, commands: Sequence[Command], request: ResourceRequest) -> Sequence[ServiceHandle]:
         rendezvous = f"{LOOPBACK}:{free_port(LOOPBACK)}"
         return await all_or_none(
-            self._launch(command, wish, {"rank": rank, "world": len(commands), "rendezvous": rendezvous})
+            self._launch(command, request, {"rank": rank, "world": len(commands), "rendezvous": rendezvous})
             for rank, command in enumerate(commands)
         )
 
-    async def _launch(self, command: Command, wish: ResourceRequest, more: Mapping[str, Any]) -> Child:
-        device, taken = self._reserve(command.name, wish)
+    async def _launch(self, command: Command, request: ResourceRequest, more: Mapping[str, Any]) -> Child:
+        device, taken = self._reserve(command.name, request)
         visible = {VISIBLE: ",".join(map(str, taken))} if taken else {}
         placed = replace(command, environment={**visible, **command.environment})
         try:
@@ -70,22 +70,24 @@ class LocalLauncher:
         child.ended.add_done_callback(lambda _: self._release(taken))
         return child
 
-    def _reserve(self, name: str, wish: ResourceRequest) -> tuple[str, dict[int, float]]:
+    def _reserve(self, name: str, request: ResourceRequest) -> tuple[str, dict[int, float]]:
         """The class and the GPUs, each with the part of it that is taken. Raises ServiceError."""
         node = self._node()
-        for device in wish.devices if self._name not in wish.apart else ():
+        for device in request.devices if self._name not in request.avoid else ():
             if device == "cpu":
                 return device, {}
-            parts = [1.0] * int(wish.count) or [wish.count]
+            parts = [1.0] * int(request.count) or [request.count]
             room = [i for i, other in enumerate(self._devices) if other == device and self._free[i] >= max(parts)]
             if len(room) >= len(parts):
                 taken = dict(zip(room, parts, strict=False))
                 for gpu, part in taken.items():
                     self._free[gpu] -= part
                 return device, taken
-        if self._name in wish.apart or not any(node.total.get(device, 0) >= wish.count for device in wish.devices):
-            raise Unsatisfiable(name, wish, [node])
-        raise ServiceError(f"{name} needs {wish}, but they are in use: {node}")
+        if self._name in request.avoid or not any(
+            node.total.get(device, 0) >= request.count for device in request.devices
+        ):
+            raise Unsatisfiable(name, request, [node])
+        raise ServiceError(f"{name} needs {request}, but they are in use: {node}")
 
     def _release(self, taken: Mapping[int, float]) -> None:
         for gpu, part in taken.items():

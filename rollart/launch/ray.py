@@ -2,7 +2,7 @@
 
 The invariants:
 - Ray decides which node of a class; which class is tried is decided here, for Ray would wait in silence for one that is
-  not there. A wish that no node could ever satisfy is refused at once; one that finds all nodes busy waits for
+  not there. A request that no node could ever satisfy is refused at once; one that finds all nodes busy waits for
   `patience` seconds, while the preferred class is looked at first each time.
 - Commands that belong together are placed by one placement group, so that all of them are or none is. It is packed: the
   ranks of a trainer talk to each other all the time, and links within a node are faster than those between nodes.
@@ -98,8 +98,8 @@ class RayLauncher:
             raise ServiceError(f"the Ray cluster at {self._address} does not tell its nodes: {error}") from error
         return ray_nodes(told, free)
 
-    async def launch(self, command: Command, wish: ResourceRequest) -> ServiceHandle:
-        actor, where, resource = await self._placed(command.name, wish)
+    async def launch(self, command: Command, request: ResourceRequest) -> ServiceHandle:
+        actor, where, resource = await self._placed(command.name, request)
 
         async def release() -> None:
             await asyncio.to_thread(ray.kill, actor)
@@ -110,9 +110,9 @@ class RayLauncher:
             await asyncio.shield(release())
             raise
 
-    async def launch_together(self, commands: Sequence[Command], wish: ResourceRequest) -> Sequence[ServiceHandle]:
+    async def launch_together(self, commands: Sequence[Command], request: ResourceRequest) -> Sequence[ServiceHandle]:
         name = " and ".join(command.name for command in commands)
-        group = await self._grouped(name, wish, len(commands))
+        group = await self._grouped(name, request, len(commands))
         left = set(range(len(commands)))
 
         async def release(rank: int) -> None:
@@ -169,10 +169,10 @@ class RayLauncher:
 
     # Placing
 
-    async def _placed(self, name: str, wish: ResourceRequest) -> tuple[Any, RayLocation, str]:
+    async def _placed(self, name: str, request: ResourceRequest) -> tuple[Any, RayLocation, str]:
         async def attempt(first: NodeChoice, rest: list[NodeChoice]) -> tuple[Any, RayLocation, str]:
             actor = self._actor.options(
-                **_resources({first.resource: wish.count}),
+                **_resources({first.resource: request.count}),
                 label_selector=dict(first.selector),
                 fallback_strategy=[{"label_selector": dict(choice.selector)} for choice in rest] or None,
             ).remote()
@@ -182,13 +182,13 @@ class RayLauncher:
                 await asyncio.shield(asyncio.to_thread(ray.kill, actor))
                 raise
 
-        placed: tuple[Any, RayLocation, str] = await self._patiently(name, wish, 1, attempt)
+        placed: tuple[Any, RayLocation, str] = await self._patiently(name, request, 1, attempt)
         return placed
 
-    async def _grouped(self, name: str, wish: ResourceRequest, times: int) -> PlacementGroup:
+    async def _grouped(self, name: str, request: ResourceRequest, times: int) -> PlacementGroup:
         async def attempt(first: NodeChoice, rest: list[NodeChoice]) -> PlacementGroup:
             group = placement_group(
-                [{first.resource: wish.count}] * times,
+                [{first.resource: request.count}] * times,
                 strategy="PACK",
                 bundle_label_selector=[dict(first.selector)] * times,
             )
@@ -200,12 +200,12 @@ class RayLauncher:
                 raise
             return group
 
-        return await self._patiently(name, wish, times, attempt)
+        return await self._patiently(name, request, times, attempt)
 
     async def _patiently(
         self,
         name: str,
-        wish: ResourceRequest,
+        request: ResourceRequest,
         times: int,
         attempt: Callable[[NodeChoice, list[NodeChoice]], Awaitable[Any]],
     ) -> Any:
@@ -214,10 +214,10 @@ class RayLauncher:
         deadline, failures = clock() + self._patience, 0
         while True:
             nodes = await self._nodes()
-            able = [choice for choice in choices(wish, nodes) if choice.holds(wish.count, times)]
+            able = [choice for choice in choices(request, nodes) if choice.holds(request.count, times)]
             if not able:
-                raise Unsatisfiable(name, wish, described(nodes))
-            free = [choice for choice in able if choice.has_room(wish.count, times)]
+                raise Unsatisfiable(name, request, described(nodes))
+            free = [choice for choice in able if choice.has_room(request.count, times)]
             if free:
                 same = [choice for choice in free[1:] if choice.resource == free[0].resource]
                 try:
@@ -231,7 +231,7 @@ class RayLauncher:
                         raise ServiceError(f"Ray could not start {name}; {hint} {error}") from error
             if clock() >= deadline:
                 there = "; ".join(map(str, described(nodes)))
-                raise ServiceError(f"{name} needs {wish}, but after {self._patience:g} s they are in use: {there}")
+                raise ServiceError(f"{name} needs {request}, but after {self._patience:g} s they are in use: {there}")
             await asyncio.sleep(LOOK_AGAIN_S)
 
     async def close(self) -> None:

@@ -93,11 +93,11 @@ def _times(amounts: Iterable[float], count: float) -> int:
     return sum(int(amount / count + 1e-9) for amount in amounts)
 
 
-def choices(wish: ResourceRequest, nodes: Sequence[RayNode]) -> list[NodeChoice]:
+def choices(request: ResourceRequest, nodes: Sequence[RayNode]) -> list[NodeChoice]:
     """In order of preference."""
     found = []
-    for device in wish.devices:
-        wanted = [node for node in nodes if node.device == device and node.name not in wish.apart]
+    for device in request.devices:
+        wanted = [node for node in nodes if node.device == device and node.name not in request.avoid]
         for kind in dict.fromkeys((node.label, node.resource, node.beside) for node in wanted):
             group = tuple(node for node in wanted if (node.label, node.resource, node.beside) == kind)
             found.append(NodeChoice(device, kind[1], _selector(kind[0], device, group, nodes), group))

@@ -24,14 +24,15 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from rollart.core.errors import ServiceError
-from rollart.launch.silence import notice_silence
+from rollart.launch.keepalive import enable_keepalive
 
 T = TypeVar("T")
 Handler = Callable[..., Awaitable[Any]]
+Stream = Callable[[object], None]
 MAX_FRAME = 1 << 30
-# A machine that is gone is noticed by the kernel (see `notice_silence`). This ping is for a process that hangs: rather
-# slow, since one that holds the GIL for seconds, in a forward pass or while it loads weights, is not dead. aiohttp
-# pings after so many seconds without a message and waits half as long for the answer.
+# The kernel notices a dead machine (see `enable_keepalive`). This ping finds a process that hangs; it is slow because
+# one that holds the GIL for seconds, in a forward pass or while it loads weights, is not dead. aiohttp pings after this
+# many seconds without a message and waits half as long for the answer.
 PING_S = 20.0
 _CANCEL = "$cancel"
 _ITEM = None  # in place of good or bad: not the answer yet
@@ -63,9 +64,9 @@ class _Outbox:
 
 
 def application(handlers: Mapping[str, Handler], key: str | None = None) -> Starlette:
-    """A service whose methods are `handlers`: async functions of at most one argument, decoded to its annotation. One
-    that has a second parameter, `tell`, is given a function that sends the caller a value before the answer. Callers
-    must show the `key`, if there is one."""
+    """A service whose methods are `handlers`: async functions of at most one argument, decoded to its annotation. A
+    last parameter of type `Stream` gets a function that sends the caller a value before the answer. Callers must show
+    the `key`, if there is one."""
     methods = {name: _Method(handler) for name, handler in handlers.items()}
 
     async def health(request: Request) -> JSONResponse:
@@ -106,14 +107,15 @@ def _credential(key: str) -> str:
 
 class _Method:
     def __init__(self, handler: Handler) -> None:
-        names = list(inspect.signature(handler).parameters)
-        self._handler, self._tells = handler, names[-1:] == ["tell"]
-        arguments = names[:-1] if self._tells else names
-        self._decoder = msgspec.msgpack.Decoder(get_type_hints(handler)[arguments[0]]) if arguments else None
+        hints = get_type_hints(handler)
+        types = [hints[name] for name in inspect.signature(handler).parameters]
+        self._handler, self._streams = handler, types[-1:] == [Stream]
+        arguments = types[:-1] if self._streams else types
+        self._decoder = msgspec.msgpack.Decoder(arguments[0]) if arguments else None
 
-    async def __call__(self, body: msgspec.Raw, tell: Callable[[object], None]) -> Any:
-        given = () if self._decoder is None else (self._decoder.decode(body),)
-        return await (self._handler(*given, tell) if self._tells else self._handler(*given))
+    async def __call__(self, body: msgspec.Raw, stream: Stream) -> Any:
+        arguments = () if self._decoder is None else (self._decoder.decode(body),)
+        return await (self._handler(*arguments, stream) if self._streams else self._handler(*arguments))
 
 
 async def _answer(methods: Mapping[str, _Method], outbox: _Outbox, call: int, method: str, body: msgspec.Raw) -> None:
@@ -242,7 +244,7 @@ async def connect(url: str, *, key: str | None = None, deadline: float = 10.0) -
             socket = await session.ws_connect(
                 f"{url}/rpc", headers=headers, max_msg_size=MAX_FRAME, compress=0, heartbeat=PING_S
             )
-        notice_silence(socket.get_extra_info("socket"))
+        enable_keepalive(socket.get_extra_info("socket"))
     except aiohttp.WSServerHandshakeError as error:
         await session.close()
         refused = "it wants the key of the run that started it" if error.status == 401 else str(error)

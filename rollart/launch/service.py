@@ -17,9 +17,9 @@ from typing import Any
 
 import uvicorn
 
-from rollart.core.errors import ServiceError
+from rollart.core.errors import RollartError, ServiceError
+from rollart.launch.keepalive import enable_keepalive
 from rollart.launch.rpc import MAX_FRAME, Handler, application
-from rollart.launch.silence import notice_silence
 
 LOOPBACK = "127.0.0.1"
 Build = Callable[[dict[str, Any]], AbstractAsyncContextManager[Mapping[str, Handler]]]
@@ -80,7 +80,7 @@ def _listen(spec: Mapping[str, Any]) -> socket.socket:
     if address != LOOPBACK and not spec.get("key"):
         raise ServiceError(f"a service that listens on {address} needs a `key`: others can reach it there")
     listener = socket.socket()
-    notice_silence(listener)  # connections inherit it
+    enable_keepalive(listener)  # connections inherit it
     listener.bind((address, 0))
     listener.listen(128)
     return listener
@@ -97,3 +97,22 @@ def _drain(end: Callable[[], None]) -> None:
     if not os.read(sys.stdin.fileno(), 4096):
         end()
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+
+
+def torch_device(device: str, spec: Mapping[str, Any]) -> str:
+    """`device` of the run file; `auto` is cpu or cuda, by the device `classes` in the spec. Raises RollartError."""
+    import torch
+
+    if device != "auto":
+        return device
+    classes = spec.get("classes") or ["cpu"]
+    if classes == ["cpu"]:
+        return "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    if "cpu" in classes:
+        return "cpu"
+    raise RollartError(
+        f"this process was placed on a node of class {' or '.join(classes)}, but torch finds no GPU here; install a "
+        "build of torch for it, or set `device: cpu` in the sections engine and training to run on CPUs"
+    )

@@ -7,17 +7,17 @@ from rollart.config import PoolConfig, RunFile
 from rollart.hardware.balance import balanced
 from rollart.hardware.devices import DeviceClass
 from rollart.hardware.roofline import ModelShape, Roofline
+from rollart.placement.bindings import Binding, place
 from rollart.placement.inventory import Inventory
 from rollart.placement.mapping import Mapper
-from rollart.placement.measured_shapes import measured as measured_in
 from rollart.placement.memory import need_of
-from rollart.placement.placement import Binding, place
 from rollart.placement.request import DeviceChoice, PlacementError, PlacementRequest
 from rollart.placement.workload import (
     WorkloadShape,
     expected_batch,
     in_flight,
     may_use,
+    measured_shapes,
     model_shape,
     shape_of,
     shares,
@@ -62,7 +62,7 @@ def plan(run: RunFile, inventory: Inventory, measured: Mapping[str, WorkloadShap
     RollartError if the run cannot be placed."""
     classes, model = run.device_classes(), model_shape(run)
     if measured is None and run.measured is not None:
-        measured = measured_in(run.measured)
+        measured = measured_shapes(run.measured)
     auto = Mapper(run, inventory, classes, model, measured).choices()
     warnings: list[str] = []
     requests: list[PlacementRequest] = []
@@ -92,7 +92,7 @@ def plan(run: RunFile, inventory: Inventory, measured: Mapping[str, WorkloadShap
 def acts_as(run: RunFile, binding: Binding) -> tuple[str, float]:
     """The device class that a worker behaves like, and how many times slower."""
     pool = run.all_pools()[binding.pool]
-    return (pool.devices[0], pool.emulate) if pool.emulate else (binding.got, 1.0)
+    return (pool.devices[0], pool.emulate) if pool.emulate else (binding.device, 1.0)
 
 
 def _named(
@@ -163,7 +163,7 @@ def _tasks(
 
 
 def _warnings(bindings: tuple[Binding, ...], inventory: Inventory, classes: Mapping[str, DeviceClass]) -> Iterator[str]:
-    computing = [binding for binding in bindings if binding.role != "environment" and binding.got == "cpu"]
+    computing = [binding for binding in bindings if binding.role != "environment" and binding.device == "cpu"]
     threads, cores = sum(binding.threads * binding.devices for binding in computing), inventory.total("cpu")
     if inventory.overcommit and threads > cores:
         yield (

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from rollart.config import RewardConfig, RunFile
 from rollart.observe.tables import table
-from rollart.placement.placement import Binding
+from rollart.placement.bindings import Binding
 from rollart.placement.plan import PlacementPlan
 from rollart.placement.request import described
 
@@ -56,7 +56,7 @@ def _reward(run: RunFile, reward: RewardConfig) -> tuple[str, str, str, str]:
 
 
 def _alike(bindings: list[Binding]) -> Iterator[tuple[str, str, str, list[Binding]]]:
-    for (role, device, why), same in groupby(bindings, key=lambda binding: (binding.role, binding.got, binding.why)):
+    for (role, device, why), same in groupby(bindings, key=lambda binding: (binding.role, binding.device, binding.why)):
         yield role, device, why, list(same)
 
 

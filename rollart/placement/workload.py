@@ -1,9 +1,14 @@
 """What the tasks of a run ask of engines and trainer, in numbers that a roofline can price."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from rollart.config import AFFINITIES, RunFile, TaskConfig
+from rollart.core import run_folder
+from rollart.core.event_log import read_events
+from rollart.core.events import TrajectoryEnded, TurnDone
 from rollart.hardware.devices import DeviceClass
 from rollart.hardware.roofline import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY, ModelShape, Roofline, Work, decode, prefill
 from rollart.models import tiny
@@ -54,6 +59,22 @@ def shape_of(task: TaskConfig, measured: Mapping[str, WorkloadShape] | None = No
     kept = {"prefill": (1, 0), "decode": (0, 1)}.get(str(task.affinity), (1, 1))
     source = "estimated" if all(kept) else "declared"
     return WorkloadShape(_LIKELY * prompt * kept[0], _LIKELY * answer * kept[1], _LIKELY * context, source)
+
+
+def measured_shapes(run_dir: Path) -> dict[str, WorkloadShape]:
+    """The mean turn of each task in the event log of a run. Raises RollartError if the folder holds no run."""
+    sums: dict[str, Counter[str]] = {}
+    contexts: dict[str, int] = {}  # tokens so far of each unfinished trajectory
+    for event in read_events(run_folder.events_of(run_dir)):
+        if isinstance(event, TurnDone):
+            before = contexts.get(event.trajectory, 0) if event.turn else 0
+            total = sums.setdefault(event.task, Counter())
+            total.update(turns=1, prompt=event.prompt - before, decode=event.tokens, context=before)
+            contexts[event.trajectory] = event.prompt + event.tokens
+        elif isinstance(event, TrajectoryEnded):
+            contexts.pop(event.trajectory, None)
+    means = {task: {key: value / total["turns"] for key, value in total.items()} for task, total in sums.items()}
+    return {task: WorkloadShape(mean["prompt"], mean["decode"], mean["context"]) for task, mean in means.items()}
 
 
 def turn_seconds(roofline: Roofline, shape: WorkloadShape, batch: int, chunk: int) -> float:

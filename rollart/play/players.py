@@ -115,7 +115,7 @@ async def loaded(folder: Path, config: EngineConfig) -> "AsyncIterator[TorchEngi
 
     from rollart.engines.torch.engine import TorchEngine
     from rollart.engines.torch.model import Model as Weights
-    from rollart.launch.torch_device import torch_device
+    from rollart.launch.service import torch_device
 
     logging.disable_progress_bar()
     torch.set_num_threads(config.threads)

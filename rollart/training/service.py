@@ -28,7 +28,6 @@ from rollart.config import TrainingConfig
 from rollart.core.types import Batch, StepMetrics
 from rollart.launch import service
 from rollart.launch.rpc import Handler
-from rollart.launch.torch_device import torch_device
 from rollart.training.checkpoint import load_checkpoint, save_checkpoint
 from rollart.training.learner import Learner
 from rollart.training.ranks import BEAT_SECONDS, RankAddress, Ranks, RanksLost
@@ -150,7 +149,7 @@ def _place(spec: Mapping[str, Any]) -> RankAddress:
 
 
 def _join(spec: Mapping[str, Any], config: TrainingConfig) -> Ranks:
-    return Ranks.join(_place(spec), torch_device(config.device, spec), patience=config.deadline)
+    return Ranks.join(_place(spec), service.torch_device(config.device, spec), patience=config.deadline)
 
 
 def _publisher(store: Store, spec: Mapping[str, Any], ranks: Ranks, server: WeightServer) -> Publisher:

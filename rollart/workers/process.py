@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from rollart.core.errors import ServiceError
+from rollart.launch.keepalive import enable_keepalive
 from rollart.launch.launcher import NOWHERE, Command, Launcher, ResourceRequest, ServiceHandle, relaunch
-from rollart.launch.silence import notice_silence
 from rollart.workers.slot import HOST_LOST, Slot, SlotLost
 
 STARTING = 32  # connections that wait for their fork at once, within every system's backlog
@@ -31,7 +31,7 @@ class Place:
     """Where a host may run."""
 
     launcher: Launcher
-    wish: ResourceRequest
+    request: ResourceRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +97,14 @@ class HostProcess:
         if sys.platform != "linux":
             raise ServiceError("environments and rewards run in processes that need Linux; use a Linux machine or VM")
         allow_files()
-        launcher, wish = self._place.launcher, self._place.wish
+        launcher, request = self._place.launcher, self._place.request
         self._folder = Path(tempfile.mkdtemp(prefix="rollart-")) if launcher.here else None
         command = self._spec.command(self._folder and self._folder / "socket")
         try:
             if instead_of is None:
-                self._started = await launcher.launch(command, wish)
+                self._started = await launcher.launch(command, request)
             else:
-                self._started = await relaunch(launcher, command, wish, instead_of)
+                self._started = await relaunch(launcher, command, request, instead_of)
         except BaseException:
             self._remove_folder()
             raise
@@ -149,7 +149,7 @@ class HostProcess:
             await loop.create_unix_connection(lambda: slot, self._address)
         else:
             transport, _ = await loop.create_connection(lambda: slot, *self._address)
-            notice_silence(transport.get_extra_info("socket"))
+            enable_keepalive(transport.get_extra_info("socket"))
             transport.write(self._place.launcher.key.encode() + b"\n")
 
     def kill(self) -> None:

@@ -31,7 +31,7 @@ class Seating:
         self._share_out()
 
     def _share_out(self) -> None:
-        weights = [seat.place.wish.count for seat in self.seats]
+        weights = [seat.place.request.count for seat in self.seats]
         shares, warm = split(self._limit, weights), split(self._warm, weights)
         for seat, share, count in zip(self.seats, shares, warm, strict=True):
             seat.warm.count = count

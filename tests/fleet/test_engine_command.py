@@ -4,7 +4,7 @@ import pytest
 
 from rollart.app import preflight
 from rollart.config import RunFile
-from rollart.fleet.engine_command import engine_command, wish_of
+from rollart.fleet.engine_command import engine_command, request_of
 from rollart.launch.launcher import Command, Node, ResourceRequest
 from rollart.placement.inventory import Inventory
 from rollart.placement.plan import plan
@@ -19,7 +19,7 @@ SPEC = {"model": "m", "weights": "w", "seed": 0, "version": 0}
 def commands(run: RunFile, logs: Path) -> list[tuple[Command, ResourceRequest]]:
     node = Node("here", "", {"cpu": 8.0, "H20": 4.0}, {"cpu": 8.0, "H20": 4.0})
     bindings = plan(run, Inventory((node,), "this machine", overcommit=True)).of("policy")
-    return [(engine_command(run, one, SPEC, run.device_classes(), logs), wish_of(run, one)) for one in bindings]
+    return [(engine_command(run, one, SPEC, run.device_classes(), logs), request_of(run, one)) for one in bindings]
 
 
 def loaded(folder: Path, pool: str, more: str = "") -> RunFile:
@@ -30,10 +30,10 @@ def loaded(folder: Path, pool: str, more: str = "") -> RunFile:
 
 def test_an_embedded_engine_is_told_what_it_emulates(tmp_path: Path) -> None:
     run = loaded(tmp_path, "{role: generate, device: H20, emulate: 100}")
-    [(command, wish)] = commands(run, tmp_path)
+    [(command, request)] = commands(run, tmp_path)
     assert command.argv == ("-m", "rollart.engines.torch.service")
     assert command.spec["emulate"]["device"]["name"] == "H20" and command.spec["emulate"]["slowdown"] == 100
-    assert wish.devices == ("cpu",)
+    assert request.devices == ("cpu",)
 
 
 def test_a_vllm_engine_is_told_its_python_and_takes_its_devices(
@@ -44,12 +44,12 @@ def test_a_vllm_engine_is_told_its_python_and_takes_its_devices(
     monkeypatch.setenv("ROLLART_VLLM_PYTHON", str(python))
     more = "vllm: {start_deadline: 1000}\nrouting: {hand_over: auto}\n"
     run = loaded(tmp_path, "{role: generate, device: H20, count: 2, engine: vllm, tensor_parallel: 2}", more)
-    for command, wish in commands(run, tmp_path):
+    for command, request in commands(run, tmp_path):
         assert command.argv == ("-m", "rollart.engines.vllm.service")
         assert command.spec["vllm"]["python"] == str(python)
         assert command.spec["tensor_parallel"] == 2 and command.spec["kv_transfer"] is True
         assert "url" not in command.spec and command.start_deadline > 1000
-        assert (wish.devices, wish.count) == (("H20",), 2)
+        assert (request.devices, request.count) == (("H20",), 2)
 
 
 def test_each_server_that_someone_else_runs_gets_a_service_that_takes_no_device(tmp_path: Path) -> None:
@@ -57,4 +57,4 @@ def test_each_server_that_someone_else_runs_gets_a_service_that_takes_no_device(
     run = loaded(tmp_path, f"{{role: generate, device: H20, engine: vllm, urls: {urls}}}")
     made = commands(run, tmp_path)
     assert [command.spec["url"] for command, _ in made] == urls
-    assert all(wish.devices == ("cpu",) and wish.count < 1 for _, wish in made)
+    assert all(request.devices == ("cpu",) and request.count < 1 for _, request in made)

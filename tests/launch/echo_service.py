@@ -2,11 +2,11 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from rollart.launch import service
-from rollart.launch.rpc import Handler
+from rollart.launch.rpc import Handler, Stream
 
 
 @contextlib.asynccontextmanager
@@ -44,9 +44,9 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
         await both.wait()
         return number
 
-    async def count(most: int, tell: Callable[[object], None]) -> int:
+    async def count(most: int, stream: Stream) -> int:
         for number in range(most):
-            tell(number)
+            stream(number)
             await asyncio.sleep(0)
         return most
 

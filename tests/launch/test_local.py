@@ -132,7 +132,7 @@ def test_a_class_that_is_not_here_is_refused_with_what_there_is() -> None:
             await launcher.launch(mirror(), ResourceRequest(("H800", "H20")))
         here = (await launcher.nodes())[0].name
         with pytest.raises(Unsatisfiable, match=f"not on {here}"):
-            await launcher.launch(mirror(), ResourceRequest(apart=frozenset({here})))
+            await launcher.launch(mirror(), ResourceRequest(avoid=frozenset({here})))
         started = await launcher.launch(mirror(), ResourceRequest(("H800", "cpu"), count=1000))
         assert started.device == "cpu"
 

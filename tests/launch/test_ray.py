@@ -97,9 +97,9 @@ def test_the_next_class_is_taken_when_the_first_is_absent_or_full(cluster: Clust
             # What an ended service had is free when the cluster has noticed.
             while not any(node.free == {"H800": 2} for node in await launcher.nodes()):
                 pass
-            wish = ResourceRequest(("H20", "H800", "cpu"), count=2)
-            first = await launcher.launch(echo("first"), wish)
-            second = await launcher.launch(echo("second"), wish)
+            request = ResourceRequest(("H20", "H800", "cpu"), count=2)
+            first = await launcher.launch(echo("first"), request)
+            second = await launcher.launch(echo("second"), request)
             assert [first.device, second.device] == ["H800", "cpu"]
 
     asyncio.run(main())
@@ -114,7 +114,7 @@ def test_what_no_node_has_is_refused_with_what_there_is(cluster: Cluster) -> Non
                 await launcher.launch(echo(), ResourceRequest(("H800",), count=3))
             only = next(node.name for node in await launcher.nodes() if "H800" in node.total)
             with pytest.raises(Unsatisfiable, match=f"needs 1 x H800, not on {only}"):
-                await launcher.launch(echo(), ResourceRequest(("H800",), apart=frozenset({only})))
+                await launcher.launch(echo(), ResourceRequest(("H800",), avoid=frozenset({only})))
 
     asyncio.run(main())
 
@@ -169,9 +169,9 @@ def test_ranks_start_together_or_not_at_all(cluster: Cluster, tmp_path: Path) ->
 def test_a_killed_node_is_noticed_and_its_service_starts_elsewhere(cluster: Cluster) -> None:
     async def main() -> None:
         async with joined(cluster) as launcher:
-            wish = ResourceRequest(("H20", "H800"))
+            request = ResourceRequest(("H20", "H800"))
             with extra_node(cluster, "H20") as node:
-                started = await launcher.launch(echo(), wish)
+                started = await launcher.launch(echo(), request)
                 assert started.device == "H20"
                 process = psutil.Process(started.pid)
                 cluster.remove_node(node, allow_graceful=False)
@@ -179,7 +179,7 @@ def test_a_killed_node_is_noticed_and_its_service_starts_elsewhere(cluster: Clus
                 assert started.node_lost
                 assert f"echo was lost with its node {started.node}" in reason
                 process.wait(timeout=30)
-                again = await relaunch(launcher, echo(), wish, started)
+                again = await relaunch(launcher, echo(), request, started)
                 assert again.device == "H800"
 
     asyncio.run(main())
@@ -226,7 +226,7 @@ def test_environments_of_a_killed_node_move_to_other_hosts(cluster: Cluster) -> 
                 environments = EnvironmentPool(
                     *([lake], EnvironmentsConfig(slots=4, retries=3)),
                     launcher=launcher,
-                    wishes=[ResourceRequest(("H20", "H800")), ResourceRequest(("cpu",))],
+                    requests=[ResourceRequest(("H20", "H800")), ResourceRequest(("cpu",))],
                     tell=lambda started, reason: told.append((started.device, reason)),
                 )
                 try:

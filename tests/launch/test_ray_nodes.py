@@ -34,8 +34,8 @@ CLUSTER = [
 FREE = {"a" * 8: {"GPU": 2.0}, "b" * 8: {"GPU": 4.0}, "c" * 8: {"CPU": 2.0}, "e" * 8: {"CPU": 16.0}}
 
 
-def selectors(wish: ResourceRequest) -> list[tuple[str, dict[str, str]]]:
-    return [(choice.resource, dict(choice.selector)) for choice in choices(wish, ray_nodes(CLUSTER, FREE))]
+def selectors(request: ResourceRequest) -> list[tuple[str, dict[str, str]]]:
+    return [(choice.resource, dict(choice.selector)) for choice in choices(request, ray_nodes(CLUSTER, FREE))]
 
 
 def test_a_node_has_its_own_label_before_that_of_ray_and_its_cpus_beside_its_gpus() -> None:
@@ -62,9 +62,9 @@ def test_classes_are_asked_for_by_label_in_order_of_preference() -> None:
 
 
 def test_nodes_to_stay_apart_from_are_left_out() -> None:
-    assert selectors(ResourceRequest(("H800",), apart=frozenset({"a-aaaaaa"}))) == []
+    assert selectors(ResourceRequest(("H800",), avoid=frozenset({"a-aaaaaa"}))) == []
     cluster = [*CLUSTER, told("h", {"rollart.io/device": "H800"}, GPU=8.0)]
-    (choice,) = choices(ResourceRequest(("H800",), apart=frozenset({"a-aaaaaa"})), ray_nodes(cluster, FREE))
+    (choice,) = choices(ResourceRequest(("H800",), avoid=frozenset({"a-aaaaaa"})), ray_nodes(cluster, FREE))
     assert choice.selector == {"rollart.io/device": "H800", "ray.io/node-id": "!in(aaaaaaaa)"}
 
 

@@ -28,7 +28,7 @@ def there(**devices: float) -> Inventory:
 
 def test_what_the_run_file_leaves_out_runs_on_cpus() -> None:
     made = plan(run(engine={"count": 2, "threads": 3}), HERE)
-    assert [(one.role, one.worker, one.got, one.threads, one.why) for one in made.bindings] == [
+    assert [(one.role, one.worker, one.device, one.threads, one.why) for one in made.bindings] == [
         ("train", "trainer-0", "cpu", 1, "by default"),
         ("generate", "engine-0", "cpu", 3, "by default"),
         ("generate", "engine-1", "cpu", 3, "by default"),
@@ -55,12 +55,12 @@ def test_emulated_engines_need_only_cpus_and_are_labelled() -> None:
     made = plan(run(pools=EMULATED), HERE)
     assert made.devices["compute"] == "emulated H800 (1/2000)"
     first = made.of("compute")[0]
-    assert (first.got, first.node, acts_as(run(pools=EMULATED), first)) == ("cpu", "here", ("H800", 2000))
+    assert (first.device, first.node, acts_as(run(pools=EMULATED), first)) == ("cpu", "here", ("H800", 2000))
 
 
 def test_engines_that_someone_else_runs_are_bound_to_their_urls_and_take_nothing() -> None:
     made = plan(run(pools={"partner": {**H20, "urls": ["http://a", "http://b"]}}), HERE)
-    assert [(one.node, one.got, one.units) for one in made.of("partner")] == [
+    assert [(one.node, one.device, one.units) for one in made.of("partner")] == [
         ("http://a", "H20", 0),
         ("http://b", "H20", 0),
     ]
@@ -81,7 +81,7 @@ def test_a_named_class_that_cannot_hold_the_model_is_refused_with_numbers() -> N
 def test_a_fallback_that_cannot_hold_the_model_is_left_out_with_a_warning() -> None:
     devices = {"toy": {"tflops": 1, "bandwidth": 10, "memory": 0.5}}
     made = plan(run(devices=devices, pools={"p": {**H20, "device": ["toy", "H20"]}}), there(toy=8, H20=8, cpu=8))
-    assert made.of("p")[0].got == "H20"
+    assert made.of("p")[0].device == "H20"
     assert made.warnings[0].endswith("it is not used")
 
 

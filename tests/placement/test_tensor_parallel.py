@@ -7,8 +7,8 @@ import pytest
 from rollart.app import preflight
 from rollart.config import RunFile
 from rollart.launch.launcher import Node
+from rollart.placement.bindings import replace
 from rollart.placement.inventory import Inventory
-from rollart.placement.placement import replace
 from rollart.placement.plan import PlacementPlan, plan
 from rollart.placement.request import PlacementError
 
@@ -35,7 +35,7 @@ def test_an_engine_gets_all_its_devices_on_one_node(tmp_path: Path) -> None:
     run = run_with(tmp_path, "{role: generate, device: H800, count: 3, engine: vllm, tensor_parallel: 2}")
     bindings = planned(run, 3, 4).of("policy")
     assert sorted(binding.node for binding in bindings) == ["n0", "n1", "n1"]
-    assert all(binding.wish().count == 2 for binding in bindings)
+    assert all(binding.request().count == 2 for binding in bindings)
 
 
 def test_devices_that_are_left_on_different_nodes_do_not_make_an_engine(tmp_path: Path) -> None:

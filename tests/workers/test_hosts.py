@@ -28,11 +28,11 @@ class Elsewhere(LocalLauncher):
         super().__init__(())
         self.starts = starts
 
-    async def launch(self, command, wish):
+    async def launch(self, command, request):
         self.starts -= 1
         if self.starts < 0:
             raise ServiceError("the cluster is full")
-        return await super().launch(command, wish)
+        return await super().launch(command, request)
 
 
 @asynccontextmanager

@@ -20,8 +20,7 @@ from rollart.engines.torch.pace import label
 from rollart.hardware.devices import DeviceClass
 from rollart.hardware.roofline import ModelShape, Roofline
 from rollart.launch.rpc import Handler
-from rollart.launch.service import LOOPBACK, main
-from rollart.launch.torch_device import torch_device
+from rollart.launch.service import LOOPBACK, main, torch_device
 from rollart.weights.reader import WeightReader
 
 

@@ -73,11 +73,11 @@ class ServeTransport:
 
     async def _place(self) -> dict[str, Any]:
         """What Ray must know to put a replica on the device class. Raises Unsatisfiable rather than wait for ever."""
-        wish = ResourceRequest((self._reward.device or "cpu",))
+        request = ResourceRequest((self._reward.device or "cpu",))
         nodes = ray_nodes(await asyncio.to_thread(ray.nodes), {})
-        able = [choice for choice in choices(wish, nodes) if choice.holds(wish.count)]
+        able = [choice for choice in choices(request, nodes) if choice.holds(request.count)]
         if not able:
-            raise Unsatisfiable(f"the reward {self._reward.function!r}", wish, described(nodes))
+            raise Unsatisfiable(f"the reward {self._reward.function!r}", request, described(nodes))
         gpu = able[0].resource == "GPU"
         return {"num_gpus": 1 if gpu else 0, "num_cpus": 0 if gpu else 1, "label_selector": dict(able[0].selector)}
 

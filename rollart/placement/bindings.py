@@ -31,15 +31,15 @@ class Binding:
     worker: str
     wanted: str
     choices: tuple[str, ...]
-    got: str
+    device: str
     node: str
     units: float
     threads: int
     why: str
     devices: int = 1
 
-    def wish(self, apart: frozenset[str] = frozenset()) -> ResourceRequest:
-        return ResourceRequest(self.choices, self.units, apart)
+    def request(self, avoid: frozenset[str] = frozenset()) -> ResourceRequest:
+        return ResourceRequest(self.choices, self.units, avoid)
 
     def placed(self, started: ServiceHandle, pool: str | None = None) -> Placed:
         """The event that tells where the worker really runs; `pool` is what the router calls its pool."""
@@ -92,10 +92,10 @@ def _with_workers(requests: Sequence[PlacementRequest], pool: str, workers: int)
 
 
 def replace(
-    binding: Binding, nodes: Iterable[Node], apart: frozenset[str] = frozenset(), *, overcommit: bool = False
+    binding: Binding, nodes: Iterable[Node], avoid: frozenset[str] = frozenset(), *, overcommit: bool = False
 ) -> Binding:
     """The best place now for a worker that lost its own, on the `nodes` that are left. Raises PlacementError."""
-    left = Inventory(tuple(node for node in nodes if node.name not in apart), "what is left", overcommit)
+    left = Inventory(tuple(node for node in nodes if node.name not in avoid), "what is left", overcommit)
     request = PlacementRequest(binding.pool, binding.role, 1, binding.choices, binding.threads, devices=binding.devices)
     found = place([request], left)[0]
     why = f"{binding.node} is gone" if found.why == _AS_NAMED else f"{binding.node} is gone; {found.why}"
@@ -132,7 +132,7 @@ class _Room:
                     worker=f"{request.pool}-{number}",
                     wanted=request.choices[0],
                     choices=request.choices,
-                    got=device,
+                    device=device,
                     node=node,
                     units=request.takes(device),
                     threads=request.threads,

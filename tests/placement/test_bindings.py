@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollart.launch.launcher import Node, ResourceRequest
+from rollart.placement.bindings import Binding, place, replace
 from rollart.placement.inventory import Inventory
-from rollart.placement.placement import Binding, place, replace
 from rollart.placement.request import PlacementError, PlacementRequest
 
 CLASSES = ("H800", "H20", "cpu")
@@ -23,7 +23,7 @@ def cluster(*nodes: Node) -> Inventory:
 
 
 def where(bindings: tuple[Binding, ...], pool: str) -> Counter[tuple[str, str]]:
-    return Counter((binding.got, binding.node) for binding in bindings if binding.pool == pool)
+    return Counter((binding.device, binding.node) for binding in bindings if binding.pool == pool)
 
 
 @st.composite
@@ -65,8 +65,8 @@ def test_nothing_is_overcommitted_and_every_worker_is_bound_once_or_the_pool_is_
     assert [binding.worker for binding in bindings] == names
     used: Counter[tuple[str, str]] = Counter()
     for binding in bindings:
-        used[binding.node, binding.got] += int(binding.units)
-        assert binding.got in next(request.choices for request in asked if request.pool == binding.pool)
+        used[binding.node, binding.device] += int(binding.units)
+        assert binding.device in next(request.choices for request in asked if request.pool == binding.pool)
     for one in there.nodes:
         assert all(used[one.name, device] <= one.free.get(device, 0) for device in CLASSES)
 
@@ -84,9 +84,9 @@ def test_a_worker_is_on_a_fallback_only_if_nothing_is_left_for_it_on_a_better_cl
         return
     free = {one.name: Counter(one.free) for one in there.nodes}
     for binding in bindings:
-        free[binding.node][binding.got] -= binding.units
+        free[binding.node][binding.device] -= binding.units
     for binding in bindings:
-        for better in request.choices[: request.choices.index(binding.got)]:
+        for better in request.choices[: request.choices.index(binding.device)]:
             fits = sum(int(left[better] // request.takes(better)) for left in free.values())
             assert fits < (request.workers if request.role == "train" else 1)
 
@@ -114,7 +114,7 @@ def test_ranks_are_of_one_class(asked: list[PlacementRequest], there: Inventory)
         return
     for request in asked:
         if request.role == "train":
-            assert len({binding.got for binding in bindings if binding.pool == request.pool}) == 1
+            assert len({binding.device for binding in bindings if binding.pool == request.pool}) == 1
 
 
 @given(clusters(), st.permutations(CLASSES), st.integers(1, 3))
@@ -130,7 +130,7 @@ def test_a_worker_that_lost_its_place_gets_the_best_one_left(
             replace(lost, there.nodes, frozenset({there.nodes[0].name}))
         return
     again = replace(lost, there.nodes, frozenset({there.nodes[0].name}))
-    assert (again.worker, again.got, again.choices) == ("p-3", roomy[0], tuple(order))
+    assert (again.worker, again.device, again.choices) == ("p-3", roomy[0], tuple(order))
     assert again.node != there.nodes[0].name
     assert again.why.startswith("gone is gone")
 
@@ -139,12 +139,12 @@ def test_a_pool_may_end_up_partly_on_its_second_class_and_says_so() -> None:
     bound = place(
         [PlacementRequest("compute", "generate", 3, ("H800", "H20"))], cluster(node("a", H800=2), node("b", H20=8))
     )
-    assert [(binding.got, binding.why) for binding in bound] == [
+    assert [(binding.device, binding.why) for binding in bound] == [
         ("H800", "as named"),
         ("H800", "as named"),
         ("H20", "fallback: no room for it on H800"),
     ]
-    assert bound[2].wish(frozenset({"a"})) == ResourceRequest(("H800", "H20"), 1.0, frozenset({"a"}))
+    assert bound[2].request(frozenset({"a"})) == ResourceRequest(("H800", "H20"), 1.0, frozenset({"a"}))
 
 
 def test_engines_are_spread_and_ranks_are_packed() -> None:
@@ -184,7 +184,7 @@ def test_two_pools_with_fallbacks_are_both_placed_if_they_can_be() -> None:
         PlacementRequest("second", "generate", 1, ("H800", "B200")),
     ]
     bound = place(asked, there)
-    assert [binding.got for binding in bound] == ["H20", "H800"]
+    assert [binding.device for binding in bound] == ["H20", "H800"]
 
 
 def test_cpus_may_be_shared_on_this_machine_only() -> None:

@@ -11,7 +11,7 @@ SILENT_S = 8
 _ASK_AFTER_S, _ASK_EVERY_S = 2, 2
 
 
-def notice_silence(connection: socket.socket) -> None:
+def enable_keepalive(connection: socket.socket) -> None:
     """Make calls on it fail once its other end has been silent for `SILENT_S` seconds."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; elsewhere the system's own, slower settings hold

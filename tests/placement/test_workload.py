@@ -11,8 +11,8 @@ from rollart.core.event_log import EventLog
 from rollart.core.events import TurnDone
 from rollart.launch.launcher import Node
 from rollart.placement.inventory import Inventory
-from rollart.placement.measured_shapes import measured
 from rollart.placement.plan import plan
+from rollart.placement.workload import measured_shapes
 
 
 def turn(trajectory: str, turn: int, prompt: int, tokens: int) -> TurnDone:
@@ -31,14 +31,14 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_a_turn_counts_with_what_it_adds_and_the_context_before_it(run_dir: Path) -> None:
-    shape = measured(run_dir)["walk"]
+    shape = measured_shapes(run_dir)["walk"]
     assert (shape.prompt, shape.decode, shape.context) == pytest.approx((190 / 3, 20, 110 / 3))
     assert shape.source == "measured"
 
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(RollartError, match="is not a run folder"):
-        measured(tmp_path / "nothing")
+        measured_shapes(tmp_path / "nothing")
 
 
 def test_the_plan_of_a_run_that_names_it_has_the_measured_shape(run_dir: Path) -> None:
