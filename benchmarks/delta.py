@@ -80,7 +80,7 @@ def group(draw: random.Random, name: str) -> SampleGroup:
 
 def versions(folder: Path, rate: float) -> Iterator[torch.Tensor]:
     """All weights in one row, after each step."""
-    trainer = Trainer(folder, TrainingConfig(lr=rate, lr_warm_up=0))
+    trainer = Trainer(folder, TrainingConfig(lr=rate, lr_warmup=0))
     for number, batch in enumerate(batches(), start=1):
         trainer.step(batch)
         if number >= MOMENTUM:

@@ -62,7 +62,7 @@ SETTINGS = {
 
 
 def run_file(folder: Path, setting: Setting, delay: float, model: Path | None) -> RunFile:
-    """Without a `model`, the plain games, for the players of the warm-up."""
+    """Without a `model`, the plain games, for the players of the warmup."""
 
     def task(name: str, kind: str, turns: int, tokens: int) -> dict[str, Any]:
         game = f"{GAMES}.{name}:{kind}"
@@ -77,12 +77,12 @@ def run_file(folder: Path, setting: Setting, delay: float, model: Path | None) -
             "sampling": {"max_tokens": tokens},
         }
 
-    warm_up = {"demonstrations": 400, "steps": 80}
+    warmup = {"demonstrations": 400, "steps": 80}
     return RunFile.model_validate(
         {
             "name": "predict",
             "output": folder,
-            "model": {"path": model} if model else {"tiny": {"context": 512}, "warm_up": warm_up},
+            "model": {"path": model} if model else {"tiny": {"context": 512}, "warmup": warmup},
             "tasks": [task("frozen_lake", "FrozenLake", 8, 4), task("guess_number", "GuessNumber", 4, 6)],
             "rollout": setting.rollout,
             "environments": {"slots": setting.slots},

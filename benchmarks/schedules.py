@@ -2,7 +2,7 @@
 
 Model, tasks, seeds and number of steps are the same for every preset. Resets and steps are delayed by the paper's
 distributions, scaled so that the mean step takes about 50 ms. Presets run one after the other, in rounds; a preset's
-time is its time of RL alone, without warm-up and evaluation. Last line: `speedup_vs` of rollart against each other
+time is its time of RL alone, without warmup and evaluation. Last line: `speedup_vs` of rollart against each other
 preset, the success that each reached on held-out episodes, and where the time of each went.
 """
 
@@ -26,7 +26,7 @@ GAMES = "rollart.envs"
 
 
 def run_file(folder: Path, steps: int, delay: float, members: int) -> RunFile:
-    """With no delay, the plain games, which the players of the warm-up can look into."""
+    """With no delay, the plain games, which the players of the warmup can look into."""
 
     def task(name: str, kind: str, turns: int, tokens: int, skill: float) -> dict[str, Any]:
         game = f"{GAMES}.{name}:{kind}"
@@ -45,7 +45,7 @@ def run_file(folder: Path, steps: int, delay: float, members: int) -> RunFile:
         {
             "name": "schedules",
             "output": folder,
-            "model": {"tiny": {"context": 512}, "warm_up": {"demonstrations": 1500, "steps": 250}},
+            "model": {"tiny": {"context": 512}, "warmup": {"demonstrations": 1500, "steps": 250}},
             "tasks": [task("frozen_lake", "FrozenLake", 10, 4, 0.5), task("guess_number", "GuessNumber", 4, 6, 0.5)],
             "rollout": {"extra_members": members},
             "environments": {"slots": 256},
@@ -59,7 +59,7 @@ def run_file(folder: Path, steps: int, delay: float, members: int) -> RunFile:
 def play(run: RunFile, preset: str, model: Path, folder: Path) -> dict[str, Any]:
     ours = run.model_copy(
         update={
-            "model": run.model.model_copy(update={"path": model, "tiny": None, "warm_up": None}),
+            "model": run.model.model_copy(update={"path": model, "tiny": None, "warmup": None}),
             "rollout": run.rollout.model_copy(update={"preset": preset}),
         }
     )

@@ -38,7 +38,7 @@ def _missing(run: RunFile, tree: Tree, need_model: bool, only_task: str | None) 
             yield f"{tree.place(('training', 'algorithm', key))}: training.algorithm.{key} {wrong}"
     yield from (f"{tree.place(path)}: {wrong}" for path, wrong in backends.problems(run))
     hosts = run.pools_of("environment").values()
-    elsewhere = all(pool.urls for pool in hosts) and run.model.warm_up is None and only_task is None
+    elsewhere = all(pool.urls for pool in hosts) and run.model.warmup is None and only_task is None
     for index, task in enumerate(run.tasks):
         if only_task in (None, task.name):
             for key, wrong in _missing_for_task(task, elsewhere):

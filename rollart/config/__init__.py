@@ -2,7 +2,7 @@
 
 from rollart.config.base import Conflict, Section
 from rollart.config.hardware import AFFINITIES, DeviceConfig, EngineConfig, PoolConfig, RoutingConfig, VllmConfig
-from rollart.config.model import ModelConfig, TinyModelConfig, WarmUpConfig
+from rollart.config.model import ModelConfig, TinyModelConfig, WarmupConfig
 from rollart.config.rollout import EnvironmentsConfig, QuarantineConfig, RewardsConfig, RolloutConfig
 from rollart.config.run import RunFile
 from rollart.config.task import AgentConfig, RewardConfig, TaskConfig
@@ -31,5 +31,5 @@ __all__ = [
     "TinyModelConfig",
     "TrainingConfig",
     "VllmConfig",
-    "WarmUpConfig",
+    "WarmupConfig",
 ]

@@ -25,7 +25,7 @@ class TinyModelConfig(Section):
         return self
 
 
-class WarmUpConfig(Section):
+class WarmupConfig(Section):
     """Supervised start on demonstrations from each task's scripted player."""
 
     demonstrations: Positive = Field(3000, description="conversations per task")
@@ -37,7 +37,7 @@ class WarmUpConfig(Section):
 class ModelConfig(Section):
     path: Path | None = Field(None, description="a Hugging Face folder to start from")
     tiny: TinyModelConfig | None = Field(None, description="or make a tiny model from scratch")
-    warm_up: WarmUpConfig | None = Field(None, description="supervised start before RL")
+    warmup: WarmupConfig | None = Field(None, description="supervised start before RL")
 
     @model_validator(mode="after")
     def _one_source(self) -> "ModelConfig":

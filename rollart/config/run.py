@@ -136,10 +136,10 @@ class RunFile(Section):
         for index, task in enumerate(self.tasks):
             if task.reward.invoker == "ray" and self.cluster is None:
                 raise Conflict("invoker ray needs `cluster`, the address of a Ray cluster", "tasks", index, "reward")
-        if self.model.warm_up:
+        if self.model.warmup:
             for index, task in enumerate(self.tasks):
                 if task.player is None:
-                    raise Conflict(f"task {task.name!r} has no `player`, which model.warm_up needs", "tasks", index)
+                    raise Conflict(f"task {task.name!r} has no `player`, which model.warmup needs", "tasks", index)
         if self.model.tiny:
             for index, task in enumerate(self.tasks):
                 if task.max_context > self.model.tiny.context:

@@ -112,7 +112,7 @@ class TaskConfig(Section):
     family: str | None = Field(
         None, pattern=r"^[A-Za-z][\w-]*$", description="run it with the Python of this family; see `rollart envs`"
     )
-    player: ImportPath | None = Field(None, description="module:function, the scripted player of the warm-up")
+    player: ImportPath | None = Field(None, description="module:function, the scripted player of the warmup")
     player_args: dict[str, Any] = Field(default_factory=dict)
     reward: Annotated[RewardConfig, BeforeValidator(_by_name, json_schema_input_type=ImportPath | RewardConfig)] = (
         Field(RewardConfig(), description="module:function of an episode, or a section that also says how to call it")

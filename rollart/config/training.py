@@ -31,7 +31,7 @@ class TrainingConfig(Section):
     batch_groups: Positive = Field(16, description="groups in a batch, split over the tasks by their weights")
     group_size: int = Field(8, ge=2)
     lr: float = Field(1e-3, gt=0)
-    lr_warm_up: Natural = 5
+    lr_warmup: Natural = 5
     lr_end: float = Field(1.0, gt=0, le=1, description="share of lr at the last step, approached in a straight line")
     weight_decay: float = Field(0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)

@@ -67,7 +67,7 @@ class ServiceEnded(Event):
     reason: str
 
 
-class WarmedUp(Event):
+class WarmupStep(Event):
     """Progress of the supervised start."""
 
     step: int
@@ -334,7 +334,7 @@ AnyEvent = Union[  # noqa: UP007 (msgspec reads the union at run time)
     Placed,
     RolledBack,
     ServiceEnded,
-    WarmedUp,
+    WarmupStep,
     GroupStarted,
     GroupReady,
     GroupDropped,

@@ -15,7 +15,7 @@ from rollart.config import RunFile, TaskConfig, loading
 from rollart.core import gc_tuning
 from rollart.core.errors import RollartError, ServiceError
 from rollart.core.event_log import EventLog
-from rollart.core.events import Evaluated, RunEnded, RunStarted, StepDone, WarmedUp
+from rollart.core.events import Evaluated, RunEnded, RunStarted, StepDone, WarmupStep
 from rollart.core.schedule import Schedule
 from rollart.core.types import Sampling
 from rollart.fleet.fleet import Fleet
@@ -225,8 +225,8 @@ async def _prepare(run: RunFile, directory: Path, log: EventLog) -> Path:
     """The model that RL starts from, made in a child process so that Ctrl-C and the live view stay prompt."""
 
     def tell(progress: Progress) -> None:
-        if progress.stage == "warm_up":
-            log.emit(WarmedUp(step=progress.done, steps=progress.total, loss=progress.value or 0.0))
+        if progress.stage == "warmup":
+            log.emit(WarmupStep(step=progress.done, steps=progress.total, loss=progress.value or 0.0))
 
     return await prepare_in_child(run, directory / "start", tell, directory / "logs" / "prepare.log")
 

@@ -153,9 +153,9 @@ class PlainView(View):
 
 def status(shot: Snapshot) -> str:
     """The run in one line."""
-    if shot.phase == "warming up" and shot.warm_up:
-        step, steps, loss = shot.warm_up
-        return f"warm-up {step}/{steps}, loss {loss:.3f}"
+    if shot.phase == "warming up" and shot.warmup:
+        step, steps, loss = shot.warmup
+        return f"warmup {step}/{steps}, loss {loss:.3f}"
     if shot.phase != "training":
         return shot.phase
     rewards = " ".join(f"{task.name} {task.reward:.2f}" for task in shot.tasks if task.reward is not None)

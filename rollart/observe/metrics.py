@@ -56,7 +56,7 @@ class Metrics:
         self.staleness: Counter[int] = Counter()
         self.drops: Counter[str] = Counter()
         self.warnings: deque[str] = deque(maxlen=5)
-        self.warm_up: tuple[int, int, float] | None = None
+        self.warmup: tuple[int, int, float] | None = None
         self.pipeline = Pipeline()
         self._tokens, self._trajectories = Rate(), Rate()
         self._engine, self._trainer, self._waiting, self._environments = Rate(), Rate(), Rate(), Rate()
@@ -81,7 +81,7 @@ class Metrics:
             ev.RolledBack: self._rolled_back,
             ev.Placed: self._placed,
             ev.ServiceStarted: self._service_started,
-            ev.WarmedUp: self._warmed_up,
+            ev.WarmupStep: self._warmup_step,
             ev.GroupStarted: self._group_started,
             ev.GroupDropped: self._group_dropped,
             ev.TrajectoryStarted: self._trajectory_started,
@@ -168,8 +168,8 @@ class Metrics:
         if self.phase == "warming up":
             self.phase = "starting"
 
-    def _warmed_up(self, event: ev.WarmedUp) -> None:
-        self.phase, self.warm_up = "warming up", (event.step, event.steps, event.loss)
+    def _warmup_step(self, event: ev.WarmupStep) -> None:
+        self.phase, self.warmup = "warming up", (event.step, event.steps, event.loss)
 
     def _group_started(self, event: ev.GroupStarted) -> None:
         self.phase = "training"
@@ -320,7 +320,7 @@ class Metrics:
             steps=run.steps,
             resumes=self.resumes,
             eta_s=self._eta(now),
-            warm_up=self.warm_up,
+            warmup=self.warmup,
             tasks=tuple(task.snapshot() for task in self.tasks.values()),
             pipeline=self.pipeline,
             recent_use=Use(

@@ -38,10 +38,10 @@ def _line(text: Text, width: int) -> Text:
 
 
 def _progress(shot: Snapshot, width: int) -> Text:
-    if shot.phase == "warming up" and shot.warm_up:
-        step, steps, loss = shot.warm_up
+    if shot.phase == "warming up" and shot.warmup:
+        step, steps, loss = shot.warmup
         text, share, style = (
-            f" warm-up {step}/{steps} · loss {loss:.3f} · {clock(shot.t)}",
+            f" warmup {step}/{steps} · loss {loss:.3f} · {clock(shot.t)}",
             step / max(1, steps),
             "yellow",
         )

@@ -197,7 +197,7 @@ class Snapshot:
     steps: int
     resumes: int
     eta_s: float | None
-    warm_up: tuple[int, int, float] | None
+    warmup: tuple[int, int, float] | None
     tasks: tuple[TaskSnapshot, ...]
     pipeline: Pipeline
     recent_use: Use

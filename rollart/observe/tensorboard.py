@@ -43,8 +43,8 @@ class TensorBoard:
                     self._write(Record(wall_time=self._wall + event.t, step=event.version + 1, session_log=start))
             case ev.Evaluated():
                 self._scalars(wall, event.version, {f"held_out_success/{event.task}": event.success})
-            case ev.WarmedUp():
-                self._scalars(wall, event.step, {"warm_up/loss": event.loss})
+            case ev.WarmupStep():
+                self._scalars(wall, event.step, {"warmup/loss": event.loss})
             case ev.StepDone():
                 self._scalars(wall, event.version, self._step(event))
 

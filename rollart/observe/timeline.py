@@ -172,11 +172,11 @@ class Timeline:
                 yield _instant("resumed", event.t, {"version": event.version})
             case ev.ServiceStarted():
                 yield from self._put(_CONTROL, f"start {event.name}", f"start {event.name}", event.t, event.seconds)
-            case ev.WarmedUp():
+            case ev.WarmupStep():
                 since = event.t if self._warming is None else self._warming
                 self._warming = event.t
                 args = {"step": event.step, "loss": event.loss}
-                yield from self._put(_CONTROL, "trainer", "warm-up", event.t, event.t - since, **args)
+                yield from self._put(_CONTROL, "trainer", "warmup", event.t, event.t - since, **args)
             case ev.BatchTaken():
                 yield from self._put(_CONTROL, "trainer", "wait", event.t, event.waited_s, step=event.step)
             case ev.StepDone():

@@ -47,7 +47,7 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
 def report(results: Sequence[Result]) -> RenderableType:
     first = results[0]
     seeds = f"seed {first.seed}" if len(results) == 1 else f"{len(results)} seeds"
-    head = f" ({first.preset}, alpha {first.alpha}, {seeds}): {first.counted} steps after the warm-up, simulated"
+    head = f" ({first.preset}, alpha {first.alpha}, {seeds}): {first.counted} steps after the warmup, simulated"
     parts: list[RenderableType] = [Text.assemble((first.name, "bold"), head), _numbers(results), Text()]
     parts += [_heading("What a step is made of"), _shares(results), Text()]
     parts += [_heading("Where the time of a trajectory goes, seconds"), _seconds(results), Text()]

@@ -1,4 +1,4 @@
-"""What a simulation says: plain numbers, per step after the warm-up."""
+"""What a simulation says: plain numbers, per step after the warmup."""
 
 import math
 from collections.abc import Mapping, Sequence

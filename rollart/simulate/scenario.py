@@ -141,7 +141,7 @@ class Scenario(RunFile):
                 raise Conflict(f"there is no link {link!r}{known}; name it in links", "simulate", "weights", key)
         if self.warmup >= self.training.steps:
             raise Conflict(
-                f"{self.training.steps} steps of training leave none to count after a warm-up of {self.warmup}; take "
+                f"{self.training.steps} steps of training leave none to count after a warmup of {self.warmup}; take "
                 "more steps, or set simulate.warmup",
                 "training",
                 "steps",

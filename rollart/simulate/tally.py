@@ -1,4 +1,4 @@
-"""Events and samples of a simulation folded into totals, from which the steps after the warm-up are cut out.
+"""Events and samples of a simulation folded into totals, from which the steps after the warmup are cut out.
 
 The same events go into the log of a run. Sums only: memory does not grow with the length of a simulation.
 """

@@ -26,7 +26,7 @@ MOMENTS: tuple[Held, ...] = ("exp_avg", "exp_avg_sq")
 
 
 class Learn(Struct, frozen=True, tag=True):
-    """A rank's passes. `rate` is the learning rate, but for the warm-up; `cells` how many there are on all ranks."""
+    """A rank's passes. `rate` is the learning rate, but for the warmup; `cells` how many there are on all ranks."""
 
     passes: list[list[Item]]
     rate: float
@@ -118,7 +118,7 @@ class Learner:
     def _update(self, micros: Sequence[MicroBatch], rate: float, totals: StepTotals) -> None:
         """Loss and norm are those of all ranks, so what is not finite on one is skipped by all."""
         (loss,) = self.ranks.sums([sum(self._backward(micro, totals) for micro in micros)])
-        rate *= min(1.0, (self.updates + 1) / max(1, self.config.lr_warm_up))
+        rate *= min(1.0, (self.updates + 1) / max(1, self.config.lr_warmup))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         parameters = self.policy.parameters().values()

@@ -56,7 +56,7 @@ async def _play(
             if left <= 0:
                 raise EnvironmentFailed(
                     f"{number} of {count} demonstrations of task {task.name!r} took {deadline:g} s; "
-                    "lower model.warm_up.demonstrations or use a faster environment"
+                    "lower model.warmup.demonstrations or use a faster environment"
                 )
             instance = seed_of(seed, task.name, "demonstration", number)
             episodes.append(_episode(task, instance, *await play(instance, left)))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from rollart.config import WarmUpConfig
+from rollart.config import WarmupConfig
 from rollart.models.folder import whole_folder
 from rollart.training.packing import pack, plan
 from rollart.training.policy import PolicyModel
@@ -20,11 +20,11 @@ Report = Callable[[int, int, float], None]
 PACK_TOKENS = 4096
 
 
-def warm_up(
+def imitate(
     model: Path,
     output: Path,
     examples: Sequence[Example],
-    config: WarmUpConfig,
+    config: WarmupConfig,
     *,
     seed: int = 0,
     threads: int = 1,
@@ -35,7 +35,7 @@ def warm_up(
     `report(step, steps, loss)` is called after every step. `output` may be `model`.
     """
     if not any(any(mask) for _, mask in examples):
-        raise ValueError("the warm-up has nothing to learn: no example has a token whose mask is 1")
+        raise ValueError("the warmup has nothing to learn: no example has a token whose mask is 1")
     torch.set_num_threads(threads)
     policy = PolicyModel(model)
     parameters = list(policy.parameters().values())

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rollart.config import RunFile, WarmUpConfig
+from rollart.config import RunFile, WarmupConfig
 from rollart.core.errors import ConfigError, RollartError, ServiceError
 from rollart.core.seeds import seed_of
 from rollart.models import tiny
@@ -32,9 +32,9 @@ REPORT_EVERY = 500
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """`value` is the success rate of a task's demonstrations once all are made, or the loss of the warm-up."""
+    """`value` is the success rate of a task's demonstrations once all are made, or the loss of the warmup."""
 
-    stage: Literal["demonstrations", "warm_up"]
+    stage: Literal["demonstrations", "warmup"]
     done: int
     total: int
     task: str = ""
@@ -46,34 +46,34 @@ OnProgress = Callable[[Progress], None]
 
 def prepare(run: RunFile, path: Path, on_progress: OnProgress) -> Path:
     """Returns the user's folder if nothing is to be done to it, else makes `path`, unless an earlier call did."""
-    source, warm_up = run.model.path, run.model.warm_up
+    source, warmup = run.model.path, run.model.warmup
     if source is not None and not is_model(source):
         raise ConfigError(f"model.path: {source} is not a Hugging Face folder with safetensors and a tokenizer")
-    if source is not None and warm_up is None:
+    if source is not None and warmup is None:
         return source
     if is_model(path):
         return path
     seed = seed_of(run.seed, "model")
-    if warm_up is None:
+    if warmup is None:
         assert run.model.tiny is not None
         return tiny.make(run.model.tiny, path, seed)
     with tempfile.TemporaryDirectory(prefix="rollart-") as scratch:
         if source is None:
             assert run.model.tiny is not None
             source = tiny.make(run.model.tiny, Path(scratch) / "model", seed)
-        _warm_up(run, warm_up, source, path, on_progress)
+        _warmup(run, warmup, source, path, on_progress)
     return path
 
 
-def _warm_up(run: RunFile, config: WarmUpConfig, source: Path, path: Path, on_progress: OnProgress) -> None:
+def _warmup(run: RunFile, config: WarmupConfig, source: Path, path: Path, on_progress: OnProgress) -> None:
     data = demonstration_tokens(run, config.demonstrations, ChatRenderer(source), on_progress)
 
-    from rollart.warmup.imitation import warm_up
+    from rollart.warmup.imitation import imitate
 
     def report(step: int, steps: int, loss: float) -> None:
-        on_progress(Progress("warm_up", step, steps, value=loss))
+        on_progress(Progress("warmup", step, steps, value=loss))
 
-    warm_up(source, path, data, config, seed=seed_of(run.seed, "warm-up"), threads=run.training.threads, report=report)
+    imitate(source, path, data, config, seed=seed_of(run.seed, "warm-up"), threads=run.training.threads, report=report)
 
 
 def demonstration_tokens(

@@ -90,7 +90,7 @@ def test_a_valid_file_becomes_a_run_file_with_defaults(path: Path) -> None:
         ("  tiny:", "  path: x\n  tiny:", "quick.yaml:3: model: give either `path`"),
         ("name: sums", "name: lake", "quick.yaml:14: two tasks are named 'lake'; names must differ"),
         ("steps: 20", "batch_groups: 1", "quick.yaml:23: training.batch_groups is 1, too few for 2 tasks"),
-        ("    layers: 2", "  warm_up: {}", "quick.yaml:8: task 'lake' has no `player`, which model.warm_up needs"),
+        ("    layers: 2", "  warmup: {}", "quick.yaml:8: task 'lake' has no `player`, which model.warmup needs"),
         ("weight: 2", "max_context: 4096", "quick.yaml:13: tasks.lake.max_context is 4096, more than the model's"),
         (
             "json:JSONEncoder",

@@ -68,13 +68,13 @@ def test_plain_lines_come_every_ten_seconds_and_for_what_matters(tmp_path: Path)
         plain.attach(log)
         log.emit(ev.RunStarted(name="x", preset="rollart", alpha=1, seed=0, steps=10, tasks=["a"]))
         for step in range(1, 101):
-            log.emit(ev.WarmedUp(step=step, steps=100, loss=2.0))
+            log.emit(ev.WarmupStep(step=step, steps=100, loss=2.0))
         log.emit(ev.Evaluated(version=0, task="a", episodes=8, success=0.5, reward=0.5, failed=0))
         log.emit(ev.Warned(message="careful"))
         log.emit(ev.RunEnded(version=10, reason="finished"))
     log.close()
     lines = text(console).splitlines()
-    assert sum("warm-up" in line for line in lines) == 2
+    assert sum("warmup" in line for line in lines) == 2
     assert [line.split("] ")[1] for line in lines[-3:]] == [
         "version 0: a 0.500 on 8 held-out episodes",
         "warning: careful",

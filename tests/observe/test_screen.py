@@ -50,10 +50,10 @@ def test_the_screen_tells_what_matters() -> None:
     assert "…" not in text
 
 
-def test_the_warm_up_shows_its_progress_and_loss() -> None:
+def test_the_warmup_shows_its_progress_and_loss() -> None:
     metrics = Metrics()
-    metrics.fold(ev.WarmedUp(step=60, steps=600, loss=1.25))
-    assert "warm-up 60/600 · loss 1.250" in drawn(metrics, 80)[1]
+    metrics.fold(ev.WarmupStep(step=60, steps=600, loss=1.25))
+    assert "warmup 60/600 · loss 1.250" in drawn(metrics, 80)[1]
 
 
 def test_an_empty_log_can_be_drawn() -> None:

@@ -57,7 +57,7 @@ def test_every_trajectory_and_every_part_of_it_is_there(tmp_path: Path) -> None:
     assert names.count("generate") == names.count("env step") == turns
     assert sum(" finished" in name or " env_failed" in name for name in names) == ended
     assert {"pipeline", "engine-0 requests"} <= {record["name"] for record in records if record["ph"] == "C"}
-    assert {"wait", "step 40", "publish 40", "checkpoint 40", "swap to 40", "warm-up"} <= set(names)
+    assert {"wait", "step 40", "publish 40", "checkpoint 40", "swap to 40", "warmup"} <= set(names)
 
 
 def test_a_killed_run_closes_what_was_open() -> None:

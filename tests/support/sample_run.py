@@ -42,7 +42,7 @@ class SampleRun:
         for number, role in enumerate(("engine", "trainer")):
             self.put(1 + number, ev.ServiceStarted(role=role, name=f"{role}-0", pid=100 + number, seconds=0.9))
         for step in range(1, 11):
-            self.put(2 + step * 0.5, ev.WarmedUp(step=step * 60, steps=600, loss=3 / step))
+            self.put(2 + step * 0.5, ev.WarmupStep(step=step * 60, steps=600, loss=3 / step))
         start = self.evaluate(7.5, 0, final=True)
         self.done[0] = start
         free = [start] * SLOTS

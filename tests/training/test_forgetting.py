@@ -13,11 +13,11 @@ import pytest
 import torch
 from tiny_models import save_tiny
 
-from rollart.config import AlgorithmConfig, TrainingConfig, WarmUpConfig
+from rollart.config import AlgorithmConfig, TrainingConfig, WarmupConfig
 from rollart.core.types import Batch, Sample, SampleGroup
 from rollart.training.packing import pack
 from rollart.training.trainer import Trainer
-from rollart.warmup.imitation import warm_up
+from rollart.warmup.imitation import imitate
 
 NUMBERS, LENGTH, DASH = 12, 6, 12
 MARKS = {"count": 14, "dash": 15}
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     examples = [([MARKS[task], start, *answer], [0, 0] + [1] * LENGTH) for task, answer, start in shown]
     options = {"vocab_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     source = save_tiny(root / "model", **options)
-    warm_up(source, root / "warm", examples, WarmUpConfig(steps=300, batch=64, lr=5e-3))
+    imitate(source, root / "warm", examples, WarmupConfig(steps=300, batch=64, lr=5e-3))
     return root / "warm"
 
 

@@ -46,7 +46,7 @@ class Loop:
     def __init__(self, folder: Path, *, told: float = 1.0, on_swap: str = "recompute", **sampling: float) -> None:
         model = Model.open(save_tiny(folder, initializer_range=0.3), torch.float32, "cpu")
         self.engine = Stepper(model, EngineConfig(on_swap=on_swap))  # type: ignore[arg-type]
-        self.trainer = Trainer(folder, TrainingConfig(lr=3e-3, lr_warm_up=0))
+        self.trainer = Trainer(folder, TrainingConfig(lr=3e-3, lr_warmup=0))
         self.told, self.sampling = told, Sampling(max_tokens=ANSWER, **sampling)  # type: ignore[arg-type]
         self.warnings: list[str] = []
         self._model, self._draw, self._names = model, random.Random(0), 0

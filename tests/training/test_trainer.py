@@ -48,7 +48,7 @@ def with_true_logprobs(trainer: Trainer, batch: Batch) -> Batch:
 
 
 def test_a_step_makes_good_tokens_likelier_and_bad_ones_less_likely(folder: Path) -> None:
-    subject = trainer(folder, lr=1e-3, lr_warm_up=0)
+    subject = trainer(folder, lr=1e-3, lr_warmup=0)
     batch = make_batch(0, [[1.0, 0.0]])
     good, bad = batch.groups[0].samples
 
@@ -147,7 +147,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_says_so(folder: Path, poison: 
 
 
 def test_the_learning_rate_warms_up(folder: Path) -> None:
-    subject = trainer(folder, lr=1e-3, lr_warm_up=4)
+    subject = trainer(folder, lr=1e-3, lr_warmup=4)
     rates = [subject.step(make_batch(step, SPREAD)).values["lr"] for step in range(5)]
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
 
@@ -155,14 +155,14 @@ def test_the_learning_rate_warms_up(folder: Path) -> None:
 def test_the_learning_rate_is_scaled_by_the_share_of_groups_with_spread(folder: Path) -> None:
     rewards = [[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 1.0]]
     for power, share in ((1.0, 0.5), (0.5, 0.5**0.5), (0.0, 1.0)):
-        subject = trainer(folder, lr=1e-3, lr_warm_up=0, algorithm={"evidence_power": power})
+        subject = trainer(folder, lr=1e-3, lr_warmup=0, algorithm={"evidence_power": power})
         assert subject.step(make_batch(0, rewards)).values["lr"] == pytest.approx(share * 1e-3)
 
 
 def test_the_first_of_several_updates_is_never_clipped_and_later_ones_are(folder: Path) -> None:
-    values = trainer(folder, lr=0.05, lr_warm_up=0).step(make_batch(0, SPREAD)).values
+    values = trainer(folder, lr=0.05, lr_warmup=0).step(make_batch(0, SPREAD)).values
     assert values["clip_fraction"] == 0.0
-    values = trainer(folder, lr=0.05, lr_warm_up=0, epochs=3).step(make_batch(0, SPREAD)).values
+    values = trainer(folder, lr=0.05, lr_warmup=0, epochs=3).step(make_batch(0, SPREAD)).values
     assert values["clip_fraction"] > 0.0
     assert values["updates"] == 3.0
 
@@ -176,7 +176,7 @@ def test_the_kl_is_zero_at_the_start_and_grows(folder: Path) -> None:
 def test_an_entropy_bonus_makes_the_policy_less_sure(folder: Path) -> None:
     draw = random.Random(0)
     batch = Batch(0, (SampleGroup("0", "t", tuple(make_sample(1.0, draw) for _ in range(4))),))
-    subject = trainer(folder, lr=1e-2, lr_warm_up=0, algorithm={"entropy": 1.0, "evidence_power": 0.0})
+    subject = trainer(folder, lr=1e-2, lr_warmup=0, algorithm={"entropy": 1.0, "evidence_power": 0.0})
     first = subject.step(batch).values["entropy"]
     assert subject.step(replace(batch, step=1)).values["entropy"] > first
 

@@ -14,7 +14,7 @@ from rollart.models.folder import is_model
 from rollart.warmup.prepare import Progress, prepare, prepare_in_child
 
 TINY = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1}
-WARM_UP = {"demonstrations": 20, "steps": 3, "batch": 4}
+WARMUP = {"demonstrations": 20, "steps": 3, "batch": 4}
 GUESS = {
     "name": "guess",
     "env": "rollart.envs.guess_number:GuessNumber",
@@ -56,16 +56,16 @@ def test_a_tiny_model_depends_on_the_seed_of_the_run_alone(tmp_path: Path) -> No
     assert weights(first) == weights(again) != weights(other)
 
 
-def test_a_warm_up_trains_on_demonstrations_and_reports(tmp_path: Path) -> None:
+def test_a_warmup_trains_on_demonstrations_and_reports(tmp_path: Path) -> None:
     seen: list[Progress] = []
-    folder = prepare(run_file({"tiny": TINY, "warm_up": WARM_UP}), tmp_path / "start", seen.append)
+    folder = prepare(run_file({"tiny": TINY, "warmup": WARMUP}), tmp_path / "start", seen.append)
     untrained = prepare(run_file({"tiny": TINY}), tmp_path / "scratch", ignore)
     assert is_model(folder)
     assert weights(folder) != weights(untrained)
     demonstrated, *steps = seen
     assert (demonstrated.stage, demonstrated.task, demonstrated.done) == ("demonstrations", "guess", 20)
     assert demonstrated.value is not None and 0 < demonstrated.value <= 1
-    assert [(each.stage, each.done, each.total) for each in steps] == [("warm_up", done, 3) for done in (1, 2, 3)]
+    assert [(each.stage, each.done, each.total) for each in steps] == [("warmup", done, 3) for done in (1, 2, 3)]
 
 
 def test_a_prepared_model_is_not_made_again(tmp_path: Path) -> None:
@@ -85,12 +85,12 @@ def test_a_conversation_is_cut_at_the_tasks_context(tmp_path: Path) -> None:
 
 
 def test_a_child_process_prepares_the_same_model(tmp_path: Path) -> None:
-    run = run_file({"tiny": TINY, "warm_up": WARM_UP})
+    run = run_file({"tiny": TINY, "warmup": WARMUP})
     seen: list[Progress] = []
     folder = asyncio.run(prepare_in_child(run, tmp_path / "child", seen.append, tmp_path / "logs" / "prepare.log"))
     assert folder == tmp_path / "child"
     assert weights(folder) == weights(prepare(run, tmp_path / "here", ignore))
-    assert [each.stage for each in seen] == ["demonstrations", *["warm_up"] * 3]
+    assert [each.stage for each in seen] == ["demonstrations", *["warmup"] * 3]
 
 
 def test_an_error_in_the_child_is_told_as_a_sentence(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_an_error_in_the_child_is_told_as_a_sentence(tmp_path: Path) -> None:
 
 
 def test_the_child_ends_when_its_parent_does(tmp_path: Path) -> None:
-    endless = run_file({"tiny": TINY, "warm_up": WARM_UP | {"steps": 1_000_000}})
+    endless = run_file({"tiny": TINY, "warmup": WARMUP | {"steps": 1_000_000}})
     child = subprocess.Popen(
         [sys.executable, "-m", "rollart.warmup.prepare"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -109,7 +109,7 @@ def test_the_child_ends_when_its_parent_does(tmp_path: Path) -> None:
         spec = {"run": endless.model_dump(mode="json"), "path": str(tmp_path / "start")}
         child.stdin.write(json.dumps(spec).encode() + b"\n")
         child.stdin.flush()
-        while json.loads(child.stdout.readline())["stage"] != "warm_up":
+        while json.loads(child.stdout.readline())["stage"] != "warmup":
             pass
         child.stdin.close()
         assert child.wait(timeout=30) == 1
@@ -121,13 +121,13 @@ def test_the_child_ends_when_its_parent_does(tmp_path: Path) -> None:
 
 
 def test_cancelling_kills_the_child(tmp_path: Path) -> None:
-    endless = run_file({"tiny": TINY, "warm_up": WARM_UP | {"steps": 1_000_000}})
+    endless = run_file({"tiny": TINY, "warmup": WARMUP | {"steps": 1_000_000}})
 
     async def cancel_at_the_first_step() -> None:
         training = asyncio.Event()
 
         def watch(progress: Progress) -> None:
-            if progress.stage == "warm_up":
+            if progress.stage == "warmup":
                 training.set()
 
         work = asyncio.create_task(prepare_in_child(endless, tmp_path / "start", watch, tmp_path / "prepare.log"))

@@ -32,7 +32,7 @@ def plan(
     max_devices: Annotated[
         list[str] | None, typer.Option("--max", metavar="CLASS=N", help="Use at most N devices of this class.")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to measure after the warm-up.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to measure after the warmup.")] = 4,
     per_level: Annotated[int, typer.Option(min=1, help="Splits to simulate at each level of spending.")] = 3,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds for the best plans.")] = 3,
     workers: Annotated[int | None, typer.Option(min=1, help="Parallel simulations; default: one per core.")] = None,

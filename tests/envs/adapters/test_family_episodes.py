@@ -218,7 +218,7 @@ def test_a_frozen_policy_of_ours_can_be_the_opponent(
         asyncio.run(play(url))
 
 
-def test_a_warm_up_has_its_demonstrations_from_the_family_of_the_task(family: Callable[[str], str]) -> None:
+def test_a_warmup_has_its_demonstrations_from_the_family_of_the_task(family: Callable[[str], str]) -> None:
     case = next(case for case in CASES if case.family == "gem")
     family(case.family)
     assert importlib.util.find_spec("gem") is None, "the test shows nothing if our own Python has the package"
