@@ -26,7 +26,7 @@ from typing import Any
 
 from rollart.config import RunFile, TinyModelConfig
 from rollart.core.event_log import EventLog, read_events
-from rollart.core.protocols import LeasedEnvironment
+from rollart.core.protocols import ClaimedEnvironment
 from rollart.core.schedule import Schedule
 from rollart.core.types import Sampling
 from rollart.engines.client import EngineClient
@@ -93,8 +93,8 @@ class Swapped:
     pool: EnvironmentPool
     names: dict[str, str]
 
-    def lease(self, task: str, held_out: bool) -> AbstractAsyncContextManager[LeasedEnvironment]:
-        return self.pool.lease(self.names[task], held_out)
+    def claim(self, task: str, held_out: bool) -> AbstractAsyncContextManager[ClaimedEnvironment]:
+        return self.pool.claim(self.names[task], held_out)
 
 
 def run_file(fleet: str, model: Path, slowdown: float) -> RunFile:
@@ -118,7 +118,7 @@ def run_file(fleet: str, model: Path, slowdown: float) -> RunFile:
                 }
                 for name, work in SHAPES.items()
             ],
-            "environments": {"slots": 80},
+            "environments": {"processes": 80},
             "engine": {"max_batch": 64, "kv_megabytes": 256},
             "rewards": {"workers": 1},
         }

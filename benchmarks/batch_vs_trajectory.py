@@ -52,7 +52,7 @@ def run_file(model: Path, trajectories: int, turns: int, mean: float) -> RunFile
             "tasks": tasks,
             "engine": {"max_batch": trajectories},
             # Second resets would serve neither side: these take no time.
-            "environments": {"slots": trajectories, "hedges": 0},
+            "environments": {"processes": trajectories, "hedges": 0},
         }
     )
 

@@ -1,6 +1,6 @@
 """Environments that hang, crash and reset slowly, in real processes: what it costs everybody else.
 
-    python benchmarks/env_faults.py [--slots 200] [--seconds 80]
+    python benchmarks/env_faults.py [--processes 200] [--seconds 80]
 
 Three pools play the same episodes at the same time, so that a busy machine slows all of them alike: `calm` without
 faults, `faulty` with them, and `unhedged` with them but without second resets. Faults are per episode: 2% hang and 2%
@@ -35,7 +35,7 @@ STEPS = 10
 HANG = CRASH = 0.02
 SLOW, SLOW_S = 0.021, 400.0
 RESET_DEADLINE_S, STEP_DEADLINE_S = 600.0, 100.0
-START_S = 150.0  # all slots begin at once: until they are well mixed, and their processes have started
+START_S = 150.0  # all episodes begin at once: until they are well mixed, and their processes have started
 PROMPT_S = 1.0  # for a place that is free to be given
 
 
@@ -50,7 +50,7 @@ class Played:
     waits: list[float] = field(default_factory=list)
 
 
-def pool(name: str, scale: float, slots: int, faults: bool = True, hedged: bool = True) -> EnvironmentPool:
+def pool(name: str, scale: float, processes: int, faults: bool = True, hedged: bool = True) -> EnvironmentPool:
     calls = STEPS + 1
     chaos = {"hang": HANG / calls, "crash": CRASH / calls, "slow": SLOW, "slow_reset": SLOW_S * scale} if faults else {}
     task = TaskConfig(
@@ -59,27 +59,27 @@ def pool(name: str, scale: float, slots: int, faults: bool = True, hedged: bool 
         args={"env": "benchmarks.paced:Paced", "args": {"steps": STEPS, "scale": scale}, **chaos},
     )
     config = EnvironmentsConfig(
-        slots=slots,
+        processes=processes,
         reset_deadline=RESET_DEADLINE_S * scale,
         step_deadline=STEP_DEADLINE_S * scale,
-        hedges=slots // 10 if hedged else 0,
+        hedges=processes // 10 if hedged else 0,
         warm=8,
     )
     return EnvironmentPool([task], config)
 
 
-async def play(environments: EnvironmentPool, name: str, slots: int, begin: float, end: float) -> Played:
-    """Episode after episode in each slot until the end, when those under way are given up; measured from `begin` on."""
+async def play(environments: EnvironmentPool, name: str, processes: int, begin: float, end: float) -> Played:
+    """Episode after episode in each process until the end, when the rest is given up; measured from `begin` on."""
     played = Played()
     clock = asyncio.get_running_loop().time
 
-    async def slot() -> None:
+    async def player() -> None:
         while clock() < end:
             played.started += 1
             outcome = "given up at the end"
             try:
                 asked = clock()
-                async with environments.lease(name, held_out=False) as environment:
+                async with environments.claim(name, held_out=False) as environment:
                     given = clock()
                     await environment.reset(played.started)
                     if asked >= begin:
@@ -94,7 +94,7 @@ async def play(environments: EnvironmentPool, name: str, slots: int, begin: floa
             finally:
                 played.outcomes[outcome] += 1
 
-    tasks = [asyncio.create_task(slot()) for _ in range(slots)]
+    tasks = [asyncio.create_task(player()) for _ in range(processes)]
     await asyncio.sleep(end - clock())
     for task in tasks:
         task.cancel()
@@ -102,17 +102,17 @@ async def play(environments: EnvironmentPool, name: str, slots: int, begin: floa
     return played
 
 
-async def run(slots: int, seconds: float, scale: float) -> dict[str, object]:
+async def run(processes: int, seconds: float, scale: float) -> dict[str, object]:
     pools = {
-        "calm": pool("calm", scale, slots, faults=False),
-        "faulty": pool("faulty", scale, slots),
-        "unhedged": pool("unhedged", scale, slots, hedged=False),
+        "calm": pool("calm", scale, processes, faults=False),
+        "faulty": pool("faulty", scale, processes),
+        "unhedged": pool("unhedged", scale, processes, hedged=False),
     }
     try:
         await asyncio.gather(*(each.start() for each in pools.values()))
         begin = asyncio.get_running_loop().time() + START_S * scale
         results = await asyncio.gather(
-            *(play(each, name, slots, begin, begin + seconds) for name, each in pools.items())
+            *(play(each, name, processes, begin, begin + seconds) for name, each in pools.items())
         )
     finally:
         await asyncio.gather(*(each.close() for each in pools.values()))
@@ -137,7 +137,7 @@ async def run(slots: int, seconds: float, scale: float) -> dict[str, object]:
         "episodes_per_s": {name: round(count / seconds, 1) for name, count in finished.items()},
         "outcomes": {name: dict(each.outcomes) for name, each in played.items()},
         "counts": {name: asdict(each) for name, each in counts.items()},
-        "slots": slots,
+        "processes": processes,
         "scale": scale,
         "cpu_seconds": round(time.process_time(), 1),
     }
@@ -150,11 +150,11 @@ def p99_over_p50(values: list[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--slots", type=int, default=200)
+    parser.add_argument("--processes", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=80.0)
     parser.add_argument("--scale", type=float, default=0.08, help="of the paper's seconds")
     given = parser.parse_args()
-    print(json.dumps(asyncio.run(run(given.slots, given.seconds, given.scale))))
+    print(json.dumps(asyncio.run(run(given.processes, given.seconds, given.scale))))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What our worker costs: time of a step against the same step in this process, memory of an idle slot, slots at once.
+"""What our worker costs: time of a step against one in this process, memory of an idle worker, workers at once.
 
-    python benchmarks/env_overhead.py [--slots 1000] [--steps 2000]
+    python benchmarks/env_overhead.py [--processes 1000] [--steps 2000]
 
 The last line is one JSON object: `ms_per_step` is what the worker adds to a step (median, both sides interleaved),
-`mb_per_slot` the memory that an idle slot has for itself (private pages) with `mb_per_slot_pss` its share of the common
-ones added, `slots` how many were alive and answered at the same time. `ms_per_episode` is a lease with one reset: with
-a process that is used again, with a fresh one for each episode, and with a fresh one that was made ready before.
+`mb_per_process` the private memory of an idle worker, `mb_per_process_pss` with its share of the common pages added,
+`processes` how many were alive and answered at the same time. `ms_per_episode` is a claim with one reset: with a
+process that is reused, with a fresh one for each episode, and with a fresh one that was prepared before.
 """
 
 import argparse
@@ -30,16 +30,16 @@ async def step_cost(pool: EnvironmentPool, steps: int) -> tuple[float, float]:
     """Milliseconds of one step in this process and in a worker, by an action that ends no episode."""
     inside, outside = [], []
     local = FrozenLake(**TASK.args)
-    async with pool.lease("lake", held_out=False) as leased:
+    async with pool.claim("lake", held_out=False) as claimed:
         for _ in range(steps // ROUND):
             local.reset(1)
-            await leased.reset(1)
+            await claimed.reset(1)
             begin = time.perf_counter()
             for _ in range(ROUND):
                 local.step("?")
             middle = time.perf_counter()
             for _ in range(ROUND):
-                await leased.step("?")
+                await claimed.step("?")
             inside.append(middle - begin)
             outside.append(time.perf_counter() - middle)
     return statistics.median(inside) / ROUND * 1000, statistics.median(outside) / ROUND * 1000
@@ -51,15 +51,15 @@ async def episode_cost(episodes: int) -> dict[str, float]:
     pools = {}
     for name, (reusable, warm) in kinds.items():
         task = TaskConfig(name=name, env="benchmarks.paced:Paced", args={"scale": 0.0, "reusable": reusable})
-        pools[name] = EnvironmentPool([task], EnvironmentsConfig(slots=8, warm=warm))
+        pools[name] = EnvironmentPool([task], EnvironmentsConfig(processes=8, warm=warm))
     taken: dict[str, list[float]] = {name: [] for name in kinds}
     try:
         await asyncio.gather(*(pool.start() for pool in pools.values()))
         for seed in range(episodes):
             for name, pool in pools.items():
                 begin = time.perf_counter()
-                async with pool.lease(name, held_out=False) as leased:
-                    await leased.reset(seed)
+                async with pool.claim(name, held_out=False) as claimed:
+                    await claimed.reset(seed)
                 taken[name].append(time.perf_counter() - begin)
     finally:
         await asyncio.gather(*(pool.close() for pool in pools.values()))
@@ -73,45 +73,47 @@ def memory(pid: int) -> tuple[float, float]:
     return (kilobytes["Private_Clean"] + kilobytes["Private_Dirty"]) / 1024, kilobytes["Pss"] / 1024
 
 
-async def slots_at_once(pool: EnvironmentPool, count: int) -> tuple[int, float, list[tuple[float, float]]]:
+async def processes_at_once(pool: EnvironmentPool, count: int) -> tuple[int, float, list[tuple[float, float]]]:
     """How many answered while all were held, the seconds until the last was ready, and the memory of each."""
     ready = asyncio.Barrier(count + 1)
     measured = asyncio.Event()
 
     async def one() -> bool:
-        async with pool.lease("lake", held_out=False) as leased:
-            await leased.reset(1)
+        async with pool.claim("lake", held_out=False) as claimed:
+            await claimed.reset(1)
             await ready.wait()
             await measured.wait()
-            return bool((await leased.step("R")).messages)
+            return bool((await claimed.step("R")).messages)
 
     begin = time.perf_counter()
     tasks = [asyncio.create_task(one()) for _ in range(count)]
     await ready.wait()
     seconds = time.perf_counter() - begin
     hosts = psutil.Process().children()
-    sizes = [memory(slot.pid) for host in hosts for slot in host.children()]
+    sizes = [memory(process.pid) for host in hosts for process in host.children()]
     measured.set()
     return sum(await asyncio.gather(*tasks)), seconds, sizes
 
 
 async def run(count: int, steps: int) -> dict[str, object]:
     episode = await episode_cost(steps // 10)
-    pool = EnvironmentPool([TASK], EnvironmentsConfig(slots=count, reset_deadline=120, step_deadline=120, retries=0))
+    pool = EnvironmentPool(
+        [TASK], EnvironmentsConfig(processes=count, reset_deadline=120, step_deadline=120, retries=0)
+    )
     try:
         await pool.start()
         inside, outside = await step_cost(pool, steps)
-        alive, seconds, sizes = await slots_at_once(pool, count)
+        alive, seconds, sizes = await processes_at_once(pool, count)
     finally:
         await pool.close()
     return {
         "ms_per_step": round(outside - inside, 4),
         "ms_in_process": round(inside, 4),
         "ms_in_worker": round(outside, 4),
-        "mb_per_slot": round(statistics.mean(own for own, _ in sizes), 2),
-        "mb_per_slot_pss": round(statistics.mean(share for _, share in sizes), 2),
+        "mb_per_process": round(statistics.mean(own for own, _ in sizes), 2),
+        "mb_per_process_pss": round(statistics.mean(share for _, share in sizes), 2),
         "ms_per_episode": episode,
-        "slots": alive,
+        "processes": alive,
         "seconds_to_start": round(seconds, 2),
         "left_behind": len(psutil.Process().children(recursive=True)),
     }
@@ -119,10 +121,10 @@ async def run(count: int, steps: int) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--slots", type=int, default=1000)
+    parser.add_argument("--processes", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=2000)
     options = parser.parse_args()
-    print(json.dumps(asyncio.run(run(options.slots, options.steps))))
+    print(json.dumps(asyncio.run(run(options.processes, options.steps))))
 
 
 if __name__ == "__main__":

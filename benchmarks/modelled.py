@@ -97,10 +97,10 @@ class ModelledEnvironment:
 
 @dataclass(slots=True)
 class ModelledEnvironments:
-    """`slots` environments, shared by all tasks; `in_use` never exceeds them."""
+    """`processes` environments, shared by all tasks; `in_use` never exceeds them."""
 
     rng: random.Random
-    slots: int = 1_000_000
+    processes: int = 1_000_000
     turns: Callable[[random.Random], int] = lambda rng: 3
     reset_seconds: Seconds = lambda rng: 0.1
     step_seconds: Seconds = lambda rng: 0.05
@@ -109,8 +109,8 @@ class ModelledEnvironments:
     _gate: asyncio.Semaphore | None = None
 
     @asynccontextmanager
-    async def lease(self, task: str, held_out: bool) -> AsyncIterator[ModelledEnvironment]:
-        self._gate = self._gate or asyncio.Semaphore(self.slots)
+    async def claim(self, task: str, held_out: bool) -> AsyncIterator[ModelledEnvironment]:
+        self._gate = self._gate or asyncio.Semaphore(self.processes)
         async with self._gate:
             self.in_use += 1
             try:

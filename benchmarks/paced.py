@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 import time
-from typing import Any
 
-from rollart.envs.delayed import RESET, STEP, Delayed, draw
+from rollart.envs.chaos import RESET_QUANTILES, STEP_QUANTILES, Chaos, draw
 
 BODY = 0.979  # of the resets are of the first mode
-FIRST_MODE = tuple((at / BODY, seconds) for at, seconds in RESET if at <= BODY)
+FIRST_MODE = tuple((at / BODY, seconds) for at, seconds in RESET_QUANTILES if at <= BODY)
 
 
 class Paced:
@@ -27,7 +26,7 @@ class Paced:
         return "begin"
 
     def step(self, action: str) -> tuple[str, float, bool]:
-        time.sleep(self.scale * draw(STEP, self.luck))
+        time.sleep(self.scale * draw(STEP_QUANTILES, self.luck))
         self.left -= 1
         return "go on", 1.0 if self.left == 0 else 0.0, self.left == 0
 
@@ -58,9 +57,7 @@ class Gaussian:
         pass
 
 
-class Ordinary(Delayed):
+class Ordinary(Chaos):
     """Delayed, without the one reset in fifty that takes minutes."""
 
-    def reset(self, seed: int) -> Any:
-        time.sleep(self._scale * draw(FIRST_MODE, self._luck))
-        return self._env.reset(seed)
+    reset_quantiles = FIRST_MODE

@@ -40,7 +40,7 @@ class Setting:
     preset: str = "rollart"
     alpha: int = 1
     groups: int = 8
-    slots: int = 64
+    processes: int = 64
     slower: float = 1.0
 
     @property
@@ -54,10 +54,10 @@ SETTINGS = {
     "sync_plus": Setting(10, preset="sync_plus"),
     "one_off": Setting(12, preset="one_off"),
     "alpha 2": Setting(24, alpha=2),
-    "8 slots a task": Setting(8, slots=8),
+    "8 processes a task": Setting(8, processes=8),
     "16 groups": Setting(14, groups=16),
     "environments 2x slower": Setting(11, slower=2.0),
-    "alpha 3, 12 slots, 1.5x slower": Setting(10, alpha=3, slots=12, slower=1.5),
+    "alpha 3, 12 processes, 1.5x slower": Setting(10, alpha=3, processes=12, slower=1.5),
 }
 
 
@@ -69,7 +69,7 @@ def run_file(folder: Path, setting: Setting, delay: float, model: Path | None) -
         return {
             "name": name,
             "env": "benchmarks.paced:Ordinary" if model else game,
-            "args": {"env": game, "scale": setting.slower * delay / MEAN_STEP_S} if model else {},
+            "args": {"env": game, "delay": setting.slower * delay / MEAN_STEP_S} if model else {},
             "player": f"{GAMES}.{name}:player",
             "player_args": {"skill": 0.5},
             "max_turns": turns,
@@ -85,7 +85,7 @@ def run_file(folder: Path, setting: Setting, delay: float, model: Path | None) -
             "model": {"path": model} if model else {"tiny": {"context": 512}, "warmup": warmup},
             "tasks": [task("frozen_lake", "FrozenLake", 8, 4), task("guess_number", "GuessNumber", 4, 6)],
             "rollout": setting.rollout,
-            "environments": {"slots": setting.slots},
+            "environments": {"processes": setting.processes},
             "training": {"steps": setting.steps, "batch_groups": setting.groups, "group_size": 4, "lr": 1e-7},
             "evaluation": {"every": 0, "episodes": 1, "final_episodes": 1},
             "checkpoint": {"every": 1000},
@@ -109,7 +109,7 @@ def predict(calibrated: Scenario, setting: Setting, seeds: int) -> float:
     scenario = calibrated.model_copy(
         update={
             "rollout": type(calibrated.rollout)(**setting.rollout),
-            "environments": calibrated.environments.model_copy(update={"slots": setting.slots}),
+            "environments": calibrated.environments.model_copy(update={"processes": setting.processes}),
             "training": calibrated.training.model_copy(update={"steps": setting.steps, "batch_groups": setting.groups}),
             "simulate": calibrated.simulate.model_copy(update={"workloads": workloads, "warmup": 1, "finite": True}),
         }

@@ -54,7 +54,7 @@ def run_file(address: str, steps: int) -> RunFile:
             "rollout": {"extra_members": 1},
             "engine": {"device": "cpu"},  # the labels are for show: there is no GPU behind them
             "training": {"steps": steps, "batch_groups": 6, "group_size": 4, "device": "cpu"},
-            "environments": {"slots": 16},
+            "environments": {"processes": 16},
             "evaluation": {"every": 0, "final_episodes": 2},
             "checkpoint": {"every": 2},
         }

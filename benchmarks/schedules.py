@@ -32,8 +32,8 @@ def run_file(folder: Path, steps: int, delay: float, members: int) -> RunFile:
         game = f"{GAMES}.{name}:{kind}"
         return {
             "name": name,
-            "env": f"{GAMES}.delayed:Delayed" if delay else game,
-            "args": {"env": game, "scale": delay / MEAN_STEP_S} if delay else {},
+            "env": f"{GAMES}.chaos:Chaos" if delay else game,
+            "args": {"env": game, "delay": delay / MEAN_STEP_S} if delay else {},
             "player": f"{GAMES}.{name}:player",
             "player_args": {"skill": skill},
             "max_turns": turns,
@@ -48,7 +48,7 @@ def run_file(folder: Path, steps: int, delay: float, members: int) -> RunFile:
             "model": {"tiny": {"context": 512}, "warmup": {"demonstrations": 1500, "steps": 250}},
             "tasks": [task("frozen_lake", "FrozenLake", 10, 4, 0.5), task("guess_number", "GuessNumber", 4, 6, 0.5)],
             "rollout": {"extra_members": members},
-            "environments": {"slots": 256},
+            "environments": {"processes": 256},
             "training": {"steps": steps, "batch_groups": 16, "lr": 5e-4},
             "evaluation": {"every": 0, "episodes": 1, "final_episodes": 200},
             "checkpoint": {"every": 1000},

@@ -26,7 +26,7 @@ WHOLE = 3000
 FULL = (
     "training.batch_groups=3200",
     "rollout.alpha=3",
-    "environments.slots=8000",
+    "environments.processes=8000",
     "simulate.train={fixed: 100, token: 0}",
     "simulate.links={ethernet: 1000, infiniband: 1000}",
 )
@@ -41,14 +41,14 @@ def scaled(gpus: int, changes: Sequence[str]) -> Scenario:
         return f"pools.{name}.count={max(1, round(whole.pools[name].count * part))}"
 
     groups = max(len(whole.tasks), round(whole.training.batch_groups * part))
-    slots = max(1, round(whole.environments.slots * part))
+    processes = max(1, round(whole.environments.processes * part))
     return load(
         SCENARIO,
         [
             *changes,
             *map(count, whole.pools),
             f"training.batch_groups={groups}",
-            f"environments.slots={slots}",
+            f"environments.processes={processes}",
             "training.steps=100000",
             "simulate.warmup=0",
         ],
@@ -57,7 +57,7 @@ def scaled(gpus: int, changes: Sequence[str]) -> Scenario:
 
 def at_once(scenario: Scenario, result: Result) -> int:
     """Trajectories that have an environment, on the average."""
-    return round(result.environments_use * scenario.environments.slots * len(scenario.tasks))
+    return round(result.environments_use * scenario.environments.processes * len(scenario.tasks))
 
 
 def told(gpus: int, running: int, result: Result) -> str:

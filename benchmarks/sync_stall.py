@@ -54,7 +54,7 @@ def run_file(folder: Path, on_swap: str, steps: int, hidden: int, groups: int) -
                 "tiny": {"context": 512, "hidden": hidden, "layers": 4, "heads": heads, "kv_heads": max(1, heads // 4)}
             },
             "tasks": [task("frozen_lake", "FrozenLake", 10, 16), task("guess_number", "GuessNumber", 4, 64)],
-            "environments": {"slots": 2 * GROUP},
+            "environments": {"processes": 2 * GROUP},
             "engine": {"max_batch": 32, "on_swap": on_swap},
             "training": {"steps": steps, "batch_groups": groups, "group_size": GROUP},
             "evaluation": {"every": 0, "episodes": 1, "final_episodes": 1},

@@ -1,10 +1,10 @@
 """What a shell in a sandbox costs: time to start it, time of a command, an episode with its verification, memory.
 
-    python benchmarks/terminal.py [--rounds 40] [--slots 20]
+    python benchmarks/terminal.py [--rounds 40] [--processes 20]
 
 The last line is one JSON object. Times are medians: `start_ms` until the first command could be sent, `plain_bash_ms`
 the same for a bash without a sandbox, `command_ms` of `true`, `process_ms` of a command that is a program,
-`episode_ms` of a scripted episode in this process, verification included. `mb_per_slot` is the private memory of all
+`episode_ms` of a scripted episode in this process, verification included. `mb_per_process` is the private memory of all
 that one more sandbox adds.
 """
 
@@ -51,12 +51,12 @@ def starts(rounds: int) -> tuple[float, float]:
     return statistics.median(boxed) * 1000, statistics.median(plain) * 1000
 
 
-def memory(slots: int) -> float:
+def memory(processes: int) -> float:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    made = [Sandbox() for _ in range(slots)]
+    made = [Sandbox() for _ in range(processes)]
     try:
         added = [child.pid for child in psutil.Process().children(recursive=True) if child.pid not in before]
-        return sum(map(private_mb, added)) / slots
+        return sum(map(private_mb, added)) / processes
     finally:
         for sandbox in made:
             sandbox.close()
@@ -74,7 +74,7 @@ def episode(environment: Terminal, seed: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--slots", type=int, default=20)
+    parser.add_argument("--processes", type=int, default=20)
     given = parser.parse_args()
     start, plain = starts(given.rounds)
     with Sandbox() as sandbox:
@@ -90,7 +90,7 @@ def main() -> None:
                 "command_ms": round(command, 2),
                 "process_ms": round(process, 2),
                 "episode_ms": round(played, 1),
-                "mb_per_slot": round(memory(given.slots), 2),
+                "mb_per_process": round(memory(given.processes), 2),
             }
         )
     )

@@ -15,9 +15,9 @@ from typing import Any
 from rollart.config import AgentConfig, TaskConfig
 from rollart.core.errors import ConfigError
 from rollart.envs import families
-from rollart.workers.process import HostSpec
+from rollart.workers.host_handle import HostSpec
 
-LENDER = "{rollart}/envs/slot_entry.py:EnvironmentShim"  # imported first, it lets any Python import our modules
+LENDER = "{rollart}/envs/process_entry.py:EnvironmentProcess"  # imported first, it lets any Python import our modules
 FUNCTION = "{rollart}/agents/function.py:FunctionAgent"
 COMMAND = "{rollart}/agents/command.py:CommandAgent"
 LONGEST_S = 86_400.0  # for a command; the episode's own deadline comes first

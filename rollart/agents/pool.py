@@ -24,15 +24,14 @@ from rollart.core.types import CapturedEpisode, Completion, GenerationRequest, S
 from rollart.gateway.client import Gateway
 from rollart.gateway.messages import EpisodeLimits
 from rollart.launch.launcher import Launcher, ResourceRequest
-from rollart.workers.lease import Lease
-from rollart.workers.process import Place
-from rollart.workers.seat import Tell
-from rollart.workers.slot import CallRaised, SlotLost
-from rollart.workers.slots import SlotPool
+from rollart.workers.host_handle import HostLocation
+from rollart.workers.pool import ProcessClaim, ProcessPool
+from rollart.workers.pool_host import HostCallback
+from rollart.workers.worker_process import CallRaised, ProcessLost
 
 
 class AgentPool:
-    """Implements `core.protocols.AgentPool`. At most `slots` episodes of a task at the same time, split over hosts,
+    """Implements `core.protocols.AgentPool`. At most `processes` episodes of a task at the same time, split over hosts,
     one for each of the `requests`; each of at most `deadline` seconds unless its task says otherwise. What agents print
     goes to `log`."""
 
@@ -42,27 +41,30 @@ class AgentPool:
         gateway: Gateway,
         launcher: Launcher,
         *,
-        slots: int,
+        processes: int,
         deadline: float,
         requests: Sequence[ResourceRequest] = (),
         log: Path | None = None,
-        tell: Tell | None = None,
+        on_host_change: HostCallback | None = None,
     ) -> None:
-        self._gateway, self._deadline, self._slots = gateway, deadline, slots
+        self._gateway, self._deadline, self._processes = gateway, deadline, processes
         self._tasks = {task.name: task for task in tasks}
-        places = [
-            Place(launcher, replace(request, count=request.count / len(tasks)))
+        locations = [
+            HostLocation(launcher, replace(request, count=request.count / len(tasks)))
             for request in requests or [ResourceRequest()]
         ]
-        self._pools = {task.name: SlotPool(host_spec(task, log), slots, places=places, tell=tell) for task in tasks}
+        self._pools = {
+            task.name: ProcessPool(host_spec(task, log), processes, locations=locations, on_host_change=on_host_change)
+            for task in tasks
+        }
 
     @property
     def in_use(self) -> int:
         return sum(pool.in_use for pool in self._pools.values())
 
     @property
-    def slots(self) -> int:
-        return self._slots * len(self._pools)
+    def capacity(self) -> int:
+        return self._processes * len(self._pools)
 
     async def start(self) -> None:
         """Raises ServiceError, for example for a module that cannot be imported."""
@@ -84,23 +86,23 @@ class AgentPool:
         await asyncio.gather(*(pool.close() for pool in self._pools.values()))
 
     @asynccontextmanager
-    async def lease(self, task: str) -> AsyncIterator["LeasedAgent"]:
+    async def claim(self, task: str) -> AsyncIterator["AgentClaim"]:
         """Raises EnvironmentFailed when there is no host any more."""
         try:
-            async with self._pools[task].lease() as lease:
-                lease.reusable = False
-                await lease.take()
-                yield LeasedAgent(self._tasks[task], self._gateway, lease, self._deadline)
-        except (SlotLost, ServiceError) as error:
+            async with self._pools[task].claim() as claim:
+                claim.reusable = False
+                await claim.acquire()
+                yield AgentClaim(self._tasks[task], self._gateway, claim, self._deadline)
+        except (ProcessLost, ServiceError) as error:
             raise EnvironmentFailed(f"task {task!r} has no process for its agent: {error}") from error
 
 
-class LeasedAgent:
+class AgentClaim:
     """A process in which one episode will be played."""
 
-    def __init__(self, task: TaskConfig, gateway: Gateway, lease: Lease, deadline: float) -> None:
+    def __init__(self, task: TaskConfig, gateway: Gateway, claim: ProcessClaim, deadline: float) -> None:
         assert task.agent is not None
-        self._task, self._gateway, self._lease = task, gateway, lease
+        self._task, self._gateway, self._claim = task, gateway, claim
         self._deadline = task.agent.deadline or deadline
 
     async def play(
@@ -134,8 +136,8 @@ class LeasedAgent:
 
     async def _run(self, args: dict[str, Any], watched: "_Watched") -> dict[str, Any]:
         try:
-            answer = await self._lease.call("run", args, self._deadline)
-        except (SlotLost, CallRaised) as error:
+            answer = await self._claim.call("run", args, self._deadline)
+        except (ProcessLost, CallRaised) as error:
             told = str(error).replace(args["endpoint"]["key"], "(its key)")  # it may be part of a URL
             failed = f"the agent of task {self._task.name!r} failed: {told}"
             if watched.failure is not None:

@@ -48,18 +48,18 @@ class QuarantineConfig(Section):
 
 
 class EnvironmentsConfig(Section):
-    slots: Positive = Field(64, description="environments alive at the same time, per task")
+    processes: Positive = Field(64, description="environments alive at the same time, per task")
     reset_deadline: Seconds = 30.0
     step_deadline: Seconds = 10.0
     close_deadline: Seconds = 5.0
     retries: Natural = Field(2, description="fresh environments tried for one reset")
     hedges: Natural = Field(
-        8, description="per task, beside the slots: second resets, begun once one takes longer than most do"
+        8, description="per task, in addition: second resets, begun once one takes longer than most do"
     )
     hedge_after: float = Field(
         0.9, gt=0, lt=1, description="quantile of a task's ordinary resets after which one is slow"
     )
-    warm: Natural = Field(2, description="per task, beside the slots: environments made ready before they are needed")
+    warm: Natural = Field(2, description="per task, in addition: environments prepared before they are needed")
     quarantine: QuarantineConfig = QuarantineConfig()
 
 

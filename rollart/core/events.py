@@ -295,14 +295,14 @@ class EngineSample(Event):
 
 
 class PipelineSample(Event):
-    """Trajectories by where they are, environments in use and slots, sampled."""
+    """Trajectories by where they are, environments in use and processes for them, sampled."""
 
     running: int
     scoring: int
     ready: int
     training: int
     environments: int
-    slots: int
+    processes: int
 
 
 class Evaluated(Event):

@@ -79,8 +79,8 @@ class Environment(Protocol):
     def close(self) -> None: ...
 
 
-class LeasedEnvironment(Protocol):
-    """One environment, ours alone until the lease ends. Every call has a deadline; raises EnvironmentFailed."""
+class ClaimedEnvironment(Protocol):
+    """One environment, ours alone until the claim is released. Every call has a deadline; raises EnvironmentFailed."""
 
     async def reset(self, seed: int) -> tuple[Message, ...]: ...
 
@@ -88,7 +88,7 @@ class LeasedEnvironment(Protocol):
 
 
 class EnvironmentPool(Protocol):
-    def lease(self, task: str, held_out: bool) -> AbstractAsyncContextManager[LeasedEnvironment]: ...
+    def claim(self, task: str, held_out: bool) -> AbstractAsyncContextManager[ClaimedEnvironment]: ...
 
 
 class Generate(Protocol):
@@ -97,7 +97,7 @@ class Generate(Protocol):
         ...
 
 
-class LeasedAgent(Protocol):
+class ClaimedAgent(Protocol):
     """A program that drives one episode itself, asking for generations as it likes."""
 
     async def play(
@@ -109,7 +109,7 @@ class LeasedAgent(Protocol):
 
 
 class AgentPool(Protocol):
-    def lease(self, task: str) -> AbstractAsyncContextManager[LeasedAgent]: ...
+    def claim(self, task: str) -> AbstractAsyncContextManager[ClaimedAgent]: ...
 
 
 class RewardInvoker(Protocol):

@@ -1,11 +1,14 @@
-"""Any environment, made to fail: delayed, hanging, crashing, answering nonsense or hostile texts, at given rates.
+"""Fault injection for any environment: delays, hangs, crashes, invalid replies and hostile texts, at given rates.
 
-For tests and benchmarks. Standard library only.
+For tests and benchmarks. Standard library only. The delays are drawn from distributions measured in production: the
+quantiles, in seconds, are of software-engineering environments as the RollArt paper plots them. A reset pulls an image
+and starts a container, and one in fifty falls into a second mode of six to eight minutes; a step runs a command.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import random
 import signal
@@ -13,23 +16,38 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rollart.envs.delayed import RESET, STEP, draw
-from rollart.envs.hostile import answer as wrong_answer
+from rollart.envs.hostile import reply as invalid_reply
 from rollart.envs.hostile import text as hostile_text
-from rollart.envs.slot_entry import make
+from rollart.envs.process_entry import make
 
 FAULTS = ("hang", "crash", "wrong", "hostile")
 CRASHES = ("exit", "segfault", "kill", "raise", "interrupt")
+Quantiles = tuple[tuple[float, float], ...]
+RESET_QUANTILES = ((0.0, 13.0), (0.05, 14.2), (0.25, 15.1), (0.5, 22.2), (0.75, 25.6), (0.9, 35.2), (0.95, 40.6),
+                   (0.979, 51.0), (0.9791, 378.0), (0.99, 393.0), (1.0, 488.0))  # fmt: skip
+STEP_QUANTILES = ((0.0, 0.5), (0.05, 1.0), (0.25, 2.5), (0.5, 3.8), (0.75, 5.7), (0.9, 8.4), (0.95, 10.9),
+                  (0.98, 15.3), (0.99, 19.7), (1.0, 51.0))  # fmt: skip
+
+
+def draw(quantiles: Quantiles, rng: random.Random) -> float:
+    """Inverse of the distribution function, linear between the given points."""
+    at = rng.random()
+    for (before, low), (after, high) in itertools.pairwise(quantiles):
+        if at <= after:
+            return low + (high - low) * (at - before) / (after - before)
+    return quantiles[-1][1]
 
 
 class Chaos:
-    """`env` (`module:Class` with `args`), and at each reset and step a chance of each fault.
+    """`env` (`module:Class` with `args`), with the rate of each fault per reset and step.
 
-    `hang` never answers, `crash` ends the process in one of several ways or raises, `wrong` answers what is no answer,
-    `hostile` says something rightful but nasty. `delay` is the share of the delays measured in production, whose reset
-    has a second mode; `slow_reset` seconds come on top of one reset in 1 / `slow`. With a `seed` an episode's faults
-    follow from it and the episode's own; without one every process has its own luck. Held-out episodes are left alone.
+    `hang` never returns, `crash` ends the process in one of several ways or raises, `wrong` returns an invalid reply,
+    `hostile` a valid but nasty text. `delay` scales the delays measured in production; `slow` is the share of resets
+    that take `slow_reset` seconds longer. With a `seed` an episode's faults follow from it and the episode's own;
+    without one every process draws its own. Held-out episodes have no faults.
     """
+
+    reset_quantiles: Quantiles = RESET_QUANTILES
 
     def __init__(
         self,
@@ -48,50 +66,50 @@ class Chaos:
         self._rates = dict(zip(FAULTS, (hang, crash, wrong, hostile)))  # noqa: B905 (Python 3.9 has no strict)
         if min(self._rates.values()) < 0 or sum(self._rates.values()) > 1:
             raise ValueError("Chaos needs rates that are not negative and together at most 1")
-        self._calm = held_out
+        self._held_out = held_out
         self._delay, self._slow, self._slow_reset, self._seed = delay, slow, slow_reset, seed
-        self._luck: random.Random = random.SystemRandom()
+        self._rng: random.Random = random.SystemRandom()
         self._env = make(env, args or {}, held_out)
 
     def __getattr__(self, name: str) -> Any:
-        """What a player looks at is the environment's own."""
+        """A player sees the attributes of the environment itself."""
         if name == "_env":  # not made yet
             raise AttributeError(name)
         return getattr(self._env, name)
 
     def reset(self, seed: int) -> Any:
         if self._seed is not None:
-            self._luck = random.Random(f"chaos {self._seed} {seed}")
-        self._wait(RESET)
-        if not self._calm and self._luck.random() < self._slow:
+            self._rng = random.Random(f"chaos {self._seed} {seed}")
+        self._wait(self.reset_quantiles)
+        if not self._held_out and self._rng.random() < self._slow:
             time.sleep(self._slow_reset)
         observation = self._env.reset(seed)
-        return self._spoil(observation, lambda text: text)
+        return self._inject(observation, lambda text: text)
 
     def step(self, action: str) -> Any:
-        self._wait(STEP)
-        return self._spoil(self._env.step(action), lambda text: (text, 0.0, False))
+        self._wait(STEP_QUANTILES)
+        return self._inject(self._env.step(action), lambda text: (text, 0.0, False))
 
     def close(self) -> None:
         self._env.close()
 
-    def _wait(self, quantiles: tuple[tuple[float, float], ...]) -> None:
-        if self._delay and not self._calm:
-            time.sleep(self._delay * draw(quantiles, self._luck))
+    def _wait(self, quantiles: Quantiles) -> None:
+        if self._delay and not self._held_out:
+            time.sleep(self._delay * draw(quantiles, self._rng))
 
-    def _spoil(self, answer: Any, said: Callable[[str], Any]) -> Any:
-        fault = None if self._calm else self._fault()
+    def _inject(self, reply: Any, valid: Callable[[str], Any]) -> Any:
+        fault = None if self._held_out else self._draw_fault()
         if fault == "hang":
             while True:
                 signal.pause()
         if fault == "crash":
-            crash(self._luck.choice(CRASHES))
+            crash(self._rng.choice(CRASHES))
         if fault == "wrong":
-            return wrong_answer(self._luck)
-        return said(hostile_text(self._luck)) if fault == "hostile" else answer
+            return invalid_reply(self._rng)
+        return valid(hostile_text(self._rng)) if fault == "hostile" else reply
 
-    def _fault(self) -> str | None:
-        at = self._luck.random()
+    def _draw_fault(self) -> str | None:
+        at = self._rng.random()
         for name, rate in self._rates.items():
             at -= rate
             if at < 0:

@@ -1,4 +1,4 @@
-"""The worst that an environment might say, drawn from a generator: texts to show, and answers that are no answers."""
+"""Hostile texts and invalid replies of an environment, drawn at random, for tests and fault injection."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ HUGE = 3_000_000
 
 
 def text(rng: random.Random) -> str:
-    """A text, and so a rightful observation, though one that looks for weak places."""
+    """A valid observation that probes for weaknesses."""
     return rng.choice(TEXTS)(rng)
 
 
-def answer(rng: random.Random) -> Any:
-    """What `reset` and `step` must not answer; a few of them can be mistaken for an answer."""
-    return rng.choice(ANSWERS)(rng)
+def reply(rng: random.Random) -> Any:
+    """What `reset` and `step` must not return; a few of them pass as valid."""
+    return rng.choice(REPLIES)(rng)
 
 
 def _controls(rng: random.Random) -> str:
@@ -41,7 +41,7 @@ def _anything(rng: random.Random) -> str:
 
 
 def _surrogates(rng: random.Random) -> str:
-    return "half a pair " + chr(rng.randrange(0xD800, 0xE000))
+    return "lone surrogate " + chr(rng.randrange(0xD800, 0xE000))
 
 
 def _special(rng: random.Random) -> str:
@@ -79,13 +79,13 @@ def _itself() -> list[Any]:
 
 
 def _step(**wrong: Callable[[random.Random], Any]) -> Callable[[random.Random], Any]:
-    """A step that is right but for some fields."""
+    """A valid step but for some fields."""
     right: dict[str, Any] = {"messages": "go on", "reward": 0.5, "done": False, "info": {}}
     return lambda rng: right | {name: make(rng) for name, make in wrong.items()}
 
 
 ODD_NUMBERS = (float("nan"), float("inf"), -float("inf"), 1e308, 10**30, 10**400, -(2**63) - 1, True, "1", [1], 1j)
-ANSWERS: tuple[Callable[[random.Random], Any], ...] = (
+REPLIES: tuple[Callable[[random.Random], Any], ...] = (
     *(
         _deep,
         _circle,

@@ -1,13 +1,13 @@
-"""How long calls of one kind take, for telling a slow one while it still runs.
+"""How long calls of one kind take, to recognize a slow one while it still runs.
 
 The invariants:
 - The calls that count are the last that began, whether they have ended or not: of those that ended lately too many
   would be short, of those that run too many long.
-- A call that did not come to its end, because it failed, was cancelled or still runs, says only that it would have
-  taken longer than it has so far; it is neither left out nor taken for its own length. So giving up slow calls does not
-  make the others look slow, nor does it make slow ones look rare.
-- The quantile is of the ordinary calls. A few that hang, or fall into a second mode far beyond the first, are what it
-  is there to tell apart: counted in, each of them would let another slow call pass for an ordinary one.
+- A call that did not finish, because it failed, was cancelled or still runs, is censored: it only shows that it would
+  have taken longer than so far; it is neither left out nor counted with that length. So giving up slow calls makes
+  neither the others look slow nor slow ones look rare.
+- The quantile is of the ordinary calls. The few that hang, or fall into a second mode far beyond the first, are
+  outliers: counted in, each of them would let another slow call pass for an ordinary one.
 """
 
 import asyncio
@@ -16,9 +16,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-LEAST = 20  # calls that must have come to their end before anything is known
-FAR = 4.0  # times the median; what takes longer, or never ends, is no ordinary call
-MOST = 0.05  # of all calls that are taken for such; while more have not ended, nothing is known
+MIN_CALLS = 20  # calls that must have finished before there is an estimate
+OUTLIER_FACTOR = 4.0  # times the median; a call that takes longer, or never ends, is an outlier
+MAX_OUTLIERS = 0.05  # of all calls; while more have not ended, there is no estimate
 WINDOW = 1000
 REFRESH_S = 0.2
 
@@ -37,7 +37,7 @@ class Latencies:
         self._at = at
         self._calls: deque[_Call] = deque(maxlen=WINDOW)
         self._slow_after: float | None = None
-        self._looked = float("-inf")
+        self._estimated_at = float("-inf")
 
     @staticmethod
     def _now() -> float:
@@ -56,10 +56,10 @@ class Latencies:
 
     @property
     def slow_after(self) -> float | None:
-        """Seconds that most calls do not take, or None as long as that is not known."""
+        """Seconds that ordinary calls rarely exceed; None while there is no estimate."""
         now = self._now()
-        if now - self._looked >= REFRESH_S:
-            self._looked = now
+        if now - self._estimated_at >= REFRESH_S:
+            self._estimated_at = now
             lengths = ((now - call.began if call.seconds is None else call.seconds, call) for call in self._calls)
             self._slow_after = quantile(((seconds, call.finished) for seconds, call in lengths), self._at)
         return self._slow_after
@@ -69,18 +69,18 @@ def quantile(calls: Iterable[tuple[float, bool]], at: float) -> float | None:
     """The length that a share `at` of the ordinary calls do not exceed."""
     order = sorted(calls)
     ends = [seconds for seconds, finished in order if finished]
-    if len(ends) < LEAST:
+    if len(ends) < MIN_CALLS:
         return None
     curve = survival(order)
-    far = FAR * ends[len(ends) // 2]
+    far = OUTLIER_FACTOR * ends[len(ends) // 2]
     beyond = min((left for seconds, left in curve if seconds <= far), default=1.0)
-    unusual = min(beyond, MOST)
-    enough = unusual + (1 - at) * (1 - unusual) + 1e-9
+    outliers = min(beyond, MAX_OUTLIERS)
+    enough = outliers + (1 - at) * (1 - outliers) + 1e-9
     return next((seconds for seconds, left in curve if left <= enough), None)
 
 
 def survival(order: Sequence[tuple[float, bool]]) -> list[tuple[float, float]]:
-    """By Kaplan and Meier: at each end of a call, shortest first, what share of all takes longer than that."""
+    """The Kaplan-Meier estimator: at each end of a call, shortest first, the share of calls that take longer."""
     left, curve = 1.0, []
     for number, (seconds, finished) in enumerate(order):
         if finished:

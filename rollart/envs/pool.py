@@ -1,10 +1,10 @@
-"""Environments, leased one by one from worker processes, on one or more hosts per task.
+"""Environments, claimed one by one from worker processes, on one or more hosts per task.
 
 The invariants:
-- Tasks share nothing: a task that fails, floods or hangs takes slots and time from itself alone.
-- A task has at most `slots` environments on lease, `hedges` second ones that race a slow reset, and `warm` that wait.
-- A process serves another episode only if its environment says that it is `reusable`; otherwise it is closed, within
-  its deadline and in nobody's way, and ends.
+- Tasks share nothing: a task that fails, floods or hangs takes processes and time from itself alone.
+- A task has at most `processes` claimed environments, `hedges` second ones that race a slow reset, and `warm` ones.
+- A process serves another episode only if its environment declares that it is `reusable`; otherwise it is closed in the
+  background, within its deadline, and ends.
 """
 
 import asyncio
@@ -18,71 +18,81 @@ from typing import NoReturn
 from rollart.config import EnvironmentsConfig, TaskConfig
 from rollart.core.errors import EnvironmentFailed, ServiceError
 from rollart.core.events import EventSink
+from rollart.envs import families
+from rollart.envs.claim import EnvironmentClaim, EnvironmentCounts, TaskEnvironments
 from rollart.envs.latencies import Latencies
-from rollart.envs.lease import Counts, EnvironmentLease, TaskEnvironments
 from rollart.envs.remote_host import RemoteHost
-from rollart.envs.worker import host_spec
 from rollart.launch.launcher import Launcher, ResourceRequest
 from rollart.launch.local import LocalLauncher
-from rollart.workers.process import Place
-from rollart.workers.seat import Tell
-from rollart.workers.slot import SlotLost
-from rollart.workers.slots import SlotPool
-from rollart.workers.warm import Warmth
+from rollart.workers.host_handle import HostLocation, HostSpec
+from rollart.workers.pool import ProcessPool
+from rollart.workers.pool_host import HostCallback, Prewarm
+from rollart.workers.worker_process import ProcessLost
+
+ENTRY = "{rollart}/envs/process_entry.py:EnvironmentProcess"
+
+
+def host_spec(task: TaskConfig, log: Path | None = None, python: str | None = None) -> HostSpec:
+    """`python` overrides that of the task's family. Raises ConfigError if the family is not installed."""
+    if python is None and task.family:
+        python = families.python_of(task.family)
+    # The entry comes first: it lets a Python that does not have rollart import our adapters.
+    return HostSpec(ENTRY, (ENTRY, task.env), python=python, log=log, name=f"host of {task.name} environments")
 
 
 class EnvironmentPool:
     """Implements `rollart.core.protocols.EnvironmentPool`. What environments print goes to `log`, if given.
 
     Each task has one host for each of the `requests`, shared by the tasks, and a connection to each of the `urls`,
-    where someone else runs a host; its slots are split over them in proportion to the requests, a URL counting as one.
-    With neither, it has a single host. `launcher` starts them; without one they run on this machine. `tell` hears of
-    each host that started, and again, with the reason, when it died; `sink` of every process that was lost.
+    where someone else runs a host; its processes are split over them in proportion to the requested counts, a URL
+    counting as one. With neither, it has a single host. `launcher` starts them; without one they run on this machine.
+    `sink` gets an event for every process that was lost.
     """
 
     def __init__(
         self,
         tasks: Sequence[TaskConfig],
         config: EnvironmentsConfig,
+        *,
         log: Path | None = None,
         launcher: Launcher | None = None,
         requests: Sequence[ResourceRequest] = (),
         urls: Sequence[str] = (),
-        tell: Tell | None = None,
+        on_host_change: HostCallback | None = None,
         sink: EventSink | None = None,
     ) -> None:
         self._config = config
         self._sink = sink
         self._launcher = launcher or LocalLauncher()
         self._share = 1 / max(1, len(tasks))
-        places = [self._place(request) for request in requests or ([] if urls else [ResourceRequest()])]
-        places += [Place(RemoteHost(url), ResourceRequest()) for url in urls]
+        locations = [self._location(request) for request in requests or ([] if urls else [ResourceRequest()])]
+        locations += [HostLocation(RemoteHost(url), ResourceRequest()) for url in urls]
         # Hosts that someone else runs have their own Python; only those that we start need that of the family.
         self._python = sys.executable if urls and not requests else None
-        self._tasks = {task.name: self._environments(task, places, log, tell) for task in tasks}
+        self._tasks = {task.name: self._environments(task, locations, log, on_host_change) for task in tasks}
 
     def _environments(
-        self, task: TaskConfig, places: Sequence[Place], log: Path | None, tell: Tell | None
+        self, task: TaskConfig, locations: Sequence[HostLocation], log: Path | None, on_host_change: HostCallback | None
     ) -> TaskEnvironments:
         config = self._config
-        made = {"env": task.env, "args": task.args, "held_out": False}
-        pool = SlotPool(
+        prepared = {"env": task.env, "args": task.args, "held_out": False}
+        pool = ProcessPool(
             host_spec(task, log, self._python),
-            config.slots,
-            farewell="close",
-            farewell_s=config.close_deadline,
-            places=places,
-            tell=tell,
+            config.processes,
+            close_call="close",
+            close_s=config.close_deadline,
+            locations=locations,
+            on_host_change=on_host_change,
             spares=config.hedges,
-            warmth=Warmth(config.warm, "prepare", made, config.reset_deadline),
+            prewarm=Prewarm(config.warm, "prepare", prepared, config.reset_deadline),
         )
         return TaskEnvironments(task, config, pool, Latencies(config.hedge_after), self._sink)
 
-    def _place(self, request: ResourceRequest) -> Place:
-        return Place(self._launcher, replace(request, count=request.count * self._share))
+    def _location(self, request: ResourceRequest) -> HostLocation:
+        return HostLocation(self._launcher, replace(request, count=request.count * self._share))
 
     @property
-    def counts(self) -> Mapping[str, Counts]:
+    def counts(self) -> Mapping[str, EnvironmentCounts]:
         """What happened so far, by task."""
         return {name: task.counts for name, task in self._tasks.items()}
 
@@ -91,8 +101,8 @@ class EnvironmentPool:
         return sum(task.pool.in_use for task in self._tasks.values())
 
     @property
-    def slots(self) -> int:
-        return self._config.slots * len(self._tasks)
+    def capacity(self) -> int:
+        return self._config.processes * len(self._tasks)
 
     async def start(self) -> None:
         """Raises ServiceError, for example for a module that cannot be imported."""
@@ -100,9 +110,9 @@ class EnvironmentPool:
 
     async def add(self, request: ResourceRequest) -> None:
         """One more host for each task, while others run. Raises ServiceError."""
-        await self._each(lambda pool: pool.add(self._place(request)))
+        await self._each(lambda pool: pool.add(self._location(request)))
 
-    async def _each(self, do: Callable[[SlotPool], Awaitable[None]]) -> None:
+    async def _each(self, do: Callable[[ProcessPool], Awaitable[None]]) -> None:
         results = await asyncio.gather(*(do(task.pool) for task in self._tasks.values()), return_exceptions=True)
         for task, result in zip(self._tasks, results, strict=True):
             if isinstance(result, ServiceError):
@@ -120,15 +130,15 @@ class EnvironmentPool:
         await asyncio.gather(*(task.pool.close() for task in self._tasks.values()))
 
     @asynccontextmanager
-    async def lease(self, task: str, held_out: bool) -> AsyncIterator[EnvironmentLease]:
-        """Raises EnvironmentFailed when there is no host any more."""
+    async def claim(self, task: str, held_out: bool) -> AsyncIterator[EnvironmentClaim]:
+        """Raises EnvironmentFailed when no host is left."""
         shared = self._tasks[task]
         async with AsyncExitStack() as stack:
             try:
-                lease = await stack.enter_async_context(shared.pool.lease())
-            except (SlotLost, ServiceError) as error:
+                claim = await stack.enter_async_context(shared.pool.claim())
+            except (ProcessLost, ServiceError) as error:
                 raise EnvironmentFailed(f"task {task!r} has no environment: {error}") from error
             try:
-                yield EnvironmentLease(shared, held_out, lease)
+                yield EnvironmentClaim(shared, held_out, claim)
             finally:
-                lease.reusable = bool(shared.reusable)
+                claim.reusable = bool(shared.reusable)

@@ -1,7 +1,7 @@
-"""A host of environments that someone else runs: known by its URL, reached and left, never started or stopped.
+"""A host of environments that someone else runs: known by its URL, connected to, never started or stopped.
 
-`rollart envs serve` is such a host. One connection to it stays open as long as we need it; when that
-breaks, the host is lost, and `launch` tries to reach it again.
+`rollart envs serve` is such a host. One connection to it stays open as long as it is needed; when that breaks, the host
+is lost, and `launch` tries to connect again.
 """
 
 import asyncio
@@ -13,37 +13,37 @@ from urllib.parse import urlsplit
 from rollart.core.errors import ServiceError
 from rollart.launch.keepalive import enable_keepalive
 from rollart.launch.launcher import Command, Node, ResourceRequest, ServiceHandle, Unsatisfiable
-from rollart.workers.slot import CallRaised, Slot, SlotLost
+from rollart.workers.worker_process import CallRaised, ProcessLost, WorkerProcess
 
-KEY = "ROLLART_WORKER_KEY"  # of the environment; what the hosts of others want to be shown
-REACH_S = 30.0
+KEY = "ROLLART_WORKER_KEY"  # environment variable
+CONNECT_S = 30.0
 
 
-class Visit:
-    """Implements `rollart.launch.launcher.Started`: it has ended when its connection is lost."""
+class RemoteConnection:
+    """Implements `rollart.launch.launcher.ServiceHandle`: it has ended when its connection is lost."""
 
     pid = 0
     device = "cpu"
     node_lost = False
 
-    def __init__(self, name: str, url: str, slot: Slot, address: tuple[str, int]) -> None:
+    def __init__(self, name: str, url: str, process: WorkerProcess, address: tuple[str, int]) -> None:
         self.name, self.node, self.address = name, url, address[0]
         self.answer: Mapping[str, Any] = {"address": address}
-        self._slot = slot
+        self._process = process
 
     async def wait(self) -> str:
-        return f"{self.node} cannot be reached any more: {await self._slot.ended}"
+        return f"{self.node} cannot be reached any more: {await self._process.ended}"
 
     async def stop(self) -> None:
         self.kill()
 
     def kill(self) -> None:
-        """The host is not ours to kill, only the way to it."""
-        self._slot.kill("it was left")
+        """Closes the connection: the host is not ours to kill."""
+        self._process.kill("the connection was closed")
 
 
 class RemoteHost:
-    """Implements `rollart.launch.launcher.Launcher` for the one place that it knows."""
+    """Implements `rollart.launch.launcher.Launcher` for the one host at `url`."""
 
     here = False
 
@@ -52,45 +52,45 @@ class RemoteHost:
         self._url = url
         parts = urlsplit(url)
         if parts.scheme != "tcp" or not parts.hostname or not parts.port:
-            raise ServiceError(f"{url!r} is no address of a worker host; write tcp://HOST:PORT")
+            raise ServiceError(f"{url!r} is not the address of a worker host; write tcp://HOST:PORT")
         self._address = (parts.hostname, parts.port)
 
     async def nodes(self) -> Sequence[Node]:
         return [Node(self._url, self._address[0], {}, {})]
 
     async def launch(self, command: Command, request: ResourceRequest) -> ServiceHandle:
-        """Reach the host and ask whether it knows what will be wanted. Raises ServiceError."""
+        """Connect, and check that the host can import the environments. Raises ServiceError."""
         if self._url in request.avoid:
             raise Unsatisfiable(command.name, request, await self.nodes())
         if not self.key:
             raise ServiceError(f"set {KEY} to the key of the host at {self._url}")
-        slot = Slot(command.spec["limit"])
+        process = WorkerProcess(command.spec["limit"])
         try:
-            async with asyncio.timeout(REACH_S):
-                transport, _ = await asyncio.get_running_loop().create_connection(lambda: slot, *self._address)
+            async with asyncio.timeout(CONNECT_S):
+                transport, _ = await asyncio.get_running_loop().create_connection(lambda: process, *self._address)
                 enable_keepalive(transport.get_extra_info("socket"))
                 transport.write(self.key.encode() + b"\n")
-                await slot.started
+                await process.started
                 for path in command.spec["imports"]:
                     if ".py:" not in path:
-                        await slot.call("find", {"env": path}, REACH_S)
-        except (OSError, SlotLost, CallRaised) as error:
-            slot.kill("it was left")
-            raise ServiceError(self._why(error)) from error
+                        await process.call("find", {"env": path}, CONNECT_S)
+        except (OSError, ProcessLost, CallRaised) as error:
+            process.kill("the connection was closed")
+            raise ServiceError(self._reason(error)) from error
         except BaseException:
-            slot.kill("it was left")
+            process.kill("the connection was closed")
             raise
-        return Visit(command.name, self._url, slot, self._address)
+        return RemoteConnection(command.name, self._url, process, self._address)
 
-    def _why(self, error: Exception) -> str:
+    def _reason(self, error: Exception) -> str:
         if isinstance(error, CallRaised):
             return f"the host at {self._url} cannot import it: {error}"
-        if isinstance(error, SlotLost):
-            return f"the host at {self._url} hung up; is {KEY} its key? ({error})"
+        if isinstance(error, ProcessLost):
+            return f"the host at {self._url} closed the connection; is {KEY} its key? ({error})"
         return f"the host at {self._url} cannot be reached: {error or 'no answer'}"
 
     async def launch_together(self, commands: Sequence[Command], request: ResourceRequest) -> Sequence[ServiceHandle]:
         raise ServiceError(f"the host at {self._url} serves environments only")
 
     async def close(self) -> None:
-        """It is not ours to end."""
+        """The host is not ours to end."""

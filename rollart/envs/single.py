@@ -1,4 +1,4 @@
-"""One environment in a process of its own, for one player at a time: to play in the terminal, to try a family out."""
+"""One environment in a process of its own, for one player at a time: to play in the terminal, to try out a family."""
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -8,29 +8,28 @@ from typing import Any, TypeVar
 from rollart.config import EnvironmentsConfig, TaskConfig
 from rollart.core.errors import EnvironmentFailed, ServiceError
 from rollart.core.types import Message, Step
-from rollart.envs import answers
-from rollart.envs.worker import host_spec
-from rollart.workers.lease import Lease
-from rollart.workers.slot import CallRaised, SlotLost
-from rollart.workers.slots import SlotPool
+from rollart.envs.pool import host_spec
+from rollart.envs.replies import InvalidReply, parse_observation, parse_step
+from rollart.workers.pool import ProcessClaim, ProcessPool
+from rollart.workers.worker_process import CallRaised, ProcessLost
 
 T = TypeVar("T")
 
 
 class SingleEnvironment:
-    """Every call has a deadline and raises EnvironmentFailed. Nothing is tried again."""
+    """Every call has a deadline and raises EnvironmentFailed. Nothing is retried."""
 
-    def __init__(self, task: TaskConfig, config: EnvironmentsConfig, lease: Lease) -> None:
+    def __init__(self, task: TaskConfig, config: EnvironmentsConfig, claim: ProcessClaim) -> None:
         self._task = task
         self._config = config
-        self._lease = lease
+        self._claim = claim
 
     async def reset(self, seed: int, held_out: bool) -> tuple[Message, ...]:
         args = {"env": self._task.env, "args": self._task.args, "held_out": held_out, "seed": seed}
-        return self._read(answers.observation, await self._call("reset", args, self._config.reset_deadline))
+        return self._parse(parse_observation, await self._call("reset", args, self._config.reset_deadline))
 
     async def step(self, action: str) -> Step:
-        return self._read(answers.step, await self._call("step", {"action": action}, self._config.step_deadline))
+        return self._parse(parse_step, await self._call("step", {"action": action}, self._config.step_deadline))
 
     async def scripted(self, seed: int) -> str:
         """The next action of the task's scripted player, which may look inside the environment."""
@@ -38,38 +37,38 @@ class SingleEnvironment:
         return str(await self._call("act", args, self._config.step_deadline))
 
     async def demonstrate(self, seed: int, deadline: float) -> Any:
-        """A whole training episode by the scripted player, as it was answered; see the shim."""
+        """A whole training episode by the scripted player; see `EnvironmentProcess.demonstrate`."""
         task = self._task
         args = {"env": task.env, "args": task.args, "player": task.player, "player_args": task.player_args}
         return await self._call("demonstrate", {**args, "seed": seed, "turns": task.max_turns}, deadline)
 
     async def _call(self, name: str, args: Mapping[str, object], deadline: float) -> Any:
         try:
-            return await self._lease.call(name, args, deadline)
-        except (SlotLost, CallRaised) as error:
+            return await self._claim.call(name, args, deadline)
+        except (ProcessLost, CallRaised) as error:
             raise EnvironmentFailed(f"the environment of task {self._task.name!r} failed: {error}") from error
 
-    def _read(self, read: Callable[[Any], T], answer: Any) -> T:
+    def _parse(self, parse: Callable[[Any], T], reply: Any) -> T:
         try:
-            return read(answer)
-        except answers.WrongAnswer as error:
+            return parse(reply)
+        except InvalidReply as error:
             raise EnvironmentFailed(
                 f"the environment of task {self._task.name!r} broke its protocol: {error}"
             ) from error
 
 
 @asynccontextmanager
-async def stage(
+async def single_environment(
     task: TaskConfig, config: EnvironmentsConfig, log: Path | None = None, python: str | None = None
 ) -> AsyncIterator[SingleEnvironment]:
-    """Raises ServiceError if it cannot start. `python` is instead of the one of the task's family."""
-    pool = SlotPool(host_spec(task, log, python), limit=1, farewell="close")
+    """Raises ServiceError if it cannot start. `python` overrides that of the task's family."""
+    pool = ProcessPool(host_spec(task, log, python), limit=1, close_call="close")
     try:
         await pool.start()
-        async with pool.lease() as lease:
-            await lease.take()
-            yield SingleEnvironment(task, config, lease)
-    except SlotLost as error:
+        async with pool.claim() as claim:
+            await claim.acquire()
+            yield SingleEnvironment(task, config, claim)
+    except ProcessLost as error:
         raise ServiceError(f"the environment of task {task.name!r} cannot start: {error}") from error
     finally:
         await pool.close()

@@ -282,7 +282,7 @@ async def _sample(scheduler: Scheduler, fleet: Fleet, log: EventLog) -> None:
     while True:
         agents = fleet.agents
         in_use = fleet.environments.in_use + (agents.in_use if agents else 0)
-        log.emit(scheduler.sample(in_use, fleet.environments.slots + (agents.slots if agents else 0)))
+        log.emit(scheduler.sample(in_use, fleet.environments.capacity + (agents.capacity if agents else 0)))
         await asyncio.sleep(_SAMPLE_SECONDS)
 
 

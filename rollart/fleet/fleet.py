@@ -114,7 +114,7 @@ class Fleet:
                 binding.request() for binding in bindings["environment"] if not run.all_pools()[binding.pool].urls
             ],
             urls=[url for pool in run.pools_of("environment").values() for url in pool.urls],
-            tell=partial(self._tell_host, bindings["environment"][0]),
+            on_host_change=partial(self._tell_host, bindings["environment"][0]),
             sink=self._log,
         )
         self._engines = EngineSupervisor(
@@ -146,11 +146,11 @@ class Fleet:
             tasks,
             self._gateway,
             launcher,
-            slots=run.environments.slots,
+            processes=run.environments.processes,
             deadline=run.rollout.trajectory_deadline,
             log=self._logs / "agents.log",
             requests=[binding.request() for binding in bindings if not run.all_pools()[binding.pool].urls],
-            tell=partial(self._tell_host, bindings[0]),
+            on_host_change=partial(self._tell_host, bindings[0]),
         )
 
     def _tell_host(self, binding: Binding, host: ServiceHandle, ended: str | None) -> None:
@@ -206,7 +206,7 @@ class Fleet:
             if self._train and trainer:
                 group.create_task(self._trainer.watch())
             group.create_task(self._engines.supervise())
-            if self.environments.slots:
+            if self.environments.capacity:
                 group.create_task(self.environments.watch())
             if self._gateway is not None and self.agents is not None:
                 group.create_task(self._gateway.watch())

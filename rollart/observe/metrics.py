@@ -193,7 +193,7 @@ class Metrics:
         self._environment_use.reset(event)
         if event.trajectory in self._open:
             started, stages = self._open[event.trajectory]
-            stages["slot"] += max(0.0, event.t - event.seconds - started)
+            stages["claim"] += max(0.0, event.t - event.seconds - started)
             stages["reset"] += event.seconds
 
     def _turn_done(self, event: ev.TurnDone) -> None:
@@ -273,10 +273,10 @@ class Metrics:
         last = self._sampled
         self.pipeline = Pipeline(event.running, event.scoring, event.ready, event.training)
         self._sampled = event
-        if last and event.slots:
+        if last and event.processes:
             seconds = event.t - last.t
             self._sampled_s += seconds
-            self._environments.add(event.t, seconds * event.environments / event.slots, seconds)
+            self._environments.add(event.t, seconds * event.environments / event.processes, seconds)
 
     def _evaluated(self, event: ev.Evaluated) -> None:
         point = Point(event.version, event.t, event.success, event.reward, event.episodes, event.failed, event.final)

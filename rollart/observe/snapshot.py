@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 from rollart.core.types import LogprobGap
 
-# slot: waiting for a free environment; queue: waiting in the engine; other: all that no stage accounts for
+# claim: waiting for a free environment; queue: waiting in the engine; other: all that no stage accounts for
 AGENT = ("requests", "completions", "segments", "forks", "retries", "undelivered", "mismatches")
-STAGES = ("slot", "reset", "queue", "generate", "step", "score", "other")
+STAGES = ("claim", "reset", "queue", "generate", "step", "score", "other")
 
 
 @dataclass(frozen=True, slots=True)

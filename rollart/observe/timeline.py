@@ -131,7 +131,7 @@ class Timeline:
             case ev.EnvironmentReset():
                 began = event.t - event.seconds
                 if _us(began) > track.free:
-                    inner.append(track.slice("wait for a slot", trajectory.started.t, began))
+                    inner.append(track.slice("wait for an environment", trajectory.started.t, began))
                 inner.append(track.slice("reset", began, event.t))
             case ev.Scored():
                 inner.append(track.slice("score", event.t - event.seconds, event.t))

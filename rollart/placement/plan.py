@@ -159,7 +159,7 @@ def _tasks(
     pools = balanced(seconds)
     for task in run.tasks:
         affinity = task.affinity if isinstance(task.affinity, str) else ", ".join(task.affinity)
-        yield TaskPlacement(task.name, run.environments.slots, affinity, shapes[task.name], pools[task.name])
+        yield TaskPlacement(task.name, run.environments.processes, affinity, shapes[task.name], pools[task.name])
 
 
 def _warnings(bindings: tuple[Binding, ...], inventory: Inventory, classes: Mapping[str, DeviceClass]) -> Iterator[str]:

@@ -17,7 +17,7 @@ from rollart.config import ModelConfig, RunFile, TaskConfig
 from rollart.config.yaml_tree import did_you_mean
 from rollart.core.errors import ConfigError, RollartError
 from rollart.core.types import Episode, EpisodeTurn, Finish, Message, RewardResult, Step
-from rollart.envs.single import SingleEnvironment, stage
+from rollart.envs.single import SingleEnvironment, single_environment
 from rollart.models.chat import ChatRenderer
 from rollart.play.players import Action, Model, Person, Player, Scripted, loaded
 from rollart.rewards.invokers import Rewards
@@ -42,7 +42,7 @@ async def play(
         renderer = None
         if folder is not None or tokens:
             renderer = await stack.enter_async_context(_renderer(run.model, folder))
-        env = await stack.enter_async_context(stage(task, run.environments))
+        env = await stack.enter_async_context(single_environment(task, run.environments))
         player: Player
         if folder is not None and renderer is not None:
             player = Model(await stack.enter_async_context(loaded(folder, run.engine)), renderer, task, seed)

@@ -11,10 +11,9 @@ from rollart.config import RewardsConfig, TaskConfig
 from rollart.core.errors import RewardFailed, ServiceError
 from rollart.core.types import Episode, RewardResult
 from rollart.rewards.calls import Usage
-from rollart.workers.lease import Lease
-from rollart.workers.process import HostSpec
-from rollart.workers.slot import CallRaised, SlotLost
-from rollart.workers.slots import SlotPool
+from rollart.workers.host_handle import HostSpec
+from rollart.workers.pool import ProcessClaim, ProcessPool
+from rollart.workers.worker_process import CallRaised, ProcessLost
 
 SHIM = "{rollart}/rewards/slot_entry.py:RewardShim"
 BACK_OFF_S = 0.1
@@ -31,7 +30,8 @@ class RewardPool:
         self._rewards = {task.name: task.reward for task in tasks}
         self._places = {task.name: asyncio.Semaphore(task.reward.concurrency) for task in tasks}
         functions = tuple(dict.fromkeys(reward.function for reward in self._rewards.values()))
-        self._pool = SlotPool(HostSpec(SHIM, functions, log=log, name="host of rewards"), config.workers, idle_s)
+        spec = HostSpec(SHIM, functions, log=log, name="host of rewards")
+        self._pool = ProcessPool(spec, config.workers, idle_s=idle_s)
 
     @property
     def in_use(self) -> int:
@@ -59,9 +59,9 @@ class RewardPool:
         args = {"reward": reward.function, "episode": episode, "args": reward.args, "version": reward.version}
         for number in range(tries):
             try:
-                async with self._places[task], self._pool.lease() as lease:
-                    return await _call(lease, args, reward.deadline or self._config.deadline, usage)
-            except (SlotLost, CallRaised, ServiceError, msgspec.ValidationError) as error:
+                async with self._places[task], self._pool.claim() as claim:
+                    return await _call(claim, args, reward.deadline or self._config.deadline, usage)
+            except (ProcessLost, CallRaised, ServiceError, msgspec.ValidationError) as error:
                 failure = error
             if number + 1 < tries:
                 await asyncio.sleep(BACK_OFF_S * 2**number)
@@ -70,18 +70,18 @@ class RewardPool:
         ) from failure
 
 
-async def _call(lease: Lease, args: dict[str, Any], deadline: float, usage: Usage) -> RewardResult:
-    """One try, on a process that was used well, or else a new one. Raises what a slot raises."""
+async def _call(claim: ProcessClaim, args: dict[str, Any], deadline: float, usage: Usage) -> RewardResult:
+    """One try, on a process that was used well, or else a new one. Raises ProcessLost or CallRaised."""
     clock = asyncio.get_running_loop().time
     began = clock()
-    await lease.take(fresh=usage.tries > 0)
+    await claim.acquire(fresh=usage.tries > 0)
     usage.tries += 1
-    usage.cold = usage.cold or not lease.used
+    usage.cold = usage.cold or not claim.used
     taken = clock()
     try:
-        return msgspec.convert(await lease.call("score", args, deadline), RewardResult)
+        return msgspec.convert(await claim.call("score", args, deadline), RewardResult)
     except CallRaised:
-        lease.drop()  # what raised once may have left its process in a bad state
+        claim.kill()  # what raised once may have left its process in a bad state
         raise
     finally:
         usage.first_byte_s = clock() - began

@@ -92,7 +92,7 @@ class Scheduler:
     def ready(self) -> int:
         return sum(len(group.done) for groups in self._groups.values() for group in groups.values())
 
-    def sample(self, environments: int, slots: int) -> PipelineSample:
+    def sample(self, environments: int, processes: int) -> PipelineSample:
         """Where trajectories are, beside the environments in use and those there are."""
         members = self._members
         return PipelineSample(
@@ -101,7 +101,7 @@ class Scheduler:
             ready=self.ready,
             training=self.training,
             environments=environments,
-            slots=slots,
+            processes=processes,
         )
 
     # Admission

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from rollart.core.errors import EngineFailed, EnvironmentFailed, RewardFailed
 from rollart.core.events import EnvironmentReset, EventSink, Scored, TrajectoryEnded, TrajectoryStarted
-from rollart.core.protocols import AgentPool, EnvironmentPool, LeasedEnvironment, Renderer, RewardInvoker
+from rollart.core.protocols import AgentPool, ClaimedEnvironment, EnvironmentPool, Renderer, RewardInvoker
 from rollart.core.run_length import joined, kept, lowest
 from rollart.core.seeds import seed_of
 from rollart.core.types import (
@@ -144,7 +144,7 @@ class TrajectoryRunner:
 
     async def _play(self, attempt: Attempt) -> Outcome:
         attempt.phase = "waiting for an environment"
-        async with self.environments.lease(attempt.task.name, attempt.held_out) as environment:
+        async with self.environments.claim(attempt.task.name, attempt.held_out) as environment:
             with self.lockstep.of(attempt.task.name).member() if self.lockstep is not None else nullcontext():
                 async with asyncio.timeout(self.deadline):
                     return await self._converse(attempt, environment)
@@ -155,7 +155,7 @@ class TrajectoryRunner:
         attempt.phase = "waiting for a process of its agent"
         driven = AgentEpisodeRunner(attempt.id, attempt.task.name, self.router, self.sink, attempt.on_version)
         try:
-            async with self.agents.lease(attempt.task.name) as agent:
+            async with self.agents.claim(attempt.task.name) as agent:
                 attempt.phase = "running its agent"
                 async with asyncio.timeout(self.deadline):
                     told = partial(driven.captured, held_out=attempt.held_out)
@@ -167,7 +167,7 @@ class TrajectoryRunner:
         attempt.turns[-1] = replace(attempt.turns[-1], reward=step.reward)
         return self._truncated(attempt, "by a limit of its task") if step.truncated else Outcome.FINISHED
 
-    async def _converse(self, attempt: Attempt, environment: LeasedEnvironment) -> Outcome:
+    async def _converse(self, attempt: Attempt, environment: ClaimedEnvironment) -> Outcome:
         clock = asyncio.get_running_loop().time
         waves = self.lockstep.of(attempt.task.name) if self.lockstep is not None else None
         began = clock()

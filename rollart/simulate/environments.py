@@ -27,13 +27,13 @@ _NO_LUCK = random.Random(0)  # before the first reset; one is too large for ever
 
 
 class _Task:
-    """The draws of one task, its slots, and who waits for them."""
+    """The draws of one task, its processes, and who waits for them."""
 
     def __init__(self, workload: Workload, config: EnvironmentsConfig) -> None:
         self.turns, self.prompt = draw_of(workload.turns), draw_of(workload.prompt)
         self.observation, self.reset = draw_of(workload.observation), draw_of(workload.reset)
         self.step, self.delay = draw_of(workload.step), draw_of(workload.delay)
-        self.workload, self.slots = workload, asyncio.Semaphore(config.slots)
+        self.workload, self.free = workload, asyncio.Semaphore(config.processes)
         self.hedge_after = self.reset(config.hedge_after) if config.hedges else float("inf")
 
 
@@ -47,13 +47,13 @@ class ModelledEnvironment:
     left: int = 0
 
     async def __aenter__(self) -> Self:
-        await self.task.slots.acquire()
+        await self.task.free.acquire()
         self.pool.in_use += 1
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.pool.in_use -= 1
-        self.task.slots.release()
+        self.task.free.release()
 
     async def reset(self, seed: int) -> tuple[Message, ...]:
         pool, task = self.pool, self.task
@@ -109,12 +109,12 @@ def _said(tokens: int) -> Step:
 
 
 class ModelledEnvironments:
-    """`slots` environments per task, as many as are in use, and what they are doing."""
+    """`environments.processes` per task, as many as are in use, and what they are doing."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.config = scenario.environments
         self.in_use = self.resetting = self.stepping = 0
-        self.slots = scenario.environments.slots * len(scenario.tasks)
+        self.capacity = scenario.environments.processes * len(scenario.tasks)
         self._tasks = {task.name: _Task(scenario.workload(task.name), self.config) for task in scenario.tasks}
         self._seen: OrderedDict[int, int] = OrderedDict()
 
@@ -126,7 +126,7 @@ class ModelledEnvironments:
             self._seen.popitem(last=False)
         return count
 
-    def lease(self, task: str, held_out: bool) -> AbstractAsyncContextManager[ModelledEnvironment]:
+    def claim(self, task: str, held_out: bool) -> AbstractAsyncContextManager[ModelledEnvironment]:
         return ModelledEnvironment(self, self._tasks[task])
 
 

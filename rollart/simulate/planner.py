@@ -161,7 +161,7 @@ def combined(best: Tried, variants: Sequence[Tried]) -> Plan | None:
     return replace(best.plan, **changes)  # type: ignore[arg-type]
 
 
-_USES = ("alpha", "extra_members", "batch_groups", "group_size", "slots", "hand_over")
+_USES = ("alpha", "extra_members", "batch_groups", "group_size", "processes", "hand_over")
 
 
 def _asked(scenario: Scenario) -> Scenario:

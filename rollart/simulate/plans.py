@@ -48,7 +48,7 @@ class Plan:
     extra_members: int
     batch_groups: int
     group_size: int
-    slots: int
+    processes: int
     hand_over: bool = False
 
     def price(self, classes: Mapping[str, DeviceClass]) -> float:
@@ -87,7 +87,7 @@ def plan_of(scenario: Scenario) -> Plan:
         extra_members=schedule.extra_members,
         batch_groups=scenario.training.batch_groups,
         group_size=scenario.training.group_size,
-        slots=scenario.environments.slots,
+        processes=scenario.environments.processes,
         hand_over=bool(pairs),
     )
 
@@ -115,7 +115,7 @@ def applied(plan: Plan, scenario: Scenario) -> Scenario:
             "routing": scenario.routing.model_copy(update={"hand_over": hand_over}),
             "rollout": scenario.rollout.model_copy(update=rollout),
             "training": scenario.training.model_copy(update=training),
-            "environments": scenario.environments.model_copy(update={"slots": plan.slots}),
+            "environments": scenario.environments.model_copy(update={"processes": plan.processes}),
         }
     )
 
@@ -176,9 +176,9 @@ def variations(plan: Plan) -> Iterator[tuple[str, Plan]]:
     if plan.group_size >= 4 and plan.group_size % 2 == 0:
         shape = replace(plan, batch_groups=plan.batch_groups * 2, group_size=plan.group_size // 2)
         yield f"groups of {shape.group_size}", shape
-    for slots in (plan.slots // 2, plan.slots * 2):
-        if slots:
-            yield f"{slots} slots", replace(plan, slots=slots)
+    for processes in (plan.processes // 2, plan.processes * 2):
+        if processes:
+            yield f"{processes} processes", replace(plan, processes=processes)
     if len(plan.engines) == 2 and not plan.hand_over:
         yield f"prefill on {plan.engines[0].device}, decode on {plan.engines[1].device}", replace(plan, hand_over=True)
 

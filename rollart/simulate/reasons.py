@@ -5,7 +5,7 @@ from rollart.simulate.plans import Plan
 
 _BUSY = 0.85
 _STAGES = {
-    "slot": "waiting for a slot",
+    "claim": "waiting for a process",
     "reset": "reset",
     "queue": "waiting for an engine",
     "generate": "generation",
@@ -39,8 +39,8 @@ def differences(plan: Plan, given: Plan) -> list[str]:
         told.append(f"{plan.extra_members} extra members a group")
     if plan.group_size != given.group_size:
         told.append(f"{plan.batch_groups} groups of {plan.group_size}")
-    if plan.slots != given.slots:
-        told.append(f"{plan.slots} slots a task")
+    if plan.processes != given.processes:
+        told.append(f"{plan.processes} processes a task")
     if plan.hand_over != given.hand_over:
         pair = f"prefill on {plan.engines[0].device}, decode on {plan.engines[1].device}" if plan.hand_over else ""
         told.append(pair or "no pairs of prefill and decode")
@@ -53,7 +53,8 @@ def explanation(search: Search) -> str:
     pools = ", ".join(f"{name} {use.busy:.0%}" for name, use in best.result.pools.items())
     lines = [
         f"The fastest within {search.budget:g}: {best.plan.split}; alpha {best.plan.alpha}, {best.plan.extra_members} "
-        f"extra members, {best.plan.batch_groups} groups of {best.plan.group_size}, {best.plan.slots} slots a task.",
+        f"extra members, {best.plan.batch_groups} groups of {best.plan.group_size}, "
+        f"{best.plan.processes} processes a task.",
         f"It takes {best.step_s:.1f} s a step for {best.price:.4g} an hour: the trainer is busy "
         f"{best.result.trainer_use:.0%} of the time, engines: {pools}. {_limit(best).capitalize()}.",
     ]

@@ -12,7 +12,7 @@ from rollart.rollout.engine_state import EnginePool
 from rollart.simulate.scenario import Scenario
 from rollart.simulate.tally import Tally
 
-STAGES = ("slot", "reset", "queue", "generate", "step", "score")
+STAGES = ("claim", "reset", "queue", "generate", "step", "score")
 PARTS = ("generate", "reset", "step", "reward", "train", "weights")
 _T95 = (math.inf, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's, by degrees of freedom
 
@@ -123,7 +123,7 @@ def result_of(
         price_per_hour=price,
         cost_per_step=price * span / steps / 3600,
         trainer_use=got["train"] / span,
-        environments_use=got["environments"] / looks / max(1, scenario.environments.slots * len(scenario.tasks)),
+        environments_use=got["environments"] / looks / max(1, scenario.environments.processes * len(scenario.tasks)),
         reward_use=got["reward busy"] / span / scoring.concurrency,
         reward_calls=got["reward calls"] / steps,
         reward_cold=got["reward cold"] / max(1, got["reward calls"]),

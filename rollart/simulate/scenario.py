@@ -1,6 +1,6 @@
 """The scenario: a run file whose model may be a name, plus a `simulate` section that says what tasks are like.
 
-Whatever the run file can say means the same here: pools and devices, preset, alpha, redundancy, batch, slots, routing.
+All keys of the run file mean the same here: pools and devices, preset, alpha, redundancy, batch, processes, routing.
 A run file that trains can be simulated as it is, once it has a `simulate` section.
 """
 

@@ -260,7 +260,7 @@ class Simulation:
         return "train" if self._trainer.busy else self._why_idle()
 
     async def _tell_samples(self, sink: EventSink) -> None:
-        sink.emit(self._scheduler.sample(self._environments.in_use, self._environments.slots))
+        sink.emit(self._scheduler.sample(self._environments.in_use, self._environments.capacity))
         for name, engine in self._engines.items():
             status = await engine.status()
             sink.emit(EngineSample.of(name, status))

@@ -59,7 +59,7 @@ class Tally:
 
     def _reset(self, event: ev.EnvironmentReset) -> None:
         began = self._started.get(event.trajectory, event.t)
-        self.totals["stage slot"] += max(0.0, event.t - event.seconds - began)  # type: ignore[assignment]
+        self.totals["stage claim"] += max(0.0, event.t - event.seconds - began)  # type: ignore[assignment]
         self.totals["stage reset"] += event.seconds  # type: ignore[assignment]
         self.totals["resets"] += 1
 

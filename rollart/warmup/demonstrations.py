@@ -14,12 +14,12 @@ from rollart.config import EnvironmentsConfig, TaskConfig
 from rollart.core.errors import ConfigError, EnvironmentFailed
 from rollart.core.seeds import seed_of
 from rollart.core.types import Episode, EpisodeTurn, Step
-from rollart.envs import answers
-from rollart.envs.single import stage
-from rollart.envs.slot_entry import EnvironmentShim
+from rollart.envs import replies
+from rollart.envs.process_entry import EnvironmentProcess
+from rollart.envs.single import single_environment
 
 Play = Callable[[int, float], Awaitable[Any]]
-"""An episode from its seed, within so many seconds, as the shim gives it."""
+"""An episode from its seed, within so many seconds, as `EnvironmentProcess.demonstrate` returns it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,33 +66,33 @@ async def _play(
 
 @asynccontextmanager
 async def _in_family(task: TaskConfig) -> AsyncIterator[Play]:
-    async with stage(task, EnvironmentsConfig()) as env:
+    async with single_environment(task, EnvironmentsConfig()) as env:
         yield env.demonstrate
 
 
 @asynccontextmanager
 async def _here(task: TaskConfig) -> AsyncIterator[Play]:
-    shim = EnvironmentShim()
+    process = EnvironmentProcess()
 
     async def play(seed: int, deadline: float) -> Any:
-        return shim.demonstrate(task.env, task.args, str(task.player), task.player_args, seed, task.max_turns)
+        return process.demonstrate(task.env, task.args, str(task.player), task.player_args, seed, task.max_turns)
 
     try:
         yield play
     finally:
-        shim.close()
+        process.close()
 
 
 def _episode(task: TaskConfig, seed: int, first: Any, played: list[tuple[str, Any]]) -> Episode:
     turns: list[EpisodeTurn] = []
     step = Step(())
     try:
-        messages = answers.observation(first)
+        messages = replies.parse_observation(first)
         for action, answer in played:
-            step = answers.step(list(answer) if isinstance(answer, tuple) else answer)
+            step = replies.parse_step(list(answer) if isinstance(answer, tuple) else answer)
             turns.append(EpisodeTurn(messages, action, step.reward))
             messages = step.messages
-    except answers.WrongAnswer as error:
+    except replies.InvalidReply as error:
         raise EnvironmentFailed(f"the environment of task {task.name!r} broke its protocol: {error}") from error
     truncated = step.truncated or not step.done
     return Episode(f"{task.name}-{seed}", task.name, seed, tuple(turns), truncated, step.info)

@@ -1,1 +1,1 @@
-"""Foreign code in processes of its own: the forking host, and the pools of leased slots on it."""
+"""Foreign code in processes of its own: hosts that fork processes, and pools from which processes are claimed."""

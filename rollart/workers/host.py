@@ -1,17 +1,17 @@
-"""The forking host: imports foreign code once, then forks one process, a slot, for each connection.
+"""The host: imports foreign code once, then forks one process for each connection.
 
 Run by path (`python host.py`) with any Python from 3.9 on; it needs the standard library and the modules that it is
-asked for. One JSON line on stdin tells it what to do, one on stdout tells that it is ready, and where, or why not.
+to import. It reads its spec, one JSON line, from stdin, and writes one line to stdout: where it listens, or the error.
 
 The invariants:
-- A connection is a slot and a slot is a process group. When the connection closes, the group is killed; when the
+- A connection is a process and a process is a process group. When the connection closes, the group is killed; when the
   process ends, whatever it started is killed and the connection's last line is `{"ended": reason}`.
 - It listens on a Unix socket, which only our user can open, or on a port, where the first line must be the key.
-- A slot reads `{"id", "call", "args"}` lines and answers each, in order, by `{"id", "value"}` or `{"id", "error"}`.
-- The host lives as long as its stdin. It ends after the last slot, and leaves no process behind: descendants that
-  left their process group come back to it (it is their subreaper) and are killed. Slots die with a killed host.
+- A process reads `{"id", "call", "args"}` lines and replies to each, in order: `{"id", "value"}` or `{"id", "error"}`.
+- The host lives as long as its stdin. It ends after the last process, and leaves none behind: descendants that left
+  their process group come back to it (it is their subreaper) and are killed. Processes die with a killed host.
 - Only the host's own loop runs in the host; foreign code runs there while it is imported, never later.
-- Nothing that foreign code prints reaches a wire: stdout is stderr everywhere, stdin is empty in the slots.
+- Nothing that foreign code prints reaches a connection: stdout is stderr everywhere, stdin is empty in the processes.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux
-END_S = 5.0  # for killed processes to be gone
-KEY_S = 10.0  # for a caller to show the key
-PAUSE_S = 0.05  # before another connection is taken, after one could not be
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # Linux
+END_S = 5.0  # until killed processes are gone
+KEY_S = 10.0  # until a client has sent the key
+ACCEPT_PAUSE_S = 0.05  # after a connection that could not be accepted
 PACKAGE = str(Path(__file__).resolve().parent.parent)
-ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # a forked process has lost the others
+ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # threads do not survive a fork
 LIBC = ctypes.CDLL(None)
 
 
@@ -59,16 +59,16 @@ def resolve(path: str) -> Any:
     return getattr(loaded, name)
 
 
-def sentence(error: BaseException) -> str:
-    """What was raised, and where in the foreign code."""
+def describe(error: BaseException) -> str:
+    """The exception, and where in the foreign code it was raised."""
     text = "".join(traceback.format_exception_only(type(error), error)).strip()
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
     return text[:2000] + where
 
 
-def plain(value: Any) -> Any:
-    """Numbers and arrays of numpy and the like, as JSON has them."""
+def to_plain(value: Any) -> Any:
+    """Numbers and arrays of numpy and similar libraries, for JSON."""
     for convert in ("tolist", "item"):
         if hasattr(value, convert):
             return getattr(value, convert)()
@@ -76,12 +76,12 @@ def plain(value: Any) -> Any:
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    # Text that is no Unicode (a lone surrogate) must not reach the other side: it would fail there, far from its cause.
-    return json.dumps(message, default=plain, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
+    # Lone surrogates must not reach the other side: they would fail there, far from their cause.
+    return json.dumps(message, default=to_plain, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
 
 
-class Slot:
-    """The process at the end of one connection."""
+class CallLoop:
+    """What a forked process runs: reads calls from its connection and replies."""
 
     def __init__(self, connection: socket.socket, target: Any, limit: int, key: str) -> None:
         self._connection = connection
@@ -103,22 +103,22 @@ class Slot:
             if not line.endswith(b"\n"):
                 os._exit(0 if not line else 1)
             request = json.loads(line)
-            self._connection.sendall(self._answer(handler, request))
+            self._connection.sendall(self._reply(handler, request))
 
-    def _answer(self, handler: Any, request: dict[str, Any]) -> bytes:
+    def _reply(self, handler: Any, request: dict[str, Any]) -> bytes:
         number, call = request["id"], request["call"]
         try:
             value = getattr(handler, call)(**request["args"])
-        except BaseException as error:  # even SystemExit: an answer is owed
-            return encode({"id": number, "error": sentence(error)})
+        except BaseException as error:  # even SystemExit: the caller waits for a reply
+            return encode({"id": number, "error": describe(error)})
         try:
-            answer = encode({"id": number, "value": value})
+            reply = encode({"id": number, "value": value})
         except Exception as error:
-            return encode({"id": number, "error": f"`{call}` answered what JSON cannot carry: {sentence(error)}"})
-        if len(answer) > self._limit:
-            text = f"`{call}` answered {len(answer):,} bytes, more than the limit of {self._limit:,}"
+            return encode({"id": number, "error": f"`{call}` returned what JSON cannot carry: {describe(error)}"})
+        if len(reply) > self._limit:
+            text = f"`{call}` returned {len(reply):,} bytes; the limit is {self._limit:,}"
             return encode({"id": number, "error": text})
-        return answer
+        return reply
 
 
 class Host:
@@ -127,7 +127,7 @@ class Host:
         self._target = target
         self._limit = limit
         self._key = key
-        self._slots: dict[int, socket.socket] = {}  # by process id
+        self._connections: dict[int, socket.socket] = {}  # by process id
         self._pids: dict[int, int] = {}  # process id by file descriptor
         self._poll = select.poll()
         self._wake, self._wake_in = os.pipe()
@@ -153,62 +153,62 @@ class Host:
             if 0 in ready:
                 self._ended = self._ended or not os.read(0, 4096)
             if self._listener.fileno() in ready:
-                self._accept()  # last, for it may be given a descriptor that was closed just now
+                self._accept()  # last: it may get a descriptor that was closed just now
         self._end()
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError as error:  # the caller is gone already, or too many files are open until a slot ends
-            print(f"a connection could not be taken: {error}", file=sys.stderr)
-            time.sleep(PAUSE_S)
+        except OSError as error:  # the client is gone already, or too many files are open until a process ends
+            print(f"a connection could not be accepted: {error}", file=sys.stderr)
+            time.sleep(ACCEPT_PAUSE_S)
             return
         host = os.getpid()
         try:
             pid = os.fork()
         except OSError as error:
-            self._say(connection, encode({"ended": f"could not be started: {error}"}))
+            self._send(connection, encode({"ended": f"could not be started: {error}"}))
             connection.close()
             return
         if pid == 0:
-            self._become_slot(connection, host)
-        self._slots[pid] = connection
+            self._become_process(connection, host)
+        self._connections[pid] = connection
         self._pids[connection.fileno()] = pid
-        # Only the hang-up: the requests on the shared connection are the slot's to read.
+        # Only the hang-up: the process reads the requests on the shared connection.
         self._poll.register(connection.fileno(), select.POLLRDHUP)
-        self._say(connection, encode({"pid": pid}))
+        self._send(connection, encode({"pid": pid}))
 
-    def _become_slot(self, connection: socket.socket, host: int) -> NoReturn:
+    def _become_process(self, connection: socket.socket, host: int) -> NoReturn:
         try:
             os.setsid()
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             prctl(PR_SET_CHILD_SUBREAPER, 1)
-            if os.getppid() != host:  # it died before we asked to die with it
+            if os.getppid() != host:  # it died before the death signal was set
                 os._exit(1)
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
-            for other in (self._listener, *self._slots.values()):
+            for other in (self._listener, *self._connections.values()):
                 other.close()
             os.close(self._wake)
             os.close(self._wake_in)
             with open(os.devnull, "rb") as nothing:
                 os.dup2(nothing.fileno(), 0)
-            Slot(connection, self._target, self._limit, self._key).run()
+            CallLoop(connection, self._target, self._limit, self._key).run()
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(1)
 
-    def _say(self, connection: socket.socket, line: bytes) -> None:
+    def _send(self, connection: socket.socket, line: bytes) -> None:
         # A client that does not read must not stop the host; it sees the closed connection all the same.
         with contextlib.suppress(OSError):
             connection.send(line, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
     def _kill(self, pid: int) -> None:
-        # The slot is not reaped yet, so the number still belongs to it.
-        self._poll.unregister(self._slots[pid].fileno())
-        self._pids.pop(self._slots[pid].fileno())
+        # The process is not reaped yet, so its id was not reused.
+        self._poll.unregister(self._connections[pid].fileno())
+        self._pids.pop(self._connections[pid].fileno())
         self._signal_group(pid)
 
     @staticmethod
@@ -222,23 +222,23 @@ class Host:
             os.read(self._wake, 4096)
         while True:
             try:
-                # Left waitable for now, so that its group cannot be taken for another.
+                # Not reaped yet, so that the id of its group is not reused.
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
             if ended is None:
                 break
-            if ended.si_pid in self._slots:
+            if ended.si_pid in self._connections:
                 self._signal_group(ended.si_pid)
                 _, status = os.waitpid(ended.si_pid, 0)
-                self._bury(ended.si_pid, status)
+                self._report_end(ended.si_pid, status)
             else:
                 os.waitpid(ended.si_pid, 0)
         for stray in self._strays():
             self._signal_group(stray)
 
-    def _bury(self, pid: int, status: int) -> None:
-        connection = self._slots.pop(pid)
+    def _report_end(self, pid: int, status: int) -> None:
+        connection = self._connections.pop(pid)
         if self._pids.pop(connection.fileno(), None):
             self._poll.unregister(connection.fileno())
         if os.WIFSIGNALED(status):
@@ -246,40 +246,38 @@ class Host:
             reason = f"was killed by signal {number} ({signal.strsignal(number)})"
         else:
             reason = f"ended by itself with exit code {os.WEXITSTATUS(status)}"
-        self._say(connection, b"\n" + encode({"ended": reason}))
+        self._send(connection, b"\n" + encode({"ended": reason}))
         connection.close()
 
     def _strays(self) -> list[int]:
-        """Descendants of ended slots that had left their process group: they are our children now."""
+        """Descendants of ended processes that had left their process group: they are our children now."""
         try:
             children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         except OSError:  # not on this system
             return []
-        return [int(pid) for pid in children if int(pid) not in self._slots]
+        return [int(pid) for pid in children if int(pid) not in self._connections]
 
     def _end(self) -> None:
         self._listener.close()
-        for pid in list(self._slots):
+        for pid in list(self._connections):
             self._signal_group(pid)
         deadline = time.monotonic() + END_S
-        while (self._slots or self._strays()) and time.monotonic() < deadline:
+        while (self._connections or self._strays()) and time.monotonic() < deadline:
             select.select([self._wake], [], [], 0.05)
             self._reap()
 
 
 def prepare(spec: dict[str, Any]) -> Any:
-    """Import everything and give the target. A failure is a sentence that names the import path."""
-    sys.path[:] = dict.fromkeys(
-        [*spec["path"], *sys.path[1:]]
-    )  # without our own folder, which holds no module of theirs
+    """Import everything and return the target. Raises ImportError, which names the import path."""
+    sys.path[:] = dict.fromkeys([*spec["path"], *sys.path[1:]])  # without the folder of this file
     target = None
     for path in [*spec["imports"], spec["target"]]:
         try:
             target = resolve(path)
         except BaseException as error:  # a module may even call sys.exit
-            raise ImportError(f"`{path}` cannot be imported: {sentence(error)}") from error
+            raise ImportError(f"`{path}` cannot be imported: {describe(error)}") from error
     gc.collect()
-    gc.freeze()  # a collection in a slot would otherwise copy every shared page
+    gc.freeze()  # a collection in a process would otherwise copy every shared page
     return target
 
 
@@ -308,7 +306,7 @@ def main() -> None:
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     line = b""
-    while not line.endswith(b"\n"):  # not through a buffer: what follows belongs to the loop
+    while not line.endswith(b"\n"):  # unbuffered: what follows belongs to the loop
         piece = os.read(0, 65536)
         if not piece:
             return

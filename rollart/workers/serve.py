@@ -1,4 +1,4 @@
-"""A host of environments for runs elsewhere: listens on a port, and starts a process for each connection with the key.
+"""A host of environments for remote runs: listens on a port, and forks a process for each connection with the key.
 
     ROLLART_WORKER_KEY=... rollart envs serve --host 0.0.0.0 --port 7070 --import my_envs:Lake
 
@@ -8,7 +8,7 @@ A run reaches it by a pool in its run file, with the same key in its environment
 
 Needs the standard library only, so the Python of a family, or one without rollart, can run it by its path. What is
 imported at the start is shared by all processes; anything else that this Python can import is imported by each process
-that needs it. It ends by SIGTERM or Ctrl-C, with all that it started. Keys and episodes travel in the clear: use it in
+that needs it. It ends by SIGTERM or Ctrl-C, with all that it started. Keys and episodes are sent unencrypted: use it in
 a network that you trust.
 """
 
@@ -22,15 +22,15 @@ from pathlib import Path
 from typing import Any
 
 KEY = "ROLLART_WORKER_KEY"
-NO_KEY = f"set {KEY} to a secret that runs must show: whoever can reach the port can run code here"
-SHIM = "{rollart}/envs/slot_entry.py:EnvironmentShim"
+NO_KEY = f"set {KEY} to a secret that runs must send: without one, anyone who reaches the port could run code here"
+ENTRY = "{rollart}/envs/process_entry.py:EnvironmentProcess"
 
 
 def host_module() -> Any:
-    """The forking host beside us, found by its file: our package may not be installed here."""
+    """`host.py`, loaded by its path: our package may not be installed here."""
     spec = importlib.util.spec_from_file_location("_rollart_host", Path(__file__).with_name("host.py"))
     if spec is None or spec.loader is None:
-        raise ImportError("host.py is not beside serve.py")
+        raise ImportError("host.py is not in the folder of serve.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -42,30 +42,30 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=7070, help="0: any that is free")
     parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE:NAME")
     parser.add_argument("--limit", type=int, default=4_000_000, help="bytes of one message")
-    given = parser.parse_args()
+    options = parser.parse_args()
     if not os.environ.get(KEY):
         sys.exit(NO_KEY)
-    serve(given)
+    serve(options)
 
 
-def serve(given: argparse.Namespace) -> None:
+def serve(options: argparse.Namespace) -> None:
     host = host_module()
-    key = os.environ.pop(KEY)  # not for the environments to see
+    key = os.environ.pop(KEY)  # hidden from the environments
     host.prctl(host.PR_SET_CHILD_SUBREAPER, 1)
     for name in host.ONE_THREAD:
         os.environ.setdefault(name, "1")
     try:
-        target = host.prepare({"path": [str(Path.cwd())], "imports": [SHIM, *given.imports], "target": SHIM})
-        listener = host.listen({"socket": None, "key": key, "bind": given.host, "port": given.port})
+        target = host.prepare({"path": [str(Path.cwd())], "imports": [ENTRY, *options.imports], "target": ENTRY})
+        listener = host.listen({"socket": None, "key": key, "bind": options.host, "port": options.port})
     except (ImportError, OSError) as error:
         sys.exit(str(error))
     address, port = listener.getsockname()
     print(f"serving environments at tcp://{address}:{port}", flush=True)
-    # A host lives as long as its standard input; this one until it is told to end.
+    # A host lives as long as its standard input; this one until a signal.
     forever, _ = os.pipe()
     os.dup2(forever, 0)
     os.dup2(2, 1)
-    host.Host(listener, target, given.limit, key).serve()
+    host.Host(listener, target, options.limit, key).serve()
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ async def world(folder: Path) -> AsyncIterator[World]:
     tiny.tokenizer(500).save_pretrained(folder)
     seen, launcher = Seen([]), LocalLauncher()
     gateway = Gateway(folder, launcher, seen, folder)
-    agents = AgentPool(tasks(), gateway, launcher, slots=4, deadline=30.0, log=folder / "agents.log")
+    agents = AgentPool(tasks(), gateway, launcher, processes=4, deadline=30.0, log=folder / "agents.log")
     rewards = Rewards(tasks(), RewardsConfig(workers=1))
     engine = Engine(random.Random(0))
     router = Router({"engine": engine}, 0, seen)

@@ -25,7 +25,7 @@ SMALL = [
     "training.steps=6",
     "training.batch_groups=4",
     "training.group_size=4",
-    "environments.slots=8",
+    "environments.processes=8",
     "evaluation.every=0",
     "evaluation.final_episodes=4",
 ]

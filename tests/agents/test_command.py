@@ -130,7 +130,7 @@ async def pooled(tmp_path: Path, agents: dict[str, Any]) -> dict[str, Step | Rol
     tasks = [TaskConfig.model_validate({"name": name, "agent": agent}) for name, agent in agents.items()]
     launcher, found = LocalLauncher(), dict[str, Step | RollartError]()
     gateway = Gateway(tmp_path, launcher, Unheard(), tmp_path)
-    pool = AgentPool(tasks, gateway, launcher, slots=1, deadline=60.0, log=tmp_path / "agents.log")
+    pool = AgentPool(tasks, gateway, launcher, processes=1, deadline=60.0, log=tmp_path / "agents.log")
 
     async def generate(request: GenerationRequest, listener: TokenStream | None = None, /) -> Completion:
         return Completion(words, [-1.0] * 6, [0] * 6, "stop", len(request.tokens))
@@ -139,7 +139,7 @@ async def pooled(tmp_path: Path, agents: dict[str, Any]) -> dict[str, Step | Rol
         await asyncio.gather(gateway.start(), pool.start())
         for task in tasks:
             try:
-                async with pool.lease(task.name) as agent:
+                async with pool.claim(task.name) as agent:
                     found[task.name] = await agent.play(task.name, 7, False, generate, lambda captured: None)
             except RollartError as error:
                 found[task.name] = error

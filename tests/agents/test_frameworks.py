@@ -13,7 +13,7 @@ from rollart.fleet import controller as controller
 from rollart.observe.metrics import measure
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agents.yaml"
-SMALL = ["training.steps=2", "training.batch_groups=3", "training.group_size=4", "environments.slots=6"]
+SMALL = ["training.steps=2", "training.batch_groups=3", "training.group_size=4", "environments.processes=6"]
 SMALL += ["evaluation.every=0", "evaluation.final_episodes=3"]
 POOLS = "pools={trainer: {role: train, device: cpu}, policy: {role: generate, device: cpu, engine: vllm}}"
 VLLM = [POOLS, "engine.kv_megabytes=256"]

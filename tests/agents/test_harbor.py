@@ -115,7 +115,7 @@ def test_a_policy_that_is_refused_more_tokens_is_verified_with_what_it_did(tmp_p
 @sandboxed
 @pytest.mark.slow
 def test_a_harbor_task_trains(tmp_path: Path) -> None:
-    small = ["training.steps=2", "training.batch_groups=1", "environments.slots=4", "evaluation.every=0"]
+    small = ["training.steps=2", "training.batch_groups=1", "environments.processes=4", "evaluation.every=0"]
     run = preflight.load_run(EXAMPLES.parent / "harbor.yaml", [*small, "evaluation.final_episodes=2"])
     asyncio.run(controller.train(run, tmp_path))
     shot = measure(read_events(tmp_path / "events.jsonl"))

@@ -40,8 +40,8 @@ def test_the_same_seeds_give_the_same_faults_and_others_give_others():
 
 def test_faults_come_at_their_rates():
     environment = chaos(hang=0.1, crash=0.2, wrong=0.3, hostile=0.15)
-    environment._luck = random.Random(1)
-    drawn = [environment._fault() for _ in range(10_000)]
+    environment._rng = random.Random(1)
+    drawn = [environment._draw_fault() for _ in range(10_000)]
     for name, rate in zip(FAULTS, (0.1, 0.2, 0.3, 0.15), strict=True):
         assert drawn.count(name) / 10_000 == pytest.approx(rate, abs=0.02)
 
@@ -62,13 +62,13 @@ def test_a_crash_or_a_hang_costs_the_attempt_and_nothing_else(rates):
         task = TaskConfig(name="t", env="rollart.envs.chaos:Chaos", args={"env": SHAPED, "seed": 1, **rates})
         calm = TaskConfig(name="calm", env=SHAPED)
         deadline = 0.3 if "hang" in rates else 20
-        pool = EnvironmentPool([task, calm], EnvironmentsConfig(slots=1, reset_deadline=deadline, retries=0))
+        pool = EnvironmentPool([task, calm], EnvironmentsConfig(processes=1, reset_deadline=deadline, retries=0))
         try:
-            async with pool.lease("t", held_out=False) as environment:
+            async with pool.claim("t", held_out=False) as environment:
                 for seed in range(2 * len(CRASHES) if "crash" in rates else 1):
                     with pytest.raises(EnvironmentFailed):
                         await environment.reset(seed)
-            async with pool.lease("calm", held_out=False) as environment:
+            async with pool.claim("calm", held_out=False) as environment:
                 assert await environment.reset(1)
         finally:
             await pool.close()
@@ -82,9 +82,9 @@ def test_each_way_to_crash_is_told_apart(monkeypatch):
 
     async def run(how):
         task = TaskConfig(name="t", env="crashing_env:Crashing", args={"how": how})
-        pool = EnvironmentPool([task], EnvironmentsConfig(slots=1, retries=0))
+        pool = EnvironmentPool([task], EnvironmentsConfig(processes=1, retries=0))
         try:
-            async with pool.lease("t", held_out=False) as environment:
+            async with pool.claim("t", held_out=False) as environment:
                 with pytest.raises(EnvironmentFailed, match=reasons[how]):
                     await environment.reset(1)
         finally:
@@ -141,7 +141,7 @@ def renderer(tmp_path_factory):
 
 @pytest.mark.slow
 def test_ten_thousand_hostile_answers_end_as_messages_or_as_a_failed_environment(renderer):
-    """Through everything that real ones pass: a slot process, its wire, the checks, the chat template, the events, and
+    """Through all that real ones pass: a worker process, its connection, the checks, the chat template, the events and
     the encoding of the ledger."""
     args = {"env": SHAPED, "args": {"turns": 40}, "wrong": 0.04, "hostile": 0.9, "crash": 0.004, "seed": 11}
     task = TaskConfig(name="t", env="rollart.envs.chaos:Chaos", args=args, max_turns=30, max_context=10**9)
@@ -149,7 +149,7 @@ def test_ten_thousand_hostile_answers_end_as_messages_or_as_a_failed_environment
 
     async def run():
         nonlocal asked
-        pool = EnvironmentPool([task], EnvironmentsConfig(slots=1, retries=0))
+        pool = EnvironmentPool([task], EnvironmentsConfig(processes=1, retries=0))
         player = TrajectoryRunner(pool, AnyTokens(len(tiny.SPECIAL) + 90), renderer, Rewards(), sink, deadline=250.0)
         try:
             while asked < TURNS:

@@ -4,11 +4,11 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.envs.delayed import RESET, draw
-from rollart.envs.latencies import LEAST, Latencies, quantile
+from rollart.envs.chaos import RESET_QUANTILES, draw
+from rollart.envs.latencies import MIN_CALLS, Latencies, quantile
 from rollart.simulate.clock import run
 
-LENGTHS = st.lists(st.floats(1.0, 4.0), min_size=LEAST, max_size=300)
+LENGTHS = st.lists(st.floats(1.0, 4.0), min_size=MIN_CALLS, max_size=300)
 
 
 @given(LENGTHS)
@@ -33,7 +33,7 @@ def test_a_call_that_was_given_up_never_makes_the_others_look_faster(lengths, gi
 
 
 def test_nothing_is_known_of_few_calls_nor_while_many_are_not_over():
-    few = [(1.0, True)] * (LEAST - 1)
+    few = [(1.0, True)] * (MIN_CALLS - 1)
     assert quantile(few, 0.95) is None
     assert quantile([*few, (1.0, True)], 0.95) == 1.0
     first_wave = [(n / 100, True) for n in range(50)] + [(0.5, False)] * 150
@@ -56,7 +56,7 @@ def test_giving_up_what_is_slow_again_and_again_keeps_the_estimate_where_it_was(
             try:
                 async with asyncio.timeout(latencies.slow_after):
                     with latencies.measured():
-                        await asyncio.sleep(draw(RESET, rng))
+                        await asyncio.sleep(draw(RESET_QUANTILES, rng))
             except TimeoutError:
                 pass
             if latencies.slow_after is not None:

@@ -16,10 +16,10 @@ from rollart.config import EnvironmentsConfig, PoolConfig, TaskConfig
 from rollart.core.errors import ConfigError, EnvironmentFailed, ServiceError
 from rollart.envs.pool import EnvironmentPool
 from rollart.envs.remote_host import KEY
-from rollart.workers import slots
+from rollart.workers import pool as process_pool
 
 SERVE = [str(Path(sys.executable).with_name("rollart")), "envs", "serve", "--port", "0"]
-QUICK = EnvironmentsConfig(slots=2, retries=0)
+QUICK = EnvironmentsConfig(processes=2, retries=0)
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def test_episodes_are_played_there_and_nothing_of_them_stays(monkeypatch):
     monkeypatch.setenv(KEY, "secret")
 
     async def run(host, url):
-        async with pool(url) as environments, environments.lease("t", held_out=False) as environment:
+        async with pool(url) as environments, environments.claim("t", held_out=False) as environment:
             await environment.reset(1)
             pid = int((await environment.step("who")).messages[0].content.split()[0])
             return psutil.Process(pid).ppid()
@@ -71,7 +71,7 @@ async def nobody_left(host):
 @pytest.mark.parametrize(
     ("key", "env", "reason"),
     [
-        ("wrong", "Plain", f"hung up; is {KEY} its key"),
+        ("wrong", "Plain", f"closed the connection; is {KEY} its key"),
         ("", "Plain", f"set {KEY} to the key of the host at tcp://"),
         ("secret", "Missing", "cannot import it: AttributeError"),
     ],
@@ -88,7 +88,7 @@ def test_a_host_that_cannot_be_used_says_why(monkeypatch, key, env, reason):
         asyncio.run(run(url))
 
 
-def test_a_host_that_is_gone_is_told_and_so_is_an_address_that_is_none(monkeypatch):
+def test_a_host_that_is_gone_and_an_invalid_address_are_errors(monkeypatch):
     monkeypatch.setenv(KEY, "secret")
 
     async def run(url):
@@ -106,10 +106,10 @@ def test_a_host_that_is_gone_is_told_and_so_is_an_address_that_is_none(monkeypat
 
 def test_a_lost_host_fails_its_episodes_and_ends_the_run_if_it_does_not_come_back(monkeypatch):
     monkeypatch.setenv(KEY, "secret")
-    monkeypatch.setattr(slots, "BACK_OFF_S", 0.001)
+    monkeypatch.setattr(process_pool, "BACKOFF_S", 0.001)
 
     async def run(host, url):
-        async with pool(url) as environments, environments.lease("t", held_out=False) as environment:
+        async with pool(url) as environments, environments.claim("t", held_out=False) as environment:
             await environment.reset(1)
             host.send_signal(signal.SIGKILL)
             with pytest.raises(EnvironmentFailed):

@@ -129,12 +129,12 @@ def test_what_cannot_be_is_refused_with_a_sentence(monkeypatch, tmp_path):
         Terminal().reset(1)
 
 
-def test_episodes_run_in_slots_and_a_cancelled_one_leaves_no_process():
+def test_episodes_run_in_worker_processes_and_a_cancelled_one_leaves_no_process():
     async def run():
         task = TaskConfig(name="t", env="rollart.envs.terminal:Terminal", args={"kinds": ["config"], "rules": False})
-        pool = EnvironmentPool([task], EnvironmentsConfig(slots=2))
+        pool = EnvironmentPool([task], EnvironmentsConfig(processes=2))
         try:
-            async with pool.lease("t", held_out=False) as environment:
+            async with pool.claim("t", held_out=False) as environment:
                 assert (await environment.reset(1))[0].content.startswith("Set ")
                 shown = await environment.step("cat app.conf; sleep 0.01 &")
                 assert shown.messages[0].content.endswith("[exit 0]")

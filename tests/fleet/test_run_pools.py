@@ -30,7 +30,7 @@ tasks:
   - {name: writer, env: "rollart.envs.shaped:Shaped", args: {turns: 1, characters: 10}, max_context: 60,
      sampling: {max_tokens: 24}}
 training: {steps: 3, batch_groups: 4, group_size: 4}
-environments: {slots: 16}
+environments: {processes: 16}
 evaluation: {every: 0, final_episodes: 2}
 checkpoint: {every: 2}
 """

@@ -224,10 +224,10 @@ def test_environments_of_a_killed_node_move_to_other_hosts(cluster: Cluster) -> 
         async with joined(cluster) as launcher:
             with extra_node(cluster, "H20") as node:
                 environments = EnvironmentPool(
-                    *([lake], EnvironmentsConfig(slots=4, retries=3)),
+                    *([lake], EnvironmentsConfig(processes=4, retries=3)),
                     launcher=launcher,
                     requests=[ResourceRequest(("H20", "H800")), ResourceRequest(("cpu",))],
-                    tell=lambda started, reason: told.append((started.device, reason)),
+                    on_host_change=lambda started, reason: told.append((started.device, reason)),
                 )
                 try:
                     await environments.start()
@@ -237,18 +237,18 @@ def test_environments_of_a_killed_node_move_to_other_hosts(cluster: Cluster) -> 
 
     async def play(environments: EnvironmentPool, node: Any) -> None:
         async with contextlib.AsyncExitStack() as stack:
-            leases = [await stack.enter_async_context(environments.lease("lake", held_out=False)) for _ in range(4)]
-            await asyncio.gather(*(lease.reset(1) for lease in leases))
+            claims = [await stack.enter_async_context(environments.claim("lake", held_out=False)) for _ in range(4)]
+            await asyncio.gather(*(claim.reset(1) for claim in claims))
             cluster.remove_node(node, allow_graceful=False)
-            steps = await asyncio.gather(*(until_lost(lease) for lease in leases))
+            steps = await asyncio.gather(*(until_lost(claim) for claim in claims))
             assert sum(steps) == 2  # those on the node that is gone
-            await asyncio.gather(*(lease.reset(2) for lease in leases))
+            await asyncio.gather(*(claim.reset(2) for claim in claims))
 
-    async def until_lost(lease: Any) -> bool:
+    async def until_lost(claim: Any) -> bool:
         try:
             while not any(reason for _, reason in told):
-                await lease.step("?")
-            await lease.step("?")
+                await claim.step("?")
+            await claim.step("?")
         except EnvironmentFailed:
             return True
         return False

@@ -180,7 +180,7 @@ def test_waiting_for_an_environment_is_a_stage_of_its_own() -> None:
             ev.TrajectoryEnded(t=11, group="g", outcome=Outcome.FINISHED, turns=1, tokens=1, seconds=10, **name),
         ]
     )
-    stages = {"slot": 2, "reset": 1, "queue": 1, "generate": 3, "step": 2, "score": 0.5, "other": 0.5}
+    stages = {"claim": 2, "reset": 1, "queue": 1, "generate": 3, "step": 2, "score": 0.5, "other": 0.5}
     assert shot.slowest[0].stages == pytest.approx(stages)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sample_run import SLOTS, sample_run
+from sample_run import PROCESSES, sample_run
 
 from rollart.core import events as ev
 from rollart.observe.timeline import trace, write
@@ -38,10 +38,10 @@ def test_there_are_as_many_lanes_as_trajectories_at_once() -> None:
     records = list(trace(sample_run()))
     names = {record["pid"]: record["args"]["name"] for record in records if record["name"] == "process_name"}
     lanes = [track for track in tracks(records) if names[track[0]] in ("frozen_lake", "sokoban", "arithmetic")]
-    assert SLOTS <= len(lanes) <= 3 * SLOTS
+    assert PROCESSES <= len(lanes) <= 3 * PROCESSES
     assert (
         len({record["tid"] for record in records if names.get(record["pid"]) == "sokoban" and record["ph"] == "X"})
-        <= SLOTS
+        <= PROCESSES
     )
 
 

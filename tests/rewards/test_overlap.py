@@ -42,7 +42,7 @@ class SlowRewards:
 async def playing():
 
     rng, sink = random.Random(0), Sink()
-    environments = ModelledEnvironments(rng, slots=1)
+    environments = ModelledEnvironments(rng, processes=1)
     rewards = SlowRewards(environments)
     router = Router({"engine": ModelledEngine(rng)}, 0, sink)
     yield TrajectoryRunner(environments, router, ModelledRenderer(), rewards, sink, 1000.0), rewards, sink
@@ -57,7 +57,7 @@ def test_the_environment_is_free_the_moment_the_episode_ends():
 
     played, rewards, sink = run(main())
     assert all(trajectory.outcome is Outcome.FINISHED for trajectory in played)
-    assert rewards.in_use[0] == 0, "the lease must end before the reward is asked for"
+    assert rewards.in_use[0] == 0, "the claim must end before the reward is asked for"
     assert rewards.most == 5, "with one environment, all five are scored at the same time"
     assert max(sink.times(EnvironmentReset)) < min(sink.times(Scored)), (
         "the last episode begins before the first is scored"

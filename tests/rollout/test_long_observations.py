@@ -34,7 +34,7 @@ class Talkative:
         return Step((Message("user", self.texts[0]),), None, False)
 
     @asynccontextmanager
-    async def lease(self, task: str, held_out: bool) -> AsyncIterator["Talkative"]:
+    async def claim(self, task: str, held_out: bool) -> AsyncIterator["Talkative"]:
         yield self
 
 

@@ -57,7 +57,7 @@ def worlds(draw: Any) -> dict[str, Any]:
         "engines": draw(st.integers(1, 3)),
         "evaluate_every": draw(st.integers(0, 3)),
         "environments": {
-            "slots": draw(st.integers(1, 40)),
+            "processes": draw(st.integers(1, 40)),
             "turns": lambda rng: rng.randint(1, most),
             "reset_seconds": slow_tail(0.05, 30.0),
             "step_seconds": slow_tail(0.02, 5.0),

@@ -34,7 +34,7 @@ def _truth() -> Scenario:
             "name": "truth",
             "model": {"tiny": {"context": 512}},
             "tasks": [{"name": "play", "max_turns": 8, "max_context": 400, "sampling": {"max_tokens": 16}}],
-            "environments": {"slots": 64, "retries": 0, "hedges": 0},
+            "environments": {"processes": 64, "retries": 0, "hedges": 0},
             "rewards": {"retries": 0},
             "training": {"steps": 12, "batch_groups": 8, "group_size": 4},
             "simulate": {

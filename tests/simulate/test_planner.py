@@ -28,7 +28,7 @@ def _scenario(**more: Any) -> Scenario:
             },
             "tasks": [{"name": "maths", "max_context": 16384, "sampling": {"max_tokens": 8192}}],
             "rollout": {"trajectory_deadline": 36000},
-            "environments": {"slots": 256},
+            "environments": {"processes": 256},
             "training": {"batch_groups": 8, "group_size": 8},
             "simulate": {"workloads": {"maths": {"prompt": 300, "response": {"uniform": [1000, 6000]}}}},
             **more,
@@ -97,7 +97,7 @@ def test_only_what_helped_is_put_together() -> None:
         replace(_tried(100, 8), plan=replace(best.plan, alpha=2)),
         replace(_tried(100, 7), plan=replace(best.plan, alpha=3)),
         replace(_tried(100, 9), plan=replace(best.plan, extra_members=1)),
-        replace(_tried(100, 11), plan=replace(best.plan, slots=1)),
+        replace(_tried(100, 11), plan=replace(best.plan, processes=1)),
     ]
 
     assert combined(best, variants) == replace(best.plan, alpha=3, extra_members=1)
@@ -124,13 +124,13 @@ def test_promising_plans_come_from_every_level_of_spending() -> None:
 
 def test_differences_name_each_thing_that_changed() -> None:
     own = plan_of(_scenario())
-    other = replace(own, trainers=8, alpha=2, slots=128, batch_groups=4, group_size=16)
+    other = replace(own, trainers=8, alpha=2, processes=128, batch_groups=4, group_size=16)
 
     assert differences(other, own) == [
         "8 H800 fewer for training",
         "alpha 2, so trained data is up to 2 versions old",
         "4 groups of 16",
-        "128 slots a task",
+        "128 processes a task",
     ]
     assert differences(own, own) == []
 

@@ -20,7 +20,7 @@ def scenario(**more: Any) -> Scenario:
                 "wide": {"role": "generate", "device": "H20", "count": 8},
             },
             "tasks": [{"name": "maths", "max_context": 8192, "sampling": {"max_tokens": 4096}, "affinity": ["wide"]}],
-            "environments": {"slots": 512},
+            "environments": {"processes": 512},
             "training": {"batch_groups": 8, "group_size": 8},
             **more,
         }

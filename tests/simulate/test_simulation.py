@@ -24,7 +24,7 @@ pools:
   trainer: {role: train, device: H800, count: 2}
   fast: {role: generate, device: H800, count: 2}
   wide: {role: generate, device: H20, count: 2}
-environments: {slots: 64, reset_deadline: 60, hedges: 0}
+environments: {processes: 64, reset_deadline: 60, hedges: 0}
 training: {steps: 4, batch_groups: 4, group_size: 4}
 simulate:
   workloads:

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from rollart.core import events as ev
 from rollart.core.types import LogprobGap, Outcome
 
-SLOTS = 24
+PROCESSES = 24
 
 
 @dataclass
 class SampleRun:
-    """Steps of a fixed mixture, trajectories in slots, a trainer that waits for whole groups, alpha 1."""
+    """Steps of a fixed mixture, trajectories in processes, a trainer that waits for whole groups, alpha 1."""
 
     seed: int = 0
     steps: int = 40
@@ -45,7 +45,7 @@ class SampleRun:
             self.put(2 + step * 0.5, ev.WarmupStep(step=step * 60, steps=600, loss=3 / step))
         start = self.evaluate(7.5, 0, final=True)
         self.done[0] = start
-        free = [start] * SLOTS
+        free = [start] * PROCESSES
         for step in range(self.steps):
             self.step(step, free)
             if (step + 1) % 10 == 0:
@@ -142,9 +142,9 @@ class SampleRun:
         self.put(started, ev.GroupStarted(group=name, task=task, seed=number, members=self.members, version=version))
         left, ready = self.members, started
         while left:
-            slot = free.index(min(free))
-            end, outcome = self.trajectory(max(started, free[slot]), task, name, version)
-            free[slot] = end
+            process = free.index(min(free))
+            end, outcome = self.trajectory(max(started, free[process]), task, name, version)
+            free[process] = end
             ready = max(ready, end)
             left -= outcome.trainable
         self.put(ready, ev.GroupReady(group=name, task=task, seconds=ready - started))
@@ -230,7 +230,7 @@ class SampleRun:
                     ready=running // 2,
                     training=24,
                     environments=running,
-                    slots=SLOTS * 2,
+                    processes=PROCESSES * 2,
                 ),
             )
 

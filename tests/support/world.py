@@ -56,8 +56,8 @@ class BreakingEnvironments:
     broken: dict[str, tuple[float, float]]
 
     @asynccontextmanager
-    async def lease(self, task: str, held_out: bool) -> AsyncIterator[ModelledEnvironment]:
-        async with self.pool.lease(task, held_out) as environment:
+    async def claim(self, task: str, held_out: bool) -> AsyncIterator[ModelledEnvironment]:
+        async with self.pool.claim(task, held_out) as environment:
             begin, end = self.broken.get(task, (0.0, 0.0))
             works = not begin <= asyncio.get_running_loop().time() < end
             yield environment if works else BrokenEnvironment(self.pool)

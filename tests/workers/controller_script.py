@@ -1,4 +1,4 @@
-"""A controller to be killed: prints the process ids of its host, a slot and what the slot started, then waits."""
+"""A controller to be killed: prints the process ids of its host, a process and what that started, then waits."""
 
 import asyncio
 import sys
@@ -6,17 +6,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from rollart.workers.process import HostSpec
-from rollart.workers.slots import SlotPool
+from rollart.workers.host_handle import HostSpec
+from rollart.workers.pool import ProcessPool
 
 
 async def main() -> None:
-    pool = SlotPool(HostSpec("hostile_target:Target"), limit=2)
-    async with pool.lease() as lease:
-        await lease.take()
-        pids = await lease.call("breed", {}, 30)
+    pool = ProcessPool(HostSpec("hostile_target:Target"), limit=2)
+    async with pool.claim() as claim:
+        await claim.acquire()
+        pids = await claim.call("breed", {}, 30)
         print(pool.host_pids[0], *pids, flush=True)
-        await lease.call("hang", {}, 3600)
+        await claim.call("hang", {}, 3600)
 
 
 asyncio.run(main())

@@ -1,4 +1,4 @@
-"""What a slot may run into: one method for each way to be good or bad. Imported by the host, not by pytest."""
+"""Code in a worker process: one method for each way to be good or bad. Imported by the host, not by pytest."""
 
 import ctypes
 import os

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from rollart.workers import host
-from rollart.workers.process import HostSpec
-from rollart.workers.slots import SlotPool
+from rollart.workers.host_handle import HostSpec
+from rollart.workers.pool import ProcessPool
 
 FOREIGN = ["/usr/bin/python3", *map(str, Path.home().glob(".pyenv/versions/3.*/bin/python3"))]
 NEW_ENOUGH = "import sys; sys.exit(sys.version_info < (3, 9))"
@@ -19,13 +19,13 @@ def usable(python):
 @pytest.mark.parametrize("python", [python for python in FOREIGN if usable(python)])
 def test_any_python_without_our_packages_can_be_the_host(python):
     async def run():
-        slots = SlotPool(HostSpec("hostile_target:Target", python=python, path=(str(Path(__file__).parent),)), 1)
+        workers = ProcessPool(HostSpec("hostile_target:Target", python=python, path=(str(Path(__file__).parent),)), 1)
         try:
-            async with slots.lease() as lease:
-                await lease.take()
-                return await lease.call("echo", {"value": [1, "ä"]}, 30)
+            async with workers.claim() as claim:
+                await claim.acquire()
+                return await claim.call("echo", {"value": [1, "ä"]}, 30)
         finally:
-            await slots.close()
+            await workers.close()
 
     assert asyncio.run(run()) == [1, "ä"]
 
@@ -41,7 +41,7 @@ def test_a_number_that_is_not_finite_is_refused_where_it_is_made():
         host.encode({"value": float("nan")})
 
 
-def test_an_error_is_told_even_if_it_cannot_be_printed():
+def test_an_error_is_reported_even_if_it_cannot_be_printed():
     class Rude(Exception):
         def __str__(self):
             raise RuntimeError
@@ -49,4 +49,4 @@ def test_an_error_is_told_even_if_it_cannot_be_printed():
     try:
         raise Rude
     except Rude as error:
-        assert "Rude" in host.sentence(error)
+        assert "Rude" in host.describe(error)

@@ -45,7 +45,7 @@ def plan(
     """Search for the best use of a budget, by simulation.
 
     Divides it between training and generation and between device classes,
-    then tries alpha, redundancy, group shapes, environment slots, and pairs of
+    then tries alpha, redundancy, group shapes, environment processes, and pairs of
     prefill and decode. Prints the plans that none beats in price and time.
 
     [dim]rollart plan examples/paper/end_to_end.yaml

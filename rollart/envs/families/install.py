@@ -22,7 +22,7 @@ from typing import Any
 from rollart.config import EnvironmentsConfig, TaskConfig
 from rollart.core.errors import RollartError
 from rollart.envs.families import RECORD, Family, Installed, installed, root
-from rollart.envs.single import stage
+from rollart.envs.single import single_environment
 
 Say = Callable[[str], None]
 VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
@@ -103,9 +103,11 @@ def _build(family: Family, folder: Path, interpreter: str, version: str, say: Sa
 
 async def _try_out(made: Installed, env: str, args: dict[str, Any]) -> None:
     """An episode's first turn, in a process such as a run would use."""
-    config = EnvironmentsConfig(slots=1, reset_deadline=QUICK_S, step_deadline=QUICK_S)
+    config = EnvironmentsConfig(processes=1, reset_deadline=QUICK_S, step_deadline=QUICK_S)
     try:
-        async with stage(TaskConfig(name="trial", env=env, args=args), config, python=str(made.python)) as trial:
+        async with single_environment(
+            TaskConfig(name="trial", env=env, args=args), config, python=str(made.python)
+        ) as trial:
             await trial.reset(0, held_out=False)
             await trial.step("x")
     except RollartError as error:

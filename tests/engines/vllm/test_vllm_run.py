@@ -37,7 +37,7 @@ pools:
   policy: {{role: generate, device: cpu, engine: vllm}}
 engine: {{max_batch: 32, kv_megabytes: 64}}
 training: {{steps: 6, batch_groups: 4, group_size: 4, lr: 3.0e-3}}
-environments: {{slots: 16}}
+environments: {{processes: 16}}
 rollout: {{trajectory_deadline: 1200}}
 evaluation: {{every: 0, final_episodes: 2}}
 checkpoint: {{every: 1, keep: 100}}

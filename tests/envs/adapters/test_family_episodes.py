@@ -19,12 +19,12 @@ from rollart.core.errors import EnvironmentFailed
 from rollart.core.types import Message, Step
 from rollart.envs.pool import EnvironmentPool
 from rollart.envs.remote_host import KEY
-from rollart.envs.single import SingleEnvironment, stage
+from rollart.envs.single import SingleEnvironment, single_environment
 from rollart.models import tiny
 from rollart.warmup.demonstrations import demonstrate
 
 ADAPTERS = "rollart.envs.adapters"
-CONFIG = EnvironmentsConfig(slots=2, reset_deadline=120, step_deadline=60)
+CONFIG = EnvironmentsConfig(processes=2, reset_deadline=120, step_deadline=60)
 HOSTILE = ["", "\n", "\\", "quit", "restart", "x" * 20_000, '{"name": ' * 2000, "[[[", "\\boxed{}", "\x00\x1b[31m"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -82,7 +82,7 @@ def served(command: list[str], lines: int = 1, **environment: str) -> Iterator[l
 @each
 def test_a_scripted_player_solves_every_episode(case: Case, family: Callable[[str], str]) -> None:
     async def play() -> list[Step]:
-        async with stage(case.task(), CONFIG) as env:
+        async with single_environment(case.task(), CONFIG) as env:
             return [(await episode(env, seed, held_out))[1] for seed in range(3) for held_out in (False, True)]
 
     family(case.family)
@@ -96,7 +96,7 @@ def test_a_seed_is_the_same_episode_in_any_process_and_held_out_ones_differ(
     case: Case, family: Callable[[str], str]
 ) -> None:
     async def play(held_out: bool) -> list[Sequence[Message]]:
-        async with stage(case.task(), CONFIG) as env:
+        async with single_environment(case.task(), CONFIG) as env:
             return [(await episode(env, seed, held_out))[0] for seed in (4, 5)]
 
     family(case.family)
@@ -112,7 +112,7 @@ def test_after_an_episode_that_was_left_in_the_middle_a_reused_environment_is_as
     case: Case, family: Callable[[str], str]
 ) -> None:
     async def play() -> tuple[Sequence[Message], Sequence[Message]]:
-        async with stage(case.task(), CONFIG) as env:
+        async with single_environment(case.task(), CONFIG) as env:
             new, _ = await episode(env, 4)
             await env.reset(5, held_out=False)
             await env.step(await env.scripted(0))
@@ -128,7 +128,7 @@ def test_after_an_episode_that_was_left_in_the_middle_a_reused_environment_is_as
 @each
 def test_no_action_breaks_an_environment(case: Case, family: Callable[[str], str]) -> None:
     async def play() -> None:
-        async with stage(case.task(), CONFIG) as env:
+        async with single_environment(case.task(), CONFIG) as env:
             for action in HOSTILE:
                 await env.reset(0, held_out=False)
                 await env.step(action)
@@ -144,7 +144,7 @@ def test_the_pool_of_a_run_uses_the_python_of_the_family(family: Callable[[str],
         pool = EnvironmentPool([case.task()], CONFIG)
         await pool.start()
         try:
-            async with pool.lease("game", held_out=False) as env:
+            async with pool.claim("game", held_out=False) as env:
                 await env.reset(0)
                 steps = [await env.step(f"[{guess}]") for guess in (1, 1, 1)]
                 return steps[-1]
@@ -166,7 +166,7 @@ def test_a_run_without_the_family_plays_in_a_host_that_has_it(
         pool = EnvironmentPool([case.task()], CONFIG, urls=[url])
         try:
             await pool.start()
-            async with pool.lease("game", held_out=False) as env:
+            async with pool.claim("game", held_out=False) as env:
                 return await env.reset(0)
         finally:
             await pool.close()
@@ -180,7 +180,7 @@ def test_two_players_take_turns_and_either_may_begin(family: Callable[[str], str
     case = Case("textarena", "textarena:TextArena", {"game": "TicTacToe-v0", "players": 2})
 
     async def play() -> list[tuple[Sequence[Message], Step]]:
-        async with stage(case.task(), CONFIG) as env:
+        async with single_environment(case.task(), CONFIG) as env:
             return [await episode(env, seed) for seed in range(12)]
 
     family("textarena")
@@ -205,7 +205,7 @@ def test_a_frozen_policy_of_ours_can_be_the_opponent(
     async def play(url: str) -> list[tuple[Sequence[Message], Step]]:
         opponent = {"opponent": f"{ADAPTERS}.opponents:Served", "opponent_args": {"url": url, "model": "rival"}}
         args = {"game": "TicTacToe-v0", "players": 2, **opponent}
-        async with stage(Case("textarena", "textarena:TextArena", args).task(), CONFIG) as env:
+        async with single_environment(Case("textarena", "textarena:TextArena", args).task(), CONFIG) as env:
             return [await episode(env, seed) for seed in range(4)]
 
     family("textarena")
@@ -234,7 +234,7 @@ def test_a_tool_that_was_missed_is_shown_when_it_comes_and_cannot_be_called_befo
     case = Case("bfcl", "bfcl:Bfcl", {"category": "miss_func"})
 
     async def play(seed: int) -> tuple[str, Sequence[Message], Step]:
-        async with stage(case.task(), CONFIG) as env:
+        async with single_environment(case.task(), CONFIG) as env:
             begin = await env.reset(seed, False)
             tools = {line.split('"')[3] for line in begin[0].content.splitlines() if line.startswith('{"name"')}
             seen, last = await episode(env, seed)
@@ -260,7 +260,7 @@ def test_bfcl_rewards_the_state_that_was_asked_for_and_nothing_less(family: Call
     case = Case("bfcl", "bfcl:Bfcl", {"max_calls": 6})
 
     async def play(action: str) -> Step:
-        async with stage(case.task(), CONFIG) as env:
+        async with single_environment(case.task(), CONFIG) as env:
             await env.reset(1, held_out=False)
             for _ in itertools.repeat(None, 12):
                 step = await env.step(action)

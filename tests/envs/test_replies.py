@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollart.core.types import Message, Step
-from rollart.envs.answers import WrongAnswer, observation, step
+from rollart.envs.replies import InvalidReply, parse_observation, parse_step
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
@@ -21,10 +21,10 @@ JSON = st.recursive(
 
 
 @given(JSON)
-def test_whatever_comes_is_a_valid_step_or_a_wrong_answer(value):
+def test_whatever_comes_is_a_valid_step_or_an_invalid_reply(value):
     try:
-        answer = step(json.loads(json.dumps(value)))
-    except WrongAnswer:
+        answer = parse_step(json.loads(json.dumps(value)))
+    except InvalidReply:
         return
     assert isinstance(answer.done, bool) and isinstance(answer.info, dict)
     assert answer.reward is None or math.isfinite(answer.reward)
@@ -33,36 +33,36 @@ def test_whatever_comes_is_a_valid_step_or_a_wrong_answer(value):
 
 
 @given(JSON)
-def test_whatever_comes_is_messages_or_a_wrong_answer(value):
+def test_whatever_comes_is_messages_or_an_invalid_reply(value):
     try:
-        messages = observation(value)
-    except WrongAnswer:
+        messages = parse_observation(value)
+    except InvalidReply:
         return
     assert messages and all(isinstance(message, Message) for message in messages)
 
 
 def test_a_truncated_step_is_over():
-    assert step({"truncated": True, "info": {"a": 1}}) == Step((Message("user", ""),), None, True, True, {"a": 1})
+    assert parse_step({"truncated": True, "info": {"a": 1}}) == Step((Message("user", ""),), None, True, True, {"a": 1})
 
 
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        (["x", 0.0], r"`step` answered 2 values"),
-        ("x", r"`step` answered 'x' \(str\)"),
+        (["x", 0.0], r"`step` returned 2 values"),
+        ("x", r"`step` returned 'x' \(str\)"),
         ({"messages": "x", "don": True}, r"unknown field 'don'; the fields are messages, reward"),
-        (["x", 0.0, 1], r"`done` is 1 \(int\); true or false"),
+        (["x", 0.0, 1], r"`done` is 1 \(int\); expected true or false"),
         (["x", 10**400, False], r"`reward` is not finite"),
         ([None, 0.0, False], r"an observation is None"),
-        ([[], 0.0, False], r"it gave no message, though the episode goes on"),
+        ([[], 0.0, False], r"it returned no message, though the episode goes on"),
         ([[{"role": "user"}], 0.0, False], r"a message is a dict of 'role'"),
         ([[{"role": "user", "content": 5}], 0.0, False], r"the `content` of a message is 5 \(int\)"),
         ({"messages": "x", "info": [1]}, r"`info` is \[1\] \(list\)"),
     ],
 )
-def test_a_wrong_step_says_what_is_wanted(value, reason):
-    with pytest.raises(WrongAnswer, match=reason):
-        step(value)
+def test_the_error_of_an_invalid_step_says_what_is_expected(value, reason):
+    with pytest.raises(InvalidReply, match=reason):
+        parse_step(value)
 
 
 def nested(depth):
@@ -77,19 +77,19 @@ def nested(depth):
     [({"n": 2**64}, "more than 64 bits"), ({"a": nested(40)}, "deeper than 32 levels"), ([1], r"`info` is \[1\]")],
 )
 def test_info_that_could_not_be_stored_is_refused(info, reason):
-    with pytest.raises(WrongAnswer, match=reason):
-        step({"messages": "x", "info": info})
+    with pytest.raises(InvalidReply, match=reason):
+        parse_step({"messages": "x", "info": info})
 
 
-def test_what_is_nested_without_end_is_refused_with_a_short_sentence():
+def test_deep_nesting_is_refused_with_a_short_message():
     for value in (nested(900), {"messages": nested(900)}, {"k" * 10**6: 1}, [{"role": "r" * 10**6, "content": ""}] * 3):
-        with pytest.raises(WrongAnswer) as refused:
-            step(value)
+        with pytest.raises(InvalidReply) as refused:
+            parse_step(value)
         assert len(str(refused.value)) < 400
 
 
-def test_text_that_is_no_text_and_roles_that_nobody_has_are_refused():
-    with pytest.raises(WrongAnswer, match="half of a surrogate pair"):
-        observation("\ud800")
-    with pytest.raises(WrongAnswer, match="the role of a message is 'wizard'"):
-        observation([{"role": "wizard", "content": "x"}])
+def test_lone_surrogates_and_unknown_roles_are_refused():
+    with pytest.raises(InvalidReply, match="a lone surrogate"):
+        parse_observation("\ud800")
+    with pytest.raises(InvalidReply, match="the role of a message is 'wizard'"):
+        parse_observation([{"role": "wizard", "content": "x"}])

@@ -1,4 +1,4 @@
-"""The environment's side of a slot: one environment object, made when first needed, or before.
+"""The environment's side of a worker process: one environment object, made when first needed, or before.
 
 Runs in the forking host with the Python of the environment's own family: standard library only.
 """
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 
-def lend_our_package() -> None:
-    """Let a Python that does not have rollart import its modules, and nothing of what is installed beside it."""
+def make_rollart_importable() -> None:
+    """Let a Python that does not have rollart import its modules, but nothing else of what is installed with it."""
     if "rollart" not in sys.modules:
         folder = Path(__file__).resolve().parent.parent
         spec = importlib.util.spec_from_file_location(
@@ -28,17 +28,17 @@ def lend_our_package() -> None:
         spec.loader.exec_module(package)
 
 
-lend_our_package()
+make_rollart_importable()
 
 
-class EnvironmentShim:
+class EnvironmentProcess:
     def __init__(self) -> None:
         self._key: Any = None
         self._environment: Any = None
 
     def find(self, env: str) -> None:
-        """Raises what an import of it raises."""
-        named(env)
+        """Raises what its import raises."""
+        load(env)
 
     def prepare(self, env: str, args: dict[str, Any], held_out: bool) -> None:
         key = (env, args, held_out)
@@ -48,12 +48,12 @@ class EnvironmentShim:
             self._key = key
 
     def reusable(self) -> bool:
-        """May this object, in this process, play another episode after this one?"""
+        """May this object play another episode after this one?"""
         return bool(getattr(self._environment, "reusable", False))
 
     def reset(self, env: str, args: dict[str, Any], held_out: bool, seed: int) -> Any:
         self.prepare(env, args, held_out)
-        # Many environments draw from the global generators, whatever seed they are given.
+        # Many environments draw from the global generators, whatever their seed.
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed % 2**32)
@@ -63,17 +63,17 @@ class EnvironmentShim:
         return self._environment.step(action)
 
     def act(self, player: str, args: dict[str, Any], seed: int) -> str:
-        """What the scripted player would do now; `seed` is for its own luck."""
-        return str(named(player)(self._environment, random.Random(seed), **args))
+        """What the scripted player would do now; `seed` is for its own draws."""
+        return str(load(player)(self._environment, random.Random(seed), **args))
 
     def demonstrate(
         self, env: str, args: dict[str, Any], player: str, player_args: dict[str, Any], seed: int, turns: int
     ) -> tuple[Any, list[tuple[str, Any]]]:
-        """A training episode by the scripted player: what `reset` answered, then each action and what `step` did."""
+        """A training episode by the scripted player: the reply of `reset`, then each action and the reply of `step`."""
         first = self.reset(env, args, False, seed)
-        act, rng = named(player), random.Random(seed)
+        act, rng = load(player), random.Random(seed)
         played: list[tuple[str, Any]] = []
-        while len(played) < turns and not (played and over(played[-1][1])):
+        while len(played) < turns and not (played and is_last(played[-1][1])):
             action = str(act(self._environment, rng, **player_args))
             played.append((action, self._environment.step(action)))
         if not self.reusable():
@@ -87,19 +87,19 @@ class EnvironmentShim:
 
 
 def make(env: str, args: dict[str, Any], held_out: bool) -> Any:
-    maker = named(env)
+    maker = load(env)
     if held_out and "held_out" in inspect.signature(maker).parameters:
         args = {**args, "held_out": True}
     return maker(**args)
 
 
-def over(answer: Any) -> bool:
-    """Whether a step was the last; one that is no step is."""
-    if isinstance(answer, dict):
-        return bool(answer.get("done") or answer.get("truncated"))
-    return not isinstance(answer, (tuple, list)) or len(answer) != 3 or bool(answer[2])
+def is_last(reply: Any) -> bool:
+    """Whether a step was the last; anything that is not a step counts as the last."""
+    if isinstance(reply, dict):
+        return bool(reply.get("done") or reply.get("truncated"))
+    return not isinstance(reply, (tuple, list)) or len(reply) != 3 or bool(reply[2])
 
 
-def named(path: str) -> Any:
+def load(path: str) -> Any:
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -1,0 +1,119 @@
+"""One forked process of a host, as the controller sees it.
+
+The invariants:
+- A process has at most one call under way. A call that misses its deadline, is cancelled, or gets a reply that breaks
+  the protocol ends its process, so a reply can only belong to the call that waits for it.
+- A lost process stays lost; closing its connection makes the host kill the process group behind it.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from rollart.core.errors import RollartError
+
+HOST_LOST = "the process ended, and its host with it"
+
+
+class ProcessLost(RollartError):
+    """The process hung, ended or broke the protocol. It is gone, with its state."""
+
+
+class CallRaised(RollartError):
+    """The called code raised, or returned what cannot be sent. The process lives."""
+
+
+class WorkerProcess(asyncio.Protocol):
+    """The protocol of the connection to one process. `limit` is the size of a message in bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._loop = asyncio.get_running_loop()
+        self._buffer = bytearray()
+        self._calls = 0
+        self._reply: asyncio.Future[dict[str, Any]] | None = None
+        self._transport: asyncio.Transport | None = None
+        self.started: asyncio.Future[int] = self._loop.create_future()  # its pid
+        self.ended: asyncio.Future[str] = self._loop.create_future()  # the reason
+        self.lost = ""  # the reason
+
+    @property
+    def used(self) -> bool:
+        """Whether it was ever called."""
+        return self._calls > 0
+
+    async def call(self, name: str, args: Mapping[str, object], deadline: float) -> Any:
+        """Raises ProcessLost or CallRaised."""
+        if self.lost or self._transport is None:
+            raise ProcessLost(self.lost or "the process has not started")
+        if self._reply is not None:
+            raise RuntimeError("a process takes one call at a time")
+        self._calls += 1
+        frame = msgspec.json.encode({"id": self._calls, "call": name, "args": args}) + b"\n"
+        if len(frame) > self._limit:
+            raise CallRaised(f"the arguments of `{name}` have {len(frame):,} bytes; the limit is {self._limit:,}")
+        self._reply = self._loop.create_future()
+        self._transport.write(frame)
+        try:
+            async with asyncio.timeout(deadline):
+                reply = await self._reply
+        except TimeoutError:
+            self.kill(f"`{name}` did not return within {deadline:g} s; the process was killed")
+            raise ProcessLost(self.lost) from None
+        except asyncio.CancelledError:
+            self.kill(f"`{name}` was cancelled; the process was killed")
+            raise
+        finally:
+            self._reply = None
+        if "error" in reply:
+            raise CallRaised(str(reply["error"]))
+        return reply["value"]
+
+    def kill(self, reason: str) -> None:
+        """End the process group. The first reason stays."""
+        self.lost = self.lost or reason
+        if not self.ended.done():
+            self.ended.set_result(self.lost)
+        if self._transport is not None:
+            self._transport.abort()
+        for waiting in (self._reply, self.started):
+            if waiting is not None and not waiting.done():
+                waiting.set_exception(ProcessLost(self.lost))
+                waiting.exception()  # marks it retrieved, even if nobody waits any more
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        if b"\n" in data:
+            *lines, rest = self._buffer.split(b"\n")
+            self._buffer = rest
+            for line in lines:
+                if line and not self.lost:
+                    self._received(line)
+        if len(self._buffer) > self._limit:
+            self.kill(f"the process sent more than {self._limit:,} bytes and was killed")
+
+    def _received(self, line: bytes | bytearray) -> None:
+        try:
+            message = msgspec.json.decode(line, type=dict[str, Any])
+        except (ValueError, RecursionError) as error:
+            self.kill(f"the process sent what is not one JSON object ({error}) and was killed")
+            return
+        if "ended" in message:
+            self.kill(f"the process {message['ended']}")
+        elif "pid" in message and not self.started.done():
+            self.started.set_result(message["pid"])
+        elif self._reply is None or self._reply.done() or message.get("id") != self._calls:
+            self.kill("the process sent a reply to no call and was killed")
+        elif "value" in message or "error" in message:
+            self._reply.set_result(message)
+        else:
+            self.kill("the process sent neither a value nor an error and was killed")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.kill(HOST_LOST)
