@@ -9,13 +9,13 @@ Natural = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 TorchDevice = Annotated[
     str,
-    Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N; auto: by its pool's class"),
+    Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N; auto: by the class of its pool"),
 ]
 ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 
 
 class Conflict(ValueError):
-    """Values that cannot go together; `path` leads from the section that noticed to the key to change."""
+    """Values that contradict each other; `path` leads from the section that raises it to the key to change."""
 
     def __init__(self, message: str, *path: str | int) -> None:
         super().__init__(message)
@@ -23,4 +23,6 @@ class Conflict(ValueError):
 
 
 class Section(BaseModel):
+    """Strict and immutable: an unknown key is an error."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -18,32 +18,34 @@ DEFAULT_POOLS = {"train": "trainer", "generate": "engine", "environment": "envir
 
 
 class EngineConfig(Section):
-    count: Positive = 1
+    """The inference engines."""
+
+    count: Positive = Field(1, description="engines of a run without pools of role generate")
     max_batch: Positive = Field(64, description="sequences decoded together")
-    prefill_chunk: Positive = Field(512, description="prompt tokens per step, beside the decoding ones")
-    kv_megabytes: Positive = Field(512, description="for running and for kept sequences together")
+    prefill_chunk: Positive = Field(512, description="prompt tokens per step, in addition to decoding")
+    kv_megabytes: Positive = Field(512, description="KV cache of running requests and cached prefixes, in MB")
     on_swap: Literal["recompute", "keep", "drain"] = Field(
         "recompute",
-        description="at a weight swap KV is made anew, or kept as it is; or running requests end first",
+        description="recompute the KV of running requests with the new weights, keep the old KV, or finish them first",
     )
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="weights and KV of the engine")
     device: TorchDevice = "auto"
-    threads: Positive = 1
+    threads: Positive = Field(1, description="CPU threads of each engine")
     deadline: Seconds = Field(120.0, description="seconds for one request")
 
 
 class VllmConfig(Section):
-    """How the engines of pools with `engine: vllm` are had."""
+    """How vLLM engines are started (pools with `engine: vllm`)."""
 
     python: Path | None = Field(
-        None, description=f"a Python that has vLLM; absent: ${VLLM_PYTHON}, else what `make vllm` made"
+        None, description=f"a Python with vLLM; default: ${VLLM_PYTHON}, else the environment of `make vllm`"
     )
     container: str | None = Field(
         None,
-        description="or a command that runs the Python of a container; {mounts} and {environment} in it become "
+        description="instead of `python`, a command that runs Python in a container; {mounts} and {environment} become "
         "--volume and --env options",
     )
-    args: list[str] = Field(default_factory=list, description="more arguments of the server")
+    args: list[str] = Field(default_factory=list, description="additional arguments of the server")
     start_deadline: Seconds = Field(600.0, description="seconds until a server must answer")
 
     def interpreter(self) -> Path:
@@ -57,14 +59,16 @@ class VllmConfig(Section):
 
 
 class DeviceConfig(Section):
-    """A device class of the user's own, or other numbers for one of the catalogue."""
+    """A device class of your own, or other numbers for one of the catalogue."""
 
-    tflops: float | None = Field(None, gt=0, description="dense bfloat16")
-    bandwidth: float | None = Field(None, gt=0, description="memory, GB/s")
-    memory: float | None = Field(None, gt=0, description="GB")
-    link: float | None = Field(None, gt=0, description="to other devices of its node, GB/s; 10 if not in the catalogue")
-    network: float | None = Field(None, gt=0, description="out of its node, GB/s; 1 if not in the catalogue")
-    price: float | None = Field(None, gt=0, description="relative to one H20; 1 if not in the catalogue")
+    tflops: float | None = Field(None, gt=0, description="dense bfloat16 TFLOP/s")
+    bandwidth: float | None = Field(None, gt=0, description="memory bandwidth, GB/s")
+    memory: float | None = Field(None, gt=0, description="memory, GB")
+    link: float | None = Field(
+        None, gt=0, description="link to other devices of the node, GB/s; 10 if not in the catalogue"
+    )
+    network: float | None = Field(None, gt=0, description="network of the node, GB/s; 1 if not in the catalogue")
+    price: float | None = Field(None, gt=0, description="price relative to an H20; 1 if not in the catalogue")
 
     def as_class(self, name: str) -> DeviceClass:
         numbers = {key: value for key, value in self.model_dump().items() if value is not None}
@@ -77,16 +81,16 @@ class DeviceConfig(Section):
 class PoolConfig(Section):
     """Workers of one role on one device class."""
 
-    role: Literal["train", "generate", "environment"]
+    role: Literal["train", "generate", "environment"] = Field(description="what its workers do")
     device: str | list[str] = Field("auto", description="a device class, several in order of preference, or auto")
-    count: Positive = Field(1, description="train: ranks; generate: engines; environment: hosts of environments")
+    count: Positive = Field(1, description="train: ranks; generate: engines; environment: environment hosts")
     engine: str = Field(DEFAULT_ENGINE, description="generate: torch, the embedded engine, or vllm, vLLM servers")
-    tensor_parallel: Positive = Field(1, description="vllm: devices of one node that serve as one engine")
+    tensor_parallel: Positive = Field(1, description="vllm: devices of one node per engine")
     urls: list[str] = Field(
-        default_factory=list, description="generate, environment: engines or hosts that someone else runs"
+        default_factory=list, description="generate, environment: URLs of engines or hosts that someone else runs"
     )
     emulate: float | None = Field(
-        None, gt=1, description="generate, without such a device: pace a CPU engine to it, so many times slower"
+        None, gt=1, description="generate, without the device: a CPU engine paced like it, this many times slower"
     )
 
     @property
@@ -132,8 +136,8 @@ class RoutingConfig(Section):
     """Which engine serves a request."""
 
     policy: Literal["measured", "declared", "round_robin"] = Field(
-        "measured", description="by the measured shape of the tasks, by `affinity` alone, or in turn"
+        "measured", description="by the measured shape of the tasks, by their `affinity` alone, or round robin"
     )
     hand_over: Literal["never", "auto", "always"] | list[str] = Field(
-        "never", description="prefill on one engine, decode on another; or the names of a prefill and a decode pool"
+        "never", description="prefill on one engine and decode on another; or the names of a prefill and a decode pool"
     )

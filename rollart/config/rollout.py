@@ -13,17 +13,24 @@ SCHEDULE_KEYS = ("alpha", "window", "extra_members", "extra_groups")
 
 
 class RolloutConfig(Section):
-    preset: Preset = "rollart"
-    alpha: Natural = Field(1, description="no trained token is older than this many versions")
+    """When trajectories start and how old they may be when they are trained."""
+
+    preset: Preset = Field(
+        "rollart",
+        description="rollart: asynchronous, staleness at most alpha; start_bound: asynchronous, staleness bounded only "
+        "when a group starts; one_off: train on one batch while the next is generated; sync_plus: generate a batch, "
+        "then train on it; sync: the same, all trajectories turn by turn and rewards at the end",
+    )
+    alpha: Natural = Field(1, description="maximum staleness of a trained token, in versions")
     window: float = Field(2.0, ge=1, description="batches of groups that compete for the next batch")
-    extra_members: Natural = Field(0, description="surplus trajectories per group, cancelled once it is complete")
-    extra_groups: Natural = Field(0, description="surplus groups per task in flight")
+    extra_members: Natural = Field(0, description="extra trajectories per group, cancelled once it is complete")
+    extra_groups: Natural = Field(0, description="extra groups in flight per task")
     retries: Natural = Field(3, description="replacements for failed members of a group, before it is dropped")
-    trajectory_deadline: Seconds = 300.0
+    trajectory_deadline: Seconds = Field(300.0, description="seconds for one trajectory")
 
     @model_validator(mode="after")
     def _preset_has_the_keys(self) -> "RolloutConfig":
-        """A key that the preset takes no notice of would only seem to be set."""
+        """A key that the preset ignores is an error."""
         free = {"rollart": set(SCHEDULE_KEYS), "start_bound": {"alpha"}}.get(self.preset, set())
         for key in SCHEDULE_KEYS:
             if key not in free and getattr(self, key) != type(self).model_fields[key].default:
@@ -35,23 +42,25 @@ class RolloutConfig(Section):
 
 
 class QuarantineConfig(Section):
-    """When a task that keeps failing is left out of the mixture, and when it is tried again."""
+    """When a task that keeps failing leaves the mixture, and when it is probed."""
 
-    rate: float = Field(_RULE.rate, gt=0, le=1, description="share of its last trajectories that failed")
-    window: Positive = Field(_RULE.window, description="how many of the last count")
-    min_count: Positive = Field(_RULE.min_count, description="and how many there must be")
-    groups: Positive = Field(_RULE.groups, description="or so many groups in a row that could not be completed")
-    wait: Seconds = Field(_RULE.wait, description="seconds until it is tried again; doubled each time")
+    rate: float = Field(_RULE.rate, gt=0, le=1, description="fraction of its last trajectories that failed")
+    window: Positive = Field(_RULE.window, description="trajectories that the rate is measured over")
+    min_count: Positive = Field(_RULE.min_count, description="minimum number of trajectories before the rate counts")
+    groups: Positive = Field(_RULE.groups, description="or this many groups in a row were dropped")
+    wait: Seconds = Field(_RULE.wait, description="seconds until the first probe; doubled each time")
 
     def rule(self) -> QuarantineRule:
         return QuarantineRule(**self.model_dump())
 
 
 class EnvironmentsConfig(Section):
+    """Environment processes, their deadlines and retries."""
+
     processes: Positive = Field(64, description="environments alive at the same time, per task")
-    reset_deadline: Seconds = 30.0
-    step_deadline: Seconds = 10.0
-    close_deadline: Seconds = 5.0
+    reset_deadline: Seconds = Field(30.0, description="seconds for one reset")
+    step_deadline: Seconds = Field(10.0, description="seconds for one step")
+    close_deadline: Seconds = Field(5.0, description="seconds for one close")
     retries: Natural = Field(2, description="fresh environments tried for one reset")
     hedges: Natural = Field(
         8, description="per task, in addition: second resets, begun once one takes longer than most do"
@@ -64,6 +73,8 @@ class EnvironmentsConfig(Section):
 
 
 class RewardsConfig(Section):
-    workers: Positive = Field(2, description="local processes, started when needed")
+    """Reward functions that run on this machine, and the defaults of all."""
+
+    workers: Positive = Field(2, description="most local processes; started when needed")
     deadline: Seconds = Field(30.0, description="seconds for one call")
-    retries: Natural = 2
+    retries: Natural = Field(2, description="more attempts after a failed call")

@@ -1,4 +1,4 @@
-"""The whole run file, and what its sections ask of each other."""
+"""The whole run file, and the checks between its sections."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,23 +27,23 @@ from rollart.hardware.devices import CATALOGUE, DeviceClass
 class RunFile(Section):
     """Everything a run needs."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][\w.-]*$")
-    seed: Natural = 0
-    output: Path = Field(Path("runs"), description="run folders are made in here")
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][\w.-]*$", description="name of the run, and of its folder")
+    seed: Natural = Field(0, description="seed of episodes, sampling and weights")
+    output: Path = Field(Path("runs"), description="folder of the run folders")
     model: ModelConfig
-    tasks: Annotated[list[TaskConfig], Field(min_length=1)]
+    tasks: Annotated[list[TaskConfig], Field(min_length=1, description="what the policy learns")]
     rollout: RolloutConfig = RolloutConfig()
-    cluster: str | None = Field(None, description="address of a Ray cluster; absent: this machine")
+    cluster: str | None = Field(None, description="address of a Ray cluster; default: this machine")
     weights: Path | None = Field(
-        None, description="folder for weights, on every node that reads them; absent: in shared memory"
+        None, description="folder of the published weights, shared by all nodes; default: shared memory"
     )
     devices: dict[str, DeviceConfig] = Field(default_factory=dict, description="device classes of your own")
     pools: dict[Annotated[str, Field(pattern=POOL_NAME)], PoolConfig] = Field(
-        default_factory=dict, description="what runs on which device class"
+        default_factory=dict, description="which workers run on which device class, by name"
     )
     measured: Path | None = Field(
         None,
-        description="folder of an earlier run; what it measured of its tasks settles `device: auto` and first routes",
+        description="folder of an earlier run, whose measured tasks decide `device: auto` and the first routes",
     )
     routing: RoutingConfig = RoutingConfig()
     engine: EngineConfig = EngineConfig()
@@ -53,10 +53,10 @@ class RunFile(Section):
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    simulate: Any = Field(None, description="for `rollart simulate`; training takes no notice of it")
+    simulate: Any = Field(None, description="for `rollart simulate`; training ignores it")
 
     def pools_of(self, role: str) -> dict[str, PoolConfig]:
-        """The pools of a role; what the run file leaves out runs on CPUs."""
+        """The pools of a role; by default, one on CPUs."""
         named = {name: pool for name, pool in self.pools.items() if pool.role == role}
         if named:
             return named
@@ -64,90 +64,89 @@ class RunFile(Section):
         return {DEFAULT_POOLS[role]: PoolConfig(role=role, device="cpu", count=count)}
 
     def all_pools(self) -> dict[str, PoolConfig]:
-        """Those of the run file, in its order, and the ones that it leaves out."""
+        """Those of the run file, in its order, and the default ones."""
         return self.pools | {name: pool for role in DEFAULT_POOLS for name, pool in self.pools_of(role).items()}
 
     def device_classes(self) -> dict[str, DeviceClass]:
-        """Every class that the run file may name: the catalogue, with the user's numbers, and the user's own."""
+        """The catalogue, with the numbers of the run file, and the classes that it defines."""
         return CATALOGUE | {name: device.as_class(name) for name, device in self.devices.items()}
 
     @model_validator(mode="after")
-    def _pools_fit(self) -> "RunFile":
-        generate = {name for name, pool in self.pools.items() if pool.role == "generate"}
-        if generate and self.engine.count != 1:
-            raise Conflict("engine.count is for runs without pools of role generate", "engine", "count")
+    def _check(self) -> "RunFile":
+        self._check_devices()
         self._check_pools()
-        if len([pool for pool in self.pools.values() if pool.role == "train"]) > 1:
-            last = [name for name, pool in self.pools.items() if pool.role == "train"][-1]
-            raise Conflict("there can be only one pool of role train", "pools", last)
-        known = set(self.pools_of("generate"))
+        self._check_affinities()
+        self._check_disaggregation()
+        self._check_batch()
         for index, task in enumerate(self.tasks):
-            wanted = [task.affinity] if isinstance(task.affinity, str) else task.affinity
-            for name in wanted:
-                if name not in known and not (isinstance(task.affinity, str) and name in AFFINITIES):
-                    raise Conflict(
-                        f"affinity {name!r} of task {task.name!r} is neither one of {', '.join(AFFINITIES)} nor a pool "
-                        f"of role generate ({', '.join(sorted(known))})",
-                        *("tasks", index, "affinity"),
-                    )
-        if isinstance(self.routing.hand_over, list):
-            unknown = [name for name in self.routing.hand_over if name not in known]
-            if unknown or len(self.routing.hand_over) != 2:
-                raise Conflict(
-                    "hand_over names two pools of role generate: one that prefills and one that decodes",
-                    *("routing", "hand_over"),
-                )
+            self._check_task(index, task)
         return self
 
-    def _check_pools(self) -> None:
+    def _check_devices(self) -> None:
         for name, device in self.devices.items():
-            lacks = [key for key in ("tflops", "bandwidth", "memory") if getattr(device, key) is None]
-            if lacks and name not in CATALOGUE:
-                raise Conflict(f"{name!r} is not in the catalogue, so it needs {' and '.join(lacks)}", "devices", name)
+            missing = [key for key in ("tflops", "bandwidth", "memory") if getattr(device, key) is None]
+            if missing and name not in CATALOGUE:
+                raise Conflict(f"{name!r} is not in the catalogue: it needs {' and '.join(missing)}", "devices", name)
+        known = [*self.devices, *(name for name in CATALOGUE if name not in self.devices)]
+        for name, pool in self.pools.items():
+            for device_class in pool.devices:
+                if device_class not in known and not pool.auto:
+                    near = did_you_mean(device_class, known)
+                    hint = near or f"; define it in `devices`, or use {', '.join(known)}"
+                    raise Conflict(f"there is no device class {device_class!r}{hint}", "pools", name, "device")
+
+    def _check_pools(self) -> None:
         for role, default in DEFAULT_POOLS.items():
             if default in self.pools and self.pools[default].role != role:
                 raise Conflict(
-                    f"the name {default!r} is kept for pools of role {role}; choose another", "pools", default
+                    f"the name {default!r} is reserved for pools of role {role}; choose another", "pools", default
                 )
-        known = [*self.devices, *(name for name in CATALOGUE if name not in self.devices)]
-        for name, pool in self.pools.items():
-            for wanted in pool.devices:
-                if wanted not in known and not pool.auto:
+        roles = [pool.role for pool in self.pools.values()]
+        if "generate" in roles and self.engine.count != 1:
+            raise Conflict("engine.count is for runs without pools of role generate", "engine", "count")
+        if roles.count("train") > 1:
+            raise Conflict("there can be only one pool of role train", "pools", list(self.pools_of("train"))[-1])
+
+    def _check_affinities(self) -> None:
+        pools = self.pools_of("generate")
+        for index, task in enumerate(self.tasks):
+            pinned = isinstance(task.affinity, list)
+            for name in task.affinity if isinstance(task.affinity, list) else [task.affinity]:
+                if name not in pools and (pinned or name not in AFFINITIES):
                     raise Conflict(
-                        f"there is no device class {wanted!r}"
-                        + (did_you_mean(wanted, known) or f"; define it in `devices`, or use {', '.join(known)}"),
-                        *("pools", name, "device"),
+                        f"affinity {name!r} of task {task.name!r} is neither one of {', '.join(AFFINITIES)} nor a pool "
+                        f"of role generate ({', '.join(sorted(pools))})",
+                        *("tasks", index, "affinity"),
                     )
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "RunFile":
+    def _check_disaggregation(self) -> None:
+        names, pools = self.routing.hand_over, self.pools_of("generate")
+        if isinstance(names, list) and (len(names) != 2 or any(name not in pools for name in names)):
+            raise Conflict(
+                "hand_over names two pools of role generate: one that prefills and one that decodes",
+                *("routing", "hand_over"),
+            )
+
+    def _check_batch(self) -> None:
         names = [task.name for task in self.tasks]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            second = len(names) - 1 - names[::-1].index(twice[0])
-            raise Conflict(f"two tasks are named {twice[0]!r}; names must differ", "tasks", second, "name")
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise Conflict(f"two tasks are named {name!r}; names must differ", "tasks", index, "name")
         if self.training.batch_groups < len(names):
             raise Conflict(
                 f"training.batch_groups is {self.training.batch_groups}, too few for {len(names)} tasks: "
                 "every task needs a group in every batch",
-                "training",
-                "batch_groups",
+                *("training", "batch_groups"),
             )
-        for index, task in enumerate(self.tasks):
-            if task.reward.invoker == "ray" and self.cluster is None:
-                raise Conflict("invoker ray needs `cluster`, the address of a Ray cluster", "tasks", index, "reward")
-        if self.model.warmup:
-            for index, task in enumerate(self.tasks):
-                if task.player is None:
-                    raise Conflict(f"task {task.name!r} has no `player`, which model.warmup needs", "tasks", index)
-        if self.model.tiny:
-            for index, task in enumerate(self.tasks):
-                if task.max_context > self.model.tiny.context:
-                    raise Conflict(
-                        f"tasks.{task.name}.max_context is {task.max_context}, "
-                        f"more than the model's context of {self.model.tiny.context}",
-                        "tasks",
-                        index,
-                        "max_context",
-                    )
-        return self
+
+    def _check_task(self, index: int, task: TaskConfig) -> None:
+        if task.reward.invoker == "ray" and self.cluster is None:
+            raise Conflict("invoker ray needs `cluster`, the address of a Ray cluster", "tasks", index, "reward")
+        if self.model.warmup and task.player is None:
+            raise Conflict(f"task {task.name!r} has no `player`, which model.warmup needs", "tasks", index)
+        if self.model.tiny and task.max_context > self.model.tiny.context:
+            raise Conflict(
+                f"tasks.{task.name}.max_context is {task.max_context}, "
+                f"more than the model's context of {self.model.tiny.context}",
+                *("tasks", index, "max_context"),
+            )

@@ -11,33 +11,35 @@ from rollart.sandbox.bubble import Limits
 
 
 class SamplingConfig(Section):
-    temperature: float = Field(1.0, gt=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: Natural = Field(0, description="0: no limit")
-    max_tokens: Positive = Field(64, description="per turn")
+    """How the policy's tokens are sampled."""
+
+    temperature: float = Field(1.0, gt=0, description="sampling temperature")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling: probability mass to sample from; 1: all")
+    top_k: Natural = Field(0, description="sample from this many most likely tokens; 0: all")
+    max_tokens: Positive = Field(64, description="tokens generated per turn")
 
 
 class RewardConfig(Section):
-    """A reward function and the way to it. `module:function` alone is one that runs in the local pool."""
+    """A reward function and how it is called. `module:function` alone runs in local processes."""
 
     function: ImportPath = Field("rollart.rewards.functions:env_return", description="module:function of an episode")
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
-    version: str = Field("", description="refuse to score with any other version of the function")
+    version: str = Field("", description="refuse any other version of the function")
     invoker: Literal["pool", "http", "lambda", "fc", "ray"] = Field(
         "pool", description="local processes, a URL, AWS Lambda, Alibaba Function Compute, or Ray Serve"
     )
-    url: str | None = Field(None, description="http: where it is served; lambda, fc: another endpoint of the platform")
-    name: str | None = Field(None, description="lambda, fc: the name of the function there")
-    region: str | None = Field(None, description="lambda, fc: the region; absent: from the environment")
-    device: str | None = Field(None, description="ray: the device class that replicas need; absent: a CPU")
+    url: str | None = Field(None, description="http: URL of the function; lambda, fc: another endpoint of the platform")
+    name: str | None = Field(None, description="lambda, fc: name of the function")
+    region: str | None = Field(None, description="lambda, fc: region; default: from the environment")
+    device: str | None = Field(None, description="ray: device class of the replicas; default: CPUs")
     secret: str | None = Field(
         None, pattern=r"^[A-Za-z_]\w*$", description="http: environment variable with the secret that signs requests"
     )
-    concurrency: Positive = Field(64, description="calls at the same time; the others wait in order")
-    deadline: Seconds | None = Field(None, description="seconds for one call; absent: rewards.deadline")
-    retries: Natural | None = Field(None, description="absent: rewards.retries")
-    hedge: bool = Field(True, description="ask a second time once a call takes longer than 95% of them do")
-    batch: Positive = Field(64, description="most episodes in one call, if the function takes several")
+    concurrency: Positive = Field(64, description="concurrent calls; others wait in order")
+    deadline: Seconds | None = Field(None, description="seconds for one call; default: rewards.deadline")
+    retries: Natural | None = Field(None, description="more attempts after a failed call; default: rewards.retries")
+    hedge: bool = Field(True, description="send a second request once a call takes longer than 95% of them")
+    batch: Positive = Field(64, description="maximum episodes per call, if the function takes several")
     batch_window: Seconds = Field(0.01, description="seconds to wait for a batch to fill")
 
     @model_validator(mode="after")
@@ -49,7 +51,7 @@ class RewardConfig(Section):
                 raise Conflict(f"`{key}` is for the invoker {' or '.join(invokers)}, not {self.invoker}", key)
         for key in ("hedge", "batch", "batch_window"):
             if self.invoker == "pool" and getattr(self, key) != type(self).model_fields[key].default:
-                raise Conflict(f"`{key}` is for calls to elsewhere; the invoker pool calls local processes", key)
+                raise Conflict(f"`{key}` is for remote calls; the invoker pool calls local processes", key)
         needed = {"http": "url", "lambda": "name", "fc": "name"}.get(self.invoker)
         if needed and getattr(self, needed) is None:
             raise Conflict(f"the invoker {self.invoker} needs `{needed}`", "invoker")
@@ -67,20 +69,20 @@ def _program(value: Any) -> Any:
 
 
 class AgentConfig(Section):
-    """A program that drives itself: it asks the gateway for generations. `module:function` alone is one, and so is a
-    command and its arguments, as a list."""
+    """A program that drives itself and calls the gateway for completions: `module:function`, or a command and its
+    arguments as a list, or this section."""
 
     function: ImportPath | None = Field(None, description="module:function of an endpoint and an episode")
     command: list[str] | None = Field(
         None, min_length=1, description="instead of `function`, a program and its arguments, which runs in a sandbox"
     )
-    files: Path | None = Field(None, description="command: a folder, copied into the folder that it starts in")
+    files: Path | None = Field(None, description="command: a folder, copied into its working directory")
     see: list[Path] = Field(default=[], description="command: folders of this machine that it sees, read-only")
     limits: dict[str, Positive] = Field(
-        default_factory=dict, description="command: of the sandbox: " + ", ".join(Limits.__dataclass_fields__)
+        default_factory=dict, description="command: limits of the sandbox: " + ", ".join(Limits.__dataclass_fields__)
     )
-    deadline: Seconds | None = Field(None, description="seconds for an episode; absent: rollout.trajectory_deadline")
-    calls: Positive = Field(200, description="completions that one episode may have")
+    deadline: Seconds | None = Field(None, description="seconds for one episode; default: rollout.trajectory_deadline")
+    calls: Positive = Field(200, description="completions per episode")
     parallel: Positive = Field(16, description="requests of one episode at the same time; more are told to wait")
 
     @model_validator(mode="after")
@@ -103,26 +105,26 @@ AgentInput = ImportPath | list[str] | AgentConfig | None
 class TaskConfig(Section):
     """A named source of episodes."""
 
-    name: str = Field(pattern=r"^[A-Za-z][\w-]*$")
+    name: str = Field(pattern=r"^[A-Za-z][\w-]*$", description="name of the task")
     env: str = Field("", pattern=r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*)?$", description="module:Class of an environment")
     agent: Annotated[AgentConfig | None, BeforeValidator(_program, json_schema_input_type=AgentInput)] = Field(
-        None, description="instead of `env`, a program that drives itself: module:function, a command, or a section"
+        None, description="instead of `env`, a program that drives itself: module:function, a command or a section"
     )
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment or the agent")
     family: str | None = Field(
-        None, pattern=r"^[A-Za-z][\w-]*$", description="run it with the Python of this family; see `rollart envs`"
+        None, pattern=r"^[A-Za-z][\w-]*$", description="the family whose Python runs it; see `rollart envs`"
     )
     player: ImportPath | None = Field(None, description="module:function, the scripted player of the warmup")
-    player_args: dict[str, Any] = Field(default_factory=dict)
+    player_args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the player")
     reward: Annotated[RewardConfig, BeforeValidator(_by_name, json_schema_input_type=ImportPath | RewardConfig)] = (
         Field(RewardConfig(), description="module:function of an episode, or a section that also says how to call it")
     )
-    weight: float = Field(1.0, gt=0, description="share of this task in every trained batch")
-    max_turns: Positive = 1
-    max_context: Positive = Field(1024, description="tokens; longer trajectories end as truncated")
+    weight: float = Field(1.0, gt=0, description="weight of the task in every batch")
+    max_turns: Positive = Field(1, description="turns of a trajectory; more are truncated")
+    max_context: Positive = Field(1024, description="tokens of a trajectory; longer ones are truncated")
     sampling: SamplingConfig = SamplingConfig()
     affinity: str | list[str] = Field(
-        "auto", description="auto, prefill or decode; or a pool's name, or pools in order of preference: a pin"
+        "auto", description="auto, prefill or decode; or the pools it is pinned to, in order of preference"
     )
 
     @model_validator(mode="after")

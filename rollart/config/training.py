@@ -9,6 +9,8 @@ from rollart.config.base import Conflict, Natural, Positive, Seconds, Section, T
 
 
 class AlgorithmConfig(Section):
+    """How rewards become advantages, and advantages a loss."""
+
     advantage: str = Field("grpo", description="grpo, another that rollart ships, or module:function")
     solved_advantage: float = Field(
         0.15, ge=0, description="advantage of groups whose members all got the top reward: keeps them learnt"
@@ -17,32 +19,41 @@ class AlgorithmConfig(Section):
         1.0, ge=0, description="power of the share of groups with spread that scales the learning rate; 0: off"
     )
     loss: str = Field("ppo", description="ppo, another that rollart ships, or module:function")
-    clip_low: float = Field(0.2, gt=0)
-    clip_high: float = Field(0.28, gt=0)
-    dual_clip: float | None = Field(None, gt=1)
-    importance_cap: float | None = Field(2.0, gt=0, description="truncated importance sampling; null: off")
+    clip_low: float = Field(0.2, gt=0, description="the policy ratio is clipped below 1 - clip_low")
+    clip_high: float = Field(0.28, gt=0, description="and above 1 + clip_high")
+    dual_clip: float | None = Field(
+        None, gt=1, description="cap on the loss of a token with a negative advantage, in advantages; null: off"
+    )
+    importance_cap: float | None = Field(
+        2.0, gt=0, description="cap on the importance weight of the trainer's policy over the engine's; null: off"
+    )
     kl: float = Field(0.0, ge=0, description="weight of the KL to the reference, the policy at the start of RL")
-    entropy: float = Field(0.0, ge=0)
-    aggregate: Literal["token", "sequence", "group"] = "token"
+    entropy: float = Field(0.0, ge=0, description="weight of the entropy bonus")
+    aggregate: Literal["token", "sequence", "group"] = Field(
+        "token",
+        description="the loss is a mean over all tokens, over sequences (of their mean), or over groups (of theirs)",
+    )
 
 
 class TrainingConfig(Section):
-    steps: Positive = 100
+    """The optimizer, its batches and its process."""
+
+    steps: Positive = Field(100, description="optimizer steps of the run, one batch each")
     batch_groups: Positive = Field(16, description="groups in a batch, split over the tasks by their weights")
-    group_size: int = Field(8, ge=2)
-    lr: float = Field(1e-3, gt=0)
-    lr_warmup: Natural = 5
-    lr_end: float = Field(1.0, gt=0, le=1, description="share of lr at the last step, approached in a straight line")
-    weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    grad_clip: float = Field(1.0, gt=0)
+    group_size: int = Field(8, ge=2, description="trajectories in a group")
+    lr: float = Field(1e-3, gt=0, description="peak learning rate of AdamW")
+    lr_warmup: Natural = Field(5, description="optimizer updates in which the learning rate rises to `lr`")
+    lr_end: float = Field(1.0, gt=0, le=1, description="fraction of `lr` at the last step; the decay is linear")
+    weight_decay: float = Field(0.0, ge=0, description="weight decay of AdamW")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="beta 1 and 2 of AdamW")
+    grad_clip: float = Field(1.0, gt=0, description="maximum norm of the gradient")
     epochs: Positive = Field(1, description="optimizer updates on one batch")
     pack_tokens: Positive = Field(8192, description="tokens in one forward pass")
-    threads: Positive = 1
+    threads: Positive = Field(1, description="CPU threads of each rank")
     device: TorchDevice = "auto"
     transport: str = Field(
         "http",
-        description="how weights reach other machines: http, nixl or mooncake://host:port; with http to fall back to",
+        description="how weights reach other machines: http, nixl or mooncake://host:port; http is the fallback",
     )
     algorithm: AlgorithmConfig = AlgorithmConfig()
     deadline: Seconds = Field(600.0, description="seconds for one step")
@@ -56,11 +67,15 @@ class TrainingConfig(Section):
 
 
 class EvaluationConfig(Section):
-    every: Natural = Field(20, description="steps; 0: only before and after")
-    episodes: Positive = Field(64, description="per task, on held-out seeds")
-    final_episodes: Positive = Field(200, description="per task, before and after RL")
+    """Episodes with held-out seeds, which are never trained."""
+
+    every: Natural = Field(20, description="steps between evaluations; 0: only before and after training")
+    episodes: Positive = Field(64, description="episodes per task during training")
+    final_episodes: Positive = Field(200, description="episodes per task before and after training")
 
 
 class CheckpointConfig(Section):
-    every: Positive = 10
-    keep: Positive = 2
+    """Checkpoints of the trainer, from which a run resumes."""
+
+    every: Positive = Field(10, description="steps between checkpoints")
+    keep: Positive = Field(2, description="checkpoints kept; older ones are deleted")

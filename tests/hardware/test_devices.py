@@ -46,7 +46,7 @@ def test_a_class_of_ones_own_has_plain_defaults() -> None:
 
 
 def test_a_class_of_ones_own_needs_its_three_numbers() -> None:
-    with pytest.raises(ValueError, match="'X1' is not in the catalogue, so it needs bandwidth and memory"):
+    with pytest.raises(ValueError, match="'X1' is not in the catalogue: it needs bandwidth and memory"):
         run(devices={"X1": {"tflops": 50}})
 
 
@@ -75,5 +75,5 @@ def test_pools_that_make_no_sense_are_refused(pool: dict[str, object], words: st
 
 
 def test_the_default_names_are_kept_for_their_role() -> None:
-    with pytest.raises(ValueError, match="'engine' is kept for pools of role generate"):
+    with pytest.raises(ValueError, match="'engine' is reserved for pools of role generate"):
         run(pools={"engine": {"role": "environment"}})
