@@ -1,4 +1,4 @@
-"""The run file: what a user may ask for, with the defaults. Imports no torch, so that checking a file is instant."""
+"""The run file: its sections, keys and defaults. Imports no torch, so that checking a file is instant."""
 
 from rollart.config.base import Conflict, Section
 from rollart.config.hardware import AFFINITIES, DeviceConfig, EngineConfig, PoolConfig, RoutingConfig, VllmConfig

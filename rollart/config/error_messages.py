@@ -1,4 +1,4 @@
-"""What is wrong with a file's values, in sentences that name the line and the key: one mistake, one sentence."""
+"""Pydantic's errors as sentences that name the line and the key, one per mistake."""
 
 import json
 import re
@@ -26,6 +26,7 @@ RENAMED = {
     "training.lr_warm_up": "training.lr_warmup",
     "model.warm_up": "model.warmup",
     "simulate.warm_up": "simulate.warmup",
+    "simulate.ends": "simulate.finite",
     "simulate.weights.way": "simulate.weights.method",
     "simulate.**.least": "simulate.**.min",
     "simulate.**.most": "simulate.**.max",
@@ -43,29 +44,29 @@ def renamed(key: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Mistake:
-    """`path` is where it is in the file. Pydantic's own also names the members of unions that were tried."""
+    """`path` is the key in the file; pydantic's `loc` also has the members of unions that it tried."""
 
     path: KeyPath
     error: ErrorDetails
 
     @property
-    def of_type(self) -> bool:
-        """Another member of a union may take the value."""
+    def is_wrong_type(self) -> bool:
+        """Another member of a union may accept the value."""
         return self.error["type"].endswith(("_type", "_error")) and self.error["type"] != "value_error"
 
 
 def sentences(tree: Tree, kind: type[BaseModel], errors: list[ErrorDetails]) -> list[str]:
     mistakes = [_Mistake(_in_file(tree, error), error) for error in errors]
-    told = []
+    messages = []
     for path, group in groupby(_causes(kind, mistakes), key=lambda mistake: mistake.path):
         several = list(group)
-        if len(several) > 1 and all(mistake.of_type for mistake in several):
+        if len(several) > 1 and all(mistake.is_wrong_type for mistake in several):
             must = " or ".join(dict.fromkeys(_must(mistake.error).removeprefix("must be ") for mistake in several))
-            said = f"{dotted(path, tree.value)} must be {must}, not {_shown(several[0].error['input'])}"
-            told.append(f"{tree.place(path)}: {said}")
+            what = f"{dotted(path, tree.value)} must be {must}, not {_shown(several[0].error['input'])}"
+            messages.append(f"{tree.place(path)}: {what}")
         else:
-            told += [_sentence(tree, kind, mistake) for mistake in several]
-    return told
+            messages += [_sentence(tree, kind, mistake) for mistake in several]
+    return messages
 
 
 def _in_file(tree: Tree, error: ErrorDetails) -> KeyPath:
@@ -82,14 +83,13 @@ def _in_file(tree: Tree, error: ErrorDetails) -> KeyPath:
 
 
 def _causes(kind: type[BaseModel], mistakes: list[_Mistake]) -> Iterator[_Mistake]:
-    """Without the missing keys that are there under a misspelt name, and without the members of a union that are of
-    another type, if one was that has mistakes inside."""
+    """Leaves out missing keys that were only misspelt, and type errors of a union if a member has mistakes inside."""
     unknown = [mistake.path for mistake in mistakes if mistake.error["type"] == "extra_forbidden"]
     for mistake in mistakes:
         path = mistake.path
         misspelt = any(path[:-1] == other[:-1] and f" {path[-1]!r}?" in _nearest(kind, other) for other in unknown)
         deeper = any(len(other.path) > len(path) and other.path[: len(path)] == path for other in mistakes)
-        if not (mistake.error["type"] == "missing" and misspelt) and not (mistake.of_type and deeper):
+        if not (mistake.error["type"] == "missing" and misspelt) and not (mistake.is_wrong_type and deeper):
             yield mistake
 
 
@@ -160,20 +160,20 @@ def _shape(error: ErrorDetails) -> str:
 
 
 def _nearest(kind: type[BaseModel], path: KeyPath) -> str:
-    """The key that was probably meant: in the same section, or in the one section that has such a key."""
+    """A hint: the nearest key of the same section, or another section that has this key."""
     sections = dict(_sections(kind, ()))
-    inside = next((section for above, section in sections.items() if _leads(above, path[:-1])), None)
+    inside = next((section for above, section in sections.items() if _matches(above, path[:-1])), None)
     known = list(inside.model_fields) if inside else []
-    elsewhere = [dotted(above) for above, section in sections.items() if path[-1] in section.model_fields]
+    owners = [dotted(above) for above, section in sections.items() if path[-1] in section.model_fields]
     if close := did_you_mean(str(path[-1]), known):
         return close
-    if elsewhere:
-        return f"; it belongs in {elsewhere[0] or 'the top level'}"
+    if owners:
+        return f"; it belongs in {owners[0] or 'the top level'}"
     return f"; valid keys are {', '.join(known)}"
 
 
-def _leads(above: KeyPath, path: KeyPath) -> bool:
-    """Whether a path is one of those that `above` stands for: <task> is any item of the list or mapping `tasks`."""
+def _matches(above: KeyPath, path: KeyPath) -> bool:
+    """Whether `path` is an instance of `above`, in which <task> is any item of the list or mapping `tasks`."""
     return len(above) == len(path) and all(
         str(step).startswith("<") or step == other for step, other in zip(above, path, strict=True)
     )

@@ -1,4 +1,4 @@
-"""Does `module:name` exist? Answered from source files, without importing anything: that may be slow or need a GPU."""
+"""Checks that `module:name` exists, from source files: importing may be slow or need a GPU."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ from rollart.config.yaml_tree import did_you_mean
 
 
 def problem(target: str, more: Sequence[str] = ()) -> str | None:
-    """What is wrong with `module:name`, as the end of a sentence, or None. `more` are folders to look in, too."""
+    """What is wrong with `module:name`, as the end of a sentence, or None. `more` folders are searched too."""
     module, _, name = target.partition(":")
     top = module.partition(".")[0]
     if not find(top, more):
@@ -36,17 +36,17 @@ def problem(target: str, more: Sequence[str] = ()) -> str | None:
 
 def _not_installed(package: str) -> str:
     extra = _extras().get(package)
-    wanted = f"rollart[{extra}]" if extra else package
-    return f"needs the package {package!r}, which is not installed; run: pip install '{wanted}'"
+    requirement = f"rollart[{extra}]" if extra else package
+    return f"needs the package {package!r}, which is not installed; run: pip install '{requirement}'"
 
 
 def find(module: str, more: Sequence[str] = ()) -> ModuleSpec | None:
-    """The spec of a module; unlike importlib's, it imports no parent package. The current folder counts too."""
+    """The spec of a module, without importing its parents as importlib does. Also looks in the current folder."""
     if module in sys.builtin_module_names:
         return ModuleSpec(module, None)
     path: list[str] | None = [*sys.path, str(Path.cwd()), *more]
     spec: ModuleSpec | None = None
-    for part in module.split("."):  # not by the full name: a folder without __init__.py would want its parent imported
+    for part in module.split("."):  # the full name would import the parent of a folder without __init__.py
         spec = PathFinder.find_spec(part, path)
         if spec is None:
             return None
@@ -82,7 +82,7 @@ def _stored(node: ast.AST) -> bool:
 
 
 def _imports(tree: ast.Module, name: str) -> Iterator[str]:
-    """Packages that the module, or the thing called `name` in it, imports; optional ones (in a `try`) are left out."""
+    """Packages that the module or its member `name` imports, without optional ones (in a `try`)."""
     statements: list[ast.AST] = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     for top in tree.body:
         if getattr(top, "name", None) == name:
@@ -97,7 +97,7 @@ def _imports(tree: ast.Module, name: str) -> Iterator[str]:
 
 @lru_cache(maxsize=1)
 def _extras() -> dict[str, str]:
-    """Import name of each optional package, and the extra of rollart that installs it."""
+    """The extra of rollart that installs each optional package, by import name."""
     try:
         lines = requires("rollart") or []
     except PackageNotFoundError:

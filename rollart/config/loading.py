@@ -12,18 +12,18 @@ from rollart.config import RunFile, error_messages
 from rollart.config.yaml_tree import Dumper, Tree, parse
 from rollart.core.errors import ConfigError
 
-_MOST = 10
+_MAX_PROBLEMS = 10
 R = TypeVar("R", bound=RunFile)
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> RunFile:
-    """The run file with `overrides` (`a.b.c=value`) applied. Raises ConfigError with one sentence per problem. Whether
-    what it names exists on this machine is checked by `app.preflight`."""
+    """The run file with `overrides` (`a.b.c=value`) applied. Raises ConfigError with one sentence per problem.
+    `app.preflight` checks that what it names exists on this machine."""
     return validated(read(path, overrides), RunFile)
 
 
 def read(path: Path, overrides: Sequence[str] = ()) -> Tree:
-    """The file as it is written, with `overrides`; nothing is checked but its form."""
+    """The file with `overrides`, not validated. Raises ConfigError if it is not a YAML mapping."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -38,7 +38,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Tree:
 
 
 def dump(run: RunFile) -> str:
-    """The resolved run file as YAML that `load` reads back unchanged."""
+    """The resolved run file as YAML; `load` reads it back unchanged."""
     return yaml.dump(run.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
@@ -48,10 +48,10 @@ def schema() -> dict[str, Any]:
 
 
 def validated(tree: Tree, kind: type[R]) -> R:
-    # As JSON, strict mode refuses "3" for 3 but still takes text for a path and a list for a pair.
+    # From JSON, strict mode rejects "3" for 3 but accepts text for a path and a list for a pair.
     try:
         return kind.model_validate_json(json.dumps(tree.value), strict=True)
     except ValidationError as error:
         problems = error_messages.sentences(tree, kind, error.errors(include_url=False))
-    more = [f"and {len(problems) - _MOST} more problems"] if len(problems) > _MOST else []
-    raise ConfigError("\n".join(problems[:_MOST] + more))
+    more = [f"and {len(problems) - _MAX_PROBLEMS} more problems"] if len(problems) > _MAX_PROBLEMS else []
+    raise ConfigError("\n".join(problems[:_MAX_PROBLEMS] + more))

@@ -1,7 +1,7 @@
 """Strict YAML that remembers where each value was written.
 
-YAML 1.1 surprises are gone: only `true` and `false` are booleans (`on`, `no` and dates are text), `1e-3` is a number,
-a key written twice is an error. A `Tree` is plain values plus the place of each of them, for messages.
+Unlike YAML 1.1, only `true` and `false` are booleans (`on`, `no` and dates are text), `1e-3` is a number and a key
+written twice is an error. A `Tree` is plain values and the place of each, for error messages.
 """
 
 import re
@@ -32,7 +32,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes text that any YAML reader could take for something else, so that `parse` reads back what was written."""
+    """Quotes text that a YAML reader could read as another type, so that `parse` reads back what was written."""
 
     yaml_implicit_resolvers = {key: list(rules) for key, rules in yaml.SafeDumper.yaml_implicit_resolvers.items()}  # noqa: RUF012
 
@@ -46,19 +46,19 @@ for _kind, _pattern, _first in _SCALARS:
 
 @dataclass(slots=True)
 class Tree:
-    """`places` says where a key was written, as the start of a sentence: `run.yaml:14` or `--set training.lr=x`."""
+    """`places` has where each key was written, for messages: `run.yaml:14` or `--set training.lr=x`."""
 
     value: Any
     places: dict[KeyPath, str] = field(default_factory=dict)
 
     def place(self, path: KeyPath) -> str:
-        """Where `path`, or the nearest thing around it, was written."""
+        """Where `path` or its nearest parent was written."""
         while path not in self.places and path:
             path = path[:-1]
         return self.places.get(path, "run file")
 
     def set(self, override: str) -> None:
-        """Apply one `a.b.c=value`; steps into a list are an index, or the `name` of an item."""
+        """Apply one `a.b.c=value`. An item of a list is given by its index or its `name`. Raises ConfigError."""
         place = f"--set {override}"
         keys, equals, text = override.partition("=")
         if not equals or not all(keys.split(".")):
@@ -77,7 +77,7 @@ class Tree:
         return value
 
     def _enter(self, keys: Sequence[str], place: str) -> KeyPath:
-        """The path that `keys` mean, with missing sections made on the way."""
+        """The path of `keys`; creates missing sections."""
         path: KeyPath = ()
         value = self.value
         for depth, key in enumerate(keys):
@@ -198,7 +198,7 @@ def _syntax(error: Exception, place: str, lines: bool) -> str:
 
 
 def dotted(path: KeyPath, value: Any = None) -> str:
-    """`tasks.frozen_lake.weight`: items are called by their name in `value`, or by their index."""
+    """`tasks.frozen_lake.weight`: items of a list are shown by their name in `value`, else by index."""
     words = []
     for step in path:
         inside = isinstance(value, dict) or (isinstance(value, list) and isinstance(step, int) and step < len(value))
