@@ -15,7 +15,7 @@ import resource
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollart.simulate.result import Result
+from rollart.simulate.result import SimulationResult
 from rollart.simulate.scenario import Scenario, load
 from rollart.simulate.simulation import simulate
 
@@ -55,12 +55,12 @@ def scaled(gpus: int, changes: Sequence[str]) -> Scenario:
     )
 
 
-def at_once(scenario: Scenario, result: Result) -> int:
+def at_once(scenario: Scenario, result: SimulationResult) -> int:
     """Trajectories that have an environment, on the average."""
     return round(result.environments_use * scenario.environments.processes * len(scenario.tasks))
 
 
-def told(gpus: int, running: int, result: Result) -> str:
+def told(gpus: int, running: int, result: SimulationResult) -> str:
     return (
         f"{gpus:5} GPUs, {running:6} trajectories at once: {result.seconds:6.0f} virtual s in "
         f"{result.cpu_s:6.1f} s, {result.all_turns:8} turns, {result.cpu_s / result.all_turns * 1e6:5.0f} us each, "
@@ -75,7 +75,7 @@ def main() -> None:
     asked = parser.parse_args()
     span, changes = asked.seconds, () if asked.shipped else FULL
     simulate(scaled(128, changes), until=60.0)  # imports and caches
-    results: dict[int, Result] = {}
+    results: dict[int, SimulationResult] = {}
     running: dict[int, int] = {}
     for gpus in (128, 1000, WHOLE):
         scenario = scaled(gpus, changes)

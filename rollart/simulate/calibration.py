@@ -18,15 +18,15 @@ from rollart.core.errors import RollartError
 from rollart.simulate import fit
 from rollart.simulate.constants import STORE_PULL_EFFICIENCY
 from rollart.simulate.distributions import Distribution, mean_of
-from rollart.simulate.measured import Measured, TaskLog, measured
-from rollart.simulate.scenario import Scenario, Simulate, Transfer, Workload
+from rollart.simulate.measurements import RunMeasurements, TaskMeasurements, measure
+from rollart.simulate.scenario import Scenario, SimulateConfig, TransferConfig, Workload
 
 _CHUNK = 512
 _LINK = "measured"
 _AT_ONCE = 1e6  # GB/s: the time of a push is in the trainer's own
 _HEAD = "# Calibrated on the run in {folder}. `rollart simulate` takes it as it is; --set and --preset ask what if.\n"
 
-Spreads = dict[str, tuple[Sequence[float], float | Distribution]]
+Fits = dict[str, tuple[Sequence[float], float | Distribution]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Calibration:
     """What was `found` in the log of `folder`, and the `scenario` that follows from it."""
 
     folder: Path
-    found: Measured
+    found: RunMeasurements
     scenario: Scenario
     engines: dict[str, fit.EngineFit]
     tree: dict[str, Any]
@@ -46,7 +46,7 @@ class Calibration:
         )
         return _HEAD.format(folder=self.folder) + body
 
-    def spreads(self, task: str) -> Spreads:
+    def spreads(self, task: str) -> Fits:
         """By key of the workload: what was measured, and its fit."""
         workload = self.scenario.workload(task)
         return {key: (data, getattr(workload, key)) for key, data in _data(self.found.tasks[task]).items() if data}
@@ -54,7 +54,7 @@ class Calibration:
 
 def calibrate(folder: Path, run_file: Path | None = None) -> Calibration:
     """From a run folder; `run_file` in place of the one in it. Raises RollartError."""
-    found = measured(folder)
+    found = measure(folder)
     path = run_file or folder / "run.yaml"
     if not path.is_file():
         raise RollartError(f"{folder} has no run.yaml; name the run file of this run with --run-file")
@@ -67,7 +67,7 @@ def calibrate(folder: Path, run_file: Path | None = None) -> Calibration:
     }
     contention = max((each.contention for each in engines.values()), default=0.0)
     weights, links = _transfer(blank, found.swaps)
-    section = Simulate(
+    section = SimulateConfig(
         workloads={name: _workload(log) for name, log in found.tasks.items()},
         engines={pool: each.pace for pool, each in engines.items()},
         train=fit.trainer(found.trainings, contention, fit.busy_shares(found.trainings, every)),
@@ -79,7 +79,7 @@ def calibrate(folder: Path, run_file: Path | None = None) -> Calibration:
     return Calibration(folder, found, loading.validated(tree, Scenario), engines, tree.value)
 
 
-def _as_measured(tree: Tree, found: Measured) -> Tree:
+def _as_measured(tree: Tree, found: RunMeasurements) -> Tree:
     """The run file without what is in the measured times already, and with the devices that pools were given."""
     run = tree.value
     for key in ("simulate", "measured"):
@@ -96,7 +96,7 @@ def _as_measured(tree: Tree, found: Measured) -> Tree:
     return tree
 
 
-def _data(log: TaskLog) -> dict[str, Sequence[float]]:
+def _data(log: TaskMeasurements) -> dict[str, Sequence[float]]:
     return {
         "turns": fit.uncut(log.turns, log.cut_turns),
         "prompt": log.prompts,
@@ -112,8 +112,8 @@ def _data(log: TaskLog) -> dict[str, Sequence[float]]:
 _WHOLE = ("turns", "prompt", "observation", "response")
 
 
-def _workload(log: TaskLog) -> Workload:
-    fitted: dict[str, Any] = {key: fit.spread(data, key in _WHOLE) for key, data in _data(log).items() if data}
+def _workload(log: TaskMeasurements) -> Workload:
+    fitted: dict[str, Any] = {key: fit.distribution(data, key in _WHOLE) for key, data in _data(log).items() if data}
     return Workload(
         **fitted,
         reset_failures=_share(log.failed_resets, len(log.resets)),
@@ -126,17 +126,17 @@ def _share(failed: int, well: int) -> float:
     return float(f"{failed / (failed + well):.4g}") if failed and well else 0.0
 
 
-def _transfer(scenario: Scenario, swaps: list[float]) -> tuple[Transfer, dict[str, float]]:
+def _transfer(scenario: Scenario, swaps: list[float]) -> tuple[TransferConfig, dict[str, float]]:
     """A link on which the weights of this model take as long as they took."""
     seconds = median(swaps) if swaps else 0.0
     if seconds <= 0:
-        return Transfer(), {}
+        return TransferConfig(), {}
     size = scenario.shape.parameters * scenario.shape.number_bytes
     rate = float(f"{size / (seconds * STORE_PULL_EFFICIENCY) / 1e9:.4g}")
-    return Transfer(push="at_once", pull=_LINK), {"at_once": _AT_ONCE, _LINK: rate}
+    return TransferConfig(push="at_once", pull=_LINK), {"at_once": _AT_ONCE, _LINK: rate}
 
 
-def told(spread: float | Distribution) -> str:
+def describe(spread: float | Distribution) -> str:
     """In a few words."""
     if not isinstance(spread, Distribution):
         return f"always {spread:.3g}"
@@ -150,7 +150,7 @@ def told(spread: float | Distribution) -> str:
     if spread.mixture is not None:
         if all(not isinstance(part.of, Distribution) for part in spread.mixture):
             return f"{len(spread.mixture)} values, mean {mean_of(spread):.3g}"
-        return "; or ".join(f"{part.share:.1%} {told(part.of)}" for part in spread.mixture)
+        return "; or ".join(f"{part.share:.1%} {describe(part.of)}" for part in spread.mixture)
     return f"quantiles, mean {mean_of(spread):.3g}{_tail(spread.quantiles or ())}"
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class NothingLeft(RuntimeError):
+class Deadlock(RuntimeError):
     """Every coroutine waits and no timer is set: in real time this program would hang for ever."""
 
 
@@ -115,7 +115,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def _move_to_next_timer(self, ready: deque[_Call]) -> None:
         while not ready:
             if not self._times:
-                raise NothingLeft("every coroutine waits and no timer is set")
+                raise Deadlock("every coroutine waits and no timer is set")
             self._now = max(self._now, self._times[0])
             while self._times and self._times[0] <= self._now:
                 for call in _listed(self._due.pop(heapq.heappop(self._times))):

@@ -1,12 +1,12 @@
-"""The numbers that are neither in a scenario nor in a data sheet, each set once for all scenarios.
+"""Constants that are neither in a scenario nor in a data sheet, each set once for all scenarios.
 
 Sections and tables are those of the RollArt paper. The roofline's own two, `COMPUTE_EFFICIENCY` and
-`MEMORY_EFFICIENCY`, are beside it in `rollart.hardware.roofline`: the router predicts with the same.
+`MEMORY_EFFICIENCY`, are in `rollart.hardware.roofline`, as the router predicts with them too.
 """
 
 PASS_S = 0.0015
-"""What every forward pass costs beside the device's work: scheduling, sampling, launching; by order of magnitude, for
-an engine of that time with CUDA graphs. Too small to be told from the paper's figures."""
+"""Overhead of a forward pass: scheduling, sampling, launching. An order of magnitude, for an engine with CUDA graphs;
+too small to show in the paper's figures."""
 
 ALL_REDUCE_S = 15e-6
 """Latency of one all-reduce between the devices of one engine; there are two a layer."""
@@ -16,8 +16,8 @@ MEMORY_FOR_KV = 0.9
 
 TRAINING_EFFICIENCY = 0.1
 """Of the peak FLOP/s, for all that a training step does (logprobs of policy and reference, forward, backward,
-optimizer), counted as forward and backward once. The step breakdown asks for 0.09: 84 s, of which weights take 5, for a
-batch of 128 software-engineering trajectories, Qwen3-8B on 32 H800. One-off's gain over Sync+ asks for 0.11 to 0.19."""
+optimizer), counted as forward and backward once. The step breakdown gives 0.09: 84 s, of which weights take 5, for a
+batch of 128 software-engineering trajectories, Qwen3-8B on 32 H800. One-off's gain over Sync+ gives 0.11 to 0.19."""
 
 STORE_PUSH_EFFICIENCY = 0.0195
 """Of the link's rate, from the trainer into a store in another cluster. From the weight transfer table: 16, 30 and 66
@@ -27,7 +27,7 @@ STORE_PULL_EFFICIENCY = 0.0445
 """Of the link's rate, from the store into the engines. The same table: 6.2, 16.3 and 29.7 s on a link of 50 GB/s."""
 
 PULL_EXPOSED = 0.3
-"""Share of the pull that engines stand still for; the rest hides behind the push and generation. The same table says
+"""Share of the pull for which engines stand still; the rest overlaps with the push and generation. The same table says
 0.23 to 0.33."""
 
 COLLECTIVE_EFFICIENCY = 0.12

@@ -1,7 +1,7 @@
-"""Distributions of the scenario file: how long something takes, how many there are.
+"""Distributions of the scenario file, for durations and counts.
 
-Every distribution is its inverse distribution function, so one uniform number makes one draw. The same trajectory has
-the same luck under every schedule and on every cluster, and comparisons are between equals.
+Every distribution is its inverse distribution function, so one uniform number makes one draw. A trajectory draws the
+same numbers under every schedule and on every cluster, so comparisons are fair.
 """
 
 import math
@@ -47,11 +47,11 @@ class LogNormal(Section):
         return math.log(self.mean) - self.sigma**2 / 2
 
 
-class Part(Section):
+class MixturePart(Section):
     """`share` of the draws come from `of`."""
 
     share: float = Field(gt=0)
-    of: "Spread"
+    of: "Quantity"
 
 
 class Distribution(Section):
@@ -63,10 +63,10 @@ class Distribution(Section):
     geometric: float | None = Field(None, ge=1, description="the mean of a number of trials, at least 1")
     uniform: tuple[float, float] | None = None
     quantiles: list[tuple[float, float]] | None = Field(
-        None, min_length=2, description="pairs of a probability and the value there, straight between them"
+        None, min_length=2, description="pairs of probability and value, linear between them"
     )
-    values: list[float] | None = Field(None, min_length=1, description="measured ones, all equally likely")
-    mixture: list[Part] | None = Field(None, min_length=1)
+    values: list[float] | None = Field(None, min_length=1, description="measured values, all equally likely")
+    mixture: list[MixturePart] | None = Field(None, min_length=1)
     min: float | None = None
     max: float | None = None
 
@@ -81,50 +81,50 @@ class Distribution(Section):
 
 
 _KINDS = ("normal", "lognormal", "exponential", "geometric", "uniform", "quantiles", "values", "mixture")
-Spread = Annotated[float | Distribution, Field(description="a number, or a distribution")]
-Part.model_rebuild()
+Quantity = Annotated[float | Distribution, Field(description="a number, or a distribution")]
+MixturePart.model_rebuild()
 Distribution.model_rebuild()
 
 
-def draw_of(spread: float | Distribution) -> Draw:
-    """From a uniform number in 0..1 to a value."""
-    if not isinstance(spread, Distribution):
-        value = float(spread)
+def draw_of(quantity: float | Distribution) -> Draw:
+    """A function from a uniform number in 0..1 to a value."""
+    if not isinstance(quantity, Distribution):
+        value = float(quantity)
         return lambda u: value
-    inner = _inner(spread)
-    if spread.min is None and spread.max is None:
-        return inner
-    low = -math.inf if spread.min is None else spread.min
-    high = math.inf if spread.max is None else spread.max
-    return lambda u: min(high, max(low, inner(u)))
+    unclipped = _unclipped(quantity)
+    if quantity.min is None and quantity.max is None:
+        return unclipped
+    low = -math.inf if quantity.min is None else quantity.min
+    high = math.inf if quantity.max is None else quantity.max
+    return lambda u: min(high, max(low, unclipped(u)))
 
 
-def _inner(spread: Distribution) -> Draw:
+def _unclipped(distribution: Distribution) -> Draw:
     normal = _STANDARD.inv_cdf
-    if spread.normal is not None:
-        mean, sd = spread.normal.mean, spread.normal.sd
+    if distribution.normal is not None:
+        mean, sd = distribution.normal.mean, distribution.normal.sd
         return lambda u: mean + sd * normal(min(1 - _EDGE, max(_EDGE, u)))
-    if spread.lognormal is not None:
-        mu, sigma = spread.lognormal.mu, spread.lognormal.sigma
+    if distribution.lognormal is not None:
+        mu, sigma = distribution.lognormal.mu, distribution.lognormal.sigma
         return lambda u: math.exp(mu + sigma * normal(min(1 - _EDGE, max(_EDGE, u))))
-    if spread.exponential is not None:
-        scale = spread.exponential
+    if distribution.exponential is not None:
+        scale = distribution.exponential
         return lambda u: -scale * math.log(max(_EDGE, 1 - u))
-    if spread.geometric is not None:
-        if spread.geometric == 1:
+    if distribution.geometric is not None:
+        if distribution.geometric == 1:
             return lambda u: 1.0
-        step = math.log(1 - 1 / spread.geometric)
+        step = math.log(1 - 1 / distribution.geometric)
         return lambda u: 1.0 + math.floor(math.log(max(_EDGE, 1 - u)) / step)
-    if spread.uniform is not None:
-        low, high = spread.uniform
+    if distribution.uniform is not None:
+        low, high = distribution.uniform
         return lambda u: low + (high - low) * u
-    if spread.values is not None:
-        ordered = sorted(spread.values)
+    if distribution.values is not None:
+        ordered = sorted(distribution.values)
         return lambda u: ordered[min(len(ordered) - 1, int(u * len(ordered)))]
-    if spread.quantiles is not None:
-        return _between(spread.quantiles)
-    assert spread.mixture is not None
-    return _mixed(spread.mixture)
+    if distribution.quantiles is not None:
+        return _between(distribution.quantiles)
+    assert distribution.mixture is not None
+    return _mixed(distribution.mixture)
 
 
 def _between(quantiles: list[tuple[float, float]]) -> Draw:
@@ -139,7 +139,7 @@ def _between(quantiles: list[tuple[float, float]]) -> Draw:
     return draw
 
 
-def _mixed(parts: list[Part]) -> Draw:
+def _mixed(parts: list[MixturePart]) -> Draw:
     total = sum(part.share for part in parts)
     draws = [draw_of(part.of) for part in parts]
     ends: list[float] = []
@@ -154,7 +154,7 @@ def _mixed(parts: list[Part]) -> Draw:
     return draw
 
 
-def mean_of(spread: float | Distribution) -> float:
-    """By the middle of many equal slices."""
-    draw = draw_of(spread)
+def mean_of(quantity: float | Distribution) -> float:
+    """From the middles of many equal slices."""
+    draw = draw_of(quantity)
     return sum(draw((n + 0.5) / _POINTS) for n in range(_POINTS)) / _POINTS

@@ -1,35 +1,34 @@
-"""A modelled engine: continuous batching in closed form, from one event to the next.
+"""A simulated engine: continuous batching in closed form, from one event to the next.
 
 Invariants
-- Time is cut into phases. In a phase of its own the engine prefills a chunk for some sequences while the others decode
-  along, stands still for new weights, or computes KV again under them; outside, it only decodes. State changes at
-  arrivals while it only decodes, at ends of phases and of sequences, and never in between.
-- When the KV of decoding, prefilled and parked sequences does not fit, parked KV goes first, the least recently used;
-  then the sequence that joined last starts again later.
-- KV of a finished turn is parked under its session, and comes back with the session's next turn. Members of a group
-  that meet on an engine prefill their common prompt once.
+- Time is cut into phases. In a phase the engine prefills a chunk while other sequences decode, stands still for new
+  weights, or recomputes KV under them; between phases it only decodes. State changes at arrivals while it only decodes,
+  at ends of phases and of sequences, and never in between.
+- When the KV of decoding, prefilled and cached sequences does not fit, cached KV is evicted first, the least recently
+  used; then the sequence that joined last is preempted.
+- KV of a finished turn is cached under its session, for the session's next turn. Members of a group that meet on an
+  engine prefill their common prompt once.
 """
 
 import asyncio
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from rollart.core.types import Completion, EngineStatus, Finish, GenerationRequest, LoadResult
 from rollart.simulate.clock import sleep
-from rollart.simulate.cost import PassCost, seconds_of, steps_in
-from rollart.simulate.decoding import CLOSE, Decoding
-from rollart.simulate.prefixes import Prefixes
-from rollart.simulate.sequence import Sequence
-from rollart.simulate.weights import Weights
+from rollart.simulate.decoding import CLOSE, DecodingBatch, SimulatedSequence
+from rollart.simulate.pass_cost import PassCost, seconds_of, steps_in
+from rollart.simulate.weight_transfer import WeightTransfer
 
+_MAX_PROMPTS = 512
 _SPARE = 0.01  # of the KV stays free when a sequence is admitted, so that the others can grow
 
 
 @dataclass(slots=True)
-class Times:
-    """Seconds of an engine by what it did. The rest it was idle."""
+class EngineSeconds:
+    """Seconds of an engine by what it did; the rest of the time it was idle."""
 
     prefill: float = 0.0
     decode: float = 0.0
@@ -40,38 +39,81 @@ class Times:
         return self.prefill + self.decode
 
 
-class FluidEngine:
-    """`answer` says how many tokens a request will be answered with, and how it ends. `url` is for other engines that
-    fetch KV from here."""
+class SimulatedPrefixCache:
+    """KV of past turns and of prompts that a group shares, in tokens, least recently used first. `tokens` is the size
+    of all cached conversations."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._sessions: OrderedDict[str, int] = OrderedDict()
+        self._prompts: OrderedDict[int, None] = OrderedDict()
+
+    def cached(self, session: str) -> int:
+        return self._sessions.get(session, 0)
+
+    def take(self, request: GenerationRequest) -> int:
+        """How many of its tokens are cached; a conversation's KV leaves the cache, as it is in use from now on."""
+        limit = len(request.tokens) - 1
+        if request.session in self._sessions:
+            cached = self._sessions.pop(request.session)
+            self.tokens -= cached
+            return min(cached, limit)
+        if request.turn == 0:
+            prompt = request.tokens.spans[0][0]  # type: ignore[attr-defined] # run-length, as all simulated tokens
+            if prompt in self._prompts:
+                return limit
+            self._prompts[prompt] = None
+            if len(self._prompts) > _MAX_PROMPTS:
+                self._prompts.popitem(last=False)
+        return 0
+
+    def put(self, session: str, tokens: int) -> None:
+        self.tokens += tokens - self._sessions.pop(session, 0)
+        self._sessions[session] = tokens
+
+    def evict(self, limit: float) -> None:
+        """Down to at most `limit` tokens of conversations."""
+        while self._sessions and self.tokens > limit:
+            self.tokens -= self._sessions.popitem(last=False)[1]
+
+    def clear(self) -> None:
+        self._sessions.clear()
+        self._prompts.clear()
+        self.tokens = 0
+
+
+class SimulatedEngine:
+    """`response` gives the number of tokens that a request generates and how it finishes. Other engines fetch KV from
+    `url`."""
 
     def __init__(
         self,
         url: str,
         cost: PassCost,
-        weights: Weights,
-        answer: Callable[[GenerationRequest], tuple[int, Finish]],
+        weights: WeightTransfer,
+        response: Callable[[GenerationRequest], tuple[int, Finish]],
         *,
         max_batch: int,
         chunk: int,
         kv_tokens: int,
         keeps_kv: bool = False,
     ) -> None:
-        self.url, self.version, self.times = url, 0, Times()
+        self.url, self.version, self.times = url, 0, EngineSeconds()
         self.prefilled = self.generated = self.preempted = self.swaps = 0
-        self._cost, self._weights, self._answer = cost, weights, answer
+        self._cost, self._weights, self._response = cost, weights, response
         self._max_batch, self._chunk, self._kv_tokens, self._keeps_kv = max_batch, chunk, kv_tokens, keeps_kv
         self._loop = asyncio.get_running_loop()
         self._clock: Callable[[], float] = self._loop.time
-        self._waiting: deque[Sequence] = deque()
-        self._batch, self._at = Decoding(), self._clock()
-        self._group: list[Sequence] = []
+        self._waiting: deque[SimulatedSequence] = deque()
+        self._batch, self._at = DecodingBatch(), self._clock()
+        self._group: list[SimulatedSequence] = []
         self._phase, self._phase_end, self._rate = "", 0.0, 0.0
         self._standstill: tuple[float, int, asyncio.Future[None]] | None = None
         self._recompute = False
         self._slowdown = 1.0
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
-        self._prefixes = Prefixes()
+        self._cache = SimulatedPrefixCache()
 
     @property
     def idle(self) -> bool:
@@ -80,42 +122,52 @@ class FluidEngine:
     # Requests
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        wanted, finish = self._answer(request)
+        tokens, finish = self._response(request)
         fetched = 0
         if request.kv_from is not None and request.kv_from != self.url:
-            fetched = len(request.tokens) - 1 - self._prefixes.of(request.session)
+            fetched = len(request.tokens) - 1 - self._cache.cached(request.session)
             await sleep(fetched * self._cost.link)
-        return await self._serve(request, wanted, finish, fetched)
+        return await self._serve(request, tokens, finish, fetched)
 
     async def prefill(self, request: GenerationRequest) -> int:
         return (await self._serve(request, 0, "stop", 0)).prompt
 
-    async def _serve(self, request: GenerationRequest, wanted: int, finish: Finish, fetched: int) -> Completion:
+    async def _serve(self, request: GenerationRequest, target: int, finish: Finish, fetched: int) -> Completion:
         length = len(request.tokens)
-        kept = self._prefixes.take(request)
+        kept = self._cache.take(request)
         cached = length - 1 if fetched else kept
-        answer: asyncio.Future[Completion] = self._loop.create_future()
-        sequence = Sequence(request, answer, length, length - cached, wanted, finish, self._clock(), cached, fetched)
+        result: asyncio.Future[Completion] = self._loop.create_future()
+        sequence = SimulatedSequence(
+            request=request,
+            result=result,
+            length=length,
+            new=length - cached,
+            target=target,
+            finish=finish,
+            began=self._clock(),
+            cached=cached,
+            fetched=fetched,
+        )
         self._waiting.append(sequence)
         if not self._phase:
             self._advance()
-            self._go_on()
+            self._schedule()
         try:
-            return await answer
+            return await result
         except asyncio.CancelledError:
-            self._withdraw(sequence)
+            self._cancel(sequence)
             raise
 
-    def _withdraw(self, sequence: Sequence) -> None:
-        sequence.gone = True
+    def _cancel(self, sequence: SimulatedSequence) -> None:
+        sequence.cancelled = True
         if sequence.decoding:
             self._advance()
             self._batch.leave(sequence)
             if not self._phase:
-                self._go_on()
+                self._schedule()
 
     async def abort(self, request_id: str) -> None:
-        """A cancelled `generate` is enough."""
+        """Cancelling `generate` is enough."""
 
     async def status(self) -> EngineStatus:
         self._advance()
@@ -132,41 +184,41 @@ class FluidEngine:
             busy_s=self.times.busy,
         )
 
-    # Cores that others use too
+    # Contention for cores
 
-    def worked(self) -> float:
-        """Seconds of work until now."""
+    def busy_seconds(self) -> float:
+        """Seconds of work so far."""
         self._advance()
         return self.times.busy
 
-    def slow(self, factor: float) -> None:
-        """From now on passes take `factor` times as long as they would alone, this one too."""
+    def set_slowdown(self, factor: float) -> None:
+        """From now on passes take `factor` times as long as they would alone, the current one included."""
         self._advance()
         ratio, self._slowdown = factor / self._slowdown, factor
         if self._phase in ("prefill", "recompute"):
             self._phase_end = self._at + (self._phase_end - self._at) * ratio
             self._rate /= ratio
-        self._go_on()
+        self._schedule()
 
     # Weights
 
     async def load(self, version: int) -> LoadResult:
-        """Waits for the weights while it generates, then stands still between two passes to take them."""
-        taken = await self._weights.fetched(version)
+        """Fetches the weights while it generates, then stands still between two passes to swap them in."""
+        loaded = await self._weights.fetch(version)
         done: asyncio.Future[None] = self._loop.create_future()
-        self._standstill = (taken.exposed_s, version, done)
+        self._standstill = (loaded.exposed_s, version, done)
         if not self._phase:
             self._advance()
-            self._go_on()
+            self._schedule()
         await done
-        return taken
+        return loaded
 
     def _swap(self, version: int, done: "asyncio.Future[None]") -> None:
         self.version = version
         self.swaps += 1
-        self._batch.swapped(version)
+        self._batch.swap(version)
         if not self._keeps_kv:
-            self._prefixes.clear()
+            self._cache.clear()
             self._recompute = self._batch.count > 0
         if not done.done():
             done.set_result(None)
@@ -174,7 +226,7 @@ class FluidEngine:
     # From event to event
 
     def _advance(self) -> None:
-        """Bring the state to now, when nothing has ended since the last time."""
+        """Bring the state up to now; nothing has ended since the last call."""
         now = self._clock()
         seconds = now - self._at
         if seconds <= 0.0:
@@ -193,10 +245,10 @@ class FluidEngine:
             self.times.decode += seconds
         else:
             return
-        batch.go_on(steps)
+        batch.advance(steps)
 
-    def _go_on(self) -> None:
-        """Begin the next phase if there is none, and set the timer for whatever ends first."""
+    def _schedule(self) -> None:
+        """Begin the next phase if there is none, and set the timer for what ends first."""
         if not self._phase:
             self._begin()
         due = self._phase_end if self._phase else math.inf
@@ -212,7 +264,7 @@ class FluidEngine:
             self._timer = self._loop.call_at(due, self._wake)
 
     def _first_end(self, left: float) -> float:
-        """When so many steps have been made, or there is no room for more."""
+        """When `left` steps are done, or the KV is full."""
         if self._phase:
             return self._at + max(0.0, left) / self._rate if self._rate else math.inf
         batch, context = self._batch.count, self._batch.context
@@ -224,13 +276,13 @@ class FluidEngine:
     def _wake(self) -> None:
         self._timer = None
         self._advance()
-        for sequence in self._batch.ended():
+        for sequence in self._batch.pop_ended():
             self._finish(sequence)
         if self._phase and self._at >= self._phase_end - 1e-12:
             self._end_phase()
         if self._batch.count > 1 and self._batch.context >= self._kv_tokens - CLOSE:
             self._preempt()
-        self._go_on()
+        self._schedule()
 
     # Phases
 
@@ -249,16 +301,16 @@ class FluidEngine:
         self._phase, self._phase_end, self._rate = phase, self._at + seconds, rate
 
     def _begin_prefill(self) -> None:
-        """As many of the waiting as fit into one pass, or the first alone in several."""
+        """Prefill as many waiting sequences as fit into one pass, or the first alone in several."""
         group, tokens, attended, kv = self._group, 0, 0.0, 0.0
         batch, context = self._batch.count, self._batch.context
         while self._waiting and batch + len(group) < self._max_batch:
             sequence = self._waiting[0]
-            if sequence.gone:
+            if sequence.cancelled:
                 self._waiting.popleft()
                 continue
-            held = sequence.length + sequence.made
-            full = context + kv + held > self._kv_tokens * (1 - _SPARE)
+            context_length = sequence.length + sequence.made
+            full = context + kv + context_length > self._kv_tokens * (1 - _SPARE)
             if (group and tokens + sequence.new > self._chunk) or (full and (batch or group)):
                 break
             self._waiting.popleft()
@@ -266,11 +318,11 @@ class FluidEngine:
                 sequence.admitted = self._at
             group.append(sequence)
             tokens += sequence.new
-            attended += sequence.new * (held - sequence.new / 2)
-            kv += held
+            attended += sequence.new * (context_length - sequence.new / 2)
+            kv += context_length
         if not group:
             return
-        self._make_room(kv)
+        self._evict(kv)
         self.prefilled += tokens
         passes = max(1.0, tokens / self._chunk)
         seconds = self._slowdown * self._cost.mixed(tokens, attended, kv, passes, batch, context)
@@ -287,45 +339,43 @@ class FluidEngine:
             self._recompute = False
         else:
             for sequence in self._group:
-                if not sequence.gone:
+                if not sequence.cancelled:
                     self._join(sequence)
             self._group.clear()
 
-    def _join(self, sequence: Sequence) -> None:
-        """It is prefilled, and has one more token from that."""
+    def _join(self, sequence: SimulatedSequence) -> None:
+        """Its prefill is done, which sampled its first token."""
         if sequence.first < 0.0:
             sequence.first = self._at
-        if sequence.wanted:
+        if sequence.target:
             sequence.made += 1
             sequence.spans.append((self.version, 1))
         sequence.base = sequence.length + sequence.made
-        left = sequence.wanted - sequence.made
+        left = sequence.target - sequence.made
         if left < 1 - CLOSE:
             self._finish(sequence)
         else:
             self._batch.join(sequence, left)
 
     def _preempt(self) -> None:
-        """The last to join starts again later, when there is room; its tokens stay."""
+        """The last to join goes back to the queue and keeps its tokens."""
         batch = self._batch
         sequence = batch.last()
-        batch.note_versions(sequence)
+        batch.record_versions(sequence)
         sequence.made += batch.steps - sequence.joined
         batch.leave(sequence)
         sequence.new = math.ceil(sequence.length + sequence.made)
         self._waiting.appendleft(sequence)
         self.preempted += 1
 
-    def _make_room(self, more: float) -> None:
-        self._prefixes.shrink(self._kv_tokens - self._batch.context - more)
+    def _evict(self, needed: float) -> None:
+        self._cache.evict(self._kv_tokens - self._batch.context - needed)
 
-    # Answers
-
-    def _finish(self, sequence: Sequence) -> None:
-        if sequence.wanted > sequence.made:
-            self._batch.note_versions(sequence)
-        self._prefixes.park(sequence.request.session, sequence.length + sequence.wanted - 1)
-        self._make_room(0.0)
-        self.generated += sequence.wanted
-        if not sequence.answer.done():
-            sequence.answer.set_result(sequence.completed(self._at))
+    def _finish(self, sequence: SimulatedSequence) -> None:
+        if sequence.target > sequence.made:
+            self._batch.record_versions(sequence)
+        self._cache.put(sequence.request.session, sequence.length + sequence.target - 1)
+        self._evict(0.0)
+        self.generated += sequence.target
+        if not sequence.result.done():
+            sequence.result.set_result(sequence.completion(self._at))

@@ -1,7 +1,7 @@
-"""Modelled environments, and the renderer that goes with them: messages that say only how long they are.
+"""Simulated environments and their renderer; the content of a message is the number of its tokens.
 
-A trajectory's luck is a function of the seed of its group and of how many members came before it, so it is the same
-under every schedule. The content of a message is the number of its tokens; that of an opening also has its seed.
+The random numbers of a trajectory depend only on the seed of its group and on how many members started before it, so
+they are the same under every schedule. A first message also has its seed.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from rollart.simulate.clock import sleep
 from rollart.simulate.distributions import Draw, draw_of
 from rollart.simulate.scenario import Scenario, Workload
 
-_REMEMBERED = 200_000  # seeds of groups that may still get another member
-_NO_LUCK = random.Random(0)  # before the first reset; one is too large for everybody to have it twice
+_MAX_SEEDS = 200_000  # of groups that may still get another member
+_UNSEEDED = random.Random(0)  # before the first reset; shared, as generators are large
 
 
 class _Task:
-    """The draws of one task, its processes, and who waits for them."""
+    """The draws of one task, and a semaphore for its processes."""
 
     def __init__(self, workload: Workload, config: EnvironmentsConfig) -> None:
         self.turns, self.prompt = draw_of(workload.turns), draw_of(workload.prompt)
@@ -38,12 +38,12 @@ class _Task:
 
 
 @dataclass(slots=True)
-class ModelledEnvironment:
+class SimulatedEnvironment:
     """Leased for as long as it is entered."""
 
-    pool: "ModelledEnvironments"
+    pool: "SimulatedEnvironments"
     task: _Task
-    luck: random.Random = _NO_LUCK
+    rng: random.Random = _UNSEEDED
     left: int = 0
 
     async def __aenter__(self) -> Self:
@@ -57,59 +57,59 @@ class ModelledEnvironment:
 
     async def reset(self, seed: int) -> tuple[Message, ...]:
         pool, task = self.pool, self.task
-        self.luck = luck = random.Random(seed_of(seed, pool.occurrence(seed)))
-        self.left = max(1, round(task.turns(luck.random())))
+        self.rng = rng = random.Random(seed_of(seed, pool.occurrence(seed)))
+        self.left = max(1, round(task.turns(rng.random())))
         pool.resetting += 1
         try:
-            await self._reset(luck)
+            await self._reset(rng)
         finally:
             pool.resetting -= 1
         tokens = max(1, round(task.prompt(seed / 0x7FFFFFFF)))
         return (Message("user", f"{tokens} {seed}"),)
 
-    async def _reset(self, luck: random.Random) -> None:
-        """Tried again on a fresh one when it fails or takes too long; raced by a second one once it is slow."""
+    async def _reset(self, rng: random.Random) -> None:
+        """Retried when it fails or takes too long; hedged by a second reset when it is slow."""
         config, task = self.pool.config, self.task
         for _ in range(config.retries + 1):
-            seconds = task.reset(luck.random())
+            seconds = task.reset(rng.random())
             if seconds > task.hedge_after:
-                seconds = min(seconds, task.hedge_after + task.reset(luck.random()))
-            failed = luck.random() < task.workload.reset_failures
+                seconds = min(seconds, task.hedge_after + task.reset(rng.random()))
+            failed = rng.random() < task.workload.reset_failures
             await sleep(min(seconds, config.reset_deadline))
             if not failed and seconds <= config.reset_deadline:
                 return
-        raise EnvironmentFailed("the modelled environment could not be reset")
+        raise EnvironmentFailed("the simulated environment could not be reset")
 
     async def step(self, action: str) -> Step:
-        pool, task, luck = self.pool, self.task, self.luck
-        seconds = max(0.0, task.step(luck.random()))
+        pool, task, rng = self.pool, self.task, self.rng
+        seconds = max(0.0, task.step(rng.random()))
         if task.workload.delay:
-            seconds += max(0.0, task.delay(luck.random()))
+            seconds += max(0.0, task.delay(rng.random()))
         pool.stepping += 1
         try:
             await sleep(min(seconds, pool.config.step_deadline))
         finally:
             pool.stepping -= 1
         failures = task.workload.step_failures
-        if seconds > pool.config.step_deadline or (failures and luck.random() < failures):
-            raise EnvironmentFailed("the modelled environment failed in a step")
+        if seconds > pool.config.step_deadline or (failures and rng.random() < failures):
+            raise EnvironmentFailed("the simulated environment failed in a step")
         self.left -= 1
         if self.left <= 0:
             return _LAST
-        return _said(max(1, round(task.observation(luck.random()))))
+        return _observation(max(1, round(task.observation(rng.random()))))
 
 
 _LAST = Step((), 1.0, True)
 
 
 @lru_cache(maxsize=1 << 16)
-def _said(tokens: int) -> Step:
-    """An observation of so many tokens. Nobody changes a step, so all of one length are one."""
+def _observation(tokens: int) -> Step:
+    """An observation of `tokens` tokens; steps are immutable, so equal ones are shared."""
     return Step((Message("user", str(tokens)),))
 
 
-class ModelledEnvironments:
-    """`environments.processes` per task, as many as are in use, and what they are doing."""
+class SimulatedEnvironments:
+    """`environments.processes` environments per task; counts those in use and what they do."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.config = scenario.environments
@@ -119,30 +119,30 @@ class ModelledEnvironments:
         self._seen: OrderedDict[int, int] = OrderedDict()
 
     def occurrence(self, seed: int) -> int:
-        """How often an episode of this seed was begun before."""
+        """How many episodes of this seed began before."""
         count = self._seen.get(seed, 0)
         self._seen[seed] = count + 1
-        if len(self._seen) > _REMEMBERED:
+        if len(self._seen) > _MAX_SEEDS:
             self._seen.popitem(last=False)
         return count
 
-    def claim(self, task: str, held_out: bool) -> AbstractAsyncContextManager[ModelledEnvironment]:
-        return ModelledEnvironment(self, self._tasks[task])
+    def claim(self, task: str, held_out: bool) -> AbstractAsyncContextManager[SimulatedEnvironment]:
+        return SimulatedEnvironment(self, self._tasks[task])
 
 
-class ModelledRenderer:
-    """Observations are runs of zeros, an opening of its seed: what is equal stays equal."""
+class SimulatedRenderer:
+    """Observations are runs of zeros, prompts are runs of their seed, so that equal prompts are equal tokens."""
 
     stop: tuple[int, ...] = ()
 
     def open(self, messages: Sequence[Message]) -> list[int]:
         tokens, seed = messages[0].content.split()
-        opening: Any = RunLength.of(int(seed), int(tokens))
-        return opening  # type: ignore[no-any-return]
+        prompt: Any = RunLength.of(int(seed), int(tokens))
+        return prompt  # type: ignore[no-any-return]
 
     def extend(self, finish: Finish, messages: Sequence[Message]) -> list[int]:
-        said: Any = run_of(0, int(messages[0].content))
-        return said  # type: ignore[no-any-return]
+        observation: Any = run_of(0, int(messages[0].content))
+        return observation  # type: ignore[no-any-return]
 
     def may_fit(self, messages: Sequence[Message], tokens: int) -> bool:
         return True
@@ -151,8 +151,8 @@ class ModelledRenderer:
         return ""
 
 
-class Answers:
-    """How long the policy's answers are: drawn by the seed of the request."""
+class ResponseLengths:
+    """The lengths of the policy's responses, drawn by the seed of the request."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._draws: dict[str, Draw] = {

@@ -1,21 +1,21 @@
-"""A step's time from averages and the roofline alone: milliseconds to compute, good enough to leave most plans out."""
+"""The time of a step from averages and the roofline: takes milliseconds, and is good enough to rule out most plans."""
 
 from dataclasses import dataclass
 
 from rollart.hardware.roofline import Roofline
 from rollart.simulate.constants import MEMORY_FOR_KV, TRAINING_EFFICIENCY
-from rollart.simulate.cost import Pace, PassCost
 from rollart.simulate.distributions import mean_of
-from rollart.simulate.plans import Engines, Plan
+from rollart.simulate.pass_cost import PassCost
+from rollart.simulate.plans import ClusterPlan, PlannedEngines
 from rollart.simulate.scenario import Scenario, Workload
-from rollart.simulate.weights import Weights
+from rollart.simulate.weight_transfer import WeightTransfer
 
 _BATCH = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """Of one trajectory of the mixture: tokens, and seconds that no engine works for it."""
+    """Means of a trajectory of the mixture: tokens, and seconds outside engines."""
 
     turns: float
     prefilled: float
@@ -30,8 +30,8 @@ class Means:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds a step: the largest of what training takes, what engines take for a batch, and what it takes to play a
-    trajectory, to train it and to bring the weights back to the engines; `alpha + 1` batches do that at once."""
+    """Seconds per step: the largest of training, generation of a batch, and the latency of a trajectory (rollout,
+    training and weight transfer), which `alpha + 1` batches share."""
 
     train: float
     generate: float
@@ -56,7 +56,7 @@ def _means(workload: Workload) -> Means:
     return Means(turns, prefilled, answered, (prefilled + answered) / 2, waiting + mean_of(workload.reward))
 
 
-def estimate(plan: Plan, scenario: Scenario, means: Means) -> Estimate:
+def estimate(plan: ClusterPlan, scenario: Scenario, means: Means) -> Estimate:
     trajectories = plan.batch_groups * plan.group_size
     engines = sum(each.count for each in plan.engines)
     running = (plan.alpha + 1) * trajectories / engines
@@ -77,24 +77,24 @@ def estimate(plan: Plan, scenario: Scenario, means: Means) -> Estimate:
 
 def transfer_seconds(scenario: Scenario) -> float:
     """From the end of a training step until engines have its weights."""
-    weights = Weights.of(scenario)
+    weights = WeightTransfer.of(scenario)
     return weights.hidden_s + weights.exposed_s
 
 
-def _cost(engines: Engines, scenario: Scenario) -> tuple[PassCost, float]:
-    """Of one engine, and its room for KV in tokens."""
+def _cost(engines: PlannedEngines, scenario: Scenario) -> tuple[PassCost, float]:
+    """The pass cost of one engine, and its room for KV in tokens."""
     shape, device = scenario.shape, scenario.device_classes()[engines.device]
     measured = [
         scenario.simulate.engines[name]
         for name, pool in scenario.pools_of("generate").items()
         if pool.devices[0] == engines.device and name in scenario.simulate.engines
     ]
-    pace = Pace(measured[0].fixed, measured[0].token, measured[0].context) if measured else None
     room = device.memory * 1e9 * engines.parallel * MEMORY_FOR_KV - shape.parameters * shape.number_bytes
-    return PassCost(Roofline(device, shape, devices=engines.parallel), pace), room / shape.kv_bytes
+    cost = PassCost(Roofline(device, shape, devices=engines.parallel), measured[0] if measured else None)
+    return cost, room / shape.kv_bytes
 
 
-def _train(plan: Plan, scenario: Scenario, means: Means, trajectories: int) -> float:
+def _train(plan: ClusterPlan, scenario: Scenario, means: Means, trajectories: int) -> float:
     pace = scenario.simulate.train
     if pace is not None:
         return pace.fixed + pace.token * trajectories * means.tokens

@@ -14,8 +14,8 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from rollart.simulate.distributions import Distribution, LogNormal, Normal, Part, draw_of, mean_of
-from rollart.simulate.measured import Generation, Training
+from rollart.simulate.distributions import Distribution, LogNormal, MixturePart, Normal, draw_of, mean_of
+from rollart.simulate.measurements import MeasuredGeneration, MeasuredStep
 from rollart.simulate.scenario import EnginePace, TrainPace
 
 Array = NDArray[np.float64]
@@ -32,7 +32,7 @@ _EDGE = 1e-6
 _DECIMALS = 9  # below, two numbers are the same
 
 
-def spread(values: Sequence[float], whole: bool = False) -> float | Distribution:
+def distribution(values: Sequence[float], whole: bool = False) -> float | Distribution:
     """A number if they are all about the same; `whole` if they are whole numbers; 0 if there are none."""
     if not values:
         return 0.0
@@ -40,13 +40,15 @@ def spread(values: Sequence[float], whole: bool = False) -> float | Distribution
     if high - low <= 0.01 * abs(mean):
         return _digits(mean)
     if whole and len(counts := Counter(values)) <= KINDS:
-        return Distribution(mixture=[Part(share=_digits(n / len(values)), of=v) for v, n in sorted(counts.items())])
+        return Distribution(
+            mixture=[MixturePart(share=_digits(n / len(values)), of=v) for v, n in sorted(counts.items())]
+        )
     ordered = np.sort(np.asarray(values, dtype=float))
     cut = _valley(ordered)
     if cut is None:
         return _one_mode(ordered)
     parts = [ordered[:cut], ordered[cut:]]
-    return Distribution(mixture=[Part(share=_digits(len(part) / len(values)), of=_mode(part)) for part in parts])
+    return Distribution(mixture=[MixturePart(share=_digits(len(part) / len(values)), of=_mode(part)) for part in parts])
 
 
 def _mode(ordered: Array) -> float | Distribution:
@@ -130,7 +132,7 @@ def scaled(given: float | Distribution, factor: float) -> float | Distribution:
     if given.values is not None:
         changed["values"] = [factor * value for value in given.values]
     if given.mixture is not None:
-        changed["mixture"] = [Part(share=part.share, of=scaled(part.of, factor)) for part in given.mixture]
+        changed["mixture"] = [MixturePart(share=part.share, of=scaled(part.of, factor)) for part in given.mixture]
     return given.model_copy(update=changed)
 
 
@@ -145,7 +147,7 @@ class EngineFit:
     seconds: list[float]
 
 
-def engine(generations: Sequence[Generation], trainings: Sequence[Training], chunk: int) -> EngineFit:
+def engine(generations: Sequence[MeasuredGeneration], trainings: Sequence[MeasuredStep], chunk: int) -> EngineFit:
     """From what every generation took and what its engine had to compute in that time.
 
     Each token of an answer is one pass, shared with all that the engine computes then for others."""
@@ -166,7 +168,7 @@ def engine(generations: Sequence[Generation], trainings: Sequence[Training], chu
     return EngineFit(pace, contention, [float(each) for each in expected * scale], [float(each) for each in seconds])
 
 
-def trainer(trainings: Sequence[Training], contention: float, shares: Sequence[float]) -> TrainPace:
+def trainer(trainings: Sequence[MeasuredStep], contention: float, shares: Sequence[float]) -> TrainPace:
     """`shares` of each step's time in which engines worked too.
 
     If batches were all of about one size, what the trainer computes counts as proportional to it, and what comes before
@@ -186,13 +188,15 @@ def _speed(contention: float, beside: Array) -> Array:
     return 1.0 - beside * contention / (1.0 + contention)
 
 
-def busy_shares(trainings: Sequence[Training], generations: Iterable[Generation]) -> list[float]:
+def busy_shares(trainings: Sequence[MeasuredStep], generations: Iterable[MeasuredGeneration]) -> list[float]:
     """Of each training step, how much engines worked beside it."""
     working = _covered([(each.began, each.ended) for each in generations])
     return [(working(step.ended) - working(step.began)) / max(_EDGE, step.ended - step.began) for step in trainings]
 
 
-def _design(generations: Sequence[Generation], trainings: Sequence[Training], chunk: int) -> tuple[Array, Array, Array]:
+def _design(
+    generations: Sequence[MeasuredGeneration], trainings: Sequence[MeasuredStep], chunk: int
+) -> tuple[Array, Array, Array]:
     """For each generation its passes, the tokens computed and the KV read by its engine meanwhile; its seconds; and the
     share of them in which training went on."""
     training = _covered([(step.began, step.ended) for step in trainings])
@@ -209,7 +213,7 @@ def _design(generations: Sequence[Generation], trainings: Sequence[Training], ch
     return np.array(rows, dtype=float).reshape(-1, 3), np.array(seconds), np.array(beside)
 
 
-def _work(generations: Sequence[Generation]) -> tuple[Callable[[float], float], Callable[[float], float]]:
+def _work(generations: Sequence[MeasuredGeneration]) -> tuple[Callable[[float], float], Callable[[float], float]]:
     """Tokens that an engine has computed, and KV that it has read, until a moment."""
     computed, read = [], []
     for each in generations:

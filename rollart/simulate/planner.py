@@ -17,25 +17,25 @@ from typing import Protocol
 from rollart.core.errors import ConfigError, RollartError
 from rollart.hardware.devices import DeviceClass
 from rollart.simulate.estimate import estimate, means_of, transfer_seconds
-from rollart.simulate.plans import SPENDING, Plan, applied, plan_of, splits, variations
-from rollart.simulate.result import Result, price_per_hour
+from rollart.simulate.plans import SPENDING, ClusterPlan, applied, plan_of, splits, variations
+from rollart.simulate.result import SimulationResult, price_per_hour
 from rollart.simulate.scenario import Scenario
 from rollart.simulate.simulation import simulate
 
 WORTH = 0.01  # a way to use hardware must save this share of the step to be kept
 TINY = 1e-9
 DEADLINE_S = 3600.0
-Tell = Callable[[str], None]
+OnProgress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class PlanResult:
     """A plan and what its simulation says; `how` tells what makes it special, `transfer_s` how long weights are on the
     way. `others` are the seconds of a step under other seeds."""
 
-    plan: Plan
+    plan: ClusterPlan
     price: float
-    result: Result
+    result: SimulationResult
     how: str
     transfer_s: float = 0.0
     others: tuple[float, ...] = ()
@@ -50,27 +50,27 @@ class Tried:
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
+class PlanSearch:
     """`given` is the scenario's own plan, if it has one within limits; `fastest` the best within the budget."""
 
     budget: float
-    given: Tried | None
-    tried: list[Tried]
+    given: PlanResult | None
+    tried: list[PlanResult]
     considered: int
     failed: dict[str, str] = field(default_factory=dict)
 
     @property
-    def front(self) -> list[Tried]:
+    def front(self) -> list[PlanResult]:
         return pareto(self.tried)
 
     @property
-    def fastest(self) -> Tried:
+    def fastest(self) -> PlanResult:
         return self.front[-1]
 
 
-def pareto(tried: Iterable[Tried]) -> list[Tried]:
+def pareto(tried: Iterable[PlanResult]) -> list[PlanResult]:
     """Those that no other beats in price and time of a step, the cheapest first."""
-    front: list[Tried] = []
+    front: list[PlanResult] = []
     for each in sorted(tried, key=lambda each: (each.price, each.step_s)):
         if not front or each.step_s < front[-1].step_s:
             front.append(each)
@@ -87,8 +87,8 @@ def search(
     per_level: int = 3,
     seeds: int = 3,
     workers: int | None = None,
-    tell: Tell = lambda text: None,
-) -> Search:
+    tell: OnProgress = lambda text: None,
+) -> PlanSearch:
     """Within `budget`, by default the price of the scenario's own plan: generate on `kinds`, by default those of its
     pools, on at most `max_devices` of each class. `per_level` splits are simulated at every level of spending; the best
     are simulated with `seeds` seeds."""
@@ -117,10 +117,10 @@ def search(
             tried += run([("what helped, together", joint)])[0]
         tried = _confirmed(tried, own, run, range(asked.seed + 1, asked.seed + seeds))
     given = next((found for found in tried if found.plan == own), None)
-    return Search(budget, given, tried, len(candidates), failed)
+    return PlanSearch(budget, given, tried, len(candidates), failed)
 
 
-def _confirmed(tried: list[Tried], own: Plan, run: "Runs", seeds: range) -> list[Tried]:
+def _confirmed(tried: list[PlanResult], own: ClusterPlan, run: "RunPlans", seeds: range) -> list[PlanResult]:
     """With the front, and the plan as given, simulated under all `seeds`. What was there by luck falls behind, others
     take its place, until all of the front is confirmed."""
     while seeds:
@@ -135,18 +135,20 @@ def _confirmed(tried: list[Tried], own: Plan, run: "Runs", seeds: range) -> list
     return tried
 
 
-def promising(scenario: Scenario, candidates: Sequence[Plan], budget: float, per_level: int) -> list[Plan]:
+def promising(
+    scenario: Scenario, candidates: Sequence[ClusterPlan], budget: float, per_level: int
+) -> list[ClusterPlan]:
     """The fastest by the roofline at every level of spending."""
     means, classes = means_of(scenario), scenario.device_classes()
     ranked = sorted(candidates, key=lambda plan: estimate(plan, scenario, means).step)
-    chosen: list[Plan] = []
+    chosen: list[ClusterPlan] = []
     for spend, below in zip(SPENDING, (*SPENDING[1:], 0.0), strict=True):
         level = [plan for plan in ranked if below * budget < plan.price(classes) <= spend * budget + TINY]
         chosen += level[:per_level]
     return chosen
 
 
-def combined(best: Tried, variants: Sequence[Tried]) -> Plan | None:
+def combined(best: PlanResult, variants: Sequence[PlanResult]) -> ClusterPlan | None:
     """The best plan with everything that made it faster on its own, or none if fewer than two things did."""
     helped = sorted(
         (each for each in variants if each.step_s < best.step_s * (1 - WORTH)), key=lambda each: each.step_s
@@ -182,21 +184,21 @@ def _keen(device: DeviceClass) -> float:
     return device.tflops / device.bandwidth
 
 
-class Runs(Protocol):
+class RunPlans(Protocol):
     def __call__(
-        self, plans: list[tuple[str, Plan]], seed: int | None = None
-    ) -> tuple[list[Tried], dict[str, str]]: ...
+        self, plans: list[tuple[str, ClusterPlan]], seed: int | None = None
+    ) -> tuple[list[PlanResult], dict[str, str]]: ...
 
 
 @contextmanager
-def _simulations(scenario: Scenario, steps: int, workers: int | None, tell: Tell) -> Iterator[Runs]:
+def _simulations(scenario: Scenario, steps: int, workers: int | None, tell: OnProgress) -> Iterator[RunPlans]:
     """Simulates plans side by side. A plan that cannot be is left out, with the reason."""
     transfer_s = transfer_seconds(scenario)
     pool = ProcessPoolExecutor(workers or os.cpu_count(), mp_context=multiprocessing.get_context("spawn"))
 
-    def run(plans: list[tuple[str, Plan]], seed: int | None = None) -> tuple[list[Tried], dict[str, str]]:
+    def run(plans: list[tuple[str, ClusterPlan]], seed: int | None = None) -> tuple[list[PlanResult], dict[str, str]]:
         lasting = [_lasting(applied(plan, scenario), steps, plan.alpha) for _, plan in plans]
-        futures: list[Future[Result]] = [pool.submit(simulate, each, seed=seed) for each in lasting]
+        futures: list[Future[SimulationResult]] = [pool.submit(simulate, each, seed=seed) for each in lasting]
         tried, failed = [], {}
         for (how, plan), future in zip(plans, futures, strict=True):
             try:
@@ -205,7 +207,7 @@ def _simulations(scenario: Scenario, steps: int, workers: int | None, tell: Tell
                 failed[plan.split] = str(error)
                 tell(f"{plan.split}: cannot be: {error}")
                 continue
-            tried.append(Tried(plan, result.price_per_hour, result, how, transfer_s))
+            tried.append(PlanResult(plan, result.price_per_hour, result, how, transfer_s))
             tell(f"{plan.split}{f' ({how})' if how else ''}: {tried[-1].step_s:.1f} s a step")
         return tried, failed
 

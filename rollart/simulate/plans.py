@@ -22,7 +22,7 @@ NODE = 8  # devices; training takes whole nodes once it has one
 
 
 @dataclass(frozen=True, slots=True)
-class Engines:
+class PlannedEngines:
     """So many engines of `parallel` devices of a class."""
 
     device: str
@@ -38,12 +38,12 @@ class Engines:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ClusterPlan:
     """`hand_over`: the first of the engines prefill for the second."""
 
     trainer: str
     trainers: int
-    engines: tuple[Engines, ...]
+    engines: tuple[PlannedEngines, ...]
     alpha: int
     extra_members: int
     batch_groups: int
@@ -67,7 +67,7 @@ class Plan:
         return f"{self.trainers} {self.trainer} train, {' + '.join(map(str, self.engines))} generate"
 
 
-def plan_of(scenario: Scenario) -> Plan:
+def plan_of(scenario: Scenario) -> ClusterPlan:
     """The one that a scenario has. Raises ConfigError if a pool does not say its device class."""
     ((_, train),) = scenario.pools_of("train").items()
     pairs = scenario.routing.hand_over if isinstance(scenario.routing.hand_over, list) else []
@@ -77,9 +77,9 @@ def plan_of(scenario: Scenario) -> Plan:
     if scenario.simulate.colocated:
         raise ConfigError("a plan splits devices between training and generation; leave out simulate.colocated")
     ordered = [generate[name] for name in pairs] + [pool for name, pool in generate.items() if name not in pairs]
-    engines = (Engines(pool.devices[0], pool.workers, pool.tensor_parallel) for pool in ordered)
+    engines = (PlannedEngines(pool.devices[0], pool.workers, pool.tensor_parallel) for pool in ordered)
     schedule = scenario.rollout.schedule()
-    return Plan(
+    return ClusterPlan(
         trainer=train.devices[0],
         trainers=train.count,
         engines=tuple(engines),
@@ -92,7 +92,7 @@ def plan_of(scenario: Scenario) -> Plan:
     )
 
 
-def applied(plan: Plan, scenario: Scenario) -> Scenario:
+def applied(plan: ClusterPlan, scenario: Scenario) -> Scenario:
     """The scenario with this plan. Pools of a class that it has keep their names, so that tasks can name them."""
     trainer = next(iter(scenario.pools_of("train")))
     pools = {trainer: PoolConfig(role="train", device=plan.trainer, count=plan.trainers)}
@@ -120,7 +120,7 @@ def applied(plan: Plan, scenario: Scenario) -> Scenario:
     )
 
 
-def _names(plan: Plan, scenario: Scenario) -> Iterator[str]:
+def _names(plan: ClusterPlan, scenario: Scenario) -> Iterator[str]:
     """Of the pools for a plan's engines: the scenario's of the same class while there are any."""
     free = {name: pool.devices[0] for name, pool in scenario.pools_of("generate").items()}
     taken = set(scenario.pools)
@@ -144,11 +144,11 @@ def _task(task: ScenarioTask, pools: Sequence[str]) -> ScenarioTask:
 
 def splits(
     scenario: Scenario, budget: float, kinds: Sequence[str], max_devices: Mapping[str, int] | None = None
-) -> Iterator[Plan]:
+) -> Iterator[ClusterPlan]:
     """Plans within the budget that train on the scenario's class and generate on `kinds`, `max_devices` of each."""
     classes, base, limits = scenario.device_classes(), plan_of(scenario), max_devices or {}
     parallel = {kind: min_parallel(scenario, kind) for kind in kinds}
-    seen: set[tuple[int, tuple[Engines, ...]]] = set()
+    seen: set[tuple[int, tuple[PlannedEngines, ...]]] = set()
     for spend in SPENDING:
         for share in TRAINING:
             trainers = _whole_nodes(spend * budget * share / classes[base.trainer].price)
@@ -164,7 +164,7 @@ def splits(
                     yield replace(base, trainers=trainers, engines=engines, hand_over=False)
 
 
-def variations(plan: Plan) -> Iterator[tuple[str, Plan]]:
+def variations(plan: ClusterPlan) -> Iterator[tuple[str, ClusterPlan]]:
     """The same hardware used otherwise, one thing at a time, each with its name."""
     for alpha in {1, 2, 3} - {plan.alpha}:
         yield f"alpha {alpha}", replace(plan, alpha=alpha)
@@ -215,7 +215,7 @@ def _bought(
     parallel: Mapping[str, int],
     classes: Mapping[str, DeviceClass],
     max_devices: Mapping[str, int],
-) -> tuple[Engines, ...]:
+) -> tuple[PlannedEngines, ...]:
     """Engines by their parts of the money; what rounding leaves buys more of them, the dearest first."""
     price = {kind: classes[kind].price * parallel[kind] for kind in mix}
     limit = {kind: max_devices[kind] // parallel[kind] if kind in max_devices else 1 << 30 for kind in mix}
@@ -225,4 +225,4 @@ def _bought(
         more = max(0, min(limit[kind] - counts[kind], math.floor(left / price[kind])))
         counts[kind] += more
         left -= more * price[kind]
-    return tuple(Engines(kind, count, parallel[kind]) for kind, count in counts.items() if count)
+    return tuple(PlannedEngines(kind, count, parallel[kind]) for kind, count in counts.items() if count)

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from rollart.simulate.calibration import Calibration
 from rollart.simulate.distributions import Distribution, draw_of
 from rollart.simulate.fit import EngineFit
-from rollart.simulate.measured import Training
-from rollart.simulate.planner import Search
+from rollart.simulate.measurements import MeasuredStep
+from rollart.simulate.planner import PlanSearch
 from rollart.simulate.scenario import TrainPace
 
 _DATA, _FIT, _INK, _FAINT = "#56B4E9", "#D55E00", "#222222", "#8a8a8a"
@@ -46,7 +46,7 @@ def fits(calibration: Calibration, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def plans(search: Search, path: Path) -> None:
+def plans(search: PlanSearch, path: Path) -> None:
     """Price against time of all plans that were simulated, and the front of those that none beats."""
     figure = Figure(figsize=(8, 5), facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
@@ -96,7 +96,7 @@ def _engine(axes: Any, engine: EngineFit) -> None:
     axes.set_ylabel("measured", fontsize=7.5, color=_FAINT)
 
 
-def _training(axes: Any, trainings: Sequence[Training], pace: TrainPace) -> None:
+def _training(axes: Any, trainings: Sequence[MeasuredStep], pace: TrainPace) -> None:
     tokens = [step.tokens for step in trainings]
     axes.plot(tokens, [step.ended - step.began for step in trainings], "o", color=_DATA, markersize=4)
     ends = [0, max(tokens)]

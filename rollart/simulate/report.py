@@ -10,9 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rollart.simulate.result import PARTS, STAGES, Result, interval
+from rollart.simulate.result import PARTS, STAGES, SimulationResult, interval
 
-Pick = Callable[[Result], float]
+Pick = Callable[[SimulationResult], float]
 
 _NUMBERS: dict[str, tuple[str, Pick]] = {
     "step_s": ("step", lambda r: r.step_s),
@@ -27,7 +27,7 @@ _NUMBERS: dict[str, tuple[str, Pick]] = {
 }
 
 
-def summary(results: Sequence[Result]) -> dict[str, Any]:
+def summary(results: Sequence[SimulationResult]) -> dict[str, Any]:
     """Means over the seeds; `interval` has half of the 95% interval of each, `runs` everything of each seed."""
     numbers = {key: interval([pick(result) for result in results]) for key, (_, pick) in _NUMBERS.items()}
     first = results[0]
@@ -44,7 +44,7 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
-def report(results: Sequence[Result]) -> RenderableType:
+def report(results: Sequence[SimulationResult]) -> RenderableType:
     first = results[0]
     seeds = f"seed {first.seed}" if len(results) == 1 else f"{len(results)} seeds"
     head = f" ({first.preset}, alpha {first.alpha}, {seeds}): {first.counted} steps after the warmup, simulated"
@@ -66,11 +66,11 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _mean(results: Sequence[Result], pick: Pick) -> float:
+def _mean(results: Sequence[SimulationResult], pick: Pick) -> float:
     return sum(map(pick, results)) / len(results)
 
 
-def _numbers(results: Sequence[Result]) -> Table:
+def _numbers(results: Sequence[SimulationResult]) -> Table:
     table = _table("", "", "+-")
     for key, (name, pick) in _NUMBERS.items():
         mean, half = interval([pick(result) for result in results])
@@ -79,27 +79,27 @@ def _numbers(results: Sequence[Result]) -> Table:
     return table
 
 
-def _shares(results: Sequence[Result]) -> Table:
+def _shares(results: Sequence[SimulationResult]) -> Table:
     table = _table(*PARTS)
     table.add_row(*(f"{_mean(results, partial(_exposed, part)):.1%}" for part in PARTS))
     return table
 
 
-def _exposed(part: str, result: Result) -> float:
+def _exposed(part: str, result: SimulationResult) -> float:
     return result.exposed.get(part, 0.0)
 
 
-def _seconds(results: Sequence[Result]) -> Table:
+def _seconds(results: Sequence[SimulationResult]) -> Table:
     table = _table(*STAGES)
     table.add_row(*(f"{_mean(results, partial(_stage, stage)):.1f}" for stage in STAGES))
     return table
 
 
-def _stage(stage: str, result: Result) -> float:
+def _stage(stage: str, result: SimulationResult) -> float:
     return result.trajectory.get(stage, 0.0)
 
 
-def _pools(results: Sequence[Result]) -> Table:
+def _pools(results: Sequence[SimulationResult]) -> Table:
     table = _table("pool", "devices", "prefill", "decode", "weights", "idle, waiting for")
     for name, pool in results[0].pools.items():
         causes = sorted(pool.idle.items(), key=lambda item: -item[1])
@@ -109,11 +109,11 @@ def _pools(results: Sequence[Result]) -> Table:
     return table
 
 
-def _use(pool: str, kind: str, result: Result) -> float:
+def _use(pool: str, kind: str, result: SimulationResult) -> float:
     return float(getattr(result.pools[pool], kind))
 
 
-def _rest(results: Sequence[Result]) -> Text:
+def _rest(results: Sequence[SimulationResult]) -> Text:
     first = results[0]
     ages = ", ".join(f"{share:.1%} of age {age}" for age, share in first.staleness.items())
     drops = ", ".join(

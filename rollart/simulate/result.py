@@ -1,4 +1,4 @@
-"""What a simulation says: plain numbers, per step after the warmup."""
+"""The result of a simulation: plain numbers, per step after the warmup."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ _T95 = (math.inf, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Stud
 
 @dataclass(frozen=True, slots=True)
 class PoolUse:
-    """Shares of the time of one pool's devices; `idle` by what was waited for."""
+    """Shares of the time of one pool's devices; `idle` by what they waited for."""
 
     device: str
     devices: int
@@ -34,10 +34,10 @@ class PoolUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """Times are seconds. A step is from one optimizer step's end to the next: `wait_s` for its batch, `blocked_s` for
-    weights, `train_s`. `exposed` cuts the step by what goes on, each moment counting for the first of: training alone,
-    generation, reset, environment step, reward. `tokens_per_s` counts prompts and answers of trained batches."""
+class SimulationResult:
+    """Times are seconds. A step is from the end of one optimizer step to the end of the next: `wait_s` for its batch,
+    `blocked_s` for weights, `train_s`. `exposed` divides the step: each moment counts for the first that applies of
+    training alone, generation, reset, environment step, reward. `tokens_per_s` counts all tokens of trained batches."""
 
     name: str
     preset: str
@@ -98,71 +98,73 @@ def result_of(
     seconds: float,
     cpu_s: float,
     events: int,
-) -> Result:
-    got: Any = tally.counted
-    steps, span, looks = max(1, got["steps"]), max(1e-9, got["t"] or seconds), max(1, got["looks"])
+) -> SimulationResult:
+    totals: Any = tally.measured
+    steps, span, samples = max(1, totals["steps"]), max(1e-9, totals["t"] or seconds), max(1, totals["samples"])
     scoring, price = scenario.simulate.scoring, price_per_hour(scenario, classes)
-    ended, turns = max(1, got["ended"]), got["turns"]
-    trained = max(1, got["trained"])
-    return Result(
+    ended, turns = max(1, totals["ended"]), totals["turns"]
+    trained = max(1, totals["trained"])
+    return SimulationResult(
         name=scenario.name,
         preset=scenario.rollout.preset,
         alpha=scenario.rollout.schedule().alpha,
         seed=scenario.seed,
         steps=len(tally.step_times),
-        counted=got["steps"],
+        counted=totals["steps"],
         seconds=seconds,
         cpu_s=cpu_s,
         step_s=span / steps,
-        wait_s=got["wait"] / steps,
-        train_s=got["train"] / steps,
-        blocked_s=got["blocked"] / steps,
-        tokens_per_s=got["trained tokens"] / span,
-        answers_per_s=got["answer tokens"] / span,
-        trajectories_per_s=got["trained"] / span,
+        wait_s=totals["wait"] / steps,
+        train_s=totals["train"] / steps,
+        blocked_s=totals["blocked"] / steps,
+        tokens_per_s=totals["trained tokens"] / span,
+        answers_per_s=totals["answer tokens"] / span,
+        trajectories_per_s=totals["trained"] / span,
         price_per_hour=price,
         cost_per_step=price * span / steps / 3600,
-        trainer_use=got["train"] / span,
-        environments_use=got["environments"] / looks / max(1, scenario.environments.processes * len(scenario.tasks)),
-        reward_use=got["reward busy"] / span / scoring.concurrency,
-        reward_calls=got["reward calls"] / steps,
-        reward_cold=got["reward cold"] / max(1, got["reward calls"]),
+        trainer_use=totals["train"] / span,
+        environments_use=totals["environments"] / samples / max(1, scenario.environments.processes * len(scenario.tasks)),
+        reward_use=totals["reward busy"] / span / scoring.concurrency,
+        reward_calls=totals["reward calls"] / steps,
+        reward_cold=totals["reward cold"] / max(1, totals["reward calls"]),
         turns=turns / ended,
-        running=got["running"] / looks,
+        running=totals["running"] / samples,
         all_turns=tally.totals["turns"],
         events=events,
-        exposed={part: got[f"look {part}"] / looks for part in PARTS},
-        trajectory={stage: got[f"stage {stage}"] / ended for stage in STAGES},
-        pools={name: _use(name, pool, got, span, looks) for name, pool in pools.items()},
-        staleness=_named(got, "age ", lambda age, count: (int(age), count / trained)),
-        outcomes=_named(got, "outcome ", lambda name, count: (name, count)),
-        drops=_named(got, "dropped ", lambda name, count: (name, count)),
+        exposed={part: totals[f"part {part}"] / samples for part in PARTS},
+        trajectory={stage: totals[f"stage {stage}"] / ended for stage in STAGES},
+        pools={name: _use(name, pool, totals, span, samples) for name, pool in pools.items()},
+        staleness=_named(totals, "age ", lambda age, count: (int(age), count / trained)),
+        outcomes=_named(totals, "outcome ", lambda name, count: (name, count)),
+        drops=_named(totals, "dropped ", lambda name, count: (name, count)),
         step_times=tuple(tally.step_times),
     )
 
 
-def _use(name: str, pool: EnginePool, got: Any, span: float, looks: int) -> PoolUse:
+def _use(name: str, pool: EnginePool, totals: Any, span: float, samples: int) -> PoolUse:
     engines = max(1, len(pool.places))
     of = engines * span
     prefix = f"idle {name} "
     return PoolUse(
         device=pool.roofline.device.name,
         devices=engines * pool.roofline.devices,
-        prefill=got[f"prefill {name}"] / of,
-        decode=got[f"decode {name}"] / of,
-        weights=got[f"weights {name}"] / of,
+        prefill=totals[f"prefill {name}"] / of,
+        decode=totals[f"decode {name}"] / of,
+        weights=totals[f"weights {name}"] / of,
         idle={
-            key.removeprefix(prefix): n / engines / looks for key, n in sorted(got.items()) if key.startswith(prefix)
+            key.removeprefix(prefix): n / engines / samples
+            for key, n in sorted(totals.items())
+            if key.startswith(prefix)
         },
     )
 
 
-def _named(got: Mapping[str, Any], prefix: str, make: Any) -> dict[Any, Any]:
-    return dict(make(key.removeprefix(prefix), n) for key, n in sorted(got.items()) if key.startswith(prefix) and n)
+def _named(totals: Mapping[str, Any], prefix: str, make: Any) -> dict[Any, Any]:
+    return dict(make(key.removeprefix(prefix), n) for key, n in sorted(totals.items()) if key.startswith(prefix) and n)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half of its 95% interval, which one value alone does not have."""
+    """Mean and half of its 95% interval; NaN for a single value."""
     if len(values) < 2:
         return values[0], math.nan
     factor = _T95[len(values) - 1] if len(values) <= len(_T95) else 1.96

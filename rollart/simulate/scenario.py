@@ -1,7 +1,7 @@
-"""The scenario: a run file whose model may be a name, plus a `simulate` section that says what tasks are like.
+"""The scenario: a run file whose model may be a name, plus a `simulate` section that describes the workload.
 
-All keys of the run file mean the same here: pools and devices, preset, alpha, redundancy, batch, processes, routing.
-A run file that trains can be simulated as it is, once it has a `simulate` section.
+All other keys mean the same as in a run file: pools and devices, preset, alpha, redundancy, batch, routing. A run file
+that trains can be simulated as it is, once it has a `simulate` section.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from rollart.engines.backends import unsupported
 from rollart.hardware.roofline import ModelShape
 from rollart.models import tiny
 from rollart.simulate.constants import LINKS
-from rollart.simulate.distributions import Spread
+from rollart.simulate.distributions import Quantity
 
 MODELS: dict[str, dict[str, Any]] = yaml.safe_load((files("rollart.simulate") / "models.yaml").read_text())
 Share = Field(0.0, ge=0, lt=1)
@@ -41,11 +41,11 @@ class ScenarioModel(ModelConfig):
 
 
 class ScenarioTask(TaskConfig):
-    env: ImportPath = Field("rollart.simulate.environments:ModelledEnvironment", description="not looked at")
+    env: ImportPath = Field("rollart.simulate.environments:ModelledEnvironment", description="ignored")
 
 
 class ScenarioEngine(EngineConfig):
-    """What is left out is, on devices other than CPUs, what an engine for them would choose."""
+    """0 is the default of an engine for this kind of device."""
 
     max_batch: int = Field(0, ge=0)
     prefill_chunk: int = Field(0, ge=0)
@@ -54,80 +54,78 @@ class ScenarioEngine(EngineConfig):
 
 
 class Workload(Section):
-    """One task. Turns and tokens are rounded; seconds are those of the environment and of the reward alone."""
+    """One task. Turns and tokens are rounded; seconds are those of the environment and the reward alone."""
 
-    turns: Spread = Field(1.0, description="at most the task's max_turns")
-    prompt: Spread = Field(256.0, description="tokens of the first observation, the same for a group")
-    observation: Spread = Field(128.0, description="tokens of every other one")
-    response: Spread = Field(256.0, description="tokens of every answer, at most sampling.max_tokens")
-    reset: Spread = Field(0.0, description="seconds")
-    step: Spread = Field(0.0, description="seconds")
-    delay: Spread = Field(0.0, description="seconds more for every step, for instance {normal: {mean: 5, sd: 2}}")
+    turns: Quantity = Field(1.0, description="at most the task's max_turns")
+    prompt: Quantity = Field(256.0, description="tokens of the first observation, the same for a group")
+    observation: Quantity = Field(128.0, description="tokens of every later observation")
+    response: Quantity = Field(256.0, description="tokens of every response, at most sampling.max_tokens")
+    reset: Quantity = Field(0.0, description="seconds")
+    step: Quantity = Field(0.0, description="seconds")
+    delay: Quantity = Field(0.0, description="extra seconds per step, for instance {normal: {mean: 5, sd: 2}}")
     reset_failures: float = Share
     step_failures: float = Share
-    reward: Spread = Field(0.0, description="seconds")
+    reward: Quantity = Field(0.0, description="seconds")
     reward_failures: float = Share
 
 
-class Scoring(Section):
-    """Where rewards are computed: on elastic functions, or on workers that are there all the time."""
+class ScoringConfig(Section):
+    """Where rewards are computed: on elastic functions, or on dedicated workers."""
 
     where: Literal["serverless", "dedicated"] = "serverless"
-    concurrency: Positive = Field(1000, description="calls at the same time, on all functions or devices together")
-    cold_start: Spread = Field(0.0, description="serverless: seconds, when no warm instance is free")
-    keep_warm: Seconds = Field(60.0, description="serverless: seconds that an idle instance stays")
-    device: str | None = Field(None, description="dedicated: the class of the devices, for their price and use")
-    devices: Natural = Field(0, description="dedicated: how many")
+    concurrency: Positive = Field(1000, description="concurrent calls, over all functions or devices")
+    cold_start: Quantity = Field(0.0, description="serverless: seconds of a call that finds no warm instance")
+    keep_warm: Seconds = Field(60.0, description="serverless: seconds that an idle instance stays warm")
+    device: str | None = Field(None, description="dedicated: device class, for price and use")
+    devices: Natural = Field(0, description="dedicated: number of devices")
 
 
-class Transfer(Section):
-    """How weights come to the engines; `push` and `pull` name links."""
+class TransferConfig(Section):
+    """How weights reach the engines; `push` and `pull` name links."""
 
     method: Literal["store", "collective"] = "store"
     push: str = "ethernet"
     pull: str = "infiniband"
-    overlap: bool = Field(True, description="store: false stops training and generation until the weights are there")
+    overlap: bool = Field(True, description="store: false stops training and generation during the transfer")
 
 
 class EnginePace(Section):
-    """Measured seconds in place of the roofline."""
+    """Measured seconds, in place of the roofline."""
 
-    fixed: float = Field(ge=0, description="of a forward pass")
-    token: float = Field(ge=0, description="of every token in it")
-    context: float = Field(0.0, ge=0, description="of every token of KV that it reads")
+    fixed: float = Field(ge=0, description="per forward pass")
+    token: float = Field(ge=0, description="per token in it")
+    context: float = Field(0.0, ge=0, description="per token of KV that it reads")
 
 
 class TrainPace(Section):
-    """Measured seconds in place of FLOPs."""
+    """Measured seconds, in place of FLOPs."""
 
-    fixed: float = Field(ge=0, description="of a step")
-    token: float = Field(0.0, ge=0, description="of every token in its batch")
+    fixed: float = Field(ge=0, description="per step")
+    token: float = Field(0.0, ge=0, description="per token in its batch")
 
 
-class Simulate(Section):
+class SimulateConfig(Section):
     workloads: dict[str, Workload] = Field(default_factory=dict, description="by task")
-    warmup: Natural | None = Field(
-        None, description="steps at the start that do not count; by default 1 and one for each version of alpha"
-    )
+    warmup: Natural | None = Field(None, description="first steps, which are not measured; default: alpha + 1")
     finite: bool = Field(False, description="start no rollouts for steps after the last, as a run that ends does")
-    scoring: Scoring = Scoring()
-    weights: Transfer = Transfer()
-    links: dict[str, float] = Field(default_factory=dict, description=f"GB/s; there are {LINKS}")
+    scoring: ScoringConfig = ScoringConfig()
+    weights: TransferConfig = TransferConfig()
+    links: dict[str, float] = Field(default_factory=dict, description=f"GB/s by name, added to {LINKS}")
     engines: dict[str, EnginePace] = Field(default_factory=dict, description="by pool: measured speed")
     train: TrainPace | None = None
     contention: float = Field(
-        0.0, ge=0, description="engines and training share cores: while both work, either takes longer by this share"
+        0.0, ge=0, description="engines and training share cores: while both work, each takes longer by this share"
     )
     colocated: bool = Field(False, description="training and generation take turns on the same devices")
-    log: Literal["full", "off"] = Field("full", description="the event log of a real run, or none")
-    sample_s: Seconds = Field(5.0, description="between two looks at what everything is doing")
+    log: Literal["full", "off"] = Field("full", description="write the event log of a real run, or none")
+    sample_s: Seconds = Field(5.0, description="between samples of what is going on")
 
 
 class Scenario(RunFile):
     model: ScenarioModel
     tasks: list[ScenarioTask] = Field(min_length=1)  # type: ignore[assignment]
     engine: ScenarioEngine = ScenarioEngine()
-    simulate: Simulate = Simulate()
+    simulate: SimulateConfig = SimulateConfig()
 
     @model_validator(mode="after")
     def _fits(self) -> "Scenario":
@@ -141,7 +139,7 @@ class Scenario(RunFile):
                 raise Conflict(f"there is no link {link!r}{known}; name it in links", "simulate", "weights", key)
         if self.warmup >= self.training.steps:
             raise Conflict(
-                f"{self.training.steps} steps of training leave none to count after a warmup of {self.warmup}; take "
+                f"{self.training.steps} steps of training leave none to measure after a warmup of {self.warmup}; take "
                 "more steps, or set simulate.warmup",
                 "training",
                 "steps",
@@ -150,16 +148,16 @@ class Scenario(RunFile):
 
     @property
     def warmup(self) -> int:
-        """Steps that do not count. Until all batches that may be under way at once are, steps come too soon."""
-        said = self.simulate.warmup
-        return 1 + self.rollout.schedule().alpha if said is None else said
+        """Steps that are not measured: steps are too short until as many batches are in flight as alpha allows."""
+        configured = self.simulate.warmup
+        return 1 + self.rollout.schedule().alpha if configured is None else configured
 
     @property
     def links(self) -> dict[str, float]:
         return LINKS | self.simulate.links
 
     def with_preset(self, preset: str) -> "Scenario":
-        """The same under another preset, without the keys that it does not have. Raises ConfigError."""
+        """The same under another preset, without the keys that it does not allow. Raises ConfigError."""
         if preset not in get_args(Preset):
             raise ConfigError(f"there is no preset {preset!r}; there are {', '.join(get_args(Preset))}")
         free = {"rollart": SCHEDULE_KEYS, "start_bound": ("alpha",)}.get(preset, ())
@@ -182,8 +180,8 @@ class Scenario(RunFile):
 
 
 def load(path: Path, overrides: Sequence[str] = (), workload: Path | None = None) -> Scenario:
-    """The scenario with the keys of a `workload` file in its `simulate` section, and then `overrides`. A pool of count
-    0 is none, so that a sweep over mixes of devices can leave one out.
+    """The scenario, with the keys of a `workload` file in its `simulate` section, then `overrides`. A pool of count 0
+    is removed, so that a sweep over device mixes can leave one out.
 
     Raises ConfigError with one sentence per problem."""
     tree = loading.read(path)

@@ -1,9 +1,9 @@
-"""Modelled rewards and a modelled trainer, and a ledger that keeps nothing."""
+"""Simulated rewards, a simulated trainer, contention between engines and trainer, and a ledger that stores nothing."""
 
 import asyncio
 import heapq
 import random
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,12 +18,15 @@ from rollart.rollout.ledger import GroupRecord
 from rollart.simulate.clock import sleep
 from rollart.simulate.constants import TRAINING_EFFICIENCY
 from rollart.simulate.distributions import draw_of
+from rollart.simulate.engine import SimulatedEngine
 from rollart.simulate.scenario import Scenario, TrainPace
-from rollart.simulate.weights import Weights
+from rollart.simulate.weight_transfer import WeightTransfer
+
+_DONE_S = 1e-4
 
 
-class ModelledRewards:
-    """`busy_s` is what functions are billed for, or workers spend; `calls` and `cold` count."""
+class SimulatedRewards:
+    """`busy_s` are billed seconds of functions, or busy seconds of workers; `calls` and `cold` count calls."""
 
     def __init__(self, scenario: Scenario) -> None:
         scoring = scenario.simulate.scoring
@@ -36,7 +39,7 @@ class ModelledRewards:
         self._retries = scenario.rewards.retries
         self._cold_start = draw_of(scoring.cold_start)
         self._keep_warm = scoring.keep_warm if scoring.where == "serverless" else float("inf")
-        self._warm: list[float] = []  # until when each idle instance stays, the soonest first
+        self._warm: list[float] = []  # expiry times of idle instances, a heap
         self._warm_workers = scoring.where == "dedicated"
         self._free = asyncio.Semaphore(scoring.concurrency)
 
@@ -48,7 +51,7 @@ class ModelledRewards:
                 await self._call(seconds(luck.random()), luck)
             if luck.random() >= failures:
                 return RewardResult(luck.random())
-        raise RewardFailed("the modelled reward failed")
+        raise RewardFailed("the simulated reward failed")
 
     async def _call(self, seconds: float, luck: random.Random) -> None:
         now = asyncio.get_running_loop().time()
@@ -75,18 +78,26 @@ class ModelledRewards:
         return False
 
 
-class ModelledTrainer:
-    """Time from FLOPs, or as measured. `busy` while it trains, `blocked` while weights are exchanged."""
+class SimulatedTrainer:
+    """Step time from FLOPs, or as measured; `work` makes it pass. `busy` while it trains, `blocked` while weights are
+    exchanged."""
 
     def __init__(
-        self, shape: ModelShape, device: DeviceClass, ranks: int, weights: Weights, pace: TrainPace | None, epochs: int
+        self,
+        *,
+        shape: ModelShape,
+        device: DeviceClass,
+        ranks: int,
+        weights: WeightTransfer,
+        pace: TrainPace | None,
+        epochs: int,
+        work: Callable[[float], Awaitable[None]] = sleep,
     ) -> None:
         self.version = 0
         self.busy = self.blocked = False
         self.blocked_s = 0.0
-        self._shape, self._weights, self._pace, self._epochs = shape, weights, pace, epochs
+        self._shape, self._weights, self._pace, self._epochs, self._work = shape, weights, pace, epochs, work
         self._flops = device.tflops * 1e12 * ranks * TRAINING_EFFICIENCY
-        self.work: Callable[[float], Awaitable[None]] = sleep
 
     async def step(self, batch: Batch) -> StepMetrics:
         clock = asyncio.get_running_loop().time
@@ -97,7 +108,7 @@ class ModelledTrainer:
             self.blocked, self.blocked_s = False, self.blocked_s + wait
         self.busy = True
         began = clock()
-        await self.work(self.seconds(lengths))
+        await self._work(self.seconds(lengths))
         self.busy = False
         self.version = batch.step + 1
         return StepMetrics(self.version, clock() - began, sum(lengths))
@@ -114,14 +125,45 @@ class ModelledTrainer:
         return self.version
 
     async def save(self, path: Path) -> None:
-        """Nothing is kept."""
+        """Nothing is saved."""
 
     async def load(self, path: Path) -> None:
-        """Nothing was kept."""
+        """Nothing was saved."""
 
 
-class Forgetful:
-    """A ledger for runs that nobody will resume."""
+class Contention:
+    """Engines and trainer share the cores of one machine: while both work, each takes `1 + extra` times as long.
+
+    One number stands for cores, caches and memory bandwidth. Environments and the control plane are not in it: what
+    they cost is in the measured times of steps and generations."""
+
+    def __init__(self, extra: float, engines: Collection[SimulatedEngine]) -> None:
+        self._extra, self._engines = extra, engines
+
+    async def train(self, seconds: float) -> None:
+        """Work that takes `seconds` alone; what it lost to engines is made up for at the end."""
+        if not self._extra:
+            return await asyncio.sleep(seconds)
+        lost = self._extra / (1.0 + self._extra)
+        self._set_slowdown(1.0 + self._extra)
+        try:
+            while seconds > _DONE_S:
+                before = self._engine_seconds()
+                await asyncio.sleep(seconds)
+                seconds = lost * (self._engine_seconds() - before)
+        finally:
+            self._set_slowdown(1.0)
+
+    def _set_slowdown(self, factor: float) -> None:
+        for engine in self._engines:
+            engine.set_slowdown(factor)
+
+    def _engine_seconds(self) -> float:
+        return max((engine.busy_seconds() for engine in self._engines), default=0.0)
+
+
+class NullLedger:
+    """A ledger for runs that are never resumed."""
 
     def start(self, group: GroupRecord) -> None: ...
 
@@ -138,12 +180,12 @@ class Forgetful:
     def commit(self, version: int) -> None: ...
 
 
-def counted(group: Group) -> SampleGroup:
-    """A group as a modelled trainer needs it: lengths, without the tokens."""
-    return SampleGroup(group.id, group.task, tuple(map(_counted, group.done)))
+def to_samples(group: Group) -> SampleGroup:
+    """A group as the simulated trainer needs it: lengths, without tokens."""
+    return SampleGroup(group.id, group.task, tuple(map(_sample, group.done)))
 
 
-def _counted(trajectory: Trajectory) -> Sample:
+def _sample(trajectory: Trajectory) -> Sample:
     tokens = cast(Any, RunLength.of(0, trajectory.total_tokens))
     truncated = trajectory.outcome is Outcome.TRUNCATED
     return Sample(trajectory.id, trajectory.task, tokens, tokens, tokens, tokens, trajectory.reward or 0.0, truncated)

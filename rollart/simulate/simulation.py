@@ -1,7 +1,7 @@
-"""One simulation: the scheduler, router and pipeline of real runs, on virtual time, against modelled services.
+"""One simulation: the scheduler, router and training loop of real runs, on virtual time, against simulated services.
 
-Nothing in here decides anything. It builds the modelled services that a scenario describes, hands them to the control
-plane, lets it run, and looks every few seconds at what everything is doing.
+Nothing here makes decisions. It builds the simulated services of a scenario, runs the control plane on them, and
+samples every few seconds what they are doing.
 """
 
 import asyncio
@@ -29,21 +29,20 @@ from rollart.rollout.training_loop import LoopPlan, TrainingLoop
 from rollart.rollout.trajectory import RolloutTask, TrajectoryRunner
 from rollart.simulate import clock
 from rollart.simulate.constants import MEMORY_FOR_KV
-from rollart.simulate.contention import Contention
-from rollart.simulate.cost import Pace, PassCost
-from rollart.simulate.engine import FluidEngine
-from rollart.simulate.environments import Answers, ModelledEnvironments, ModelledRenderer
-from rollart.simulate.result import Result, result_of
+from rollart.simulate.engine import SimulatedEngine
+from rollart.simulate.environments import ResponseLengths, SimulatedEnvironments, SimulatedRenderer
+from rollart.simulate.pass_cost import PassCost
+from rollart.simulate.result import SimulationResult, result_of
 from rollart.simulate.scenario import Scenario
-from rollart.simulate.services import Forgetful, ModelledRewards, ModelledTrainer, counted
+from rollart.simulate.services import Contention, NullLedger, SimulatedRewards, SimulatedTrainer, to_samples
 from rollart.simulate.tally import Tally
-from rollart.simulate.weights import Weights
+from rollart.simulate.weight_transfer import WeightTransfer
 
 _CPU_ENGINE = {"max_batch": 64, "prefill_chunk": 512, "kv_megabytes": 512}  # as the run file's own defaults
 _GPU_ENGINE = {"max_batch": 256, "prefill_chunk": 2048}
 
 
-Tell = Callable[[int, float], None]
+OnProgress = Callable[[int, float], None]
 
 
 def simulate(
@@ -52,25 +51,27 @@ def simulate(
     folder: Path | None = None,
     until: float | None = None,
     seed: int | None = None,
-    tell: Tell | None = None,
-) -> Result:
-    """Run the scenario to its last step, or for `until` virtual seconds. With a `folder`, leave the event log there.
-    `tell` hears now and then how many steps are done and how many seconds have passed."""
+    on_progress: OnProgress | None = None,
+) -> SimulationResult:
+    """Run the scenario to its last step, or for `until` virtual seconds. With a `folder`, write the event log there.
+    `on_progress` gets the number of steps done and the virtual time."""
     if seed is not None:
         scenario = scenario.model_copy(update={"seed": seed})
-    with gc_tuning.off():  # a simulation leaves it nothing to find
-        return clock.run(Simulation(scenario, folder, until, tell).run())
+    with gc_tuning.off():  # a simulation makes no reference cycles
+        return clock.run(Simulation(scenario, folder, until, on_progress).run())
 
 
 class Simulation:
-    def __init__(self, scenario: Scenario, folder: Path | None, until: float | None, tell: Tell | None = None) -> None:
-        self._scenario, self._folder, self._until, self._tell = scenario, folder, until, tell
+    def __init__(
+        self, scenario: Scenario, folder: Path | None, until: float | None, on_progress: OnProgress | None = None
+    ) -> None:
+        self._scenario, self._folder, self._until, self._on_progress = scenario, folder, until, on_progress
         self._classes = scenario.device_classes()
-        self._looks: Counter[str] = Counter()
-        self._engines: dict[str, FluidEngine] = {}
+        self._samples: Counter[str] = Counter()
+        self._engines: dict[str, SimulatedEngine] = {}
         self._pools: dict[str, EnginePool] = {}
 
-    async def run(self) -> Result:
+    async def run(self) -> SimulationResult:
         scenario = self._scenario
         now = asyncio.get_running_loop().time
         began = time.process_time()
@@ -84,14 +85,14 @@ class Simulation:
             log.subscribe(self._tally.fold)
         try:
             self._build(sink)
-            self._tell_start(sink)
-            looking = asyncio.create_task(self._look(sink, log is not None))
+            self._emit_start(sink)
+            sampling = asyncio.create_task(self._sample(sink, log is not None))
             try:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._until):
-                        await self._pipeline.run()
+                        await self._training_loop.run()
             finally:
-                looking.cancel()
+                sampling.cancel()
                 await self._scheduler.stop()
             sink.emit(RunEnded(version=self._trainer.version, reason="finished"))
         finally:
@@ -100,27 +101,26 @@ class Simulation:
         loop, took = asyncio.get_running_loop(), time.process_time() - began
         return result_of(scenario, self._tally, self._classes, self._pools, now(), took, getattr(loop, "handled", 0))
 
-    # What there is
+    # Construction
 
     def _build(self, sink: EventSink) -> None:
         scenario = self._scenario
         schedule = scenario.rollout.schedule()
-        self._weights = Weights.of(scenario)
-        self._environments = ModelledEnvironments(scenario)
-        self._rewards = ModelledRewards(scenario)
+        self._weights = WeightTransfer.of(scenario)
+        self._environments = SimulatedEnvironments(scenario)
+        self._rewards = SimulatedRewards(scenario)
         self._trainer = self._make_trainer()
         router = self._make_router(sink)
-        self._trainer.work = Contention(scenario.simulate.contention, self._engines.values()).train
         lockstep = Lockstep() if schedule.lockstep else None
         deadline = scenario.rollout.trajectory_deadline
         player = TrajectoryRunner(
-            self._environments, router, ModelledRenderer(), self._rewards, sink, deadline, lockstep
+            self._environments, router, SimulatedRenderer(), self._rewards, sink, deadline, lockstep
         )
         tasks = [
             RolloutTask(task.name, task.weight, task.max_turns, task.max_context, _sampling(task.sampling.max_tokens))
             for task in scenario.tasks
         ]
-        ledger = Forgetful()
+        ledger = NullLedger()
         self._scheduler = Scheduler(
             tasks=tasks,
             schedule=schedule,
@@ -134,9 +134,9 @@ class Simulation:
             ledger=ledger,
             sink=sink,
             rule=scenario.environments.quarantine.rule(),
-            to_samples=counted,
+            to_samples=to_samples,
         )
-        self._pipeline = TrainingLoop(
+        self._training_loop = TrainingLoop(
             plan=LoopPlan(scenario.training.steps, scenario.checkpoint.every, 0, 0),
             version=0,
             scheduler=self._scheduler,
@@ -149,44 +149,45 @@ class Simulation:
             on_saved=lambda version: None,
         )
 
-    def _make_trainer(self) -> ModelledTrainer:
+    def _make_trainer(self) -> SimulatedTrainer:
         scenario = self._scenario
         ((_, pool),) = scenario.pools_of("train").items()
-        return ModelledTrainer(
-            scenario.shape,
-            self._device(pool.devices[0]),
-            pool.count,
-            self._weights,
-            scenario.simulate.train,
-            scenario.training.epochs,
+        return SimulatedTrainer(
+            shape=scenario.shape,
+            device=self._device(pool.devices[0]),
+            ranks=pool.count,
+            weights=self._weights,
+            pace=scenario.simulate.train,
+            epochs=scenario.training.epochs,
+            work=Contention(scenario.simulate.contention, self._engines.values()).train,
         )
 
     def _make_router(self, sink: EventSink) -> Router:
-        scenario, answers, places = self._scenario, Answers(self._scenario), {}
+        scenario, responses = self._scenario, ResponseLengths(self._scenario)
+        pools: dict[str, EnginePool] = {}
         for name, pool in scenario.pools_of("generate").items():
             device = self._device(pool.devices[0])
             roofline = Roofline(device, scenario.shape, pool.emulate or 1.0, pool.tensor_parallel)
-            pace = scenario.simulate.engines.get(name)
-            cost = PassCost(roofline, Pace(pace.fixed, pace.token, pace.context) if pace else None)
+            cost = PassCost(roofline, scenario.simulate.engines.get(name))
             max_batch, chunk, kv_tokens = self._limits(name, roofline)
             kind = self._pools[name] = EnginePool(name, roofline, max_batch, kv_tokens)
             for number in range(pool.workers):
-                engine = self._engines[f"{name}-{number}"] = FluidEngine(
+                engine = self._engines[f"{name}-{number}"] = SimulatedEngine(
                     f"{name}-{number}",
                     cost,
                     self._weights,
-                    answers,
+                    responses,
                     max_batch=max_batch,
                     chunk=chunk,
                     kv_tokens=kv_tokens,
                     keeps_kv=scenario.engine.on_swap == "keep",
                 )
-                places[engine.url] = kind
+                pools[engine.url] = kind
         return Router(
             dict(self._engines),
             0,
             sink,
-            pools=places,
+            pools=pools,
             policy=policy(scenario.routing.policy, scenario.routing.hand_over),
             affinity={
                 task.name: task.affinity if isinstance(task.affinity, str) else tuple(task.affinity)
@@ -196,7 +197,7 @@ class Simulation:
         )
 
     def _limits(self, pool: str, roofline: Roofline) -> tuple[int, int, int]:
-        """Sequences at once, tokens of a prefill pass, and tokens of KV, as said or as its kind of device has them."""
+        """Maximum batch, tokens of a prefill pass and tokens of KV: as configured, or the defaults of the device."""
         config, shape = self._scenario.engine, roofline.shape
         defaults = _CPU_ENGINE if roofline.device.name == "cpu" else _GPU_ENGINE
         megabytes = config.kv_megabytes or defaults.get("kv_megabytes")
@@ -216,30 +217,30 @@ class Simulation:
 
     def _device(self, name: str) -> DeviceClass:
         if name == "auto":
-            raise ConfigError("a simulation needs to know the hardware: name a device class in every pool, not auto")
+            raise ConfigError("a simulation needs to know the hardware: give every pool a device class, not auto")
         return self._classes[name]
 
-    # What it does
+    # Sampling
 
-    async def _look(self, sink: EventSink, log: bool) -> None:
-        """Every few seconds: what does everybody wait for?"""
-        looks, scheduler, environments = self._looks, self._scheduler, self._environments
+    async def _sample(self, sink: EventSink, log: bool) -> None:
+        """Every few seconds, record what engines and the trainer are doing or waiting for."""
+        samples, scheduler, environments = self._samples, self._scheduler, self._environments
         while True:
             busy = False
             why = self._why_idle()
             for name, engine in self._engines.items():
                 if engine.idle:
-                    looks[f"idle {name.rpartition('-')[0]} {why}"] += 1
+                    samples[f"idle {name.rpartition('-')[0]} {why}"] += 1
                 else:
                     busy = True
-            looks[f"look {self._busiest(busy)}"] += 1
-            looks["looks"] += 1
-            looks["environments"] += environments.in_use
-            looks["running"] += scheduler.running
+            samples[f"part {self._busiest(busy)}"] += 1
+            samples["samples"] += 1
+            samples["environments"] += environments.in_use
+            samples["running"] += scheduler.running
             if log:
-                await self._tell_samples(sink)
-            if self._tell is not None:
-                self._tell(self._trainer.version, asyncio.get_running_loop().time())
+                await self._emit_samples(sink)
+            if self._on_progress is not None:
+                self._on_progress(self._trainer.version, asyncio.get_running_loop().time())
             await asyncio.sleep(self._scenario.simulate.sample_s)
 
     def _why_idle(self) -> str:
@@ -252,20 +253,20 @@ class Simulation:
         return "training" if self._trainer.busy else "weights"
 
     def _busiest(self, generating: bool) -> str:
-        """What the step is made of at this moment: the first of these that goes on."""
+        """The part of the step that this moment belongs to: the first of these that applies."""
         if self._trainer.busy and not self._scheduler.running:
             return "train"
         if generating:
             return "generate"
         return "train" if self._trainer.busy else self._why_idle()
 
-    async def _tell_samples(self, sink: EventSink) -> None:
+    async def _emit_samples(self, sink: EventSink) -> None:
         sink.emit(self._scheduler.sample(self._environments.in_use, self._environments.capacity))
         for name, engine in self._engines.items():
             status = await engine.status()
             sink.emit(EngineSample.of(name, status))
 
-    def _tell_start(self, sink: EventSink) -> None:
+    def _emit_start(self, sink: EventSink) -> None:
         scenario = self._scenario
         sink.emit(
             RunStarted(
@@ -294,8 +295,8 @@ class Simulation:
                 )
 
     def _totals(self) -> dict[str, float]:
-        """What is counted by the services themselves."""
-        totals: defaultdict[str, float] = defaultdict(float, self._looks)
+        """Totals that the services count themselves."""
+        totals: defaultdict[str, float] = defaultdict(float, self._samples)
         for name, kind in self._pools.items():
             for place in kind.places:
                 engine = self._engines[place.name]

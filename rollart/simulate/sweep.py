@@ -10,14 +10,14 @@ from rich.table import Table
 
 from rollart.core.errors import ConfigError
 from rollart.simulate.report import summary
-from rollart.simulate.result import Result, interval
+from rollart.simulate.result import SimulationResult, interval
 
 PRESET = "preset"
 _OPEN, _CLOSE = "[{", "]}"
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class SweepPoint:
     """`values` by key, as they were written."""
 
     values: dict[str, str]
@@ -31,10 +31,10 @@ class Point:
         return self.values.get(PRESET)
 
 
-def points(asked: Sequence[str]) -> list[Point]:
+def points(asked: Sequence[str]) -> list[SweepPoint]:
     """All combinations of `KEY=A,B,C` and `KEY,KEY=A:B,C:D`, whose keys change together. Raises ConfigError."""
     axes = [list(_axis(text)) for text in asked]
-    found = [Point({key: value for part in parts for key, value in part.items()}) for parts in product(*axes)]
+    found = [SweepPoint({key: value for part in parts for key, value in part.items()}) for parts in product(*axes)]
     if len({key for point in found for key in point.values}) < sum(len(axis[0]) for axis in axes):
         raise ConfigError("--sweep: a key may be swept only once")
     return found
@@ -67,7 +67,7 @@ def _split(text: str, mark: str) -> list[str]:
 
 
 LEGEND = "trainer, engines, rewards: share of time at work; unused: trajectories that were not trained"
-Swept = Sequence[tuple[Point, Sequence[Result]]]
+Swept = Sequence[tuple[SweepPoint, Sequence[SimulationResult]]]
 
 
 def table(swept: Swept) -> Table:
@@ -85,8 +85,8 @@ def table(swept: Swept) -> Table:
     return told
 
 
-def _cells(results: Sequence[Result]) -> dict[str, str]:
-    def mean(pick: Callable[[Result], float]) -> float:
+def _cells(results: Sequence[SimulationResult]) -> dict[str, str]:
+    def mean(pick: Callable[[SimulationResult], float]) -> float:
         return sum(map(pick, results)) / len(results)
 
     step, half = interval([result.step_s for result in results])
@@ -107,12 +107,12 @@ def as_rows(swept: Swept) -> list[dict[str, Any]]:
     return [{"values": point.values, **summary(results)} for point, results in swept]
 
 
-def _busy(result: Result) -> float:
+def _busy(result: SimulationResult) -> float:
     """Of all generating devices."""
     devices = sum(pool.devices for pool in result.pools.values())
     return sum(pool.busy * pool.devices for pool in result.pools.values()) / max(1, devices)
 
 
-def _unused(result: Result) -> float:
+def _unused(result: SimulationResult) -> float:
     ended = sum(result.outcomes.values())
     return 1.0 - sum(result.outcomes.get(name, 0) for name in ("finished", "truncated")) / max(1, ended)

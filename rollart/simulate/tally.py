@@ -1,6 +1,6 @@
-"""Events and samples of a simulation folded into totals, from which the steps after the warmup are cut out.
+"""Totals of the events and samples of a simulation, for the steps after the warmup.
 
-The same events go into the log of a run. Sums only: memory does not grow with the length of a simulation.
+Only sums are kept: memory does not grow with the length of a simulation.
 """
 
 from collections import Counter
@@ -13,12 +13,12 @@ Totals = Counter[str]
 
 
 class Tally:
-    """An event sink. `more` adds totals that are kept elsewhere whenever a step ends."""
+    """An event sink. `service_totals` are added whenever a step ends."""
 
-    def __init__(self, clock: Callable[[], float], warmup: int, more: Callable[[], dict[str, float]]) -> None:
+    def __init__(self, clock: Callable[[], float], warmup: int, service_totals: Callable[[], dict[str, float]]) -> None:
         self.totals: Totals = Counter()
         self.step_times: list[float] = []
-        self._clock, self._warmup, self._more = clock, warmup, more
+        self._clock, self._warmup, self._service_totals = clock, warmup, service_totals
         self._started: dict[str, float] = {}
         self._before: Totals = Counter()
         self._after: Totals = Counter()
@@ -45,14 +45,14 @@ class Tally:
             fold(event)
 
     @property
-    def counted(self) -> Totals:
-        """Totals of the steps that count, or of all the time if no step ended; `t` is that time."""
+    def measured(self) -> Totals:
+        """Totals of the steps after the warmup, or of the whole time if no step ended; `t` is that time."""
         if not self.step_times:
-            return self._mark()
+            return self._snapshot()
         return Counter({key: self._after[key] - self._before[key] for key in self._after})
 
-    def _mark(self) -> Totals:
-        return Counter(self.totals) + Counter(self._more()) + Counter({"t": self._clock()})
+    def _snapshot(self) -> Totals:
+        return Counter(self.totals) + Counter(self._service_totals()) + Counter({"t": self._clock()})
 
     def _trajectory_started(self, event: ev.TrajectoryStarted) -> None:
         self._started[event.trajectory] = event.t
@@ -99,8 +99,8 @@ class Tally:
         self.totals["train"] += event.seconds  # type: ignore[assignment]
         self.step_times.append(event.t)
         if event.version == self._warmup:
-            self._before = self._mark()
-        self._after = self._mark()
+            self._before = self._snapshot()
+        self._after = self._snapshot()
 
     def _swapped(self, event: ev.EngineSwapped) -> None:
         self.totals["swaps"] += 1

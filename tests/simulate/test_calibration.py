@@ -4,7 +4,7 @@ import pytest
 
 from rollart.config import loading
 from rollart.core.errors import RollartError
-from rollart.simulate.calibration import Calibration, calibrate, told
+from rollart.simulate.calibration import Calibration, calibrate, describe
 from rollart.simulate.distributions import Distribution, mean_of
 from rollart.simulate.fit import distance
 from rollart.simulate.scenario import Scenario, load
@@ -133,4 +133,4 @@ def test_a_folder_without_its_run_file_asks_for_it(folder: Path, tmp_path: Path)
     ],
 )
 def test_a_spread_is_told_in_a_few_words(spread: object, text: str) -> None:
-    assert text in told(Distribution.model_validate(spread) if isinstance(spread, dict) else spread)  # type: ignore[arg-type]
+    assert text in describe(Distribution.model_validate(spread) if isinstance(spread, dict) else spread)  # type: ignore[arg-type]

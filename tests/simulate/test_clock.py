@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from rollart.simulate.clock import NothingLeft, run, sleep
+from rollart.simulate.clock import Deadlock, run, sleep
 
 
 def test_sleeping_costs_no_time_but_moves_the_clock() -> None:
@@ -31,7 +31,7 @@ def test_a_program_that_would_hang_for_ever_is_an_error() -> None:
     async def main() -> None:
         await asyncio.Event().wait()
 
-    with pytest.raises(NothingLeft):
+    with pytest.raises(Deadlock):
         run(main())
 
 

@@ -7,27 +7,28 @@ from rollart.core.types import GenerationRequest, Message, Sampling
 from rollart.hardware.devices import CATALOGUE
 from rollart.hardware.roofline import ModelShape, Roofline
 from rollart.simulate import clock
-from rollart.simulate.contention import Contention
-from rollart.simulate.cost import Pace, PassCost
-from rollart.simulate.engine import FluidEngine
-from rollart.simulate.environments import ModelledRenderer
-from rollart.simulate.weights import Weights
+from rollart.simulate.engine import SimulatedEngine
+from rollart.simulate.environments import SimulatedRenderer
+from rollart.simulate.pass_cost import PassCost
+from rollart.simulate.scenario import EnginePace
+from rollart.simulate.services import Contention
+from rollart.simulate.weight_transfer import WeightTransfer
 
 _PASS_S, _TOKENS = 0.01, 101
 
 
-def _engine() -> FluidEngine:
+def _engine() -> SimulatedEngine:
     shape = ModelShape(dense=1000, layers=1, heads=1, kv_heads=1, head_dim=8)
-    cost = PassCost(Roofline(CATALOGUE["cpu"], shape), Pace(_PASS_S, 0.0))
-    weights = Weights(1000, "store", 1e9, 1e9)
-    return FluidEngine(
+    cost = PassCost(Roofline(CATALOGUE["cpu"], shape), EnginePace(fixed=_PASS_S, token=0.0))
+    weights = WeightTransfer(1000, "store", 1e9, 1e9)
+    return SimulatedEngine(
         "e-0", cost, weights, lambda request: (_TOKENS, "stop"), max_batch=8, chunk=512, kv_tokens=100_000
     )
 
 
-async def _answered(engine: FluidEngine) -> float:
+async def _answered(engine: SimulatedEngine) -> float:
     """When a request that begins now has its answer: about a second of passes later if nobody disturbs."""
-    tokens = ModelledRenderer().open([Message("user", f"10 {seed_of('x')}")])
+    tokens = SimulatedRenderer().open([Message("user", f"10 {seed_of('x')}")])
     await engine.generate(GenerationRequest("r", "s", "t", 0, tokens, Sampling(max_tokens=200)))
     return asyncio.get_running_loop().time()
 

@@ -5,23 +5,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollart.core.types import GenerationRequest, Sampling
-from rollart.simulate.decoding import Decoding
-from rollart.simulate.sequence import Sequence
+from rollart.simulate.decoding import DecodingBatch, SimulatedSequence
 
 
-def sequence(wanted: int) -> Sequence:
+def sequence(wanted: int) -> SimulatedSequence:
     request = GenerationRequest("a/0", "a", "task", 0, [], Sampling())
-    return Sequence(request, cast("asyncio.Future[Any]", None), 0, 0, wanted, "stop", 0.0)
+    return SimulatedSequence(request, cast("asyncio.Future[Any]", None), 0, 0, wanted, "stop", 0.0)
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 100), st.booleans()), max_size=30))
 def test_sequences_end_after_the_tokens_they_want_and_those_that_left_do_not(
     arrivals: list[tuple[int, int, bool]],
 ) -> None:
-    batch, due, ended = Decoding(), {}, {}
+    batch, due, ended = DecodingBatch(), {}, {}
     for gap, wanted, leaves in arrivals:
-        batch.go_on(gap)
-        ended |= {each.order: batch.steps for each in batch.ended()}
+        batch.advance(gap)
+        ended |= {each.order: batch.steps for each in batch.pop_ended()}
         one = sequence(wanted)
         batch.join(one, wanted)
         if leaves:
@@ -29,14 +28,14 @@ def test_sequences_end_after_the_tokens_they_want_and_those_that_left_do_not(
         else:
             due[one.order] = batch.steps + wanted
     while (end := batch.next_end()) is not None:
-        batch.go_on(end - batch.steps)
-        ended |= {each.order: batch.steps for each in batch.ended()}
+        batch.advance(end - batch.steps)
+        ended |= {each.order: batch.steps for each in batch.pop_ended()}
     assert ended.keys() == due.keys() and batch.count == 0 and batch.context == 0.0
     assert all(due[order] <= at <= due[order] + 50 for order, at in ended.items())
 
 
 def test_the_last_to_join_is_found_when_later_ones_have_left() -> None:
-    batch, first, second = Decoding(), sequence(10), sequence(10)
+    batch, first, second = DecodingBatch(), sequence(10), sequence(10)
     batch.join(first, 10)
     batch.join(second, 10)
     batch.leave(second)
@@ -44,25 +43,25 @@ def test_the_last_to_join_is_found_when_later_ones_have_left() -> None:
 
 
 def test_a_long_sequence_knows_every_version_that_made_it_and_old_swaps_are_forgotten() -> None:
-    batch, long = Decoding(), sequence(10_000)
+    batch, long = DecodingBatch(), sequence(10_000)
     for version in range(1, 1_000):
-        batch.swapped(version)
-        batch.go_on(1)
+        batch.swap(version)
+        batch.advance(1)
     batch.join(long, 10_000)
     for version in range(1_000, 1_200):
-        batch.go_on(2)
-        batch.swapped(version)
-    batch.note_versions(long)
+        batch.advance(2)
+        batch.swap(version)
+    batch.record_versions(long)
     assert long.spans == [(version, 2) for version in range(999, 1_199)]
     batch.leave(long)
-    batch.swapped(1_200)
+    batch.swap(1_200)
     assert len(batch._swaps) < 100
 
 
 def test_a_sequence_that_saw_no_swap_is_of_the_version_it_met() -> None:
-    batch, one = Decoding(), sequence(8)
-    batch.swapped(3)
+    batch, one = DecodingBatch(), sequence(8)
+    batch.swap(3)
     batch.join(one, 8)
-    batch.go_on(8)
-    batch.note_versions(one)
+    batch.advance(8)
+    batch.record_versions(one)
     assert one.spans == [(3, 8)]

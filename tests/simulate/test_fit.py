@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rollart.simulate import fit
 from rollart.simulate.distributions import Distribution, LogNormal, draw_of, mean_of
-from rollart.simulate.measured import Generation, Training
+from rollart.simulate.measurements import MeasuredGeneration, MeasuredStep
 
 
 def _drawn(spread: Distribution, count: int = 2000) -> list[float]:
@@ -17,7 +17,7 @@ def _drawn(spread: Distribution, count: int = 2000) -> list[float]:
 
 
 def test_a_log_normal_is_found_again() -> None:
-    found = fit.spread(_drawn(Distribution(lognormal=LogNormal(median=3.8, sigma=0.64))))
+    found = fit.distribution(_drawn(Distribution(lognormal=LogNormal(median=3.8, sigma=0.64))))
 
     assert isinstance(found, Distribution)
     assert found.lognormal is not None
@@ -29,7 +29,7 @@ def test_two_modes_far_apart_are_told_as_two_with_their_shares() -> None:
     luck = random.Random(1)
     resets = [luck.uniform(13, 51) if luck.random() < 0.979 else luck.uniform(378, 488) for _ in range(4000)]
 
-    found = fit.spread(resets)
+    found = fit.distribution(resets)
 
     assert isinstance(found, Distribution)
     assert found.mixture is not None
@@ -39,14 +39,14 @@ def test_two_modes_far_apart_are_told_as_two_with_their_shares() -> None:
 
 def test_what_no_formula_describes_becomes_quantiles() -> None:
     luck = random.Random(3)
-    found = fit.spread([luck.choice((1.0, 2.0)) + luck.random() * 0.1 for _ in range(1000)])
+    found = fit.distribution([luck.choice((1.0, 2.0)) + luck.random() * 0.1 for _ in range(1000)])
 
     assert isinstance(found, Distribution)
     assert found.quantiles is not None
 
 
 def test_whole_numbers_keep_their_exact_shares() -> None:
-    found = fit.spread([1.0] * 30 + [2.0] * 50 + [10.0] * 20, whole=True)
+    found = fit.distribution([1.0] * 30 + [2.0] * 50 + [10.0] * 20, whole=True)
 
     assert isinstance(found, Distribution)
     assert found.mixture is not None
@@ -54,14 +54,14 @@ def test_whole_numbers_keep_their_exact_shares() -> None:
 
 
 def test_numbers_that_are_all_alike_are_a_number_and_none_are_zero() -> None:
-    assert fit.spread([2.0, 2.001, 2.0]) == pytest.approx(2.0, rel=0.01)
-    assert fit.spread([]) == 0.0
+    assert fit.distribution([2.0, 2.001, 2.0]) == pytest.approx(2.0, rel=0.01)
+    assert fit.distribution([]) == 0.0
 
 
 @settings(deadline=None)
 @given(st.lists(st.floats(1e-4, 1e4), min_size=20, max_size=200))
 def test_no_fit_draws_beyond_what_was_measured(values: list[float]) -> None:
-    draw = draw_of(fit.spread(values))
+    draw = draw_of(fit.distribution(values))
 
     for at in (0.0, 0.3, 0.7, 1.0):
         assert min(values) * 0.985 <= draw(at) <= max(values) * 1.015
@@ -90,7 +90,9 @@ def test_a_scaled_spread_has_the_scaled_mean(factor: float) -> None:
     assert mean_of(fit.scaled(spread, factor)) == pytest.approx(factor * mean_of(spread), rel=0.03)
 
 
-def _engine_log(fixed: float, token: float, contention: float, trainings: list[Training]) -> list[Generation]:
+def _engine_log(
+    fixed: float, token: float, contention: float, trainings: list[MeasuredStep]
+) -> list[MeasuredGeneration]:
     """One batch after the other, all alone: `size` sequences that prefill and then decode together."""
     luck, now, made = random.Random(5), 0.0, []
     for _ in range(400):
@@ -99,7 +101,7 @@ def _engine_log(fixed: float, token: float, contention: float, trainings: list[T
         slow = 1.0 + contention if beside else 1.0
         first = now + slow * (fixed + token * size * new)
         ended = first + slow * (tokens - 1) * (fixed + token * size)
-        made += [Generation("engine-0", now, first, ended, new, tokens, new + tokens)] * size
+        made += [MeasuredGeneration("engine-0", now, first, ended, new, tokens, new + tokens)] * size
         now = ended + 0.01
     return made
 
@@ -113,7 +115,7 @@ def test_the_pace_of_an_engine_is_found_from_its_generations() -> None:
 
 
 def test_slower_passes_beside_training_are_contention_and_not_pace() -> None:
-    trainings = [Training(at, at + 5.0, 5.0, 100) for at in range(0, 200, 10)]
+    trainings = [MeasuredStep(at, at + 5.0, 5.0, 100) for at in range(0, 200, 10)]
     found = fit.engine(_engine_log(0.004, 0.0003, 0.5, trainings), trainings, chunk=4096)
 
     assert found.contention == pytest.approx(0.5, abs=0.1)
@@ -121,7 +123,7 @@ def test_slower_passes_beside_training_are_contention_and_not_pace() -> None:
 
 
 def test_training_of_one_batch_size_counts_as_proportional_to_it() -> None:
-    steps = [Training(10.0 * n, 10.0 * n + 1.25, 1.0, 1000) for n in range(6)]
+    steps = [MeasuredStep(10.0 * n, 10.0 * n + 1.25, 1.0, 1000) for n in range(6)]
     pace = fit.trainer(steps, 0.0, [0.0] * 6)
 
     assert pace.fixed == pytest.approx(0.25)
@@ -129,7 +131,7 @@ def test_training_of_one_batch_size_counts_as_proportional_to_it() -> None:
 
 
 def test_batches_of_many_sizes_tell_the_fixed_part_of_training() -> None:
-    steps = [Training(0.0, 2.0 + n * 0.002, 2.0 + n * 0.002, n) for n in (100, 500, 1000, 2000)]
+    steps = [MeasuredStep(0.0, 2.0 + n * 0.002, 2.0 + n * 0.002, n) for n in (100, 500, 1000, 2000)]
     pace = fit.trainer(steps, 0.0, [0.0] * 4)
 
     assert pace.fixed == pytest.approx(2.0, rel=0.01)
@@ -137,8 +139,8 @@ def test_batches_of_many_sizes_tell_the_fixed_part_of_training() -> None:
 
 
 def test_time_of_training_beside_engines_is_not_all_its_own() -> None:
-    steps = [Training(0.0, 1.5, 1.5, 1000)]
-    assert fit.busy_shares(steps, [Generation("e-0", -1.0, 0.5, 0.75, 1, 1, 2)]) == [pytest.approx(0.5)]
+    steps = [MeasuredStep(0.0, 1.5, 1.5, 1000)]
+    assert fit.busy_shares(steps, [MeasuredGeneration("e-0", -1.0, 0.5, 0.75, 1, 1, 2)]) == [pytest.approx(0.5)]
 
     alone, beside = fit.trainer(steps, 1.0, [0.0]), fit.trainer(steps, 1.0, [0.5])
 

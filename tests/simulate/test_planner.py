@@ -10,10 +10,10 @@ from rollart.core.errors import ConfigError
 from rollart.hardware.devices import CATALOGUE
 from rollart.simulate import plots
 from rollart.simulate.estimate import estimate, means_of
-from rollart.simulate.planner import Search, Tried, combined, pareto, promising, search
+from rollart.simulate.plan_explanation import differences, explanation, reason
+from rollart.simulate.planner import PlanResult, PlanSearch, combined, pareto, promising, search
 from rollart.simulate.plans import plan_of, splits
-from rollart.simulate.reasons import differences, explanation, reason
-from rollart.simulate.result import Result
+from rollart.simulate.result import SimulationResult
 from rollart.simulate.scenario import Scenario
 
 
@@ -37,24 +37,24 @@ def _scenario(**more: Any) -> Scenario:
 
 
 @pytest.fixture(scope="module")
-def found() -> Search:
+def found() -> PlanSearch:
     return search(_scenario(), kinds=["H800", "H20"], steps=2, per_level=1, seeds=2, workers=2)
 
 
-def test_the_plan_found_is_within_budget_and_faster_than_the_one_given(found: Search) -> None:
+def test_the_plan_found_is_within_budget_and_faster_than_the_one_given(found: PlanSearch) -> None:
     assert found.given is not None
     assert found.budget == pytest.approx(found.given.price)
     assert all(each.price <= found.budget + 1e-9 for each in found.tried)
     assert found.fastest.step_s < found.given.step_s
 
 
-def test_the_plans_that_none_beats_and_the_one_given_are_confirmed_by_another_seed(found: Search) -> None:
+def test_the_plans_that_none_beats_and_the_one_given_are_confirmed_by_another_seed(found: PlanSearch) -> None:
     assert found.given is not None
     assert all(len(each.others) == 1 for each in (*found.front, found.given))
     assert found.fastest.step_s == (found.fastest.result.step_s + found.fastest.others[0]) / 2
 
 
-def test_a_plan_is_explained_by_what_differs_and_what_limits_it(found: Search) -> None:
+def test_a_plan_is_explained_by_what_differs_and_what_limits_it(found: PlanSearch) -> None:
     text = explanation(found)
 
     assert "fewer for training" in reason(found.fastest, found.given)
@@ -62,16 +62,16 @@ def test_a_plan_is_explained_by_what_differs_and_what_limits_it(found: Search) -
     assert "sets the pace" in text
 
 
-def test_the_picture_is_drawn(found: Search, tmp_path: Path) -> None:
+def test_the_picture_is_drawn(found: PlanSearch, tmp_path: Path) -> None:
     plots.plans(found, tmp_path / "plan.png")
 
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
-def _tried(price: float, step_s: float) -> Tried:
-    result = object.__new__(Result)
+def _tried(price: float, step_s: float) -> PlanResult:
+    result = object.__new__(SimulationResult)
     object.__setattr__(result, "step_s", step_s)
-    return Tried(plan_of(_scenario()), price, result, "")
+    return PlanResult(plan_of(_scenario()), price, result, "")
 
 
 @given(st.lists(st.tuples(st.floats(1, 100), st.floats(1, 100)), min_size=1, max_size=40))

@@ -48,7 +48,7 @@ def calibrate(
 
 
 def _table(calibration: "Calibration") -> Table:
-    from rollart.simulate.calibration import told
+    from rollart.simulate.calibration import describe
     from rollart.simulate.fit import distance
 
     table = Table(box=None, pad_edge=False, header_style="dim")
@@ -56,7 +56,7 @@ def _table(calibration: "Calibration") -> Table:
         table.add_column(column, justify="right" if column in ("measured", "distance") else "left")
     for task in calibration.found.tasks:
         for key, (data, spread) in calibration.spreads(task).items():
-            table.add_row(task, key, str(len(data)), told(spread), f"{distance(spread, data):.3f}")
+            table.add_row(task, key, str(len(data)), describe(spread), f"{distance(spread, data):.3f}")
     section = calibration.scenario.simulate
     for pool, engine in calibration.engines.items():
         pace = f"{engine.pace.fixed * 1e3:.3g} ms a pass, {engine.pace.token * 1e6:.3g} us a token"

@@ -13,7 +13,7 @@ from rollart.app.commands.guard import guarded
 from rollart.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rollart.simulate.planner import Search, Tried
+    from rollart.simulate.planner import PlanSearch, PlanResult
 
 
 @guarded
@@ -56,7 +56,7 @@ def plan(
     from rollart.simulate import scenario as scenarios
     from rollart.simulate.planner import search
     from rollart.simulate.plans import applied
-    from rollart.simulate.reasons import explanation
+    from rollart.simulate.plan_explanation import explanation
 
     asked = scenarios.load(scenario, overrides or [])
     console = Console(stderr=as_json, highlight=False)
@@ -89,8 +89,8 @@ def _limit(text: str) -> tuple[str, int]:
     return kind, int(count)
 
 
-def _table(found: "Search") -> Table:
-    from rollart.simulate.reasons import reason
+def _table(found: "PlanSearch") -> Table:
+    from rollart.simulate.plan_explanation import reason
 
     title = f"{found.considered} splits considered, {len(found.tried)} plans simulated; these are beaten by none"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
@@ -113,10 +113,10 @@ def _table(found: "Search") -> Table:
     return table
 
 
-def _summary(found: "Search") -> dict[str, Any]:
-    from rollart.simulate.reasons import reason
+def _summary(found: "PlanSearch") -> dict[str, Any]:
+    from rollart.simulate.plan_explanation import reason
 
-    def told(each: "Tried") -> dict[str, Any]:
+    def told(each: "PlanResult") -> dict[str, Any]:
         plan = asdict(each.plan) | {"split": each.plan.split}
         numbers = {"price_per_hour": each.price, "step_s": each.step_s, "cost_per_step": each.cost_per_step}
         return {**numbers, "plan": plan, "reason": reason(each, found.given)}

@@ -11,7 +11,7 @@ from rich.table import Table
 from rollart.app.commands.guard import guarded
 
 if TYPE_CHECKING:
-    from rollart.simulate.paper import Row
+    from rollart.simulate.paper import PaperRow
 
 
 @guarded
@@ -25,21 +25,23 @@ def reproduce(
 ) -> None:
     """Simulate the scenarios of the RollArt paper; print published value, simulated value and error.
 
-    One set of constants for all of them. Takes some minutes.
+    One set of constants for all of them. Takes a few minutes.
 
     [dim]rollart reproduce paper
     rollart reproduce paper --json[/dim]
     """
-    from rollart.simulate import figures, paper
+    from rollart.simulate import paper
 
     console = Console(stderr=as_json, highlight=False)
     folder = scenarios or paper.FOLDER
     with console.status("") as status:
-        rows = list(figures.reproduce(paper.Scenarios(folder, lambda name: status.update(name[:100]))))
+        rows = list(paper.reproduce(paper.PaperScenarios(folder, lambda name: status.update(name[:100]))))
     console.print(_table(rows))
     missed = [row for row in rows if not row.close]
-    told = sum(bool(row.reason) for row in missed)
-    console.print(f"{len(rows) - len(missed)} of {len(rows)} within {paper.CLOSE:.0%}; {told} others with a reason")
+    explained = sum(bool(row.reason) for row in missed)
+    console.print(
+        f"{len(rows) - len(missed)} of {len(rows)} within {paper.CLOSE:.0%}; {explained} others with a reason"
+    )
     for reason in dict.fromkeys(row.reason for row in missed if row.reason):
         console.print(f"- {reason}", style="dim", soft_wrap=True)
     _draw(rows, output)
@@ -48,7 +50,7 @@ def reproduce(
         typer.echo(json.dumps(_summary(rows)))
 
 
-def _table(rows: "list[Row]") -> Table:
+def _table(rows: "list[PaperRow]") -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("figure", "what"):
         table.add_column(column)
@@ -70,7 +72,7 @@ def _table(rows: "list[Row]") -> Table:
     return table
 
 
-def _summary(rows: "list[Row]") -> dict[str, Any]:
+def _summary(rows: "list[PaperRow]") -> dict[str, Any]:
     return {
         "within_15_percent": sum(row.close for row in rows),
         "missed_with_reason": sum(not row.close and bool(row.reason) for row in rows),
@@ -89,7 +91,7 @@ def _summary(rows: "list[Row]") -> dict[str, Any]:
     }
 
 
-def _draw(rows: "list[Row]", path: Path) -> None:
+def _draw(rows: "list[PaperRow]", path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")

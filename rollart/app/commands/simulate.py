@@ -57,15 +57,16 @@ def simulate(
     folder = run_folder.create(output or asked.output, asked.name) if asked.simulate.log == "full" else None
     console = Console(stderr=as_json, highlight=False)
     if guessed := [task.name for task in asked.tasks if task.name not in asked.simulate.workloads]:
-        said = f"simulate.workloads says nothing of {', '.join(guessed)}, so its turns, tokens and times are made up"
-        console.print(f"{said}; `rollart calibrate` fits them to a real run", style="yellow", markup=False)
+        warning = f"simulate.workloads has no {', '.join(guessed)}, so turns, tokens and times are defaults"
+        console.print(f"{warning}; `rollart calibrate` fits them to a real run", style="yellow", markup=False)
     with Console(stderr=True).status("simulating") as status:
 
-        def tell(step: int, seconds: float) -> None:
+        def show_progress(step: int, seconds: float) -> None:
             status.update(f"step {step} of {asked.training.steps}, {seconds:,.0f} s simulated")
 
         results = [
-            run(asked, folder=None if number else folder, seed=first + number, tell=tell) for number in range(seeds)
+            run(asked, folder=None if number else folder, seed=first + number, on_progress=show_progress)
+            for number in range(seeds)
         ]
     console.print(report(results))
     if folder is not None:

@@ -1,7 +1,7 @@
 """Why a plan is as it is: what differs from the scenario's own, and what its steps wait for."""
 
-from rollart.simulate.planner import Search, Tried
-from rollart.simulate.plans import Plan
+from rollart.simulate.planner import PlanResult, PlanSearch
+from rollart.simulate.plans import ClusterPlan
 
 _BUSY = 0.85
 _STAGES = {
@@ -15,7 +15,7 @@ _STAGES = {
 _SAME = 0.02
 
 
-def reason(tried: Tried, given: Tried | None) -> str:
+def reason(tried: PlanResult, given: PlanResult | None) -> str:
     """One sentence or two."""
     parts = [_limit(tried)]
     if given is not None and tried is not given:
@@ -25,7 +25,7 @@ def reason(tried: Tried, given: Tried | None) -> str:
     return "; ".join(parts)
 
 
-def differences(plan: Plan, given: Plan) -> list[str]:
+def differences(plan: ClusterPlan, given: ClusterPlan) -> list[str]:
     """What it has and does otherwise than the given one."""
     told = []
     if moved := plan.trainers - given.trainers:
@@ -47,7 +47,7 @@ def differences(plan: Plan, given: Plan) -> list[str]:
     return told
 
 
-def explanation(search: Search) -> str:
+def explanation(search: PlanSearch) -> str:
     """Of the fastest plan, in full sentences."""
     best, given = search.fastest, search.given
     pools = ", ".join(f"{name} {use.busy:.0%}" for name, use in best.result.pools.items())
@@ -72,14 +72,14 @@ def explanation(search: Search) -> str:
     return "\n".join(lines)
 
 
-def _generation(plan: Plan) -> dict[str, int]:
+def _generation(plan: ClusterPlan) -> dict[str, int]:
     counts: dict[str, int] = {}
     for each in plan.engines:
         counts[each.device] = counts.get(each.device, 0) + each.devices
     return counts
 
 
-def _limit(tried: Tried) -> str:
+def _limit(tried: PlanResult) -> str:
     """What keeps its steps from being shorter."""
     result = tried.result
     if result.trainer_use >= _BUSY:
@@ -95,7 +95,7 @@ def _limit(tried: Tried) -> str:
     return f"not devices but waiting sets the pace: {waits}; on average, most of all {told}"
 
 
-def _gain(tried: Tried, given: Tried) -> str:
+def _gain(tried: PlanResult, given: PlanResult) -> str:
     factor, price = given.step_s / tried.step_s, tried.price / given.price - 1
     speed = f"{factor:.2f}x as fast" if abs(factor - 1) > _SAME else "as fast"
     if abs(price) <= _SAME:

@@ -1,8 +1,8 @@
-"""The modelled way of weights from the trainer to the engines, over named links.
+"""The simulated transfer of weights from the trainer to the engines, over named links.
 
-By a `store`: the trainer goes on at once, the weights are pushed to a store near the engines, who pull each bucket once
-it is there and stand still only for the last part. By a `collective`, or by a store without `overlap`: trainer and
-engines stop until the weights have arrived.
+`store`: the trainer continues at once; weights are pushed to a store near the engines, which pull each bucket when it
+is there and stand still only for the last part. `collective`, or a store without `overlap`: trainer and engines stop
+until the weights have arrived.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from rollart.simulate.constants import COLLECTIVE_EFFICIENCY, PULL_EXPOSED, STOR
 from rollart.simulate.scenario import Scenario
 
 
-class Weights:
+class WeightTransfer:
     """`push` and `pull` are rates of links in bytes a second; a collective uses only the first. Of a transfer,
     `hidden_s` overlap with other work; then engines stand still for `exposed_s`."""
 
@@ -33,13 +33,13 @@ class Weights:
         self.hidden_s = 0.0 if self._stops else max(self.push_s, self.pull_s - self.exposed_s)
 
     @classmethod
-    def of(cls, scenario: Scenario) -> "Weights":
-        shape, asked, links = scenario.shape, scenario.simulate.weights, scenario.links
+    def of(cls, scenario: Scenario) -> "WeightTransfer":
+        shape, config, links = scenario.shape, scenario.simulate.weights, scenario.links
         size = shape.parameters * shape.number_bytes
-        return cls(size, asked.method, links[asked.push] * 1e9, links[asked.pull] * 1e9, asked.overlap)
+        return cls(size, config.method, links[config.push] * 1e9, links[config.pull] * 1e9, config.overlap)
 
     def publish(self, version: int) -> None:
-        """Version `version` is there; the trainer may not begin another step before `free_at`."""
+        """Start the transfer of `version`; the trainer may not begin another step before `free_at`."""
         now = asyncio.get_running_loop().time()
         if self._stops:
             self.free_at = now + self.exposed_s
@@ -47,8 +47,8 @@ class Weights:
         before = max(self._pushed_at.values(), default=now)
         self._pushed_at = {version: max(now, before) + self.push_s}
 
-    async def fetched(self, version: int) -> LoadResult:
-        """Until an engine has all that it can have without standing still."""
+    async def fetch(self, version: int) -> LoadResult:
+        """Returns when an engine has all that it can load without standing still."""
         if not self._stops:
             now = asyncio.get_running_loop().time()
             pushed = self._pushed_at.get(version, now)

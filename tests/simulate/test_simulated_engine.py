@@ -10,18 +10,18 @@ from rollart.core.types import Completion, GenerationRequest, Sampling
 from rollart.hardware.devices import CATALOGUE
 from rollart.hardware.roofline import ModelShape, Roofline
 from rollart.simulate.clock import run
-from rollart.simulate.cost import PassCost, seconds_of
-from rollart.simulate.engine import FluidEngine
+from rollart.simulate.engine import SimulatedEngine
+from rollart.simulate.pass_cost import PassCost, seconds_of
 from rollart.simulate.scenario import MODELS
-from rollart.simulate.weights import Weights
+from rollart.simulate.weight_transfer import WeightTransfer
 
 COST = PassCost(Roofline(CATALOGUE["H800"], ModelShape.of(MODELS["qwen3-8b"])))
 
 
-def engine(**changed: Any) -> FluidEngine:
-    weights = Weights(16_000_000_000, "store", 25e9, 50e9)
+def engine(**changed: Any) -> SimulatedEngine:
+    weights = WeightTransfer(16_000_000_000, "store", 25e9, 50e9)
     limits = {"max_batch": 64, "chunk": 2048, "kv_tokens": 300_000} | changed
-    return FluidEngine("one", COST, weights, lambda request: (request.sampling.max_tokens, "stop"), **limits)
+    return SimulatedEngine("one", COST, weights, lambda request: (request.sampling.max_tokens, "stop"), **limits)
 
 
 def request(session: str, tokens: int, answer: int, turn: int = 0, opening: int = 1) -> GenerationRequest:

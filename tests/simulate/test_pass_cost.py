@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from rollart.hardware.devices import CATALOGUE
 from rollart.hardware.roofline import ModelShape, Roofline, decode
 from rollart.simulate.constants import PASS_S
-from rollart.simulate.cost import PassCost, seconds_of, steps_in
+from rollart.simulate.pass_cost import PassCost, seconds_of, steps_in
 from rollart.simulate.scenario import MODELS
 
 QWEN = ModelShape.of(MODELS["qwen3-8b"])

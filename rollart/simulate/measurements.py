@@ -17,7 +17,7 @@ from rollart.core.types import Outcome
 
 
 @dataclass(slots=True)
-class TaskLog:
+class TaskMeasurements:
     """Of one task. Tokens of first observations (`prompts`) count once a group; `overheads` is what a generation took
     beside queue, prefill and decode. What was cancelled is `cut`: the turn that it was in, or seconds of its reset."""
 
@@ -37,7 +37,7 @@ class TaskLog:
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class MeasuredGeneration:
     """One request on an engine: admitted at `began`, `new` tokens prefilled until `first`, then decoded until `ended`;
     `context` tokens at its end."""
 
@@ -51,7 +51,7 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class MeasuredStep:
     """One step: its batch was taken at `began`, `seconds` were trained, `ended` is when its weights were published."""
 
     began: float
@@ -61,18 +61,18 @@ class Training:
 
 
 @dataclass(slots=True)
-class Measured:
+class RunMeasurements:
     """`generations` by pool, `swaps` the seconds from the order to load weights to the swap, `devices` by pool."""
 
-    tasks: dict[str, TaskLog] = field(default_factory=dict)
-    generations: dict[str, list[Generation]] = field(default_factory=dict)
-    trainings: list[Training] = field(default_factory=list)
+    tasks: dict[str, TaskMeasurements] = field(default_factory=dict)
+    generations: dict[str, list[MeasuredGeneration]] = field(default_factory=dict)
+    trainings: list[MeasuredStep] = field(default_factory=list)
     swaps: list[float] = field(default_factory=list)
     exposed: list[float] = field(default_factory=list)
     devices: dict[str, str] = field(default_factory=dict)
 
 
-def measured(folder: Path) -> Measured:
+def measure(folder: Path) -> RunMeasurements:
     """From a run folder. Raises RollartError if it holds no run, or one that trained nothing."""
     log = run_folder.events_of(folder)
     done = [event.t for event in read_events(log) if isinstance(event, ev.Published)]
@@ -99,7 +99,7 @@ class _Open:
 
 class _Reader:
     def __init__(self, since: float) -> None:
-        self.found = Measured()
+        self.found = RunMeasurements()
         self._since = since
         self._open: dict[str, _Open] = {}
         self._groups: set[str] = set()
@@ -134,8 +134,8 @@ class _Reader:
             case _:
                 pass
 
-    def _log(self, task: str) -> TaskLog:
-        return self.found.tasks.setdefault(task, TaskLog())
+    def _log(self, task: str) -> TaskMeasurements:
+        return self.found.tasks.setdefault(task, TaskMeasurements())
 
     def _turn(self, event: ev.TurnDone) -> None:
         trajectory = self._open.get(event.trajectory)
@@ -161,7 +161,7 @@ class _Reader:
         ended = event.t - event.env_s
         pool = event.pool or event.engine.rpartition("-")[0]
         self.found.generations.setdefault(pool, []).append(
-            Generation(
+            MeasuredGeneration(
                 event.engine,
                 ended - event.prefill_s - event.decode_s,
                 ended - event.decode_s,
@@ -194,5 +194,5 @@ class _Reader:
     def _published(self, event: ev.Published) -> None:
         if self._batch is not None and self._step is not None and self._batch.t >= self._since:
             step = self._step
-            self.found.trainings.append(Training(self._batch.t, event.t, step.seconds, step.tokens))
+            self.found.trainings.append(MeasuredStep(self._batch.t, event.t, step.seconds, step.tokens))
         self._batch = self._step = None

@@ -3,31 +3,31 @@ import asyncio
 import pytest
 
 from rollart.simulate import clock
-from rollart.simulate.weights import Weights
+from rollart.simulate.weight_transfer import WeightTransfer
 
 SIZE, LINK = 10_000_000_000, 25e9
 
 
-def arrival(weights: Weights) -> float:
+def arrival(weights: WeightTransfer) -> float:
     async def fetch() -> float:
         weights.publish(1)
-        loaded = await weights.fetched(1)
+        loaded = await weights.fetch(1)
         return asyncio.get_running_loop().time() + loaded.exposed_s
 
     return clock.run(fetch())
 
 
 def test_engines_pull_while_the_push_goes_on_and_stand_still_only_for_the_rest() -> None:
-    weights = Weights(SIZE, "store", LINK, LINK)
+    weights = WeightTransfer(SIZE, "store", LINK, LINK)
     assert arrival(weights) == pytest.approx(weights.push_s + weights.exposed_s)
     assert weights.exposed_s < weights.pull_s < weights.push_s
     assert weights.free_at == 0.0
 
 
 @pytest.mark.parametrize(
-    "weights", [Weights(SIZE, "store", LINK, LINK, False), Weights(SIZE, "collective", LINK, LINK)]
+    "weights", [WeightTransfer(SIZE, "store", LINK, LINK, False), WeightTransfer(SIZE, "collective", LINK, LINK)]
 )
-def test_without_overlap_trainer_and_engines_wait_for_all_of_the_way(weights: Weights) -> None:
+def test_without_overlap_trainer_and_engines_wait_for_all_of_the_way(weights: WeightTransfer) -> None:
     assert arrival(weights) == pytest.approx(weights.push_s + weights.pull_s)
     assert weights.free_at == pytest.approx(weights.push_s + weights.pull_s)
     assert weights.hidden_s == 0.0

@@ -5,7 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rollart.app.cli import app
-from rollart.simulate import figures, paper
+from rollart.simulate import paper
 from rollart.simulate.scenario import load
 
 EXAMPLES = sorted((*paper.FOLDER.glob("*.yaml"), *(paper.FOLDER.parent / "simulate").glob("*.yaml")))
@@ -25,14 +25,14 @@ def test_tasks_are_the_same_in_all_scenarios_of_the_paper() -> None:
 
 
 def test_a_row_is_close_within_fifteen_percent() -> None:
-    assert paper.Row("f", "w", 1.0, 1.15).close and not paper.Row("f", "w", 1.0, 1.16).close
+    assert paper.PaperRow("f", "w", 1.0, 1.15).close and not paper.PaperRow("f", "w", 1.0, 1.16).close
 
 
 def test_reproducing_tells_what_was_missed_and_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows = [
-        paper.Row("f", "near", 1.0, 1.1),
-        paper.Row("f", "far", 1.0, 2.0),
-        paper.Row("f", "told", 1.0, 3.0, "because"),
+        paper.PaperRow("f", "near", 1.0, 1.1),
+        paper.PaperRow("f", "far", 1.0, 2.0),
+        paper.PaperRow("f", "told", 1.0, 3.0, "because"),
     ]
     monkeypatch.setattr(figures, "FIGURES", [lambda scenarios: iter(rows)])
     said = CliRunner().invoke(app, ["reproduce", "paper", "--json", "-o", str(tmp_path / "paper.png")])
@@ -45,5 +45,5 @@ def test_reproducing_tells_what_was_missed_and_why(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 def test_every_published_figure_is_met_or_has_a_reason() -> None:
-    rows = list(figures.reproduce(paper.Scenarios(paper.FOLDER, lambda name: None)))
+    rows = list(paper.reproduce(paper.PaperScenarios(paper.FOLDER, lambda name: None)))
     assert [row.what for row in rows if not row.close and not row.reason] == []

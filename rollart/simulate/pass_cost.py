@@ -1,32 +1,23 @@
-"""How long the forward passes of a modelled engine take, in closed form.
+"""The cost of forward passes of a simulated engine, in closed form.
 
 A decode pass costs `fixed + slope * context`, and every pass adds one token to each sequence. So any number of passes
-is a sum of an arithmetic series, and how many passes fit into some seconds is the root of a quadratic: an engine is
+is an arithmetic series, and the number of passes that fit into some seconds is the root of a quadratic: an engine is
 never stepped token by token.
 """
 
 import math
-from dataclasses import dataclass
 
 from rollart.hardware.roofline import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY, Roofline
 from rollart.simulate.constants import ALL_REDUCE_S, PASS_S
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """A measured engine, in place of a roofline: seconds of a pass, of each computed token and of each token of KV."""
-
-    fixed: float
-    token: float
-    context: float = 0.0
+from rollart.simulate.scenario import EnginePace
 
 
 class PassCost:
-    """Of one engine: `roofline.devices` devices share the model's layers, or a measured `pace`."""
+    """Of one engine: by the roofline of its devices, or by a measured `pace`."""
 
     __slots__ = ("_attend", "_bytes_s", "_kv", "_overhead", "_read", "_reduce", "_shape", "_token", "kv_bytes", "link")
 
-    def __init__(self, roofline: Roofline, pace: Pace | None = None) -> None:
+    def __init__(self, roofline: Roofline, pace: EnginePace | None = None) -> None:
         shape, device, count = roofline.shape, roofline.device, roofline.devices
         self._shape, self.kv_bytes = shape, shape.kv_bytes
         self._read: dict[int, float] = {}
@@ -47,7 +38,7 @@ class PassCost:
             self._reduce = 2 * shape.layers * sent * roofline.slowdown / (device.link * 1e9 * MEMORY_EFFICIENCY)
 
     def decode(self, batch: int, context: float) -> tuple[float, float]:
-        """`fixed` and `slope` of a decode pass while contexts are about so long in all."""
+        """`fixed` and `slope` of a decode pass; `context` is the sum of the contexts, about."""
         around = self._overhead + batch * self._reduce
         computed, read = batch * self._token, self._weights(batch)
         if self._bytes_s == 0.0:  # measured: everything adds up
@@ -71,7 +62,7 @@ class PassCost:
 
 
 def seconds_of(steps: float, fixed: float, slope: float, batch: int, context: float) -> float:
-    """So many decode passes, the contexts growing by one token a sequence and pass."""
+    """Of `steps` decode passes, each of which adds one token to every context."""
     return steps * (fixed + slope * (context + batch * (steps - 1) / 2)) if steps > 0 else 0.0
 
 
