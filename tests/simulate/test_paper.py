@@ -28,17 +28,17 @@ def test_a_row_is_close_within_fifteen_percent() -> None:
     assert paper.PaperRow("f", "w", 1.0, 1.15).close and not paper.PaperRow("f", "w", 1.0, 1.16).close
 
 
-def test_reproducing_tells_what_was_missed_and_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_reproduce_counts_what_was_missed_and_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows = [
         paper.PaperRow("f", "near", 1.0, 1.1),
         paper.PaperRow("f", "far", 1.0, 2.0),
-        paper.PaperRow("f", "told", 1.0, 3.0, "because"),
+        paper.PaperRow("f", "explained", 1.0, 3.0, "because"),
     ]
-    monkeypatch.setattr(figures, "FIGURES", [lambda scenarios: iter(rows)])
-    said = CliRunner().invoke(app, ["reproduce", "paper", "--json", "-o", str(tmp_path / "paper.png")])
-    assert said.exit_code == 0, said.output
-    answer = json.loads(said.stdout.strip().splitlines()[-1])
-    counts = [answer[key] for key in ("within_15_percent", "missed", "missed_with_reason")]
+    monkeypatch.setattr(paper, "FIGURES", [lambda scenarios: iter(rows)])
+    result = CliRunner().invoke(app, ["reproduce", "paper", "--json", "-o", str(tmp_path / "paper.png")])
+    assert result.exit_code == 0, result.output
+    summary = json.loads(result.stdout.strip().splitlines()[-1])
+    counts = [summary[key] for key in ("within_15_percent", "missed", "missed_with_reason")]
     assert counts == [1, 1, 1]
     assert (tmp_path / "paper.png").stat().st_size > 1000
 

@@ -195,5 +195,5 @@ def test_a_run_that_goes_on_begins_what_comes_after_its_last_step_and_one_that_e
 def test_a_warmup_must_leave_steps_to_count(file: Path) -> None:
     assert load(file).warmup == 2
     assert load(file, ["rollout.alpha=2"]).warmup == 3
-    with pytest.raises(ConfigError, match="4 steps of training leave none to count after a warmup of 4"):
+    with pytest.raises(ConfigError, match="4 steps of training leave none to measure after a warmup of 4"):
         load(file, ["rollout.alpha=3"])
