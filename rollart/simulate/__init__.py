@@ -4,13 +4,13 @@ trainer and weight transfers.
     from rollart.simulate.scenario import load
     from rollart.simulate.simulation import simulate
 
-    scenario = load(Path("scenario.yaml"), ["rollout.alpha=2"])   # a `Scenario` is a `RunFile` with a `simulate` section
-    result = simulate(scenario)                                   # the same seed gives the same `SimulationResult`
+    scenario = load(Path("scenario.yaml"), ["rollout.alpha=2"])  # a `RunFile` with a `simulate` section
+    result = simulate(scenario)  # a `SimulationResult`; the same seed gives the same
     result = simulate(scenario, folder=Path("runs/sim-1"), seed=3)  # writes events.jsonl, as a real run does
 
 | module | what |
 |---|---|
-| `scenario`, `distributions` | the scenario file: `Scenario`, `SimulateConfig`, `Workload`, `load(path, overrides, workload)` |
+| `scenario`, `distributions` | the scenario file: `Scenario`, `Workload`, `load(path, overrides, workload)` |
 | `constants` | every constant of the models, with its source |
 | `engine`, `decoding`, `pass_cost` | continuous batching, KV capacity, preemption and weight swaps, in closed form |
 | `environments`, `services`, `weight_transfer` | the other simulated services |
@@ -18,7 +18,7 @@ trainer and weight transfers.
 | `clock` | the virtual-time event loop |
 | `tally`, `result`, `report`, `sweep` | from events to a `SimulationResult`, to tables and JSON |
 | `measurements`, `fit`, `calibration` | from the log of a real run to a scenario: `calibrate(folder)` |
-| `plans`, `estimate`, `planner`, `plan_explanation` | which hardware to buy and how to use it: `search(scenario, budget)` |
+| `plans`, `estimate`, `planner`, `plan_explanation` | which hardware to buy and how to use it: `search(scenario)` |
 | `paper` | the figures of the RollArt paper, published and simulated |
 | `plots` | pictures of fits and plans |
 """

@@ -123,7 +123,9 @@ def result_of(
         price_per_hour=price,
         cost_per_step=price * span / steps / 3600,
         trainer_use=totals["train"] / span,
-        environments_use=totals["environments"] / samples / max(1, scenario.environments.processes * len(scenario.tasks)),
+        environments_use=totals["environments"]
+        / samples
+        / max(1, scenario.environments.processes * len(scenario.tasks)),
         reward_use=totals["reward busy"] / span / scoring.concurrency,
         reward_calls=totals["reward calls"] / steps,
         reward_cold=totals["reward cold"] / max(1, totals["reward calls"]),

@@ -13,7 +13,7 @@ from rollart.app.commands.guard import guarded
 from rollart.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rollart.simulate.planner import PlanSearch, PlanResult
+    from rollart.simulate.planner import PlanResult, PlanSearch
 
 
 @guarded
@@ -54,9 +54,9 @@ def plan(
     from rollart.config import loading
     from rollart.simulate import plots
     from rollart.simulate import scenario as scenarios
+    from rollart.simulate.plan_explanation import explanation
     from rollart.simulate.planner import search
     from rollart.simulate.plans import applied
-    from rollart.simulate.plan_explanation import explanation
 
     asked = scenarios.load(scenario, overrides or [])
     console = Console(stderr=as_json, highlight=False)
