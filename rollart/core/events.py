@@ -276,7 +276,7 @@ class EngineSwapped(Event):
 
 
 class EngineSample(Event):
-    """Counters since the engine's start, sampled. `device` is what the engine runs on, or emulates."""
+    """Counters since the engine's start, sampled. Which device the engine runs on is in its `Placed` event."""
 
     engine: str
     version: int

@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 from rollart.core import events as ev
 from rollart.observe.reliability import EnvironmentMetrics, RewardMetrics
 from rollart.observe.routes import RouteMetrics
-from rollart.observe.snapshot import STAGES, Ended, Pipeline, Point, Snapshot, StepPoint, Use, Where
+from rollart.observe.snapshot import (
+    STAGES,
+    EndedTrajectory,
+    HeldOutPoint,
+    PipelineCounts,
+    Snapshot,
+    StepPoint,
+    Utilisation,
+    WorkerPlacement,
+)
 from rollart.observe.swaps import SwapMetrics
 from rollart.observe.task_metrics import TaskMetrics
 from rollart.observe.windows import Rate, mean
@@ -57,7 +66,7 @@ class Metrics:
         self.drops: Counter[str] = Counter()
         self.warnings: deque[str] = deque(maxlen=5)
         self.warmup: tuple[int, int, float] | None = None
-        self.pipeline = Pipeline()
+        self.pipeline = PipelineCounts()
         self._tokens, self._trajectories = Rate(), Rate()
         self._engine, self._trainer, self._waiting, self._environments = Rate(), Rate(), Rate(), Rate()
         self._engines: dict[str, ev.EngineSample] = {}
@@ -69,11 +78,11 @@ class Metrics:
         self._rl_start: _Totals | None = None
         self._rl_end: _Totals | None = None
         self._step_times: deque[float] = deque(maxlen=20)
-        self._slowest: list[tuple[float, int, Ended]] = []
+        self._slowest: list[tuple[float, int, EndedTrajectory]] = []
         self._count = 0
         self._routes = RouteMetrics()
         self._environment_use, self._reward_use = EnvironmentMetrics(), RewardMetrics()
-        self._places: dict[str, Where] = {}
+        self._places: dict[str, WorkerPlacement] = {}
         self._swaps = SwapMetrics()
         self._folds: dict[type, Callable[[Any], None]] = {
             ev.RunStarted: self._run_started,
@@ -134,7 +143,7 @@ class Metrics:
             self._task(name)
         self._forget_after(event.version)
         self._rl_before, self._rl_start, self._rl_end = self._rl(), None, None
-        self.pipeline, self._sampled = Pipeline(), None
+        self.pipeline, self._sampled = PipelineCounts(), None
         for gone in (self._engines, self._batches, self._open, self._step_times):
             gone.clear()
 
@@ -149,7 +158,7 @@ class Metrics:
         self._step_times.clear()
 
     def _placed(self, event: ev.Placed) -> None:
-        self._places[event.name] = Where(
+        self._places[event.name] = WorkerPlacement(
             event.role, event.pool, event.name, event.wanted, event.device, event.node, event.why
         )
 
@@ -162,7 +171,7 @@ class Metrics:
         if event.reason not in ("finished", "interrupted"):
             self.phase = "failed"
             self.warnings.append(event.reason)
-        self.pipeline = Pipeline()
+        self.pipeline = PipelineCounts()
 
     def _service_started(self, event: ev.ServiceStarted) -> None:
         if self.phase == "warming up":
@@ -271,7 +280,7 @@ class Metrics:
 
     def _pipeline_sample(self, event: ev.PipelineSample) -> None:
         last = self._sampled
-        self.pipeline = Pipeline(event.running, event.scoring, event.ready, event.training)
+        self.pipeline = PipelineCounts(event.running, event.scoring, event.ready, event.training)
         self._sampled = event
         if last and event.processes:
             seconds = event.t - last.t
@@ -279,7 +288,9 @@ class Metrics:
             self._environments.add(event.t, seconds * event.environments / event.processes, seconds)
 
     def _evaluated(self, event: ev.Evaluated) -> None:
-        point = Point(event.version, event.t, event.success, event.reward, event.episodes, event.failed, event.final)
+        point = HeldOutPoint(
+            event.version, event.t, event.success, event.reward, event.episodes, event.failed, event.final
+        )
         points = self._task(event.task).held_out
         # A run that was killed before its first checkpoint plays the same evaluation again.
         points[:] = [old for old in points if (old.version, old.final) != (point.version, point.final)]
@@ -323,12 +334,12 @@ class Metrics:
             warmup=self.warmup,
             tasks=tuple(task.snapshot() for task in self.tasks.values()),
             pipeline=self.pipeline,
-            recent_use=Use(
+            recent_use=Utilisation(
                 engine=min(1.0, self._engine.per_second(now) / engines),
                 trainer=min(1.0, self._trainer.per_second(now)),
                 environments=min(1.0, self._environments.per_second(now)),
             ),
-            use=Use(
+            use=Utilisation(
                 engine=min(1.0, rl.engine / engines / seconds),
                 trainer=min(1.0, rl.trainer / seconds),
                 environments=rl.environments / rl.sampled_s if rl.sampled_s else 0.0,

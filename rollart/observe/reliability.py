@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from rollart.core import events as ev
-from rollart.observe.snapshot import EnvironmentUse, RewardUse, Times
+from rollart.observe.snapshot import DurationQuantiles, EnvironmentSummary, RewardSummary
 
 FINE = 1.02  # each bucket is so many times as wide as the one before: quantiles are within 1%
 LEAST_S = 1e-5
@@ -38,8 +38,8 @@ class Spread:
                 return FINE**bucket
         return 0.0
 
-    def times(self) -> Times:
-        return Times(self.at(0.5), self.at(0.95), self.at(0.99))
+    def times(self) -> DurationQuantiles:
+        return DurationQuantiles(self.at(0.5), self.at(0.95), self.at(0.99))
 
 
 @dataclass(slots=True)
@@ -70,9 +70,9 @@ class EnvironmentMetrics:
     def quarantined(self, event: ev.Quarantined) -> None:
         self._tasks[event.task].quarantined += 1
 
-    def snapshot(self) -> tuple[EnvironmentUse, ...]:
+    def snapshot(self) -> tuple[EnvironmentSummary, ...]:
         return tuple(
-            EnvironmentUse(
+            EnvironmentSummary(
                 task=task,
                 resets=one.resets.count,
                 reset_s=one.resets.times(),
@@ -109,9 +109,9 @@ class RewardMetrics:
         reward.failed += event.reason not in ("", ev.CANCELLED)
         reward.billed_s += event.billed_s
 
-    def snapshot(self) -> tuple[RewardUse, ...]:
+    def snapshot(self) -> tuple[RewardSummary, ...]:
         return tuple(
-            RewardUse(
+            RewardSummary(
                 function=function,
                 invoker=invoker,
                 calls=one.calls.count,

@@ -13,13 +13,13 @@ from rollart.observe.logprob_gap_table import gaps
 from rollart.observe.snapshot import (
     AGENT,
     STAGES,
-    Ended,
-    EnvironmentUse,
-    RewardUse,
-    Route,
+    DurationQuantiles,
+    EndedTrajectory,
+    EnvironmentSummary,
+    RewardSummary,
+    RouteSummary,
     Snapshot,
-    Times,
-    Where,
+    WorkerPlacement,
     failure_ratio,
 )
 from rollart.observe.swaps import weights
@@ -41,10 +41,10 @@ def report(shot: Snapshot, width: int = 100) -> RenderableType:
     if any(point.gaps for point in shot.history):
         parts += [Text(), _title("Logprobs of the engine against the trainer's"), gaps(shot.history)]
     if any(sum(task.stages.values()) for task in shot.tasks):
-        parts += [Text(), _title("Where the time of a trajectory went"), *_stages(shot, width)]
+        parts += [Text(), _title("WorkerPlacement the time of a trajectory went"), *_stages(shot, width)]
     pools = {place.pool for place in shot.places if place.role == "generate"} | {route.pool for route in shot.routes}
     if len(pools) > 1 or len({place.node for place in shot.places}) > 1:
-        parts += [Text(), _title("Where it ran"), places(shot.places)]
+        parts += [Text(), _title("WorkerPlacement it ran"), places(shot.places)]
     if len(pools) > 1:
         parts += [Text(), _title("Routing of requests"), routing(shot.routes)]
     if any(task.agent for task in shot.tasks):
@@ -194,7 +194,7 @@ def agents(shot: Snapshot) -> Table:
     return rows
 
 
-def environments(use: Sequence[EnvironmentUse]) -> Table:
+def environments(use: Sequence[EnvironmentSummary]) -> Table:
     """By task: resets, second ones that raced and won, those tried again, processes lost, times in quarantine."""
     rows = table("task", "resets", "p50", "p95", "p99", "hedged", "won", "again", "killed", "out")
     for each in use:
@@ -203,7 +203,7 @@ def environments(use: Sequence[EnvironmentUse]) -> Table:
     return rows
 
 
-def rewards(use: Sequence[RewardUse]) -> Table:
+def rewards(use: Sequence[RewardSummary]) -> Table:
     """Calls, what they took and what went wrong, by function; the last column is what its platform charges for."""
     rows = table("name", "by", "calls", "p50", "p95", "cold", "hedged", "again", "failed", "billed")
     for each in use:
@@ -214,11 +214,11 @@ def rewards(use: Sequence[RewardUse]) -> Table:
     return rows
 
 
-def _spans(times: Times) -> tuple[str, str, str]:
+def _spans(times: DurationQuantiles) -> tuple[str, str, str]:
     return span(times.p50), span(times.p95), span(times.p99)
 
 
-def places(where: Sequence[Where]) -> Table:
+def places(where: Sequence[WorkerPlacement]) -> Table:
     """Workers by pool, device class and node."""
     rows = table("role", "pool", "device", "node", "n", "about")
     alike = Counter((each.role, each.pool, each.device, each.node, each.why) for each in where)
@@ -228,7 +228,7 @@ def places(where: Sequence[Where]) -> Table:
     return rows
 
 
-def routing(routes: Sequence[Route]) -> Group:
+def routing(routes: Sequence[RouteSummary]) -> Group:
     """For each pool and task: how much went there, how long it was expected to take and took, and mostly why."""
     parts: list[RenderableType] = []
     for pool in sorted({route.pool for route in routes}):
@@ -248,7 +248,7 @@ def routing(routes: Sequence[Route]) -> Group:
     return Group(*parts)
 
 
-def trajectories(ended: Sequence[Ended]) -> Table:
+def trajectories(ended: Sequence[EndedTrajectory]) -> Table:
     """One row each, with the stage that took longest."""
     rows = table("trajectory", "outcome", "reward", "turns", "tokens", "time", "mostly")
     for each in ended:

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from rollart.core import events as ev
-from rollart.observe.snapshot import Route
+from rollart.observe.snapshot import RouteSummary
 
 
 class RouteMetrics:
@@ -23,9 +23,9 @@ class RouteMetrics:
         row.actual_s += event.generate_s
         row.why[event.why] += 1
 
-    def snapshot(self) -> tuple[Route, ...]:
+    def snapshot(self) -> tuple[RouteSummary, ...]:
         return tuple(
-            Route(
+            RouteSummary(
                 task=task,
                 pool=pool,
                 requests=row.requests,

@@ -10,7 +10,7 @@ STAGES = ("claim", "reset", "queue", "generate", "step", "score", "other")
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class HeldOutPoint:
     """Success on held-out episodes at one version."""
 
     version: int
@@ -44,7 +44,7 @@ class StepPoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedTrajectory:
     """A trajectory that ended, and the seconds it spent in each stage."""
 
     id: str
@@ -63,7 +63,7 @@ class TaskSnapshot:
     """`reward`, `success`, `turns`, `tokens` and `seconds` are means over the last trainable trajectories."""
 
     name: str
-    held_out: tuple[Point, ...]
+    held_out: tuple[HeldOutPoint, ...]
     reward: float | None
     success: float | None
     turns: float | None
@@ -74,16 +74,16 @@ class TaskSnapshot:
     agent: dict[str, int] = field(default_factory=dict)
 
     @property
-    def before(self) -> Point | None:
+    def before(self) -> HeldOutPoint | None:
         return next((point for point in self.held_out if point.final), self.held_out[0] if self.held_out else None)
 
     @property
-    def now(self) -> Point | None:
+    def now(self) -> HeldOutPoint | None:
         return self.held_out[-1] if self.held_out else None
 
 
 @dataclass(frozen=True, slots=True)
-class Pipeline:
+class PipelineCounts:
     running: int = 0
     scoring: int = 0
     ready: int = 0
@@ -91,7 +91,7 @@ class Pipeline:
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class Utilisation:
     """Share of the time that each part was busy, 0 to 1."""
 
     engine: float = 0.0
@@ -100,7 +100,7 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class WorkerPlacement:
     """Where a worker runs now: the class it wanted, the one it got, and its node."""
 
     role: str
@@ -113,7 +113,7 @@ class Where:
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class RouteSummary:
     """Requests of one task that one pool answered: tokens in all, seconds per request, and why they went there."""
 
     task: str
@@ -129,7 +129,7 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class DurationQuantiles:
     """In seconds: what half, 95% and 99% of them did not exceed."""
 
     p50: float = 0.0
@@ -138,13 +138,13 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True)
-class EnvironmentUse:
+class EnvironmentSummary:
     """What happened to the environments of one task. `killed` are processes that failed or hung in a call, `hedged` the
     second resets, of which so many `won`."""
 
     task: str
     resets: int
-    reset_s: Times
+    reset_s: DurationQuantiles
     hedged: int
     won: int
     retried: int
@@ -153,14 +153,14 @@ class EnvironmentUse:
 
 
 @dataclass(frozen=True, slots=True)
-class RewardUse:
+class RewardSummary:
     """What the calls of one reward function have cost, also those that failed. `billed_s` is what its platform charges
     for."""
 
     function: str
     invoker: str
     calls: int
-    call_s: Times
+    call_s: DurationQuantiles
     cold: int
     hedged: int
     retried: int
@@ -169,7 +169,7 @@ class RewardUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Swaps:
+class SwapSummary:
     """New weights of one engine, by one transport; bytes, seconds and tokens are those of the mean swap."""
 
     engine: str
@@ -199,9 +199,9 @@ class Snapshot:
     eta_s: float | None
     warmup: tuple[int, int, float] | None
     tasks: tuple[TaskSnapshot, ...]
-    pipeline: Pipeline
-    recent_use: Use
-    use: Use
+    pipeline: PipelineCounts
+    recent_use: Utilisation
+    use: Utilisation
     waited_s: float
     rl_s: float
     staleness: dict[int, int]
@@ -213,15 +213,15 @@ class Snapshot:
     mean_trajectories_per_s: float
     values: dict[str, float]
     history: tuple[StepPoint, ...] = field(repr=False)
-    slowest: tuple[Ended, ...]
-    examples: tuple[Ended, ...]
+    slowest: tuple[EndedTrajectory, ...]
+    examples: tuple[EndedTrajectory, ...]
     warnings: tuple[str, ...]
-    routes: tuple[Route, ...] = ()
-    places: tuple[Where, ...] = ()
+    routes: tuple[RouteSummary, ...] = ()
+    places: tuple[WorkerPlacement, ...] = ()
     emulated: tuple[str, ...] = ()
-    environments: tuple[EnvironmentUse, ...] = ()
-    rewards: tuple[RewardUse, ...] = ()
-    swaps: tuple[Swaps, ...] = ()
+    environments: tuple[EnvironmentSummary, ...] = ()
+    rewards: tuple[RewardSummary, ...] = ()
+    swaps: tuple[SwapSummary, ...] = ()
 
     def task(self, name: str) -> TaskSnapshot:
         return next(task for task in self.tasks if task.name == name)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from rich.table import Table
 
 from rollart.core import events as ev
-from rollart.observe.snapshot import Swaps
+from rollart.observe.snapshot import SwapSummary
 from rollart.observe.tables import table
 
 
@@ -18,9 +18,9 @@ class SwapMetrics:
     def add(self, event: ev.EngineSwapped) -> None:
         self._swaps[event.engine, event.transport].append(event)
 
-    def snapshot(self) -> tuple[Swaps, ...]:
+    def snapshot(self) -> tuple[SwapSummary, ...]:
         return tuple(
-            Swaps(
+            SwapSummary(
                 engine,
                 transport,
                 len(swaps),
@@ -39,7 +39,7 @@ def _mean(values: Iterable[float]) -> float:
     return sum(known) / len(known)
 
 
-def weights(swaps: Sequence[Swaps]) -> Table:
+def weights(swaps: Sequence[SwapSummary]) -> Table:
     rows = table("name", "by", "swaps", "MB", "transfer ms", "exposed ms", "KV anew ms", "tokens in flight")
     for swap in swaps:
         times = f"{1000 * swap.transfer_s:.1f}", f"{1000 * swap.exposed_s:.2f}", f"{1000 * swap.recompute_s:.1f}"

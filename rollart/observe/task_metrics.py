@@ -3,7 +3,7 @@
 from collections import Counter, deque
 
 from rollart.core import events as ev
-from rollart.observe.snapshot import AGENT, STAGES, Ended, Point, TaskSnapshot
+from rollart.observe.snapshot import AGENT, STAGES, EndedTrajectory, HeldOutPoint, TaskSnapshot
 from rollart.observe.windows import Moving
 
 _EXAMPLES = 3
@@ -12,22 +12,22 @@ _EXAMPLES = 3
 class TaskMetrics:
     def __init__(self, name: str) -> None:
         self.name = name
-        self.held_out: list[Point] = []
+        self.held_out: list[HeldOutPoint] = []
         self.reward, self.success = Moving(), Moving()
         self.turns, self.tokens, self.seconds = Moving(), Moving(), Moving()
         self.outcomes: Counter[str] = Counter()
         self.stages = dict.fromkeys(STAGES, 0.0)
         self.since_step: list[float] = []
         self.agent: Counter[str] = Counter()
-        self.good: deque[Ended] = deque(maxlen=_EXAMPLES)
-        self.bad: deque[Ended] = deque(maxlen=_EXAMPLES)
+        self.good: deque[EndedTrajectory] = deque(maxlen=_EXAMPLES)
+        self.bad: deque[EndedTrajectory] = deque(maxlen=_EXAMPLES)
 
     def agent_played(self, event: ev.AgentPlayed) -> None:
         for name in AGENT:
             self.agent[name] += getattr(event, name)
 
-    def ended(self, event: ev.TrajectoryEnded, stages: dict[str, float]) -> Ended:
-        ended = Ended(
+    def ended(self, event: ev.TrajectoryEnded, stages: dict[str, float]) -> EndedTrajectory:
+        ended = EndedTrajectory(
             event.trajectory,
             event.task,
             event.outcome.value,
