@@ -1,25 +1,23 @@
 """The `rollart` command. Heavy modules are imported by the commands that need them, so help and checks are instant."""
 
-import contextlib
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from rollart.app.commands import envs, reward
 from rollart.app.commands.calibrate import calibrate
-from rollart.app.commands.guard import guarded
+from rollart.app.commands.common import AsJson, Overrides, RunDir, RunPath, console_for, guarded, print_json
 from rollart.app.commands.plan import plan
 from rollart.app.commands.play import play
 from rollart.app.commands.reproduce import reproduce
 from rollart.app.commands.serve import serve
 from rollart.app.commands.simulate import simulate
-from rollart.core.errors import RollartError
+from rollart.app.commands.train import evaluate, train
 
 app = typer.Typer(
     name="rollart",
@@ -38,25 +36,14 @@ app.add_typer(reward.app, name="reward", rich_help_panel="Prepare")
 
 TRAIN, LOOK, PREPARE = "Train", "Look at a run", "Prepare"
 
+app.command(rich_help_panel=TRAIN)(train)
+app.command("eval", rich_help_panel=TRAIN)(evaluate)
 app.command(rich_help_panel=LOOK)(play)
 app.command(rich_help_panel=TRAIN)(serve)
 app.command(rich_help_panel="Plan without hardware")(simulate)
 app.command(rich_help_panel="Plan without hardware")(reproduce)
 app.command(rich_help_panel="Plan without hardware")(calibrate)
 app.command(rich_help_panel="Plan without hardware")(plan)
-
-RunPath = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.")]
-RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Change one key of the run file; again for more. Tasks go by name: tasks.frozen_lake.weight=2",
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line; all else on stderr.")]
-Output = Annotated[Path | None, typer.Option(metavar="DIR", help="Make the run folder in here, not in `output`.")]
 
 
 def _version(wanted: bool) -> None:
@@ -78,92 +65,6 @@ def _app(
         sys.path.insert(0, "")
 
 
-@contextlib.contextmanager
-def _output(as_json: bool) -> Iterator[Console]:
-    """The console for people. With JSON, all they read goes to stderr, whoever prints it."""
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        yield Console(stderr=as_json, highlight=False)
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    typer.echo(json.dumps(value))
-
-
-@app.command(rich_help_panel=TRAIN)
-@guarded
-def train(
-    run_file: RunPath,
-    overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the newest run of this name.")] = False,
-    output: Output = None,
-    run_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Use exactly this run folder; with --resume, go on with it.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Train an agent as the run file says.
-
-    Leaves a folder with the model (Hugging Face format), checkpoints, event
-    log, ledger, learning curves, timeline and TensorBoard files. Stop it with
-    Ctrl-C and go on with --resume: nothing is lost or trained twice.
-
-    [dim]rollart train examples/quickstart.yaml
-    rollart train examples/quickstart.yaml --set training.steps=50
-    rollart train examples/quickstart.yaml --resume[/dim]
-    """
-    from rollart.app import preflight
-    from rollart.core import run_folder
-
-    given = [*(overrides or []), *([f"output={json.dumps(str(output))}"] if output else [])]
-    run = preflight.load_run(run_file, given)
-    if resume:
-        folder = run_dir or run_folder.newest(run.output, run.name)
-    else:
-        folder = _fresh(run_dir) if run_dir else run_folder.create(run.output, run.name)
-    with _output(as_json) as console:
-        from rollart.app import session
-
-        again = f"rollart train {run_file} --resume --run-dir {folder}"
-        summary = session.train(run, folder, resume=resume, console=console, again=again)
-    if as_json:
-        _print_json(summary)
-
-
-def _fresh(folder: Path) -> Path:
-    if folder.exists() and any(folder.iterdir()):
-        raise RollartError(f"{folder} is not empty; choose another --run-dir, or add --resume to go on with it")
-    return folder
-
-
-@app.command("eval", rich_help_panel=TRAIN)
-@guarded
-def evaluate(
-    run_file: RunPath,
-    model: Annotated[Path, typer.Option(metavar="DIR", help="A model folder, for example RUN_DIR/model.")],
-    overrides: Overrides = None,
-    output: Output = None,
-    as_json: AsJson = False,
-) -> None:
-    """Play the held-out episodes of every task with a saved model.
-
-    [dim]rollart eval examples/quickstart.yaml --model runs/quickstart-1/model[/dim]
-    """
-    from rollart.app import preflight
-    from rollart.core import run_folder
-
-    given = [*(overrides or []), *([f"output={json.dumps(str(output))}"] if output else [])]
-    run = preflight.load_run(run_file, given, need_model=False)
-    if not (model / "config.json").is_file():
-        raise RollartError(f"--model {model} is not a Hugging Face model folder: it has no config.json")
-    folder = run_folder.create(run.output, f"{run.name}-eval")
-    with _output(as_json) as console:
-        from rollart.app import session
-
-        result = session.evaluate(run, model, folder, console)
-    if as_json:
-        _print_json(result)
-
-
 @app.command(rich_help_panel=PREPARE)
 @guarded
 def check(
@@ -183,12 +84,12 @@ def check(
     [dim]rollart check examples/quickstart.yaml --set engine.threads=2
     rollart check examples/mixed.yaml --nodes cluster.yaml[/dim]
     """
-    from rollart.app import preflight
+    from rollart.app import api
     from rollart.config import loading
     from rollart.placement import inventory, plan
 
-    run = preflight.load_run(run_file, overrides or [])
-    with _output(as_json) as console:
+    run = api.load_run(run_file, overrides or [])
+    with console_for(as_json) as console:
         planned = plan.plan(run, inventory.inventory_of(run, nodes, patience))
         if not as_json:
             from rollart.placement.plan_table import placed
@@ -196,7 +97,7 @@ def check(
             console.print(loading.dump(run), markup=False, soft_wrap=True)
             console.print(placed(run, planned))
     if as_json:
-        _print_json({"run": run.model_dump(mode="json"), "plan": asdict(planned)})
+        print_json({"run": run.model_dump(mode="json"), "plan": asdict(planned)})
 
 
 @app.command(rich_help_panel=PREPARE)
@@ -234,19 +135,16 @@ def show(run_dir: RunDir, as_json: AsJson = False) -> None:
 
     [dim]rollart show runs/quickstart-1[/dim]
     """
-    from rollart.core import run_folder
-    from rollart.core.event_log import read_events
-    from rollart.observe.metrics import measure
-    from rollart.observe.summary import summarise
+    from rollart.app.run_reader import RunFolder
 
-    shot = measure(read_events(run_folder.events_of(run_dir)))
+    run = RunFolder(run_dir)
     if as_json:
-        _print_json(summarise(shot))
+        print_json(run.summary())
         return
     from rollart.observe.report import report
 
     console = Console(highlight=False)
-    console.print(report(shot, min(100, console.width)))
+    console.print(report(run.snapshot(), min(100, console.width)))
 
 
 @app.command(rich_help_panel=LOOK)
@@ -262,22 +160,17 @@ def trajectory(
     [dim]rollart trajectory runs/quickstart-1
     rollart trajectory runs/quickstart-1 frozen_lake-000012[/dim]
     """
-    from rollart.core import run_folder
-    from rollart.core.event_log import read_events
-    from rollart.observe.metrics import measure
+    from rollart.app.run_reader import RunFolder
 
-    console = Console(highlight=False)
-    log = run_folder.events_of(run_dir)
+    run, console = RunFolder(run_dir), Console(highlight=False)
     if id is None:
         from rollart.observe.report import trajectories
 
-        console.print(trajectories(measure(read_events(log)).examples))
+        console.print(trajectories(run.snapshot().examples))
         return
     from rollart.observe.conversation import conversation
-    from rollart.rollout.ledger import SqliteLedger
 
-    with contextlib.closing(SqliteLedger.open_readonly(run_dir / "ledger.sqlite")) as ledger:
-        console.print(conversation(ledger.trajectory(id), read_events(log)))
+    console.print(conversation(run.trajectory(id), run.events()))
 
 
 @app.command(rich_help_panel=LOOK)
@@ -292,12 +185,11 @@ def timeline(
 
     [dim]rollart timeline runs/quickstart-1 -o trace.json[/dim]
     """
-    from rollart.core import run_folder
-    from rollart.core.event_log import read_events
+    from rollart.app.run_reader import RunFolder
     from rollart.observe import timeline as trace
 
     path = output or run_dir / "timeline.json"
-    records = trace.write(read_events(run_folder.events_of(run_dir)), path)
+    records = trace.write(RunFolder(run_dir).events(), path)
     typer.echo(f"{path}: {records} records; open it in https://ui.perfetto.dev")
 
 

@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import shutil
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -318,7 +319,10 @@ def _event_log(directory: Path, on_log: OnLog | None) -> Iterator[EventLog]:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM ends the run as Ctrl-C does."""
+    """SIGTERM ends the run as Ctrl-C does. Only the main thread may handle signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     loop.add_signal_handler(signal.SIGTERM, task.cancel)

@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.live import Live
 
 from rollart.core import events as ev
-from rollart.core.event_log import EventLog
 from rollart.observe.draw import clock, count
 from rollart.observe.metrics import Metrics
 from rollart.observe.screen import screen
@@ -33,9 +32,6 @@ class View:
     def __init__(self, console: Console) -> None:
         self.console = console
         self.metrics = Metrics()
-
-    def attach(self, log: EventLog) -> None:
-        log.subscribe(self.on_event)
 
     def remember(self, past: Iterable[ev.AnyEvent]) -> None:
         """What happened before this view: a resumed run keeps its history."""

@@ -7,7 +7,7 @@ contains are open again, and nothing that a checkpoint contains can be leased ag
 
 import sqlite3
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, Self
@@ -207,6 +207,15 @@ class SqliteLedger:
         if len(rows) == 2 and rows[0][0] != prefix:
             raise RollartError(f"several ids start with {prefix!r}, for instance {rows[0][0]} and {rows[1][0]}")
         return self._decode(rows[0][1])
+
+    def trajectories(self, task: str | None = None, held_out: bool | None = None) -> Iterator[Trajectory]:
+        """In order of their start; of one task, or of evaluations or training only."""
+        rows = self._db.execute(
+            "select body from trajectories where (?1 is null or task = ?1) and (?2 is null or held_out = ?2)"
+            " order by started, id",
+            (task, held_out),
+        )
+        return (self._decode(body) for (body,) in rows)
 
     def scored(self, limit: int, tasks: Sequence[str] = ()) -> list[Trajectory]:
         """The last trajectories that came to be scored, also those whose reward failed."""

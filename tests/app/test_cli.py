@@ -4,7 +4,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,12 +11,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import rollart
-from rollart.app import session
 from rollart.app.cli import app
 from rollart.core import events as ev
 from rollart.core.errors import RollartError
 from rollart.core.event_log import EventLog
 from rollart.core.types import Message, Outcome, Trajectory, Turn
+from rollart.fleet import controller
 from rollart.observe import summary
 from rollart.rollout.ledger import SqliteLedger
 
@@ -182,7 +181,7 @@ def test_the_timeline_is_written_where_asked(run_dir: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("command", ["show", "timeline", "trajectory"])
-def test_a_folder_that_is_no_run_is_told(tmp_path: Path, command: str) -> None:
+def test_a_folder_that_is_no_run_is_an_error(tmp_path: Path, command: str) -> None:
     ended = rollart_command(command, tmp_path)
     assert ended.exit_code == 2
     assert "is not a run folder" in ended.stderr
@@ -215,7 +214,7 @@ def controlled(monkeypatch: pytest.MonkeyPatch, end: BaseException | None = None
         log.close()
         return summary.write(directory)
 
-    monkeypatch.setattr(session, "controller", SimpleNamespace(train=train))
+    monkeypatch.setattr(controller, "train", train)
     return calls
 
 
@@ -247,7 +246,7 @@ def test_each_run_gets_its_own_folder_and_resume_takes_the_newest(
     ]
 
 
-def test_nothing_to_resume_and_a_folder_in_use_are_told(
+def test_nothing_to_resume_and_a_folder_in_use_are_errors(
     run_file: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = controlled(monkeypatch)
@@ -264,7 +263,7 @@ def test_a_run_that_breaks_off_has_no_traceback(
     ended = rollart_command("train", run_file)
     assert ended.exit_code == code
     assert "Traceback" not in ended.output
-    wanted = "the engine died" if code == 2 else "go on with: rollart train quick.yaml --resume --run-dir runs/quick-1"
+    wanted = "the engine died" if code == 2 else "rollart train quick.yaml --resume --run-dir runs/quick-1"
     assert wanted in ended.output
 
 

@@ -65,7 +65,7 @@ def test_plain_lines_come_every_ten_seconds_and_for_what_matters(tmp_path: Path)
     ticks = iter(i / 4 for i in range(10_000))
     log = EventLog(tmp_path / "events.jsonl", lambda: next(ticks))
     with PlainView(console) as plain:
-        plain.attach(log)
+        log.subscribe(plain.on_event)
         log.emit(ev.RunStarted(name="x", preset="rollart", alpha=1, seed=0, steps=10, tasks=["a"]))
         for step in range(1, 101):
             log.emit(ev.WarmupStep(step=step, steps=100, loss=2.0))

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rollart.app.commands.guard import guarded
+from rollart.app.commands.common import guarded
 
 if TYPE_CHECKING:
     from rollart.simulate.calibration import Calibration

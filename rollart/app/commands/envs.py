@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rollart.app.commands.guard import guarded
+from rollart.app.commands.common import guarded
 from rollart.core.errors import RollartError
 from rollart.envs import families
 

@@ -1,6 +1,5 @@
 """`rollart plan`: which hardware for a workload, and how to use it."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,22 +8,21 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rollart.app.commands.guard import guarded
+from rollart.app.commands.common import AsJson, Overrides, ScenarioPath, guarded, print_json, say
 from rollart.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollart.simulate.planner import PlanResult, PlanSearch
+    from rollart.simulate.scenario import Scenario
 
 
 @guarded
 def plan(
-    scenario: Annotated[Path, typer.Argument(metavar="SCENARIO.yaml", help="A run file with a `simulate` section.")],
+    scenario: ScenarioPath,
     budget: Annotated[
         float | None, typer.Option(help="Price of all devices per hour, one H20 is 1; default: that of its pools.")
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one key; repeatable.")
-    ] = None,
+    overrides: Overrides = None,
     device: Annotated[
         list[str] | None,
         typer.Option(metavar="CLASS", help="Generate on this class; repeatable. Default: those of its pools."),
@@ -40,28 +38,24 @@ def plan(
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the fastest plan as a scenario.")
     ] = None,
     plot: Annotated[Path, typer.Option(metavar="FILE", help="The picture, as PNG.")] = Path("plan.png"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Search for the best use of a budget, by simulation.
 
     Divides it between training and generation and between device classes,
-    then tries alpha, redundancy, group shapes, environment processes, and pairs of
-    prefill and decode. Prints the plans that none beats in price and time.
+    then tries alpha, redundancy, group shapes, environment processes, and pairs
+    of prefill and decode. Prints the plans that no other beats in price and time.
 
     [dim]rollart plan examples/paper/end_to_end.yaml
     rollart plan workload.yaml --budget 300 --device H800 --device H20 --max H20=32[/dim]
     """
-    from rollart.config import loading
-    from rollart.simulate import plots
-    from rollart.simulate import scenario as scenarios
-    from rollart.simulate.plan_explanation import explanation
+    from rollart.app import api
     from rollart.simulate.planner import search
-    from rollart.simulate.plans import applied
 
-    asked = scenarios.load(scenario, overrides or [])
+    loaded = api.load_scenario(scenario, overrides or [])
     console = Console(stderr=as_json, highlight=False)
     found = search(
-        asked,
+        loaded,
         budget,
         kinds=device or (),
         max_devices=dict(_limit(text) for text in max_devices or ()),
@@ -71,15 +65,24 @@ def plan(
         workers=workers,
         tell=lambda text: console.print(text, style="dim", markup=False),
     )
+    _print(found, loaded, console, output, plot)
+    if as_json:
+        print_json(_summary(found))
+
+
+def _print(found: "PlanSearch", scenario: "Scenario", console: Console, output: Path | None, plot: Path) -> None:
+    from rollart.config import loading
+    from rollart.simulate import plots
+    from rollart.simulate.plans import applied
+    from rollart.simulate.plan_explanation import explanation
+
     console.print(_table(found))
     console.print(explanation(found), markup=False)
     plots.plans(found, plot)
-    console.print(f"picture: {plot}", markup=False, soft_wrap=True)
+    say(console, f"picture: {plot}")
     if output is not None:
-        output.write_text(loading.dump(applied(found.fastest.plan, asked)), encoding="utf-8")
-        console.print(f"scenario of the fastest: {output}", markup=False, soft_wrap=True)
-    if as_json:
-        typer.echo(json.dumps(_summary(found)))
+        output.write_text(loading.dump(applied(found.fastest.plan, scenario)), encoding="utf-8")
+        say(console, f"scenario of the fastest plan: {output}")
 
 
 def _limit(text: str) -> tuple[str, int]:
@@ -116,7 +119,7 @@ def _table(found: "PlanSearch") -> Table:
 def _summary(found: "PlanSearch") -> dict[str, Any]:
     from rollart.simulate.plan_explanation import reason
 
-    def told(each: "PlanResult") -> dict[str, Any]:
+    def described(each: "PlanResult") -> dict[str, Any]:
         plan = asdict(each.plan) | {"split": each.plan.split}
         numbers = {"price_per_hour": each.price, "step_s": each.step_s, "cost_per_step": each.cost_per_step}
         return {**numbers, "plan": plan, "reason": reason(each, found.given)}
@@ -125,8 +128,8 @@ def _summary(found: "PlanSearch") -> dict[str, Any]:
         "budget": found.budget,
         "considered": found.considered,
         "simulated": len(found.tried),
-        "given": told(found.given) if found.given else None,
-        "fastest": told(found.fastest),
-        "front": [told(each) for each in found.front],
+        "given": described(found.given) if found.given else None,
+        "fastest": described(found.fastest),
+        "front": [described(each) for each in found.front],
         "failed": found.failed,
     }

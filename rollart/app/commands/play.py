@@ -1,28 +1,27 @@
 """`rollart play`: one episode in the terminal."""
 
 import asyncio
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from rollart.app.commands.guard import guarded
+from rollart.app.commands.common import Overrides, RunPath, guarded
 
 
 @guarded
 def play(
-    run_file: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.")],
+    run_file: RunPath,
     task: Annotated[str, typer.Argument(metavar="TASK", help="The name of one of its tasks.")],
-    seed: Annotated[int, typer.Option(min=0, help="Which episode.")] = 0,
-    held_out: Annotated[bool, typer.Option("--held-out", help="One that evaluations use, not training.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="The seed of the episode.")] = 0,
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="An episode that evaluations use, not training.")
+    ] = False,
     player: Annotated[
         str, typer.Option(metavar="human|scripted|DIR", help="You, the task's `player`, or the model in a folder.")
     ] = "human",
-    tokens: Annotated[bool, typer.Option("--tokens", help="Show token ids and pieces, too.")] = False,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one key of the run file.")
-    ] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Show token ids and pieces as well.")] = False,
+    overrides: Overrides = None,
 ) -> None:
     """Play one episode of a task and see what the agent would see.
 

@@ -1,6 +1,5 @@
 """`rollart reproduce`: published figures against simulated ones."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -8,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rollart.app.commands.guard import guarded
+from rollart.app.commands.common import AsJson, guarded, print_json, say
 
 if TYPE_CHECKING:
     from rollart.simulate.paper import PaperRow
@@ -21,7 +20,7 @@ def reproduce(
         Path | None, typer.Option(metavar="DIR", help="The scenarios; default: examples/paper of this source tree.")
     ] = None,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The picture.")] = Path("paper.png"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Simulate the scenarios of the RollArt paper; print published value, simulated value and error.
 
@@ -45,9 +44,9 @@ def reproduce(
     for reason in dict.fromkeys(row.reason for row in missed if row.reason):
         console.print(f"- {reason}", style="dim", soft_wrap=True)
     _draw(rows, output)
-    console.print(f"picture: {output}", soft_wrap=True, markup=False)
+    say(console, f"picture: {output}")
     if as_json:
-        typer.echo(json.dumps(_summary(rows)))
+        print_json(_summary(rows))
 
 
 def _table(rows: "list[PaperRow]") -> Table:

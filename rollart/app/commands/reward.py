@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from rollart.app.commands.guard import guarded
+from rollart.app.commands.common import AsJson, guarded, print_json
 from rollart.core.errors import RollartError
 
 app = typer.Typer(no_args_is_help=True, help="Serve, package and test a reward function.")
@@ -63,7 +63,7 @@ def test(
     args: Annotated[str, typer.Option(metavar="JSON", help="Keyword arguments of the function.")] = "{}",
     task: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only of this task; again for more.")] = None,
     episodes: Annotated[int, typer.Option(min=1, help="The last so many.")] = 100,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Score recorded episodes there and here, and show where the results differ. Ends with 1 if any does.
 
@@ -81,7 +81,7 @@ def test(
         console.print(f"{each.episode}: here {each.here}, there {each.there}", markup=False, soft_wrap=True)
     console.print(f"{len(compared)} episodes, {len(different)} differ; {totals.seconds / len(compared):.3f} s a call")
     if as_json:
-        typer.echo(json.dumps({"episodes": len(compared), "different": [each.episode for each in different]}))
+        print_json({"episodes": len(compared), "different": [each.episode for each in different]})
     if different:
         raise typer.Exit(1)
 

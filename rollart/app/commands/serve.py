@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from rollart.app.commands.guard import guarded
+from rollart.app.commands.common import ModelDir, guarded
 from rollart.core.errors import RollartError
 
 KEY = "ROLLART_API_KEY"
@@ -17,7 +17,7 @@ KEY = "ROLLART_API_KEY"
 
 @guarded
 def serve(
-    model: Annotated[Path, typer.Option(metavar="DIR", help="A model folder, for example RUN_DIR/model.")],
+    model: ModelDir,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
     name: Annotated[str | None, typer.Option(help="The model's name for clients; absent: that of the folder.")] = None,
