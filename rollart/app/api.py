@@ -210,7 +210,8 @@ def simulate(
         path.mkdir(parents=True, exist_ok=True)
         scenario = scenario.model_copy(update={"simulate": scenario.simulate.model_copy(update={"log": "full"})})
     return [
-        run(scenario, folder=None if number else path, seed=first + number, on_progress=on_progress) for number in range(seeds)
+        run(scenario, folder=None if number else path, seed=first + number, on_progress=on_progress)
+        for number in range(seeds)
     ]
 
 

@@ -73,8 +73,8 @@ def plan(
 def _print(found: "PlanSearch", scenario: "Scenario", console: Console, output: Path | None, plot: Path) -> None:
     from rollart.config import loading
     from rollart.simulate import plots
-    from rollart.simulate.plans import applied
     from rollart.simulate.plan_explanation import explanation
+    from rollart.simulate.plans import applied
 
     console.print(_table(found))
     console.print(explanation(found), markup=False)
