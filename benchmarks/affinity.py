@@ -41,13 +41,12 @@ from rollart.observe.metrics import measure
 from rollart.placement.inventory import Inventory
 from rollart.placement.plan import plan
 from rollart.rewards.pool import RewardPool
-from rollart.rollout.decode_lengths import DecodeLengths
+from rollart.rollout.engine_registry import EngineRegistry
 from rollart.rollout.ledger import SqliteLedger
 from rollart.rollout.router import Router
-from rollart.rollout.routing_policy import policy
+from rollart.rollout.routing_policy import routing_policy
 from rollart.rollout.scheduler import Scheduler
 from rollart.rollout.trajectory import RolloutTask, TrajectoryRunner
-from rollart.weights.manifest import Publication
 from rollart.weights.publish import publish
 from rollart.weights.store import shared_folder
 
@@ -132,7 +131,6 @@ class Bench:
         self.run, self.model, self.folder = run, model, folder
         self.price = sum(CATALOGUE[pool.devices[0]].price * pool.count for pool in run.pools.values())
         self.weights = shared_folder(f"{run.name}-{time.time_ns()}")
-        self.published: dict[int, Publication] = {}
         self.log = EventLog(folder / f"{run.name}.jsonl", time.monotonic)
         self.version = 0
 
@@ -146,11 +144,11 @@ class Bench:
         self.engines = EngineSupervisor(
             run,
             [binding for binding in placed.bindings if binding.role == "generate"],
+            version=0,
             launcher=launcher,
             devices=CATALOGUE,
             shape=ModelShape.of_folder(self.model),
             spec=lambda: spec,
-            published=lambda version: self.published[version],
             sink=self.log,
             logs=self.folder,
         )
@@ -168,18 +166,12 @@ class Bench:
         clients: dict[str, EngineClient] = self.engines.clients
         for name in clients:
             pool = self.engines.pool_of(name)
-            pool.places.clear()
+            pool.engines.clear()
             pool.prefill_factor = pool.decode_factor = 1.0
             pool.mean_s, pool.reserved = 0.0, 0
-        return Router(
-            dict(clients),
-            self.version,
-            self.log,
-            pools={name: self.engines.pool_of(name) for name in clients},
-            policy=policy(rule),
-            affinity=tags,
-            shapes=DecodeLengths(),
-        )
+        pools = {name: self.engines.pool_of(name) for name in clients}
+        registry = EngineRegistry(clients, self.version, self.log, pools=pools)
+        return Router(registry, policy=routing_policy(rule), affinity=tags)
 
     async def clear(self) -> None:
         """A weight swap to the same weights: no engine has any KV left."""
@@ -187,8 +179,8 @@ class Bench:
 
         self.version += 1
         weights = load_file(self.model / "model.safetensors")
-        self.published[self.version] = publish(self.weights, self.version, weights)
-        await asyncio.gather(*(client.load(self.version) for client in self.engines.clients.values()))
+        publication = publish(self.weights, self.version, weights)
+        await asyncio.gather(*(client.load(publication) for client in self.engines.clients.values()))
 
     async def late(self) -> tuple[float, float]:
         statuses = await asyncio.gather(*(client.status() for client in self.engines.clients.values()))
@@ -202,8 +194,12 @@ class Bench:
             for name, work in ((name, SHAPES[names[name]]) for name in SHAPES)
         ]
         ledger = SqliteLedger.open(self.folder / f"{time.time_ns()}.sqlite")
-        player = TrajectoryRunner(
-            Swapped(self.environments, names), router, Endless(self.model), self.rewards, self.log, deadline=600
+        runner = TrajectoryRunner(
+            environments=Swapped(self.environments, names),
+            router=router,
+            renderer=Endless(self.model),
+            rewards=self.rewards,
+            sink=self.log,
         )
         scheduler = Scheduler(
             tasks=tasks,
@@ -213,8 +209,7 @@ class Bench:
             steps=1,
             retries=0,
             seed=0,
-            player=player,
-            router=router,
+            runner=runner,
             ledger=ledger,
             sink=self.log,
         )

@@ -62,8 +62,14 @@ async def play(
 ) -> float:
     """Seconds until the scheduler has its batch."""
     with closing(SqliteLedger.open(folder / f"{time.time_ns()}.sqlite")) as ledger:
-        waves = Lockstep() if lockstep else None
-        player = TrajectoryRunner(fleet.environments, fleet.router, fleet.renderer, fleet.rewards, log, 600, waves)
+        runner = TrajectoryRunner(
+            environments=fleet.environments,
+            router=fleet.router,
+            renderer=fleet.renderer,
+            rewards=fleet.rewards,
+            sink=log,
+            lockstep=Lockstep() if lockstep else None,
+        )
         scheduler = Scheduler(
             tasks=[task],
             schedule=Schedule(alpha=0, window=1.0, lockstep=lockstep, score_late=lockstep),
@@ -72,8 +78,7 @@ async def play(
             steps=1,
             retries=0,
             seed=0,
-            player=player,
-            router=fleet.router,
+            runner=runner,
             ledger=ledger,
             sink=log,
         )

@@ -20,6 +20,7 @@ from rollart.core import gc_tuning
 from rollart.core.event_log import EventLog
 from rollart.core.schedule import Schedule
 from rollart.core.types import Sampling
+from rollart.rollout.engine_registry import EngineRegistry
 from rollart.rollout.ledger import SqliteLedger
 from rollart.rollout.router import Router
 from rollart.rollout.scheduler import Scheduler
@@ -36,11 +37,18 @@ async def rollout(trajectories: int, folder: Path) -> float:
     log = EventLog(folder / "events.jsonl", asyncio.get_running_loop().time)
     ledger = SqliteLedger.open(folder / "ledger.sqlite")
     engines = {f"engine-{n}": ModelledEngine(rng, seconds=lambda rng: rng.expovariate(1.0)) for n in range(8)}
-    router = Router(dict(engines), 0, log)
+    router = Router(EngineRegistry(engines, sink=log))
     environments = ModelledEnvironments(
         rng, turns=lambda rng: TURNS, reset_seconds=lambda rng: rng.uniform(1, 5), step_seconds=lambda rng: rng.random()
     )
-    player = TrajectoryRunner(environments, router, ModelledRenderer(), ModelledRewards(rng), log, deadline=10_000)
+    runner = TrajectoryRunner(
+        environments=environments,
+        router=router,
+        renderer=ModelledRenderer(),
+        rewards=ModelledRewards(rng),
+        sink=log,
+        deadline=10_000,
+    )
     scheduler = Scheduler(
         tasks=[RolloutTask(name, 1.0, TURNS, 1 << 20, Sampling()) for name in ("a", "b")],
         schedule=Schedule(alpha=0, window=1.0),
@@ -49,8 +57,7 @@ async def rollout(trajectories: int, folder: Path) -> float:
         steps=1,
         retries=3,
         seed=0,
-        player=player,
-        router=router,
+        runner=runner,
         ledger=ledger,
         sink=log,
     )

@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from rollart.config import EngineConfig, TinyModelConfig
 from rollart.core import gc_tuning
-from rollart.core.events import AnyEvent
+from rollart.core.events import NULL_SINK
 from rollart.core.types import CapturedEpisode, Completion, GenerationRequest, Outcome, Sampling, Trajectory
 from rollart.engines.client import EngineClient
 from rollart.gateway.client import Gateway
@@ -48,6 +48,7 @@ from rollart.launch.launcher import Command, ResourceRequest, service_command
 from rollart.launch.local import LocalLauncher
 from rollart.models import tiny
 from rollart.rollout.agent_episode import AgentEpisodeRunner
+from rollart.rollout.engine_registry import EngineRegistry
 from rollart.rollout.router import Router
 from rollart.rollout.samples import samples
 
@@ -166,11 +167,6 @@ async def run_agents(spec: dict[str, Any]) -> Any:
 # The controller
 
 
-class Silent:
-    def emit(self, event: AnyEvent) -> None:
-        pass
-
-
 @dataclass
 class Bench:
     """The controller's side: a launcher, a gateway, and one engine behind a router."""
@@ -183,17 +179,17 @@ class Bench:
         """What the agents saw and what was captured of each."""
         engine = await self.launcher.launch(command, ResourceRequest())
         url = str(engine.answer["url"])
-        gateway = Gateway(self.folder, self.launcher, Silent(), self.logs)
+        gateway = Gateway(self.folder, self.launcher, NULL_SINK, self.logs)
         captured: list[CapturedEpisode] = []
         try:
             async with rpc.connected(url, key=self.launcher.key) as client, AsyncExitStack() as stack:
                 await gateway.start()
-                router = Router({"engine": EngineClient(client)}, 0, Silent())
+                router = Router(EngineRegistry({"engine": EngineClient(client)}))
                 keys, opened = [], []
                 for number in range(AGENTS):
                     terms = EpisodeLimits(f"agent-{number}", "bench", number, sampling, 8192)
-                    driven = AgentEpisodeRunner(terms.id, "bench", router, Silent(), lambda version: None)
-                    episode = await stack.enter_async_context(gateway.episode(terms, driven.generate))
+                    runner = AgentEpisodeRunner(terms.id, "bench", router, NULL_SINK, lambda version: None)
+                    episode = await stack.enter_async_context(gateway.episode(terms, runner.generate))
                     opened.append(episode)
                     keys.append(episode.endpoint.key)
                 spec = {"url": gateway.url, "keys": keys, "turns": turns, "spread": spread}

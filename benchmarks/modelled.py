@@ -17,6 +17,7 @@ from rollart.core.types import (
     GenerationRequest,
     LoadResult,
     Message,
+    Publication,
     RewardResult,
     Step,
     StepMetrics,
@@ -64,10 +65,10 @@ class ModelledEngine:
     async def abort(self, request_id: str) -> None:
         self.aborted += 1
 
-    async def load(self, version: int) -> LoadResult:
+    async def load(self, publication: Publication) -> LoadResult:
         await sleep(self.load_seconds(self.rng))
-        self.version = version
-        return LoadResult(version)
+        self.version = publication.version
+        return LoadResult(self.version)
 
     async def status(self) -> EngineStatus:
         return EngineStatus(self.version, self.running, 0, 0, 0, 0, 0, 0, 0.0)
@@ -167,8 +168,8 @@ class ModelledTrainer:
         tokens = sum(len(sample.tokens) for group in batch.groups for sample in group.samples)
         return StepMetrics(self.version, seconds, tokens)
 
-    async def publish(self) -> int:
-        return self.version
+    async def publish(self) -> Publication:
+        return Publication(self.version)
 
     async def save(self, path: Path) -> None:
         self.saved = self.version

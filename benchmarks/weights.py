@@ -32,8 +32,8 @@ import psutil
 import torch
 from torch import Tensor
 
+from rollart.core.types import Publication
 from rollart.weights.loaded_version import LoadedVersion
-from rollart.weights.manifest import Publication
 from rollart.weights.publish import Publisher, Share, new_id
 from rollart.weights.reader import WeightReader
 from rollart.weights.server import WeightServer

@@ -367,3 +367,10 @@ def _finite(values: dict[str, float]) -> dict[str, float]:
 
 class EventSink(Protocol):
     def emit(self, event: AnyEvent) -> None: ...
+
+
+class _NullSink:
+    def emit(self, event: AnyEvent) -> None: ...
+
+
+NULL_SINK = _NullSink()  # drops every event

@@ -16,6 +16,7 @@ from rollart.core.types import (
     GenerationRequest,
     LoadResult,
     Message,
+    Publication,
     RewardResult,
     Step,
     StepMetrics,
@@ -36,9 +37,9 @@ class Engine(Protocol):
 
     async def abort(self, request_id: str) -> None: ...
 
-    async def load(self, version: int) -> LoadResult:
-        """Take `version` from the weight store and swap to it between two steps. Raises EngineFailed: then it goes on
-        with the version that it has."""
+    async def load(self, publication: Publication) -> LoadResult:
+        """Fetch a published version and swap to it between two steps. Raises EngineFailed: then it goes on with the
+        version that it has."""
         ...
 
     async def status(self) -> EngineStatus: ...
@@ -143,8 +144,8 @@ class Renderer(Protocol):
 class Trainer(Protocol):
     async def step(self, batch: Batch) -> StepMetrics: ...
 
-    async def publish(self) -> int:
-        """Hand the current version to the weight store and return it."""
+    async def publish(self) -> Publication:
+        """Write the current version to the weight store; returns where engines fetch it."""
         ...
 
     async def save(self, path: Path) -> None: ...

@@ -60,8 +60,8 @@ class Sampling:
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """`tokens` is the whole context; `session` names the conversation whose cached prefix may be reused. `kv_from` is
-    the address of an engine that keeps more of its KV: what is missing is fetched from there, not computed again. A
-    new conversation may be a `branch_of` another, whose beginning it shares."""
+    the address of an engine that has more of its KV: what is missing is fetched from there, not recomputed. A new
+    conversation may be a `branch_of` another, whose beginning it shares. `episode` is the attempt that it serves."""
 
     id: str
     session: str
@@ -71,6 +71,7 @@ class GenerationRequest:
     sampling: Sampling
     kv_from: str | None = None
     branch_of: str = ""
+    episode: str = ""
 
 
 class Completion(Struct, frozen=True):
@@ -107,6 +108,17 @@ class EngineStatus:
     late_s: float = 0.0
     kv_reserved: int = 0
     emulated: str = ""
+
+
+class Publication(Struct, frozen=True):
+    """A published version: `sources[shard]` are the URLs to fetch a shard from, best first, for readers that do not
+    find it in their own memory; `key` authenticates them there, and those that they serve. A version that is published
+    again, after a rollback, has another `id`."""
+
+    version: int
+    id: str = ""
+    sources: tuple[tuple[str, ...], ...] = ()
+    key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

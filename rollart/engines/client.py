@@ -8,10 +8,9 @@ from msgspec.structs import replace
 
 from rollart.core.errors import EngineFailed, EngineLost, ServiceError
 from rollart.core.protocols import TokenStream
-from rollart.core.types import Completion, EngineStatus, GenerationRequest, LoadResult
+from rollart.core.types import Completion, EngineStatus, GenerationRequest, LoadResult, Publication
 from rollart.engines.streamed import Streamed
 from rollart.launch import rpc
-from rollart.weights.manifest import Publication
 
 T = TypeVar("T")
 SHORT_S = 30.0
@@ -19,24 +18,12 @@ _tokens = msgspec.msgpack.Decoder(list[int])
 LOAD_S = 3600.0  # a bucket that does not come ends a load much sooner
 
 
-def nothing_published(version: int) -> Publication:
-    raise EngineFailed(f"version {version} cannot be loaded: nothing is published")
-
-
 class EngineClient:
-    """`deadline` is for one generation request; a request that misses it is cancelled at the engine too. `published`
-    tells where a version is to be had; it raises EngineFailed."""
+    """`deadline` is for one generation request; a request that misses it is cancelled at the engine too."""
 
-    def __init__(
-        self,
-        client: rpc.RpcClient,
-        *,
-        deadline: float = 120.0,
-        published: Callable[[int], Publication] = nothing_published,
-    ) -> None:
+    def __init__(self, client: rpc.RpcClient, *, deadline: float = 120.0) -> None:
         self._client = client
         self._deadline = deadline
-        self._published = published
 
     @property
     def url(self) -> str:
@@ -65,8 +52,8 @@ class EngineClient:
     async def abort(self, request_id: str) -> None:
         await self._call("abort", request_id, type(None), SHORT_S)
 
-    async def load(self, version: int) -> LoadResult:
-        return await self._call("load", self._published(version), LoadResult, LOAD_S)
+    async def load(self, publication: Publication) -> LoadResult:
+        return await self._call("load", publication, LoadResult, LOAD_S)
 
     async def status(self) -> EngineStatus:
         return await self._call("status", None, EngineStatus, SHORT_S)

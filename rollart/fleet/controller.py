@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollart.config import RunFile, TaskConfig, loading
+from rollart.config import RunFile, loading
 from rollart.core import gc_tuning
 from rollart.core.errors import RollartError, ServiceError
 from rollart.core.event_log import EventLog
@@ -73,17 +73,28 @@ async def evaluate(run: RunFile, model: Path, *, directory: Path, on_log: OnLog 
     with contextlib.closing(ledger), _event_log(directory, on_log) as log, _terminable():
         try:
             async with Fleet(run, directory, log, model=model, version=0, trainer=False) as fleet:
-                player = _player(run, fleet, log, None)
-                evaluator = Evaluator(task_plans(run), player, ledger, log)
+                evaluator = Evaluator(rollout_tasks(run), _runner(run, fleet, log), ledger, log)
                 results = await _supervised(fleet, evaluator.run(0, run.evaluation.final_episodes, final=True))
         except BaseException as error:
             raise _root(error) from error
     return {"model": str(model), "tasks": {result.task: _result(result) for result in results}}
 
 
-def task_plans(run: RunFile) -> list[RolloutTask]:
+def rollout_tasks(run: RunFile) -> list[RolloutTask]:
     return [
-        RolloutTask(task.name, task.weight, task.max_turns, task.max_context, _sampling(task), task.agent is not None)
+        RolloutTask(
+            name=task.name,
+            weight=task.weight,
+            max_turns=task.max_turns,
+            max_context=task.max_context,
+            sampling=Sampling(
+                temperature=task.sampling.temperature,
+                top_p=task.sampling.top_p,
+                top_k=task.sampling.top_k,
+                max_tokens=task.sampling.max_tokens,
+            ),
+            agent=task.agent is not None,
+        )
         for task in run.tasks
     ]
 
@@ -102,9 +113,8 @@ class _Training:
     async def whole(self, recovery: Recovery, model: Path) -> None:
         """Evaluate, take all steps, keep the model in `model`, evaluate again."""
         steps, episodes = self.run.training.steps, self.run.evaluation.final_episodes
-        evaluator = Evaluator(
-            task_plans(self.run), _player(self.run, self.fleet, self.log, None), self.ledger, self.log
-        )
+        runner = _runner(self.run, self.fleet, self.log)
+        evaluator = Evaluator(rollout_tasks(self.run), runner, self.ledger, self.log)
         if recovery.version == 0:
             await _supervised(self.fleet, evaluator.run(0, episodes, label="before", final=True), trainer=False)
         await self._until_trained(evaluator, recovery)
@@ -168,32 +178,33 @@ async def _train(run: RunFile, directory: Path, ledger: SqliteLedger, recovery: 
         await _Training(run, fleet, ledger, log, checkpoints).whole(recovery, directory / "model")
 
 
-def _player(run: RunFile, fleet: Fleet, log: EventLog, lockstep: Lockstep | None) -> TrajectoryRunner:
-    deadline = run.rollout.trajectory_deadline
-    environments, router, renderer = fleet.environments, fleet.router, fleet.renderer
-    return TrajectoryRunner(environments, router, renderer, fleet.rewards, log, deadline, lockstep, fleet.agents)
+def _runner(run: RunFile, fleet: Fleet, log: EventLog, lockstep: Lockstep | None = None) -> TrajectoryRunner:
+    return TrajectoryRunner(
+        environments=fleet.environments,
+        router=fleet.router,
+        renderer=fleet.renderer,
+        rewards=fleet.rewards,
+        sink=log,
+        deadline=run.rollout.trajectory_deadline,
+        lockstep=lockstep,
+        agents=fleet.agents,
+    )
 
 
 def _scheduler(run: RunFile, schedule: Schedule, fleet: Fleet, ledger: SqliteLedger, log: EventLog) -> Scheduler:
     return Scheduler(
-        tasks=task_plans(run),
+        tasks=rollout_tasks(run),
         schedule=schedule,
         batch_groups=run.training.batch_groups,
         group_size=run.training.group_size,
         steps=run.training.steps,
         retries=run.rollout.retries,
         seed=run.seed,
-        player=_player(run, fleet, log, Lockstep() if schedule.lockstep else None),
-        router=fleet.router,
+        runner=_runner(run, fleet, log, Lockstep() if schedule.lockstep else None),
         ledger=ledger,
         sink=log,
-        rule=run.environments.quarantine.rule(),
+        quarantine=run.environments.quarantine.rule(),
     )
-
-
-def _sampling(task: TaskConfig) -> Sampling:
-    asked = task.sampling
-    return Sampling(asked.temperature, asked.top_p, asked.top_k, asked.max_tokens)
 
 
 def _started(run: RunFile, recovery: Recovery, resume: bool) -> RunStarted:

@@ -12,7 +12,7 @@ from rollart.launch.launcher import Command, ResourceRequest, service_command
 from rollart.placement.bindings import Binding
 from rollart.placement.plan import acts_as
 
-_BESIDE = ResourceRequest(count=0.1)  # for a service whose server runs elsewhere
+_FRONT = ResourceRequest(count=0.1)  # for a service in front of a server that someone else runs
 
 
 def engine_command(
@@ -24,16 +24,11 @@ def engine_command(
     full = {**spec, "config": run.engine.model_dump(mode="json"), "classes": binding.choices, **backend.spec(run, pool)}
     if slowdown != 1.0:
         full["emulate"] = {"device": asdict(devices[device]), "slowdown": slowdown}
-    if pool.urls:
-        full["url"] = url_of(run, binding)
+    if binding.url:
+        full["url"] = binding.url
     command = service_command(backend.module, full, name=binding.worker, logs=logs, threads=run.engine.threads)
     return replace(command, start_deadline=backend.start_deadline(run))
 
 
-def request_of(run: RunFile, binding: Binding) -> ResourceRequest:
-    return _BESIDE if run.all_pools()[binding.pool].urls else binding.request()
-
-
-def url_of(run: RunFile, binding: Binding) -> str:
-    """Where an engine that someone else runs is to be found."""
-    return run.all_pools()[binding.pool].urls[int(binding.worker.rpartition("-")[2])]
+def request_of(binding: Binding) -> ResourceRequest:
+    return _FRONT if binding.url else binding.request()

@@ -1,8 +1,8 @@
-"""The engines of a run: started where placement says, watched, started again elsewhere when they are lost.
+"""The engines of a run: started where placement says, watched, restarted on another node when they are lost.
 
-Invariants: an engine serves only once it has the version that the router wants; one that ends, or that the router gave
-up, is started again with back-off, and one that keeps ending soon after its start is left out for good; the run ends
-only when no engine is left. Engines that someone else runs are connected to, and connected to again.
+Invariants: an engine serves only once it has the registry's target version; one that ends, or that the registry gave
+up, is restarted with backoff, and one that keeps ending soon after its start is removed for good; the run ends only
+when no engine is left. Engines that someone else runs are connected to, and reconnected.
 """
 
 import asyncio
@@ -15,9 +15,10 @@ from typing import Any
 from rollart.config import RunFile
 from rollart.core.errors import EngineFailed, EngineLost, ServiceError
 from rollart.core.events import EngineSample, EventSink, ServiceEnded, ServiceStarted, Warned
+from rollart.core.types import Publication
 from rollart.engines.backends import backend_of
 from rollart.engines.client import EngineClient
-from rollart.fleet.engine_command import engine_command, request_of, url_of
+from rollart.fleet.engine_command import engine_command, request_of
 from rollart.hardware.devices import DeviceClass
 from rollart.hardware.roofline import ModelShape, Roofline
 from rollart.launch import rpc
@@ -25,15 +26,14 @@ from rollart.launch.external import ExternalService
 from rollart.launch.launcher import Launcher, ServiceHandle, relaunch
 from rollart.placement.bindings import Binding
 from rollart.placement.plan import acts_as
+from rollart.rollout.engine_registry import EngineRegistry
 from rollart.rollout.engine_state import EnginePool
-from rollart.rollout.router import Router
-from rollart.weights.manifest import Publication
 
 SAMPLE_S = 1.0
-SETTLED_S = 60.0  # an engine that lived so long is not one that cannot start
-SHORT_LIVES = 3
-STARTS = 30  # attempts to bring one engine back
-LONGEST_BACK_OFF_S = 30.0
+SETTLED_S = 60.0  # an engine that lived this long can start
+MAX_SHORT_LIVES = 3
+MAX_RESTARTS = 30  # attempts to bring one engine back
+MAX_BACKOFF_S = 30.0
 
 
 @dataclass(slots=True)
@@ -50,27 +50,27 @@ class _Engine:
 
 
 class EngineSupervisor:
-    """`spec` is what every engine is told: model, weights, seed, version; `published` where a version is to be had."""
+    """`version` is what engines start with; `spec` is what all of them need: model, weights, seed, version. `registry`
+    has the engines that may serve."""
 
     def __init__(
         self,
         run: RunFile,
         bindings: Sequence[Binding],
         *,
+        version: int,
         launcher: Launcher,
         devices: Mapping[str, DeviceClass],
         shape: ModelShape,
         spec: Callable[[], dict[str, Any]],
-        published: Callable[[int], Publication],
         sink: EventSink,
         logs: Path,
     ) -> None:
         self._run, self._bindings, self._launcher, self._sink = run, bindings, launcher, sink
         self._devices, self._shape, self._spec, self._logs = devices, shape, spec, logs
-        self._published = published
         self._engines: dict[str, _Engine] = {}
         self._pools: dict[str, EnginePool] = {}
-        self.router: Router
+        self.registry = EngineRegistry(version=version, sink=sink, on_lost=self._kill)
 
     @property
     def clients(self) -> dict[str, EngineClient]:
@@ -79,13 +79,13 @@ class EngineSupervisor:
     def pool_of(self, name: str) -> EnginePool:
         return self._engines[name].pool
 
-    def kill(self, name: str) -> None:
+    def _kill(self, name: str) -> None:
         self._engines[name].started.kill()
 
     async def start(self) -> None:
         async with asyncio.TaskGroup() as group:
             for binding in self._bindings:
-                group.create_task(self._first(binding))
+                group.create_task(self._start(binding, None))
 
     async def stop(self) -> None:
         await asyncio.gather(*(self._stop(engine) for engine in self._engines.values()))
@@ -94,39 +94,41 @@ class EngineSupervisor:
         await engine.stack.aclose()
         await engine.started.stop()
 
-    async def _first(self, binding: Binding) -> None:
-        await self._begin(binding, None)
+    async def register(self, publish: Callable[[], Awaitable[Publication]] | None) -> None:
+        """Let the started engines serve, once all have the registry's version: engines that someone else runs may still
+        have that of an earlier run, and can be updated only with `publish`. Raises ServiceError."""
+        version = self.registry.target
+        engines = self._engines.values()
+        others = [engine for engine in engines if (await engine.client.status()).version != version]
+        if others:
+            names = " and ".join(engine.binding.worker for engine in others)
+            if publish is None:
+                raise ServiceError(f"{names} serve another version than the model's; restart them from that model")
+            await self.registry.load(await publish())
+            try:
+                await asyncio.gather(*(self.registry.catch_up(engine.client) for engine in others))
+            except EngineFailed as error:
+                raise ServiceError(
+                    f"{names} serve another version than {version} and cannot load it: {error}"
+                ) from error
+        for engine in engines:
+            self.registry.add(engine.binding.worker, engine.client, version, engine.pool)
 
-    async def agree(self, version: int, publish: Callable[[], Awaitable[int]] | None) -> None:
-        """Bring those to `version` that serve another: engines of others go on where an earlier run left them. Nobody
-        can be brought anywhere without `publish`. Raises ServiceError."""
-        others = [engine for engine in self._engines.values() if (await engine.client.status()).version != version]
-        if not others:
-            return
-        names = " and ".join(engine.binding.worker for engine in others)
-        if publish is None:
-            raise ServiceError(f"{names} serve another version than the model's; start them anew from that model")
-        await publish()
-        try:
-            await asyncio.gather(*(engine.client.load(version) for engine in others))
-        except EngineFailed as error:
-            raise ServiceError(f"{names} serve another version than {version} and cannot take it: {error}") from error
-
-    async def _begin(self, binding: Binding, ended: ServiceHandle | None) -> _Engine:
-        """Start or connect, and tell where it is."""
+    async def _start(self, binding: Binding, ended: ServiceHandle | None) -> _Engine:
+        """Start or connect, and report where it is."""
         clock = asyncio.get_running_loop().time
         began = clock()
         device_name, slowdown = acts_as(self._run, binding)
         pool = self._run.all_pools()[binding.pool]
         stack = AsyncExitStack()
         started: ServiceHandle
-        if pool.urls and backend_of(pool).connects:
-            external = ExternalService(binding.worker, url_of(self._run, binding), device_name)
+        if binding.url and backend_of(pool).connects:
+            external = ExternalService(binding.worker, binding.url, device_name)
             client = await external.connect(stack)
             started = external
         else:
             started = await self._launch(binding, ended)
-            if pool.urls:
+            if binding.url:
                 started.device = device_name  # that of its server, wherever the service in front of it is
             try:
                 url = str(started.answer["url"])
@@ -139,29 +141,29 @@ class EngineSupervisor:
         device = self._devices[device_name]
         old = self._engines.get(binding.worker)
         engine = _Engine(
-            binding,
-            self._pool(binding, device, slowdown),
-            device,
-            slowdown,
-            started,
-            EngineClient(client, deadline=self._run.engine.deadline, published=self._published),
-            clock(),
+            binding=binding,
+            pool=self._pool(binding, device, slowdown),
+            device=device,
+            slowdown=slowdown,
+            started=started,
+            client=EngineClient(client, deadline=self._run.engine.deadline),
+            since=clock(),
             short_lives=old.short_lives if old is not None else 0,
             stack=stack,
         )
         self._engines[binding.worker] = engine
-        self._tell(engine, clock() - began)
+        self._report_started(engine, clock() - began)
         return engine
 
     async def _launch(self, binding: Binding, ended: ServiceHandle | None) -> ServiceHandle:
         command = engine_command(self._run, binding, self._spec(), self._devices, self._logs)
-        request = request_of(self._run, binding)
+        request = request_of(binding)
         if ended is None:
             return await self._launcher.launch(command, request)
         return await relaunch(self._launcher, command, request, ended)
 
     def _pool(self, binding: Binding, device: DeviceClass, slowdown: float) -> EnginePool:
-        """Engines of one pool that got different classes are different to the router."""
+        """The router's pool: engines of one user pool that got different classes are in different ones."""
         config = self._run.engine
         label = binding.pool
         if slowdown != 1.0:
@@ -175,7 +177,7 @@ class EngineSupervisor:
             self._pools[label] = EnginePool(label, roofline, config.max_batch, kv_tokens, of=binding.pool)
         return self._pools[label]
 
-    def _tell(self, engine: _Engine, seconds: float) -> None:
+    def _report_started(self, engine: _Engine, seconds: float) -> None:
         started, binding = engine.started, engine.binding
         self._sink.emit(ServiceStarted(role="generate", name=binding.worker, pid=started.pid, seconds=seconds))
         self._sink.emit(binding.placed(started, engine.pool.name))
@@ -183,7 +185,7 @@ class EngineSupervisor:
     # While the run goes on
 
     async def supervise(self) -> None:
-        """Returns never, raises when no engine is left."""
+        """Never returns; raises ServiceError when no engine is left."""
         async with asyncio.TaskGroup() as group:
             for name in list(self._engines):
                 group.create_task(self._watch(name))
@@ -191,7 +193,7 @@ class EngineSupervisor:
     async def _watch(self, name: str) -> None:
         while True:
             engine = self._engines[name]
-            if not self.router.has(name, engine.client):  # supervision ended while it was being brought back
+            if not self.registry.has(name, engine.client):  # supervision ended while it was being restarted
                 engine.started.kill()
             sampling = asyncio.create_task(self._sample(name, engine.client))
             try:
@@ -200,46 +202,38 @@ class EngineSupervisor:
                 sampling.cancel()
                 await asyncio.wait([sampling])
             self._sink.emit(ServiceEnded(role="generate", name=name, reason=reason))
-            self.router.lost(name, reason)
+            self.registry.mark_lost(name, reason)
             await engine.stack.aclose()
             lived = asyncio.get_running_loop().time() - engine.since
             engine.short_lives = 0 if lived > SETTLED_S else engine.short_lives + 1
-            if engine.short_lives > SHORT_LIVES:
-                self._leave_out(name, f"it ended {engine.short_lives} times soon after its start, the last: {reason}")
+            if engine.short_lives > MAX_SHORT_LIVES:
+                self._remove(name, f"it ended {engine.short_lives} times soon after its start, the last: {reason}")
                 return
-            if not await self._bring_back(engine):
+            if not await self._restart(engine):
                 return
 
-    async def _bring_back(self, ended: _Engine) -> bool:
-        name, back_off = ended.binding.worker, 1.0
-        for _ in range(STARTS):
+    async def _restart(self, ended: _Engine) -> bool:
+        name, backoff = ended.binding.worker, 1.0
+        for _ in range(MAX_RESTARTS):
             try:
-                engine = await self._begin(ended.binding, ended.started)
-                version = -1
-                while version != self.router.target:  # it may move while we load
-                    version = self.router.target
-                    await self._up_to_date(engine, version)
+                engine = await self._start(ended.binding, ended.started)
+                version = await self.registry.catch_up(engine.client)
             except (ServiceError, EngineFailed) as error:
                 self._sink.emit(Warned(message=f"{name} is not back yet: {error}"))
                 last = str(error)
             else:
-                self.router.replace(name, engine.client, version, engine.pool)
+                self.registry.add(name, engine.client, version, engine.pool)
                 return True
             if (broken := self._engines[name]) is not ended and broken.started is not ended.started:
                 await self._stop(broken)
-            await asyncio.sleep(back_off)
-            back_off = min(LONGEST_BACK_OFF_S, back_off * 2)
-        self._leave_out(name, f"it could not be started again in {STARTS} attempts, the last: {last}")
+            await asyncio.sleep(backoff)
+            backoff = min(MAX_BACKOFF_S, backoff * 2)
+        self._remove(name, f"it could not be restarted in {MAX_RESTARTS} attempts, the last: {last}")
         return False
 
-    async def _up_to_date(self, engine: _Engine, version: int) -> None:
-        status = await engine.client.status()
-        if status.version != version:
-            await engine.client.load(version)
-
-    def _leave_out(self, name: str, reason: str) -> None:
+    def _remove(self, name: str, reason: str) -> None:
         del self._engines[name]
-        self.router.remove(name)
+        self.registry.remove(name)
         if not self._engines:
             raise ServiceError(f"no engine is left; {name}: {reason}")
         self._sink.emit(Warned(message=f"the run goes on without engine {name}: {reason}"))
@@ -249,11 +243,11 @@ class EngineSupervisor:
             try:
                 status = await client.status()
             except EngineLost:
-                self.router.lost(name, "its connection was lost")
+                self.registry.mark_lost(name, "its connection was lost")
                 return
             except EngineFailed as error:
-                self._sink.emit(Warned(message=f"{name} did not tell its status: {error}"))
+                self._sink.emit(Warned(message=f"{name} did not report its status: {error}"))
             else:
-                self.router.told(name, status)
+                self.registry.update_status(name, status)
                 self._sink.emit(EngineSample.of(name, status))
             await asyncio.sleep(SAMPLE_S)

@@ -33,7 +33,7 @@ from rollart.placement.workload import MEASURED
 from rollart.rewards.invokers import Rewards
 from rollart.rollout.decode_lengths import DecodeLengths
 from rollart.rollout.router import Router
-from rollart.rollout.routing_policy import policy
+from rollart.rollout.routing_policy import routing_policy
 from rollart.training.client import TrainerClient
 from rollart.weights.store import shared_folder
 
@@ -98,7 +98,7 @@ class Fleet:
             group.create_task(self._start_engines())
             if self._train:
                 group.create_task(self._start_trainer())
-        await self._engines.agree(self.version, self.trainer.publish if self._train else None)
+        await self._engines.register(self.trainer.publish if self._train else None)
         self._make_router(placed)
 
     def _build(self, placed: PlacementPlan, launcher: Launcher) -> None:
@@ -120,11 +120,11 @@ class Fleet:
         self._engines = EngineSupervisor(
             run,
             bindings["generate"],
+            version=self.version,
             launcher=launcher,
             devices=run.device_classes(),
             shape=ModelShape.of_folder(self._model),
             spec=lambda: self._spec(self._model, self.version),
-            published=lambda version: self.trainer.published(version),
             sink=self._log,
             logs=self._logs,
         )
@@ -179,24 +179,18 @@ class Fleet:
         await self._trainer.start()
 
     def _make_router(self, placed: PlacementPlan) -> None:
-        run, engines = self._run, self._engines
-        hand_over = run.routing.hand_over
+        run = self._run
         self.router = Router(
-            dict(engines.clients),
-            self.version,
-            self._log,
-            pools={name: engines.pool_of(name) for name in engines.clients},
-            policy=policy(run.routing.policy, hand_over),
+            self._engines.registry,
+            policy=routing_policy(run.routing.policy, run.routing.hand_over),
             affinity={
                 task.name: task.affinity if isinstance(task.affinity, str) else tuple(task.affinity)
                 for task in run.tasks
             },
-            shapes=DecodeLengths(_priors(run, placed)),
-            on_lost=engines.kill,
+            decode_lengths=DecodeLengths(_priors(run, placed)),
             keeps_kv=run.engine.on_swap == "keep",
-            patience=start_deadline(run),
+            max_wait=start_deadline(run),
         )
-        engines.router = self.router
 
     # While the run goes on
 
@@ -216,9 +210,7 @@ class Fleet:
         """The trainer again, at `version`; the engines follow it there. Raises ServiceError."""
         self._checkpoint = (checkpoint.absolute() if version else self._model, version)
         await self._trainer.again()
-        await self.trainer.publish()
-        if version != self.router.target or self.router.serving != version:
-            await self.router.load(version)
+        await self.router.load(await self.trainer.publish())
         self._log.emit(RolledBack(version=version, reason=reason))
 
 

@@ -258,12 +258,13 @@ class Tenant:
         terms, number = self.terms, next(self._numbers)
         seed = seed_of(terms.id, terms.seed, number) if sampling.seed is None else sampling.seed + index
         request = GenerationRequest(
-            f"{terms.id}/{number}",
-            f"{terms.id}~{claim.segment.number}",
-            terms.task,
-            claim.segment.turns,
-            claim.context,
-            replace(sampling, seed=seed % 2**31),
+            id=f"{terms.id}/{number}",
+            session=f"{terms.id}~{claim.segment.number}",
+            task=terms.task,
+            turn=claim.segment.turns,
+            tokens=claim.context,
+            sampling=replace(sampling, seed=seed % 2**31),
+            episode=terms.id,
             branch_of="" if claim.branch_of is None else f"{terms.id}~{claim.branch_of.number}",
         )
         shows = hear is not None and ask.force is None

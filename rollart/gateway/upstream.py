@@ -57,7 +57,7 @@ class Upstream:
 
     async def generate(self, request: GenerationRequest, listener: TokenStream | None = None, /) -> Completion:
         """Raises EngineFailed."""
-        number, episode = next(self._numbers), request.id.rpartition("/")[0]
+        number, episode = next(self._numbers), request.episode
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._open[number] = _Open(episode, future, listener)
         self._put(PullRequest(number, episode, request, listener.every if listener is not None else 0))

@@ -24,7 +24,7 @@ _AS_NAMED = "as named"
 @dataclass(frozen=True, slots=True)
 class Binding:
     """One worker and its place. `choices` are the classes it may move to, best first; it takes `units` of `got`, and
-    its work is shared by `devices`."""
+    its work is shared by `devices`. `url`: someone else runs it there."""
 
     pool: str
     role: str
@@ -37,6 +37,7 @@ class Binding:
     threads: int
     why: str
     devices: int = 1
+    url: str = ""
 
     def request(self, avoid: frozenset[str] = frozenset()) -> ResourceRequest:
         return ResourceRequest(self.choices, self.units, avoid)

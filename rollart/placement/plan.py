@@ -124,7 +124,18 @@ def _external(name: str, pool: PoolConfig) -> Iterator[Binding]:
         device = pool.devices[0]
         about = "someone else runs it"
         yield Binding(
-            name, pool.role, f"{name}-{number}", device, pool.devices, device, url, 0.0, 0, about, pool.tensor_parallel
+            pool=name,
+            role=pool.role,
+            worker=f"{name}-{number}",
+            wanted=device,
+            choices=pool.devices,
+            got=device,
+            node=url,
+            units=0.0,
+            threads=0,
+            why=about,
+            devices=pool.tensor_parallel,
+            url=url,
         )
 
 

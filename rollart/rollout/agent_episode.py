@@ -1,7 +1,7 @@
-"""Generation for an episode whose agent drives itself: its requests come through the gateway, in any number at a time.
+"""Generation for an episode whose agent sends its own requests: they come through the gateway, any number at a time.
 
-Invariants: every answer is checked and its versions are told before the agent sees it, so an episode that broke the
-bound is known to have; the router forgets all of the episode's conversations when it ends.
+Invariants: every completion is checked and its versions are reported before the agent sees it, so the scheduler knows
+when an episode exceeds the staleness bound; the router forgets all of the episode's conversations when it ends.
 """
 
 import asyncio
@@ -18,27 +18,27 @@ from rollart.rollout.router import Routed, Router
 
 
 class AgentEpisodeRunner:
-    """`on_version` hears of the oldest token of every answer; `turns` are what was captured, after the end."""
+    """`on_version` gets the oldest version of every completion; `turns` are what was captured, after the end."""
 
     def __init__(self, id: str, task: str, router: Router, sink: EventSink, on_version: Callable[[int], None]) -> None:
         self._id, self._task, self._router, self._sink, self._on_version = id, task, router, sink, on_version
         self._sessions: set[str] = set()
-        self._answers = 0
+        self._completions = 0
         self.turns: tuple[Turn, ...] = ()
 
-    async def generate(self, request: GenerationRequest, listener: TokenStream | None = None, /) -> Completion:
+    async def generate(self, request: GenerationRequest, stream: TokenStream | None = None, /) -> Completion:
         """Raises EngineFailed."""
         clock = asyncio.get_running_loop().time
         began = clock()
         self._sessions.add(request.session)
-        routed = await self._router.generate(request, listener)
+        routed = await self._router.generate(request, stream)
         completion = checked(routed, f"a request of {self._id}")
         self._on_version(lowest(completion.versions))
-        self._sink.emit(turn_done(self._id, self._task, self._answers, routed, clock() - began, 0.0))
-        self._answers += 1
+        self._sink.emit(turn_done(self._id, self._task, self._completions, routed, clock() - began))
+        self._completions += 1
         return completion
 
-    def captured(self, captured: CapturedEpisode, held_out: bool) -> None:
+    def capture(self, captured: CapturedEpisode, held_out: bool) -> None:
         self.turns = captured.turns
         counts = msgspec.structs.asdict(captured.counts)
         self._sink.emit(AgentPlayed(trajectory=self._id, task=self._task, held_out=held_out, **counts))
@@ -49,14 +49,14 @@ class AgentEpisodeRunner:
 
 
 def checked(routed: Routed, what: str) -> Completion:
-    """Raises EngineFailed for an answer that is none."""
+    """Raises EngineFailed for a completion that was aborted or is empty."""
     completion = routed.completion
     if completion.finish == "abort" or not completion.tokens:
         raise EngineFailed(f"engine {routed.engine} gave up {what}")
     return completion
 
 
-def turn_done(id: str, task: str, turn: int, routed: Routed, generate_s: float, env_s: float) -> TurnDone:
+def turn_done(id: str, task: str, turn: int, routed: Routed, generate_s: float, env_s: float = 0.0) -> TurnDone:
     completion = routed.completion
     return TurnDone(
         trajectory=id,

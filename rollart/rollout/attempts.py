@@ -1,7 +1,8 @@
-"""The trajectories under way: members of groups, each a coroutine of its own.
+"""The attempts under way: members of groups, each a coroutine of its own.
 
-Invariants: every member ends in one outcome, told once; a bug in a member's own code ends the run. `running` are those
-that still play, `scoring` those whose episode is over. All state changes between two awaits are atomic.
+Invariants: every attempt ends in one outcome, reported once; a bug in the code of an attempt ends the run. `running`
+counts those whose episode goes on, `scoring` those whose episode is over. All state changes between two awaits are
+atomic.
 """
 
 import asyncio
@@ -14,23 +15,24 @@ from rollart.rollout.trajectory import Attempt, RolloutTask, TrajectoryRunner
 
 
 class Attempts:
-    """`saw` hears of the oldest version in every answer, `ended` of every outcome, `failed` of bugs. With `score_late`,
-    rewards wait until all have played."""
+    """Callbacks: `on_version` gets the oldest version of every completion, `on_end` every outcome, `on_bug` exceptions
+    of our own code. With `score_late`, rewards wait until all episodes are over."""
 
     def __init__(
         self,
-        player: TrajectoryRunner,
+        runner: TrajectoryRunner,
+        *,
         score_late: bool,
-        saw: Callable[[Group, int], None],
-        ended: Callable[[Group, Trajectory], None],
-        failed: Callable[[BaseException], None],
+        on_version: Callable[[Group, int], None],
+        on_end: Callable[[Group, Trajectory], None],
+        on_bug: Callable[[BaseException], None],
     ) -> None:
         self.running = 0
-        self._player, self._score_late = player, score_late
-        self._saw, self._ended, self._failed = saw, ended, failed
+        self._runner, self._score_late = runner, score_late
+        self._on_version, self._on_end, self._on_bug = on_version, on_end, on_bug
         self._attempts: dict[str, Attempt] = {}
         self._coroutines: set[asyncio.Task[None]] = set()
-        self._all_played = asyncio.Event()
+        self._none_running = asyncio.Event()
 
     @property
     def scoring(self) -> int:
@@ -40,52 +42,52 @@ class Attempts:
         """Start one more member of the group."""
         member = group.launch()
         attempt = Attempt(
-            f"{group.id}.{member}",
-            task,
-            group.id,
-            member,
-            group.seed,
-            version,
-            on_version=partial(self._saw, group),
-            on_played=self._played,
+            id=f"{group.id}.{member}",
+            task=task,
+            group=group.id,
+            member=member,
+            seed=group.seed,
+            version=version,
+            on_version=partial(self._on_version, group),
+            on_episode_end=self._episode_ended,
         )
         self._attempts[attempt.id] = attempt
         self.running += 1
-        self._all_played.clear()
+        self._none_running.clear()
         coroutine = asyncio.create_task(self._run(group, attempt))
         self._coroutines.add(coroutine)
-        coroutine.add_done_callback(self._report)
+        coroutine.add_done_callback(self._check)
 
     def cancel(self, group: Group, verdict: Outcome, reason: str) -> None:
         for member in group.running:
             self._attempts[f"{group.id}.{member}"].cancel(verdict, reason)
 
     async def _run(self, group: Group, attempt: Attempt) -> None:
-        trajectory = await self._player.run(attempt)
+        trajectory = await self._runner.run(attempt)
         del self._attempts[attempt.id]
-        if not attempt.played:
-            self._count_played()
+        if not attempt.episode_over:
+            self._count_down()
         group.running.discard(attempt.member)
-        self._ended(group, trajectory)
+        self._on_end(group, trajectory)
 
-    def _report(self, coroutine: asyncio.Task[None]) -> None:
-        """A bug in a member's own code must end the run, not vanish."""
+    def _check(self, coroutine: asyncio.Task[None]) -> None:
+        """A bug must end the run, not vanish."""
         self._coroutines.discard(coroutine)
         if not coroutine.cancelled() and (error := coroutine.exception()) is not None:
-            self._failed(error)
+            self._on_bug(error)
 
-    async def _played(self) -> None:
-        """An episode ended; its environment is free. Rewards of the `sync` preset wait for the whole batch."""
-        self._count_played()
+    async def _episode_ended(self) -> None:
+        """Its environment is free. Rewards of the `sync` preset wait for the whole batch."""
+        self._count_down()
         if self._score_late:
-            await self._all_played.wait()
+            await self._none_running.wait()
 
-    def _count_played(self) -> None:
+    def _count_down(self) -> None:
         self.running -= 1
         if self.running == 0:
-            self._all_played.set()
+            self._none_running.set()
 
-    async def quiet(self) -> None:
+    async def wait(self) -> None:
         """Until none is under way."""
         while self._coroutines:
             await asyncio.wait(self._coroutines)
@@ -93,4 +95,4 @@ class Attempts:
     async def stop(self) -> None:
         for attempt in self._attempts.values():
             attempt.cancel(Outcome.CANCELLED, "the run ended")
-        await self.quiet()
+        await self.wait()

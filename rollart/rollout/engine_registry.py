@@ -1,180 +1,210 @@
-"""The engines that there are: which of them live, which version each has, and how they come to the next.
+"""The engines of a run: which are alive, which version each serves, and how they get to the next one.
 
-Invariants: a lost engine gets nothing until it is replaced, and whoever owns it is told at once. `serving` is the
-oldest version that a new request could meet. An engine loads one version at a time, always the one aimed at; one that
-cannot keeps serving what it has for as long as that is not below `floor`, and is then taken for lost.
+Invariants: a lost engine gets no requests until it is replaced, and its owner is notified at once. `serving` is the
+oldest version that a new request could meet. An engine loads one version at a time, always the target; one that cannot
+load it keeps serving what it has while that is not below `floor`, and is then treated as lost. `floor` never exceeds
+the target.
 """
 
 import asyncio
 from collections.abc import Callable, Mapping
 
 from rollart.core.errors import EngineFailed, EngineLost
-from rollart.core.events import EngineSwapped, EventSink, Warned
+from rollart.core.events import NULL_SINK, EngineSwapped, EventSink, Warned
 from rollart.core.protocols import Engine
-from rollart.core.types import EngineStatus
+from rollart.core.types import EngineStatus, LoadResult, Publication
 from rollart.rollout.engine_state import EnginePool, EngineState
 
-_LOADS, _LOAD_AGAIN_S = 4, 0.5
+_LOAD_ATTEMPTS, _LOAD_BACKOFF_S = 4, 0.5
 
 
 class EngineRegistry:
-    """`pools` says which engine is in which pool; an engine that is not there is in a pool of its own kind, `engine`.
+    """`version` is what the first engines serve; an engine without a pool in `pools` is in the pool "engine".
 
-    `on_lost` hears of an engine that cannot go on; `on_change`, which the scheduler sets, that `serving` may have
-    moved. `target` is the newest version that engines were told to load, `floor` the oldest that may serve.
+    `on_lost` is called with the name of an engine that cannot go on. `target` is the newest version that engines were
+    asked to load, `floor` the oldest that may serve, `revived` is set whenever an engine may have become usable.
     """
 
     def __init__(
         self,
-        engines: Mapping[str, Engine],
-        version: int,
-        sink: EventSink,
-        pools: Mapping[str, EnginePool],
-        on_lost: Callable[[str], None],
+        engines: Mapping[str, Engine] | None = None,
+        version: int = 0,
+        sink: EventSink = NULL_SINK,
+        *,
+        pools: Mapping[str, EnginePool] | None = None,
+        on_lost: Callable[[str], None] = lambda name: None,
     ) -> None:
-        self.target = version
-        self.floor = 0
-        self.on_change: Callable[[], None] = lambda: None
-        self._pools: dict[str, EnginePool] = {}
-        self._kinds: tuple[EnginePool, ...] = ()
-        self._places: dict[str, EngineState] = {}
-        self._living: dict[int, int] = {}  # engines by version
+        self.target, self.floor = version, 0
+        self.pools: tuple[EnginePool, ...] = ()
+        self.revived = asyncio.Event()
+        self._publication: Publication | None = None
+        self._engines: dict[str, EngineState] = {}
+        self._alive: dict[int, int] = {}  # engines by version
         self._sink, self._on_lost = sink, on_lost
-        self._revived = asyncio.Event()
-        for name, engine in engines.items():
-            self._put(name, engine, version, pools.get(name))
+        self._subscribers: list[Callable[[], None]] = []
+        for name, engine in (engines or {}).items():
+            self._register(name, engine, version, (pools or {}).get(name))
 
     @property
     def serving(self) -> int:
-        living = self._living
-        return min((version for version in living if version >= self.floor), default=min(living, default=self.target))
+        alive = self._alive
+        return min((version for version in alive if version >= self.floor), default=min(alive, default=self.target))
+
+    def subscribe(self, on_change: Callable[[], None]) -> Callable[[], None]:
+        """Call `on_change` whenever `serving` may have moved. Returns what ends the subscription."""
+        self._subscribers.append(on_change)
+        return lambda: self._subscribers.remove(on_change)
+
+    def _changed(self) -> None:
+        for on_change in self._subscribers:
+            on_change()
+
+    def require(self, version: int) -> None:
+        """From now on requests go only to engines with at least this version."""
+        self.floor = version
 
     # Engines come and go
 
-    def lost(self, name: str, reason: str) -> None:
-        self._lose(self._places[name], reason)
+    def add(self, name: str, engine: Engine, version: int, pool: EnginePool | None = None) -> None:
+        """An engine with `version` loaded; it replaces an earlier one of the same name."""
+        old = self._engines.get(name)
+        if old is not None:
+            self._retire(old)
+            old.pool.engines.remove(old)
+        self._register(name, engine, version, pool or (old.pool if old is not None else None))
+        self.revived.set()
+        self._changed()
 
-    def _lose(self, place: EngineState, reason: str) -> None:
-        if place.alive and self._places.get(place.name) is place:
-            self._bury(place)
-            self._sink.emit(Warned(message=f"engine {place.name} is out: {reason}"))
-            self._on_lost(place.name)
-            self.on_change()
-
-    def told(self, name: str, status: EngineStatus) -> None:
-        """What an engine says of itself: it may have work that did not come from here. Requests of ours that came or
-        went since it spoke look like that too, but not twice in a row."""
-        place = self._places.get(name)
-        if place is None or not status.kv_budget:
-            return
-        reserved = status.kv_reserved * place.pool.kv_tokens // status.kv_budget
-        more = (max(0, status.running + status.waiting - place.open), max(0, reserved - place.reserved))
-        place.foreign, place.foreign_kv = (
-            min(now, before) for now, before in zip(more, place.unexplained, strict=True)
-        )
-        place.unexplained = more
+    def _register(self, name: str, client: Engine, version: int, pool: EnginePool | None) -> None:
+        if pool is None:
+            pool = next((pool for pool in self.pools if pool.name == "engine"), None) or EnginePool("engine")
+        if pool not in self.pools:
+            self.pools = (*self.pools, pool)
+        self._engines[name] = engine = EngineState(name, pool, client, version)
+        self._count(version, 1)
+        pool.engines.append(engine)
 
     def has(self, name: str, engine: Engine) -> bool:
         """Whether requests may go to this very engine."""
-        place = self._places.get(name)
-        return place is not None and place.alive and place.engine is engine
+        known = self._engines.get(name)
+        return known is not None and known.alive and known.client is engine
+
+    def update_status(self, name: str, status: EngineStatus) -> None:
+        """Count work that did not come from here. Requests of ours that started or ended since the engine reported look
+        like that too, but not twice in a row."""
+        engine = self._engines.get(name)
+        if engine is None or not status.kv_budget:
+            return
+        reserved = status.kv_reserved * engine.pool.kv_tokens // status.kv_budget
+        excess = (max(0, status.running + status.waiting - engine.open), max(0, reserved - engine.reserved))
+        engine.foreign, engine.foreign_kv = (
+            min(now, before) for now, before in zip(excess, engine.last_excess, strict=True)
+        )
+        engine.last_excess = excess
 
     def drain(self, name: str) -> None:
-        """Nothing new goes there; what is under way ends."""
-        self._places[name].draining = True
+        """No new requests go there; those under way end."""
+        self._engines[name].draining = True
 
     def remove(self, name: str) -> None:
         """The engine will not come back."""
-        place = self._places.pop(name)
-        self._bury(place)
-        place.pool.places.remove(place)
-        self.on_change()
+        engine = self._engines.pop(name)
+        self._retire(engine)
+        engine.pool.engines.remove(engine)
+        self._changed()
 
-    def replace(self, name: str, engine: Engine, version: int, pool: EnginePool | None = None) -> None:
-        """An engine came (back) with `version` loaded."""
-        old = self._places.get(name)
-        if old is not None:
-            self._bury(old)
-            old.pool.places.remove(old)
-        self._put(name, engine, version, pool or (old.pool if old is not None else None))
-        self._revived.set()
-        self.on_change()
+    def mark_lost(self, name: str, reason: str) -> None:
+        self.lose(self._engines[name], reason)
 
-    def _put(self, name: str, engine: Engine, version: int, pool: EnginePool | None) -> None:
-        if pool is None:
-            pool = self._pools.get("engine") or EnginePool("engine")
-        self._pools.setdefault(pool.name, pool)
-        self._kinds = tuple(self._pools.values())
-        self._places[name] = place = EngineState(name, pool, engine, version)
-        self._count(version, 1)
-        pool.places.append(place)
+    def lose(self, engine: EngineState, reason: str) -> None:
+        """As `mark_lost`, unless that very engine has been replaced already."""
+        if engine.alive and self._engines.get(engine.name) is engine:
+            self._retire(engine)
+            self._sink.emit(Warned(message=f"engine {engine.name} is out: {reason}"))
+            self._on_lost(engine.name)
+            self._changed()
 
-    def _move(self, place: EngineState, version: int) -> None:
-        if place.alive:
-            self._count(place.version, -1)
+    def _set_version(self, engine: EngineState, version: int) -> None:
+        if engine.alive:
+            self._count(engine.version, -1)
             self._count(version, 1)
-        place.version = version
+        engine.version = version
 
-    def _bury(self, place: EngineState) -> None:
-        if place.alive:
-            place.alive = False
-            self._count(place.version, -1)
+    def _retire(self, engine: EngineState) -> None:
+        if engine.alive:
+            engine.alive = False
+            self._count(engine.version, -1)
 
-    def _count(self, version: int, more: int) -> None:
-        self._living[version] = self._living.get(version, 0) + more
-        if not self._living[version]:
-            del self._living[version]
+    def _count(self, version: int, change: int) -> None:
+        self._alive[version] = self._alive.get(version, 0) + change
+        if not self._alive[version]:
+            del self._alive[version]
 
     # Weights
 
-    async def load(self, version: int) -> None:
-        """Bring every living engine to `version`, each as soon as it can. Returns when they have it, or a later one, or
-        were given up on."""
-        self.target, self.floor = version, min(self.floor, version)
-        await asyncio.gather(*(self._load(place) for place in list(self._places.values())))
+    async def load(self, publication: Publication) -> None:
+        """Bring every living engine to this version, each as soon as it can. Returns when each has it, or a later one,
+        or was given up."""
+        self._publication, self.target = publication, publication.version
+        self.floor = min(self.floor, self.target)
+        await asyncio.gather(*(self._load(engine) for engine in list(self._engines.values())))
 
-    async def _load(self, place: EngineState) -> None:
-        async with place.loading:
+    async def catch_up(self, engine: Engine) -> int:
+        """Bring an engine that is not registered yet to the target, which may move meanwhile; returns its version.
+        Raises EngineFailed."""
+        version = (await engine.status()).version
+        while version != self.target:
+            if self._publication is None:
+                raise EngineFailed(f"version {self.target} is not published")
+            version = self._publication.version
+            await engine.load(self._publication)
+        return version
+
+    async def _load(self, engine: EngineState) -> None:
+        async with engine.loading:
             failures = 0
-            while place.alive and place.version != self.target and failures < _LOADS:
-                version = self.target
-                reason = await self._try_load(place, version)
+            while engine.alive and engine.version != self.target and failures < _LOAD_ATTEMPTS:
+                assert self._publication is not None
+                publication = self._publication
+                reason = await self._try_load(engine, publication)
                 if reason is None:
                     continue
-                failures = failures + 1 if version == self.target else 0
-                self._sink.emit(Warned(message=f"engine {place.name} stays at version {place.version}: {reason}"))
-                if version == self.target and failures < _LOADS:
-                    await asyncio.sleep(_LOAD_AGAIN_S * 2 ** (failures - 1))
-            if failures == _LOADS and place.version < self.floor:
-                self._lose(place, f"could not load version {self.target}, and version {place.version} is too old")
+                failures = failures + 1 if publication is self._publication else 0
+                self._sink.emit(Warned(message=f"engine {engine.name} stays at version {engine.version}: {reason}"))
+                if publication is self._publication and failures < _LOAD_ATTEMPTS:
+                    await asyncio.sleep(_LOAD_BACKOFF_S * 2 ** (failures - 1))
+            if failures == _LOAD_ATTEMPTS and engine.version < self.floor:
+                self.lose(engine, f"could not load version {self.target}, and version {engine.version} is too old")
 
-    async def _try_load(self, place: EngineState, version: int) -> str | None:
-        """Why it could not, if so."""
+    async def _try_load(self, engine: EngineState, publication: Publication) -> str | None:
+        """Why the version could not be loaded, or None."""
         clock = asyncio.get_running_loop().time
-        began = clock()
+        began, version = clock(), publication.version
         try:
-            loaded = await place.engine.load(version)
+            loaded = await engine.client.load(publication)
         except EngineLost as error:
-            self._lose(place, f"could not load version {version}: {error}")
+            self.lose(engine, f"could not load version {version}: {error}")
             return str(error)
         except EngineFailed as error:
             return f"version {version} could not be loaded: {error}"
-        # One that was too old comes back only with what is served elsewhere: what started since counts on that.
-        if place.version >= self.floor or version >= self.serving:
-            self._move(place, version)
-        self._sink.emit(
-            EngineSwapped(
-                engine=place.name,
-                version=version,
-                seconds=clock() - began,
-                transfer_s=loaded.transfer_s,
-                exposed_s=loaded.exposed_s,
-                bytes=loaded.bytes,
-                transport=loaded.transport,
-                recomputed=loaded.recomputed,
-                recompute_s=loaded.recompute_s,
-            )
-        )
-        self._revived.set()
-        self.on_change()
+        # An engine below the floor returns only with a version that others serve: groups that started since rely on it.
+        if engine.version >= self.floor or version >= self.serving:
+            self._set_version(engine, version)
+        self._sink.emit(_swapped(engine.name, loaded, version, clock() - began))
+        self.revived.set()
+        self._changed()
         return None
+
+
+def _swapped(name: str, loaded: LoadResult, version: int, seconds: float) -> EngineSwapped:
+    return EngineSwapped(
+        engine=name,
+        version=version,
+        seconds=seconds,
+        transfer_s=loaded.transfer_s,
+        exposed_s=loaded.exposed_s,
+        bytes=loaded.bytes,
+        transport=loaded.transport,
+        recomputed=loaded.recomputed,
+        recompute_s=loaded.recompute_s,
+    )

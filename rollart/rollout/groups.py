@@ -1,4 +1,4 @@
-"""A group: the trajectories that share a start, as a small state machine without time or tasks."""
+"""A group: the trajectories of one episode, as a small state machine without time or coroutines."""
 
 from dataclasses import dataclass, field
 
@@ -7,9 +7,9 @@ from rollart.core.types import Trajectory
 
 @dataclass(slots=True)
 class Group:
-    """`running` are members under way, `done` the trainable ones; `failures` counts members that failed by no fault of
-    the policy. A group is ready when `size` members are done, and given up once more than `retries` have failed. A
-    `probe` is to find out whether a task that is left out works again: it is played to its end, however old it gets."""
+    """`running` are members under way, `done` the trainable trajectories; `failures` counts members that failed through
+    no fault of the policy. A group is ready when `size` members are done. A `probe` finds out whether a quarantined
+    task works again: it runs to its end, however old it gets."""
 
     id: str
     task: str
@@ -31,7 +31,7 @@ class Group:
         return len(self.done) >= self.size
 
     def missing(self, extra: int) -> int:
-        """How many members to launch now: replacements for failed ones included."""
+        """Members to launch now, replacements of failed ones included."""
         if self.ready or self.closed:
             return 0
         return max(0, self.size + extra - len(self.done) - len(self.running))
@@ -42,7 +42,7 @@ class Group:
         self.running.add(member)
         return member
 
-    def saw(self, version: int) -> None:
-        """A token of `version` belongs to this group now."""
+    def record_version(self, version: int) -> None:
+        """The group has a token of `version`."""
         if self.oldest is None or version < self.oldest:
             self.oldest = version

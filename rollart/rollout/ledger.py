@@ -1,8 +1,8 @@
 """The durable record of groups and trajectories: open, leased to a step, consumed with a checkpoint, or dropped.
 
-Invariants: what `add` returned from survives a kill; a group is leased by at most one step; it becomes consumed only in
-the transaction that records the checkpoint containing its step. So after a crash, leases of steps that no checkpoint
-contains are open again, and nothing that a checkpoint contains can be leased again.
+Invariants: a trajectory survives a kill once `add` has returned; a group is leased by at most one step; it becomes
+consumed only in the transaction that records the checkpoint containing its step. So after a crash, leases of steps that
+no checkpoint contains are open again, and nothing that a checkpoint contains can be leased again.
 """
 
 import sqlite3
@@ -19,7 +19,7 @@ from rollart.core.types import Outcome, Trajectory
 
 State = Literal["open", "leased", "consumed", "dropped"]
 
-_OUT = "out "  # before the name of a task, a key of `progress`
+_QUARANTINED = "out "  # before the name of a task, a key of `progress`
 
 _SCHEMA = """
 create table if not exists progress (key text primary key, value integer not null) without rowid;
@@ -58,17 +58,17 @@ class OpenGroup:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """Where a stopped run goes on: at the policy `version` of its last checkpoint. `out` are the tasks that were left
-    out of the mixture, and how often they had been."""
+    """Where a stopped run continues: at the policy `version` of its last checkpoint. `quarantined` are the tasks that
+    were, and how often."""
 
     version: int
     groups: tuple[OpenGroup, ...]
     next_index: dict[str, int]
-    out: dict[str, int] = field(default_factory=dict)
+    quarantined: dict[str, int] = field(default_factory=dict)
 
 
 class Ledger(Protocol):
-    """What the control plane needs of a ledger. A simulation has one that forgets."""
+    """What the control plane needs of a ledger. A simulation has one that keeps nothing."""
 
     def start(self, group: GroupRecord) -> None: ...
 
@@ -78,9 +78,9 @@ class Ledger(Protocol):
 
     def drop(self, group: str, reason: str) -> None: ...
 
-    def leave_out(self, task: str, times: int) -> None: ...
+    def quarantine(self, task: str, times: int) -> None: ...
 
-    def take_back(self, task: str) -> None: ...
+    def release(self, task: str) -> None: ...
 
     def commit(self, version: int) -> None: ...
 
@@ -138,7 +138,7 @@ class SqliteLedger:
         )
 
     def lease(self, step: int, groups: Iterable[str]) -> None:
-        """Hand these groups to optimizer step `step`."""
+        """Give these groups to optimizer step `step`."""
         with self._db:
             self._db.execute("begin")
             for group in groups:
@@ -151,12 +151,12 @@ class SqliteLedger:
     def drop(self, group: str, reason: str) -> None:
         self._db.execute("update groups set state = 'dropped', reason = ? where id = ?", (reason, group))
 
-    def leave_out(self, task: str, times: int) -> None:
-        """The task is out of the mixture, or has failed a probe; `times` in all."""
-        self._db.execute("insert or replace into progress values (?, ?)", (_OUT + task, times))
+    def quarantine(self, task: str, times: int) -> None:
+        """The task was quarantined, or failed a probe, `times` in all."""
+        self._db.execute("insert or replace into progress values (?, ?)", (_QUARANTINED + task, times))
 
-    def take_back(self, task: str) -> None:
-        self._db.execute("delete from progress where key = ?", (_OUT + task,))
+    def release(self, task: str) -> None:
+        self._db.execute("delete from progress where key = ?", (_QUARANTINED + task,))
 
     def commit(self, version: int) -> None:
         """The checkpoint of `version` is complete: the steps before it consumed their leases for good, power cuts
@@ -169,7 +169,7 @@ class SqliteLedger:
         self._db.execute("pragma synchronous = normal")
 
     def recover(self) -> Recovery:
-        """Take back the leases that no checkpoint contains, and list what is open."""
+        """Reopen the leases that no checkpoint contains, and list what is open."""
         row = self._db.execute("select value from progress where key = 'checkpoint'").fetchone()
         self._db.execute("update groups set state = 'open', step = null where state = 'leased'")
         records = [
@@ -179,11 +179,14 @@ class SqliteLedger:
             )
         ]
         indices = self._db.execute("select task, max(idx) + 1 from groups group by task").fetchall()
-        out = self._db.execute(
-            "select substr(key, ?), value from progress where key glob ?", (len(_OUT) + 1, _OUT + "*")
+        quarantined = self._db.execute(
+            "select substr(key, ?), value from progress where key glob ?", (len(_QUARANTINED) + 1, _QUARANTINED + "*")
         )
         return Recovery(
-            row[0] if row else 0, tuple(map(self._open_group, records)), dict(indices), dict(out.fetchall())
+            version=row[0] if row else 0,
+            groups=tuple(map(self._open_group, records)),
+            next_index=dict(indices),
+            quarantined=dict(quarantined.fetchall()),
         )
 
     def _open_group(self, record: GroupRecord) -> OpenGroup:
@@ -218,7 +221,7 @@ class SqliteLedger:
         return (self._decode(body) for (body,) in rows)
 
     def scored(self, limit: int, tasks: Sequence[str] = ()) -> list[Trajectory]:
-        """The last trajectories that came to be scored, also those whose reward failed."""
+        """The last trajectories that reached scoring, including those whose reward failed."""
         outcomes = [Outcome.FINISHED.value, Outcome.TRUNCATED.value, Outcome.REWARD_FAILED.value]
         of_tasks = f"and task in ({', '.join('?' * len(tasks))})" if tasks else ""
         rows = self._db.execute(

@@ -1,7 +1,7 @@
-"""Turn-synchronous rollout, for the `sync` preset: nobody goes on before everybody of its task has arrived.
+"""Turn-synchronous rollout, for the `sync` preset: a barrier that all trajectories of a task pass together.
 
-By task, because what is stepped as one batch are environments of one kind: a task of many short turns does not wait for
-the long answers of another.
+One barrier per task, because environments are stepped as one batch per kind: a task of many short turns does not wait
+for the long completions of another.
 """
 
 import asyncio
@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Waves:
-    """Invariants: `_members` are the trajectories that take part; a wave is released when all of them wait, or when the
-    last one that did not wait leaves; a trajectory that joins late takes part from the current wave on."""
+class TurnBarrier:
+    """Invariants: `_members` counts the trajectories that take part; the barrier opens when all of them wait, or when
+    the last one that does not wait leaves; a trajectory that joins late takes part at once."""
 
     def __init__(self) -> None:
         self._members = 0
@@ -25,31 +25,31 @@ class Waves:
             yield
         finally:
             self._members -= 1
-            self._release_if_complete()
+            self._open_if_complete()
 
-    async def arrive(self) -> None:
+    async def wait(self) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
-        self._release_if_complete()
+        self._open_if_complete()
         try:
             await future
         finally:
             if future in self._waiting:
                 self._waiting.remove(future)
 
-    def _release_if_complete(self) -> None:
+    def _open_if_complete(self) -> None:
         if self._waiting and len(self._waiting) >= self._members:
-            wave, self._waiting = self._waiting, []
-            for future in wave:
+            waiting, self._waiting = self._waiting, []
+            for future in waiting:
                 if not future.done():
                     future.set_result(None)
 
 
 class Lockstep:
-    """The waves of every task."""
+    """The barrier of every task."""
 
     def __init__(self) -> None:
-        self._tasks: defaultdict[str, Waves] = defaultdict(Waves)
+        self._barriers: defaultdict[str, TurnBarrier] = defaultdict(TurnBarrier)
 
-    def of(self, task: str) -> Waves:
-        return self._tasks[task]
+    def barrier(self, task: str) -> TurnBarrier:
+        return self._barriers[task]

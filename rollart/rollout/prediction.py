@@ -1,6 +1,6 @@
-"""How long a request would take on an engine, and what it would cost the others there.
+"""How long a request would take on an engine, and how much it would delay the others there.
 
-The roofline's formula with its constants worked out beforehand: a prediction is made for every pool on every turn.
+The roofline's formula with its constants precomputed: a prediction is made for every pool on every turn.
 """
 
 from msgspec import Struct
@@ -9,7 +9,7 @@ from rollart.hardware.roofline import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY, Roo
 
 
 class Predictor:
-    """Seconds of forward passes, without an object for each question."""
+    """Seconds of forward passes."""
 
     __slots__ = ("_attend", "_fixed", "_kv", "_link", "_memory", "_read", "_shape", "_token")
 
@@ -33,7 +33,7 @@ class Predictor:
         return max(compute, self._weights(new) + (cached + new) * self._kv)
 
     def compute(self, new: int, cached: int) -> float:
-        """The same without reading the weights, which requests that are prefilled together do once."""
+        """As `prefill`, without reading the weights, which requests that are prefilled together share."""
         return max(0, new) * (self._token + self._attend * (cached + new / 2))
 
     def decode(self, sequences: int, contexts: float) -> float:
@@ -56,8 +56,8 @@ class Predictor:
 
 class Prediction(Struct):
     """Seconds until there is room for it, until the prefill before it is done, of its prefill, of each decoded token
-    and of all of them. `work` is what its prefill adds to the engine's backlog, `others` the delay of everybody else,
-    `factors` the corrections of prefill and decode that are in it."""
+    and of all of them. `work` is what its prefill adds to the engine's backlog, `delay` what it costs all requests
+    there, `factors` the corrections of prefill and decode that are included."""
 
     room: float
     wait: float
@@ -65,7 +65,7 @@ class Prediction(Struct):
     token: float
     decode: float
     work: float
-    others: float
+    delay: float
     factors: tuple[float, float]
 
     @property
@@ -74,4 +74,4 @@ class Prediction(Struct):
 
     @property
     def cost(self) -> float:
-        return self.room + self.wait + self.others
+        return self.room + self.wait + self.delay

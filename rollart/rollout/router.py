@@ -1,33 +1,32 @@
-"""Which engine serves a request, and what happens when it does not.
+"""Sends each request to an engine, and to another one if that fails.
 
-Invariants: a request goes only to an engine that lives, is not draining and has at least version `floor`; if there is
-none it waits, with a deadline. A request is tried at most `attempts` times. Cancelling `generate` aborts the request at
-the engine. What a request adds to an engine's load is taken off again, once, however it ends.
+Invariants: a request goes only to an engine that is alive, is not draining and has at least version `floor`; if there
+is none it waits, with a deadline. A request is tried at most `attempts` times. Cancelling `generate` aborts the request
+at the engine. What a request adds to an engine's load is taken off again, once, however it ends.
 """
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from msgspec import Struct
 
 from rollart.core.errors import EngineFailed, EngineLost
-from rollart.core.events import EventSink
-from rollart.core.protocols import Engine, StreamingEngine, TokenStream
+from rollart.core.protocols import StreamingEngine, TokenStream
 from rollart.core.run_length import fingerprint
-from rollart.core.types import Completion, GenerationRequest
+from rollart.core.types import Completion, GenerationRequest, Publication
 from rollart.rollout.decode_lengths import DecodeLengths
 from rollart.rollout.engine_registry import EngineRegistry
-from rollart.rollout.engine_state import EnginePool, EngineState
+from rollart.rollout.engine_state import EngineState
 from rollart.rollout.routing_policy import MeasuredPolicy, RoutingChoice, RoutingPolicy, RoutingQuery, Why
 
-_PATIENCE_S = 120.0
-_OPENINGS = 4096
+_WAIT_S = 120.0
+_FIRST_PROMPTS = 4096
 
 
 class Routed(Struct):
-    """An answer, the engine and pool that gave it, why it was asked, and the seconds that were predicted for it."""
+    """A completion, the engine and pool that made it, why they were chosen, and the predicted seconds."""
 
     completion: Completion
     engine: str
@@ -37,166 +36,167 @@ class Routed(Struct):
     prefilled_by: str = ""
 
 
-class _Held(Struct):
-    """Where a conversation's KV is: `cached` tokens, made by `version`."""
+class _CachedAt(Struct):
+    """Where a conversation's KV is: `tokens` of it, made by `version`."""
 
-    place: EngineState
-    cached: int
+    engine: EngineState
+    tokens: int
     version: int
 
 
-class Router(EngineRegistry):
-    """The roster of engines, and what is sent to them. `keeps_kv`: KV survives a weight swap. `patience`: how long a
-    request waits for an engine that may have it."""
+class Router:
+    """`affinity` is what the run file declares for each task. `keeps_kv`: KV survives a weight swap. `max_wait`:
+    seconds that a request waits for a usable engine."""
 
     def __init__(
         self,
-        engines: Mapping[str, Engine],
-        version: int,
-        sink: EventSink,
+        engines: EngineRegistry,
         *,
-        pools: Mapping[str, EnginePool] | None = None,
         policy: RoutingPolicy | None = None,
         affinity: Mapping[str, str | tuple[str, ...]] | None = None,
-        shapes: DecodeLengths | None = None,
-        on_lost: Callable[[str], None] = lambda name: None,
+        decode_lengths: DecodeLengths | None = None,
         attempts: int = 3,
         keeps_kv: bool = False,
-        patience: float = _PATIENCE_S,
+        max_wait: float = _WAIT_S,
     ) -> None:
-        super().__init__(engines, version, sink, pools or {}, on_lost)
-        self.shapes = shapes or DecodeLengths()
-        self._patience = patience
+        self.engines = engines
+        self._decode_lengths = decode_lengths or DecodeLengths()
         self._policy = policy or MeasuredPolicy()
         self._affinity = dict(affinity or {})
-        self._sessions: dict[str, _Held] = {}
-        self._openings: OrderedDict[int, _Held] = OrderedDict()  # a plain dict is slow to lose its first key
-        self._attempts, self._keeps_kv = attempts, keeps_kv
+        self._sessions: dict[str, _CachedAt] = {}
+        self._first_prompts: OrderedDict[int, _CachedAt] = OrderedDict()  # a plain dict is slow to lose its first key
+        self._attempts, self._keeps_kv, self._max_wait = attempts, keeps_kv, max_wait
 
-    async def generate(self, request: GenerationRequest, listener: TokenStream | None = None) -> Routed:
-        """Raises EngineFailed after the last attempt, or if the listener cannot do with another one."""
+    async def load(self, publication: Publication) -> None:
+        """Bring every engine to a published version, each as soon as it can."""
+        await self.engines.load(publication)
+
+    async def generate(self, request: GenerationRequest, stream: TokenStream | None = None) -> Routed:
+        """Raises EngineFailed after the last attempt, or if the stream cannot be restarted."""
         reason = "no engine was tried"
         clock = asyncio.get_running_loop().time
         for _ in range(self._attempts):
-            choice = self._choose(request, clock()) or await self._revival(request)
-            place, began = choice.place, clock()
-            tokens, most = len(request.tokens), request.sampling.max_tokens  # the context grows while it is away
-            until = self._begin(choice, request, began)
+            choice = self._choose(request, clock()) or await self._wait_for_engine(request)
+            engine, prefill_at, began = choice.engine, choice.prefill_at, clock()
+            tokens, max_tokens = len(request.tokens), request.sampling.max_tokens  # the caller's list may grow
+            prefill_until = self._reserve(choice, request, began)
             try:
-                asked = request
-                if choice.prefill_at is not None:
-                    choice.prefill_at.take(tokens, 0)
-                    try:
-                        asked = await self._prefill(choice.prefill_at, request)
-                    finally:
-                        choice.prefill_at.give_back(tokens, 0)
-                if listener is not None and isinstance(place.engine, StreamingEngine):
-                    completion = await place.engine.stream(asked, listener)
+                sent = request if prefill_at is None else await self._prefill(prefill_at, request)
+                if stream is not None and isinstance(engine.client, StreamingEngine):
+                    completion = await engine.client.stream(sent, stream)
                 else:
-                    completion = await place.engine.generate(asked)
+                    completion = await engine.client.generate(sent)
             except EngineFailed as error:
                 reason = str(error)
                 self._sessions.pop(request.session, None)
                 if isinstance(error, EngineLost):
-                    self._lose(place, reason)
-                if listener is not None:
-                    listener.on_restart()
+                    self.engines.lose(engine, reason)
+                if stream is not None:
+                    stream.on_restart()
             else:
-                self._learn(request, choice, completion, began, until, clock() - began)
-                prefilled_by = choice.prefill_at.name if choice.prefill_at is not None else ""
+                self._record(request, choice, completion, began=began, prefill_until=prefill_until, ended=clock())
                 return Routed(
-                    completion, place.name, place.pool.name, choice.why, choice.prediction.seconds, prefilled_by
+                    completion=completion,
+                    engine=engine.name,
+                    pool=engine.pool.name,
+                    why=choice.why,
+                    predicted_s=choice.prediction.seconds,
+                    prefilled_by=prefill_at.name if prefill_at is not None else "",
                 )
             finally:
-                place.give_back(tokens, most)
+                engine.release(tokens, max_tokens)
         raise EngineFailed(f"{reason} (tried {self._attempts} times)")
-
-    def _choose(self, request: GenerationRequest, now: float) -> RoutingChoice | None:
-        held = self._sessions.get(request.session) or self._sessions.get(request.branch_of)
-        cached, shared, tokens = 0, None, len(request.tokens)
-        if held is not None:
-            cached = held.cached if self._keeps_kv or held.version == held.place.version else 0
-            cached = min(cached, tokens - 1)  # a branch may be shorter than what it left
-        elif request.turn == 0:
-            opened = self._openings.get(fingerprint(request.tokens))
-            if opened is not None and (self._keeps_kv or opened.version == opened.place.version):
-                shared = opened.place
-        most = request.sampling.max_tokens
-        ask = RoutingQuery(
-            tokens,
-            self.shapes.decoded(request.task, request.turn, most),
-            most,
-            now,
-            self.floor,
-            self._affinity.get(request.task, "auto"),
-            held.place if held is not None else None,
-            cached,
-            shared,
-            request.task,
-        )
-        return self._policy.choose(ask, self._kinds)
-
-    def _begin(self, choice: RoutingChoice, request: GenerationRequest, now: float) -> float:
-        """Counts the request where it goes; answers when the prefill there should be done, its own included."""
-        place, tokens = choice.place, len(request.tokens)
-        place.take(tokens, request.sampling.max_tokens)
-        busy = choice.prefill_at or place
-        place.pool.expect(choice.prediction.seconds)
-        busy.prefill(choice.prediction.work, now)
-        if request.turn == 0:
-            if len(self._openings) >= _OPENINGS:
-                self._openings.popitem(last=False)
-            self._openings[fingerprint(request.tokens)] = _Held(place, tokens - 1, place.version)
-        return busy.prefill_until
-
-    async def _prefill(self, place: EngineState, request: GenerationRequest) -> GenerationRequest:
-        """A hand-over is an optimisation: if the prefill fails there, the decoding engine does it itself."""
-        address = getattr(place.engine, "url", None)
-        try:
-            await place.engine.prefill(request)
-        except EngineFailed as error:
-            if isinstance(error, EngineLost):
-                self._lose(place, str(error))
-            return request
-        return replace(request, kv_from=address)
-
-    def _learn(
-        self,
-        request: GenerationRequest,
-        choice: RoutingChoice,
-        completion: Completion,
-        began: float,
-        until: float,
-        seconds: float,
-    ) -> None:
-        place, pool, made = choice.place, choice.place.pool, len(completion.tokens)
-        self.shapes.saw(request.task, request.turn, made)
-        version = completion.versions[-1] if completion.versions else place.version
-        self._sessions[request.session] = _Held(place, len(request.tokens) + made - 1, version)
-        pool.took(seconds)
-        if choice.prefill_at is not None or not made:
-            return
-        first_s, prediction = completion.queue_s + completion.prefill_s, choice.prediction
-        prefill_factor, decode_factor = prediction.factors
-        if not prediction.room and prediction.wait < prediction.prefill:  # else it tells of the queue
-            roofline = (prediction.prefill + prediction.token) / prefill_factor
-            pool.learn_prefill(roofline, first_s - prediction.wait, completion.prompt - completion.cached)
-        pool.learn_decode(prediction.token / decode_factor * (made - 1), completion.decode_s, made - 1)
-        # Its own prefill was over at its first token; what came later is all that can be left.
-        place.prefill_until = min(place.prefill_until, began + first_s + place.prefill_until - until)
-
-    async def _revival(self, request: GenerationRequest) -> RoutingChoice:
-        """Wait until some engine may have the request."""
-        clock = asyncio.get_running_loop().time
-        try:
-            async with asyncio.timeout(self._patience):
-                while (choice := self._choose(request, clock())) is None:
-                    self._revived.clear()
-                    await self._revived.wait()
-        except TimeoutError:
-            raise EngineFailed(f"no engine came back within {self._patience:g} s") from None
-        return choice
 
     def forget(self, session: str) -> None:
         """The conversation is over."""
         self._sessions.pop(session, None)
+
+    def _choose(self, request: GenerationRequest, now: float) -> RoutingChoice | None:
+        cached_at = self._sessions.get(request.session) or self._sessions.get(request.branch_of)
+        cached, shared_at, tokens = 0, None, len(request.tokens)
+        if cached_at is not None:
+            cached = min(cached_at.tokens, tokens - 1) if self._valid(cached_at) else 0  # a branch may be shorter
+        elif request.turn == 0:
+            same = self._first_prompts.get(fingerprint(request.tokens))
+            shared_at = same.engine if same is not None and self._valid(same) else None
+        max_tokens = request.sampling.max_tokens
+        query = RoutingQuery(
+            task=request.task,
+            tokens=tokens,
+            decoded=self._decode_lengths.expected(request.task, request.turn, max_tokens),
+            max_tokens=max_tokens,
+            now=now,
+            floor=self.engines.floor,
+            affinity=self._affinity.get(request.task, "auto"),
+            cached_at=cached_at.engine if cached_at is not None else None,
+            cached=cached,
+            shared_at=shared_at,
+        )
+        return self._policy.choose(query, self.engines.pools)
+
+    def _valid(self, cached: _CachedAt) -> bool:
+        return self._keeps_kv or cached.version == cached.engine.version
+
+    def _reserve(self, choice: RoutingChoice, request: GenerationRequest, now: float) -> float:
+        """Count the request where it goes; returns when the prefill there should be done, its own included."""
+        engine, tokens = choice.engine, len(request.tokens)
+        engine.reserve(tokens, request.sampling.max_tokens)
+        engine.pool.expect(choice.prediction.seconds)
+        prefilling = choice.prefill_at or engine
+        prefilling.add_prefill(choice.prediction.work, now)
+        if request.turn == 0:
+            if len(self._first_prompts) >= _FIRST_PROMPTS:
+                self._first_prompts.popitem(last=False)
+            self._first_prompts[fingerprint(request.tokens)] = _CachedAt(engine, tokens - 1, engine.version)
+        return prefilling.prefill_until
+
+    async def _prefill(self, engine: EngineState, request: GenerationRequest) -> GenerationRequest:
+        """An optimisation: if the prefill fails there, the decoding engine does it itself."""
+        tokens = len(request.tokens)
+        engine.reserve(tokens, 0)
+        try:
+            await engine.client.prefill(request)
+        except EngineFailed as error:
+            if isinstance(error, EngineLost):
+                self.engines.lose(engine, str(error))
+            return request
+        finally:
+            engine.release(tokens, 0)
+        return replace(request, kv_from=getattr(engine.client, "url", None))
+
+    def _record(
+        self,
+        request: GenerationRequest,
+        choice: RoutingChoice,
+        completion: Completion,
+        *,
+        began: float,
+        prefill_until: float,
+        ended: float,
+    ) -> None:
+        engine, pool, made = choice.engine, choice.engine.pool, len(completion.tokens)
+        self._decode_lengths.record(request.task, request.turn, made)
+        version = completion.versions[-1] if completion.versions else engine.version
+        self._sessions[request.session] = _CachedAt(engine, len(request.tokens) + made - 1, version)
+        pool.record_request(ended - began)
+        if choice.prefill_at is not None or not made:
+            return
+        first_s, prediction = completion.queue_s + completion.prefill_s, choice.prediction
+        prefill_factor, decode_factor = prediction.factors
+        if not prediction.room and prediction.wait < prediction.prefill:  # else the queue dominates the measurement
+            predicted = (prediction.prefill + prediction.token) / prefill_factor
+            pool.record_prefill(predicted, first_s - prediction.wait, completion.prompt - completion.cached)
+        pool.record_decode(prediction.token / decode_factor * (made - 1), completion.decode_s, made - 1)
+        # Its own prefill was over at its first token; only what came later can be left.
+        engine.prefill_until = min(engine.prefill_until, began + first_s + engine.prefill_until - prefill_until)
+
+    async def _wait_for_engine(self, request: GenerationRequest) -> RoutingChoice:
+        clock = asyncio.get_running_loop().time
+        try:
+            async with asyncio.timeout(self._max_wait):
+                while (choice := self._choose(request, clock())) is None:
+                    self.engines.revived.clear()
+                    await self.engines.revived.wait()
+        except TimeoutError:
+            raise EngineFailed(f"no engine came back within {self._max_wait:g} s") from None
+        return choice

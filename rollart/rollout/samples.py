@@ -1,4 +1,4 @@
-"""From trajectories to what the trainer sees."""
+"""Trajectories as training samples."""
 
 from rollart.core.types import Outcome, Sample, SampleGroup, Trajectory, Turn
 from rollart.rollout.groups import Group
@@ -9,8 +9,8 @@ def sample_group(group: Group) -> SampleGroup:
 
 
 def samples(trajectory: Trajectory) -> list[Sample]:
-    """One per segment. A segment is one sequence, so that its history is trained once, not once a turn; and what it
-    shares with another is a prompt in one of them."""
+    """One per segment. A segment is one sequence, so its history is trained once, not once per turn; what two segments
+    share is trained in the first and a prompt in the second."""
     if trajectory.reward is None or not trajectory.outcome.trainable:
         raise ValueError(f"trajectory {trajectory.id} ended as {trajectory.outcome} and cannot be trained")
     segments: dict[int, list[Turn]] = {}
@@ -32,14 +32,22 @@ def _sample(trajectory: Trajectory, reward: float, turns: list[Turn], id: str, o
     logprobs: list[float] = []
     versions: list[int] = []
     for turn in turns:
-        seen, made = len(turn.prompt), len(turn.tokens)
+        observed, sampled = len(turn.prompt), len(turn.tokens)
         tokens += turn.prompt + turn.tokens
-        mask += [0] * seen + [1] * made
-        logprobs += [0.0] * seen
+        mask += [0] * observed + [1] * sampled
+        logprobs += [0.0] * observed
         logprobs += turn.logprobs
-        versions += [-1] * seen
+        versions += [-1] * observed
         versions += turn.versions
-    truncated = trajectory.outcome is Outcome.TRUNCATED
     return Sample(
-        id, trajectory.task, tokens, mask, logprobs, versions, reward, truncated, trajectory.temperature, owner
+        id=id,
+        task=trajectory.task,
+        tokens=tokens,
+        mask=mask,
+        logprobs=logprobs,
+        versions=versions,
+        reward=reward,
+        truncated=trajectory.outcome is Outcome.TRUNCATED,
+        temperature=trajectory.temperature,
+        trajectory=owner,
     )

@@ -1,9 +1,9 @@
 """Which share of each task every pool should serve, so that all pools are busy with what they are good at.
 
 A single request cannot know what will come next: an idle device that is poor at a kind of work looks tempting a moment
-before the work arrives that it is good at. So the split is planned from averages: the tokens that requests of a task
-have had to prefill and to decode, what that costs on each device class, and how many such requests there are. The plan
-is made anew now and then, from averages that follow a task that changes.
+before the work arrives that it is good at. So the split is planned from moving averages: the tokens that requests of a
+task prefill and decode, what that costs on each device class, and how many such requests there are. The plan is
+recomputed now and then.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from rollart.rollout.engine_state import EnginePool
 
 RATE = 0.1
 WEIGHT_RATE = 0.01
-EVERY, SELDOM = 16, 256  # requests between two plans: at first, and when more is known
+INTERVAL_MIN, INTERVAL_MAX = 16, 256  # requests between two plans; doubles up to the second
 TYPICAL_BATCH = 16
-WORTH = 0.65  # of its largest share; a task had better keep out of a pool where it would have less
+SHARE_MIN = 0.65  # of its largest share; a task keeps out of pools where it would have less
 
 
 @dataclass(slots=True)
@@ -34,26 +34,25 @@ class Shares:
     def __init__(self) -> None:
         self._tasks: dict[str, _Demand] = {}
         self._plan: dict[str, dict[str, float]] = {}
-        self._known: list[str] = []
-        self._count, self._until = 0, EVERY
+        self._usable: list[str] = []
+        self._count, self._interval = 0, INTERVAL_MIN
 
     def of(self, task: str, pools: Sequence[EnginePool], floor: int) -> dict[str, float]:
-        """Shares by name of the pools that the task should use, of those that have an engine for it now."""
-        able = [pool.name for pool in pools if pool.usable(floor)]
-        if able != self._known or task not in self._plan or self._count >= self._until:
-            self._until = min(SELDOM, 2 * self._until)
-            self._count, self._known = 0, able
-            self._make([pool for pool in pools if pool.name in able], floor)
+        """By pool, of those that have a usable engine now, the share of the task's requests that should go there."""
+        usable = [pool.name for pool in pools if pool.usable(floor)]
+        if usable != self._usable or task not in self._plan or self._count >= self._interval:
+            self._interval = min(INTERVAL_MAX, 2 * self._interval)
+            self._count, self._usable = 0, usable
+            self._make_plan([pool for pool in pools if pool.name in usable], floor)
         return self._plan.get(task, {})
 
-    def saw(self, task: str, new: int, context: int, decoded: float) -> None:
-        """A request that has so many tokens to prefill, in such a context, and about so many to decode."""
+    def record(self, task: str, new: int, context: int, decoded: float) -> None:
+        """A request with `new` of its `context` tokens to prefill, and about `decoded` to decode."""
         self._count += 1
         demand = self._tasks.get(task)
         if demand is None:
             self._tasks[task] = _Demand(new, context, decoded)
-            self._until = EVERY
-            self._count = EVERY
+            self._count = self._interval = INTERVAL_MIN
             return
         demand.new += RATE * (new - demand.new)
         demand.context += RATE * (context - demand.context)
@@ -71,24 +70,24 @@ class Shares:
         sent[pool] = sent.get(pool, 0.0) + 1.0
         return pool
 
-    def _make(self, pools: Sequence[EnginePool], floor: int) -> None:
-        engines = {pool.name: sum(place.usable(floor) for place in pool.places) for pool in pools}
+    def _make_plan(self, pools: Sequence[EnginePool], floor: int) -> None:
+        engines = {pool.name: sum(engine.usable(floor) for engine in pool.engines) for pool in pools}
         seconds = {
             task: {pool.name: demand.weight * _work(pool, demand) / engines[pool.name] for pool in pools}
             for task, demand in self._tasks.items()
         }
-        self._plan = {task: _worth(shares) for task, shares in balanced(seconds).items()} if pools else {}
+        self._plan = {task: _worthwhile(shares) for task, shares in balanced(seconds).items()} if pools else {}
 
 
-def _worth(shares: dict[str, float]) -> dict[str, float]:
-    least = WORTH * max(shares.values(), default=0.0)
-    return {name: share for name, share in shares.items() if share >= least}
+def _worthwhile(shares: dict[str, float]) -> dict[str, float]:
+    smallest = SHARE_MIN * max(shares.values(), default=0.0)
+    return {name: share for name, share in shares.items() if share >= smallest}
 
 
 def _work(pool: EnginePool, demand: _Demand) -> float:
-    """Seconds of one engine that a request takes away from others: its prefill, and its part of the decode steps."""
+    """Seconds of one engine that a request takes: its prefill, and its part of the decode steps."""
     model = pool.predictor
     cached = int(max(0.0, demand.context - demand.new))
-    batch = max(TYPICAL_BATCH, int(sum(place.usual_open for place in pool.places) / max(1, len(pool.places))))
+    batch = max(TYPICAL_BATCH, int(sum(engine.mean_open for engine in pool.engines) / max(1, len(pool.engines))))
     step = model.decode(batch, batch * demand.context) / batch
     return model.compute(int(demand.new), cached) + demand.decoded * step

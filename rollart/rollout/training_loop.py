@@ -1,8 +1,8 @@
 """The training loop: take a batch, train, publish, and go on while the engines fetch the new version.
 
-Invariants: the trainer does one thing at a time; every engine swaps to the newest version as soon as it can, and nobody
-waits for the slowest of them; a checkpoint is committed to the ledger only after it is complete; the swaps and the
-evaluations run beside the loop, and a failure of either ends it.
+Invariants: the trainer does one thing at a time; every engine swaps to the newest version as soon as it can, and none
+waits for the slowest; a checkpoint is committed to the ledger only after it is complete; swaps and evaluations run
+concurrently with the loop, and a failure of either ends it.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rollart.core.events import Checkpointed, EventSink, Published, StepDone, Warned
 from rollart.core.protocols import Trainer
-from rollart.core.types import Batch
+from rollart.core.types import Batch, Publication
 from rollart.rollout.evaluation import Evaluator
 from rollart.rollout.ledger import Ledger
 from rollart.rollout.router import Router
@@ -21,7 +21,7 @@ from rollart.rollout.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
-    """When what happens, in optimizer steps. `evaluate_every` 0: never in between."""
+    """Intervals in optimizer steps. `evaluate_every` 0: only before and after."""
 
     steps: int
     checkpoint_every: int
@@ -48,6 +48,7 @@ class TrainingLoop:
         self._plan, self._scheduler, self._trainer, self._router = plan, scheduler, trainer, router
         self._evaluator, self._ledger, self._sink = evaluator, ledger, sink
         self._checkpoints, self._on_saved = checkpoints, on_saved
+        self._publication: Publication | None = None  # the newest
         self._published = asyncio.Event()
         self._evaluation: asyncio.Task[object] | None = None
         self._evaluated = version
@@ -66,7 +67,7 @@ class TrainingLoop:
     async def _train(self, batch: Batch) -> None:
         clock = asyncio.get_running_loop().time
         metrics = await self._trainer.step(batch)
-        self._scheduler.training = 0
+        self._scheduler.finish_step()
         self._sink.emit(
             StepDone(
                 version=metrics.version,
@@ -80,28 +81,27 @@ class TrainingLoop:
         for message in metrics.warnings:
             self._sink.emit(Warned(message=message))
         began = clock()
-        await self._trainer.publish()
+        self._publication = await self._trainer.publish()
         self.version = metrics.version
         self._sink.emit(Published(version=self.version, seconds=clock() - began))
         self._published.set()
 
     async def _swap(self, group: asyncio.TaskGroup) -> None:
-        """Bring the engines to the newest version, again and again, beside training; evaluate it when it is time."""
-        aimed = self._router.target
-        while aimed < self._plan.steps:
+        """Bring the engines to the newest version again and again, and evaluate it when that is due."""
+        version = self._router.engines.target
+        while version < self._plan.steps:
             await self._published.wait()
             self._published.clear()
-            if aimed >= self.version:
-                continue
-            if self._scheduler.schedule.swap_late:
-                await self._scheduler.quiet()
-                self._router.floor = self.version  # what starts from here on is of this version
-            aimed = self.version
-            group.create_task(self._load(group, aimed))
+            publication = self._publication
+            assert publication is not None
+            await self._scheduler.prepare_swap(publication.version)
+            if publication is self._publication:  # else a newer one was published meanwhile
+                version = publication.version
+                group.create_task(self._load(group, publication))
 
-    async def _load(self, group: asyncio.TaskGroup, version: int) -> None:
-        await self._router.load(version)
-        self._evaluate_if_due(group, version)
+    async def _load(self, group: asyncio.TaskGroup, publication: Publication) -> None:
+        await self._router.load(publication)
+        self._evaluate_if_due(group, publication.version)
 
     async def _save(self) -> None:
         clock = asyncio.get_running_loop().time

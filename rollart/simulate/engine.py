@@ -16,7 +16,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rollart.core.types import Completion, EngineStatus, Finish, GenerationRequest, LoadResult
+from rollart.core.types import Completion, EngineStatus, Finish, GenerationRequest, LoadResult, Publication
 from rollart.simulate.clock import sleep
 from rollart.simulate.decoding import CLOSE, DecodingBatch, SimulatedSequence
 from rollart.simulate.pass_cost import PassCost, seconds_of, steps_in
@@ -202,11 +202,11 @@ class SimulatedEngine:
 
     # Weights
 
-    async def load(self, version: int) -> LoadResult:
+    async def load(self, publication: Publication) -> LoadResult:
         """Fetches the weights while it generates, then stands still between two passes to swap them in."""
-        loaded = await self._weights.fetch(version)
+        loaded = await self._weights.fetch(publication.version)
         done: asyncio.Future[None] = self._loop.create_future()
-        self._standstill = (loaded.exposed_s, version, done)
+        self._standstill = (loaded.exposed_s, publication.version, done)
         if not self._phase:
             self._advance()
             self._schedule()

@@ -144,7 +144,7 @@ def result_of(
 
 
 def _use(name: str, pool: EnginePool, totals: Any, span: float, samples: int) -> PoolUse:
-    engines = max(1, len(pool.places))
+    engines = max(1, len(pool.engines))
     of = engines * span
     prefix = f"idle {name} "
     return PoolUse(

@@ -10,7 +10,17 @@ from typing import Any, cast
 from rollart.core.errors import RewardFailed
 from rollart.core.run_length import RunLength
 from rollart.core.seeds import seed_of
-from rollart.core.types import Batch, Episode, Outcome, RewardResult, Sample, SampleGroup, StepMetrics, Trajectory
+from rollart.core.types import (
+    Batch,
+    Episode,
+    Outcome,
+    Publication,
+    RewardResult,
+    Sample,
+    SampleGroup,
+    StepMetrics,
+    Trajectory,
+)
 from rollart.hardware.devices import DeviceClass
 from rollart.hardware.roofline import ModelShape
 from rollart.rollout.groups import Group
@@ -120,9 +130,9 @@ class SimulatedTrainer:
         forward += self._shape.attention_flops * sum(length * length for length in lengths) / 2
         return 3.0 * self._epochs * forward / self._flops
 
-    async def publish(self) -> int:
+    async def publish(self) -> Publication:
         self._weights.publish(self.version)
-        return self.version
+        return Publication(self.version)
 
     async def save(self, path: Path) -> None:
         """Nothing is saved."""
@@ -173,9 +183,9 @@ class NullLedger:
 
     def drop(self, group: str, reason: str) -> None: ...
 
-    def leave_out(self, task: str, times: int) -> None: ...
+    def quarantine(self, task: str, times: int) -> None: ...
 
-    def take_back(self, task: str) -> None: ...
+    def release(self, task: str) -> None: ...
 
     def commit(self, version: int) -> None: ...
 

@@ -19,11 +19,12 @@ from rollart.core.events import EngineSample, EventSink, Placed, RunEnded, RunSt
 from rollart.core.types import Sampling
 from rollart.hardware.devices import DeviceClass
 from rollart.hardware.roofline import Roofline
+from rollart.rollout.engine_registry import EngineRegistry
 from rollart.rollout.engine_state import EnginePool
 from rollart.rollout.evaluation import Evaluator
 from rollart.rollout.lockstep import Lockstep
 from rollart.rollout.router import Router
-from rollart.rollout.routing_policy import policy
+from rollart.rollout.routing_policy import routing_policy
 from rollart.rollout.scheduler import Scheduler
 from rollart.rollout.training_loop import LoopPlan, TrainingLoop
 from rollart.rollout.trajectory import RolloutTask, TrajectoryRunner
@@ -111,10 +112,14 @@ class Simulation:
         self._rewards = SimulatedRewards(scenario)
         self._trainer = self._make_trainer()
         router = self._make_router(sink)
-        lockstep = Lockstep() if schedule.lockstep else None
-        deadline = scenario.rollout.trajectory_deadline
-        player = TrajectoryRunner(
-            self._environments, router, SimulatedRenderer(), self._rewards, sink, deadline, lockstep
+        runner = TrajectoryRunner(
+            environments=self._environments,
+            router=router,
+            renderer=SimulatedRenderer(),
+            rewards=self._rewards,
+            sink=sink,
+            deadline=scenario.rollout.trajectory_deadline,
+            lockstep=Lockstep() if schedule.lockstep else None,
         )
         tasks = [
             RolloutTask(task.name, task.weight, task.max_turns, task.max_context, _sampling(task.sampling.max_tokens))
@@ -129,11 +134,10 @@ class Simulation:
             steps=scenario.training.steps if scenario.simulate.finite else sys.maxsize,
             retries=scenario.rollout.retries,
             seed=scenario.seed,
-            player=player,
-            router=router,
+            runner=runner,
             ledger=ledger,
             sink=sink,
-            rule=scenario.environments.quarantine.rule(),
+            quarantine=scenario.environments.quarantine.rule(),
             to_samples=to_samples,
         )
         self._training_loop = TrainingLoop(
@@ -142,7 +146,7 @@ class Simulation:
             scheduler=self._scheduler,
             trainer=self._trainer,
             router=router,
-            evaluator=Evaluator(tasks, player, ledger, sink),
+            evaluator=Evaluator(tasks, runner, ledger, sink),
             ledger=ledger,
             sink=sink,
             checkpoints=Path("checkpoints"),
@@ -184,11 +188,8 @@ class Simulation:
                 )
                 pools[engine.url] = kind
         return Router(
-            dict(self._engines),
-            0,
-            sink,
-            pools=pools,
-            policy=policy(scenario.routing.policy, scenario.routing.hand_over),
+            EngineRegistry(self._engines, sink=sink, pools=pools),
+            policy=routing_policy(scenario.routing.policy, scenario.routing.hand_over),
             affinity={
                 task.name: task.affinity if isinstance(task.affinity, str) else tuple(task.affinity)
                 for task in scenario.tasks
@@ -228,11 +229,11 @@ class Simulation:
         while True:
             busy = False
             why = self._why_idle()
-            for name, engine in self._engines.items():
-                if engine.idle:
-                    samples[f"idle {name.rpartition('-')[0]} {why}"] += 1
-                else:
-                    busy = True
+            for pool, kind in self._pools.items():
+                idle = sum(self._engines[engine.name].idle for engine in kind.engines)
+                if idle:
+                    samples[f"idle {pool} {why}"] += idle
+                busy = busy or idle < len(kind.engines)
             samples[f"part {self._busiest(busy)}"] += 1
             samples["samples"] += 1
             samples["environments"] += environments.in_use
@@ -281,12 +282,12 @@ class Simulation:
         )
         for name, kind in self._pools.items():
             device = kind.roofline.device.name
-            for place in kind.places:
+            for engine in kind.engines:
                 sink.emit(
                     Placed(
                         role="generate",
                         pool=name,
-                        name=place.name,
+                        name=engine.name,
                         wanted=device,
                         device=device,
                         node="",
@@ -298,8 +299,8 @@ class Simulation:
         """Totals that the services count themselves."""
         totals: defaultdict[str, float] = defaultdict(float, self._samples)
         for name, kind in self._pools.items():
-            for place in kind.places:
-                engine = self._engines[place.name]
+            for each in kind.engines:
+                engine = self._engines[each.name]
                 for key in ("prefill", "decode", "weights"):
                     totals[f"{key} {name}"] += getattr(engine.times, key)
                 totals[f"generated {name}"] += engine.generated

@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-from rollart.core.errors import EngineFailed
-from rollart.core.types import Batch, StepMetrics
+from rollart.core.types import Batch, Publication, StepMetrics
 from rollart.launch.rpc import RpcClient
-from rollart.weights.manifest import Publication
 
 
 class TrainerClient:
@@ -14,21 +12,12 @@ class TrainerClient:
     def __init__(self, client: RpcClient, deadline: float) -> None:
         self._client = client
         self._deadline = deadline
-        self._published: dict[int, Publication] = {}
 
     async def step(self, batch: Batch) -> StepMetrics:
         return await self._client.call("step", batch, returns=StepMetrics, deadline=self._deadline)
 
-    async def publish(self) -> int:
-        publication = await self._client.call("publish", returns=Publication, deadline=self._deadline)
-        self._published = {publication.version: publication}
-        return publication.version
-
-    def published(self, version: int) -> Publication:
-        """Where engines find `version`: only the newest is to be had. Raises EngineFailed."""
-        if version not in self._published:
-            raise EngineFailed(f"version {version} is not to be had: the trainer has published {[*self._published]}")
-        return self._published[version]
+    async def publish(self) -> Publication:
+        return await self._client.call("publish", returns=Publication, deadline=self._deadline)
 
     async def save(self, path: Path) -> None:
         await self._client.call("save", str(path.absolute()), returns=type(None), deadline=self._deadline)

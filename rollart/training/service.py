@@ -25,14 +25,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from rollart.config import TrainingConfig
-from rollart.core.types import Batch, StepMetrics
+from rollart.core.types import Batch, Publication, StepMetrics
 from rollart.launch import service
 from rollart.launch.rpc import Handler
 from rollart.training.checkpoint import load_checkpoint, save_checkpoint
 from rollart.training.learner import Learner
 from rollart.training.ranks import BEAT_SECONDS, RankAddress, Ranks, RanksLost
 from rollart.training.trainer import Trainer
-from rollart.weights.manifest import Publication
 from rollart.weights.publish import Publisher, new_id
 from rollart.weights.server import WeightServer
 from rollart.weights.store import Store

@@ -87,16 +87,6 @@ class Manifest(Struct, frozen=True):
         return msgspec.json.decode(data, type=cls)
 
 
-class Publication(Struct, frozen=True):
-    """A version as an engine is told of it: `sources[shard]` are the URLs that a shard can be had from, best first, by
-    those who do not find it in their own memory, and `key` is what they must show there, and ask of whom they serve."""
-
-    version: int
-    id: str
-    sources: tuple[tuple[str, ...], ...]
-    key: str | None = None
-
-
 def lay_out(parts: Iterable[Part]) -> tuple[tuple[Piece, ...], int]:
     """Where each part goes, and the size of it all."""
     pieces, offset = [], 0

@@ -16,8 +16,9 @@ import torch
 import xxhash
 from torch import Tensor
 
+from rollart.core.types import Publication
 from rollart.weights.delta_cost import ANCHOR_EVERY
-from rollart.weights.manifest import ALIGN, ITEM_BYTES, Manifest, Part, Publication, bucket_size, lay_out
+from rollart.weights.manifest import ALIGN, ITEM_BYTES, Manifest, Part, bucket_size, lay_out
 from rollart.weights.store import Shard, Store, Writing
 from rollart.weights.transports import Sender
 

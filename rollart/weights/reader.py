@@ -14,8 +14,8 @@ from pathlib import Path
 from torch import Tensor
 
 from rollart.core.errors import RollartError
+from rollart.core.types import Publication
 from rollart.weights.loaded_version import LoadedVersion
-from rollart.weights.manifest import Publication
 from rollart.weights.replica import STREAMS, Replica
 from rollart.weights.server import LOOPBACK, WeightServer
 from rollart.weights.store import BeingWritten, MissingVersion, Shard, Store

@@ -14,9 +14,10 @@ import msgspec
 import xxhash
 
 from rollart.core.errors import RollartError
+from rollart.core.types import Publication
 from rollart.weights.delta_wire import HeldBase
 from rollart.weights.loaded_version import Corrupt
-from rollart.weights.manifest import Manifest, Publication
+from rollart.weights.manifest import Manifest
 from rollart.weights.server import WAIT_S, Joined
 from rollart.weights.store import SUM_BYTES, Store, Writing
 from rollart.weights.transports import Receiver, TransferFailed

@@ -20,6 +20,7 @@ from rollart.gateway.client import Gateway
 from rollart.launch.local import LocalLauncher
 from rollart.models import tiny
 from rollart.rewards.invokers import Rewards
+from rollart.rollout.engine_registry import EngineRegistry
 from rollart.rollout.router import Router
 from rollart.rollout.samples import samples
 from rollart.rollout.trajectory import Attempt, RolloutTask, TrajectoryRunner
@@ -88,9 +89,17 @@ async def world(folder: Path) -> AsyncIterator[World]:
     agents = AgentPool(tasks(), gateway, launcher, processes=4, deadline=30.0, log=folder / "agents.log")
     rewards = Rewards(tasks(), RewardsConfig(workers=1))
     engine = Engine(random.Random(0))
-    router = Router({"engine": engine}, 0, seen)
+    router = Router(EngineRegistry({"engine": engine}, sink=seen))
     nothing: Any = None
-    player = TrajectoryRunner(nothing, router, nothing, rewards, seen, 60.0, None, agents)
+    player = TrajectoryRunner(
+        environments=nothing,
+        router=router,
+        renderer=nothing,
+        rewards=rewards,
+        sink=seen,
+        deadline=60.0,
+        agents=agents,
+    )
     try:
         await asyncio.gather(gateway.start(), agents.start(), rewards.start())
         yield World(player, engine, seen, gateway, agents)

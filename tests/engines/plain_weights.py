@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rollart.weights.manifest import Publication
+from rollart.core.types import Publication
 
 
 def at(version: int) -> Publication:

@@ -21,15 +21,13 @@ from rollart.engines.torch.service import build
 from rollart.hardware.devices import device_class
 from rollart.hardware.roofline import ModelShape, Roofline, decode
 from rollart.launch import rpc
-from rollart.weights.manifest import Publication
 from rollart.weights.publish import publish
 
 DEADLINE_S = 120.0
-Published = dict[int, Publication]
 
 
 @asynccontextmanager
-async def service(spec: dict[str, Any], published: Published = {}) -> AsyncIterator[EngineClient]:  # noqa: B006
+async def service(spec: dict[str, Any]) -> AsyncIterator[EngineClient]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "rollart.engines.torch.service"),
         stdin=asyncio.subprocess.PIPE,
@@ -40,7 +38,7 @@ async def service(spec: dict[str, Any], published: Published = {}) -> AsyncItera
     try:
         process.stdin.write(json.dumps(spec).encode() + b"\n")
         ready = json.loads(await process.stdout.readline())
-        client = EngineClient(await rpc.connect(ready["url"]), deadline=DEADLINE_S, published=published.__getitem__)
+        client = EngineClient(await rpc.connect(ready["url"]), deadline=DEADLINE_S)
         yield client
         await client.close()
         process.stdin.close()
@@ -55,16 +53,16 @@ async def service(spec: dict[str, Any], published: Published = {}) -> AsyncItera
 def test_an_engine_process_serves_swaps_aborts_and_ends_with_its_parent(tmp_path: Path) -> None:
     networks = {3: decoder(seed=1), 4: decoder(seed=2)}
     networks[3].save_pretrained(tmp_path / "model")
-    published = {4: publish(tmp_path / "weights", 4, networks[4].state_dict()), 9: at(9)}
+    publication = publish(tmp_path / "weights", 4, networks[4].state_dict())
     spec = {"model": str(tmp_path / "model"), "weights": str(tmp_path / "weights"), "seed": 1, "version": 3}
 
     async def body() -> None:
-        async with service({**spec, "config": {"max_batch": 8, "prefill_chunk": 16}}, published) as engine:
+        async with service({**spec, "config": {"max_batch": 8, "prefill_chunk": 16}}) as engine:
             group = [request(str(index), [index] * 30, max_tokens=12) for index in range(12)]
             for completion, asked in zip(await asyncio.gather(*map(engine.generate, group)), group, strict=True):
                 assert set(completion.versions) == {3}
                 assert worst(networks, asked, completion) <= 1e-4
-            await engine.load(4)
+            await engine.load(publication)
             asked = request("after", [5] * 40, max_tokens=12)
             completion = await engine.generate(asked)
             assert set(completion.versions) == {4} and worst(networks, asked, completion) <= 1e-4
@@ -86,7 +84,7 @@ def test_an_engine_process_serves_swaps_aborts_and_ends_with_its_parent(tmp_path
             with pytest.raises(EngineFailed, match="vocabulary"):
                 await engine.generate(request("bad", [99999]))
             with pytest.raises(EngineFailed, match="version 9 was not loaded"):
-                await engine.load(9)
+                await engine.load(at(9))
 
     asyncio.run(asyncio.wait_for(body(), DEADLINE_S))
 

@@ -150,7 +150,14 @@ def test_ten_thousand_hostile_answers_end_as_messages_or_as_a_failed_environment
     async def run():
         nonlocal asked
         pool = EnvironmentPool([task], EnvironmentsConfig(processes=1, retries=0))
-        player = TrajectoryRunner(pool, AnyTokens(len(tiny.SPECIAL) + 90), renderer, Rewards(), sink, deadline=250.0)
+        player = TrajectoryRunner(
+            environments=pool,
+            router=AnyTokens(len(tiny.SPECIAL) + 90),
+            renderer=renderer,
+            rewards=Rewards(),
+            sink=sink,
+            deadline=250.0,
+        )
         try:
             while asked < TURNS:
                 attempt = Attempt(f"a{len(outcomes)}", task, "g", 0, len(outcomes), 0)

@@ -19,7 +19,7 @@ SPEC = {"model": "m", "weights": "w", "seed": 0, "version": 0}
 def commands(run: RunFile, logs: Path) -> list[tuple[Command, ResourceRequest]]:
     node = Node("here", "", {"cpu": 8.0, "H20": 4.0}, {"cpu": 8.0, "H20": 4.0})
     bindings = plan(run, Inventory((node,), "this machine", overcommit=True)).of("policy")
-    return [(engine_command(run, one, SPEC, run.device_classes(), logs), request_of(run, one)) for one in bindings]
+    return [(engine_command(run, one, SPEC, run.device_classes(), logs), request_of(one)) for one in bindings]
 
 
 def loaded(folder: Path, pool: str, more: str = "") -> RunFile:

@@ -13,7 +13,7 @@ from rollart.gateway.upstream import PullReply, PullRequest, Upstream
 
 
 def request(number: int, episode: str = "e") -> GenerationRequest:
-    return GenerationRequest(f"{episode}/{number}", episode, "t", 0, [number], Sampling())
+    return GenerationRequest(f"{episode}/{number}", episode, "t", 0, [number], Sampling(), episode=episode)
 
 
 def completion(token: int) -> Completion:

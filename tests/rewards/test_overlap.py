@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from benchmarks.modelled import ModelledEngine, ModelledEnvironments, ModelledRenderer
 from rollart.core.events import EnvironmentReset, Scored
 from rollart.core.types import Outcome, RewardResult, Sampling
+from rollart.rollout.engine_registry import EngineRegistry
 from rollart.rollout.router import Router
 from rollart.rollout.trajectory import Attempt, RolloutTask, TrajectoryRunner
 from rollart.simulate.clock import run
@@ -44,8 +45,16 @@ async def playing():
     rng, sink = random.Random(0), Sink()
     environments = ModelledEnvironments(rng, processes=1)
     rewards = SlowRewards(environments)
-    router = Router({"engine": ModelledEngine(rng)}, 0, sink)
-    yield TrajectoryRunner(environments, router, ModelledRenderer(), rewards, sink, 1000.0), rewards, sink
+    router = Router(EngineRegistry({"engine": ModelledEngine(rng)}, sink=sink))
+    runner = TrajectoryRunner(
+        environments=environments,
+        router=router,
+        renderer=ModelledRenderer(),
+        rewards=rewards,
+        sink=sink,
+        deadline=1000.0,
+    )
+    yield runner, rewards, sink
 
 
 def test_the_environment_is_free_the_moment_the_episode_ends():

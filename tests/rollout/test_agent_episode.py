@@ -1,6 +1,7 @@
 """Requests of an agent, in several conversations, through the router."""
 
 import random
+from collections.abc import Mapping
 
 import pytest
 from msgspec.structs import replace
@@ -9,11 +10,16 @@ from world import Recorder
 from benchmarks.modelled import ModelledEngine
 from rollart.core.errors import EngineFailed, EngineLost
 from rollart.core.events import TurnDone
-from rollart.core.protocols import TokenStream
+from rollart.core.protocols import Engine, TokenStream
 from rollart.core.types import Completion, GenerationRequest, Sampling
 from rollart.rollout.agent_episode import AgentEpisodeRunner
+from rollart.rollout.engine_registry import EngineRegistry
 from rollart.rollout.router import Router
 from rollart.simulate.clock import run
+
+
+def episode_on(engines: Mapping[str, Engine], recorder: Recorder) -> AgentEpisodeRunner:
+    return AgentEpisodeRunner("e", "t", Router(EngineRegistry(engines)), recorder, lambda version: None)
 
 
 def request(segment: int, turn: int = 0, tokens: int = 500, branch_of: str = "") -> GenerationRequest:
@@ -23,96 +29,100 @@ def request(segment: int, turn: int = 0, tokens: int = 500, branch_of: str = "")
     )
 
 
-def test_a_branch_is_served_where_the_conversation_that_it_left_is() -> None:
+def test_a_branch_is_served_where_its_conversation_is() -> None:
     async def main() -> list[str]:
         recorder = Recorder()
         engines = {name: ModelledEngine(random.Random(0)) for name in "xyz"}
-        driven = AgentEpisodeRunner("e", "t", Router(dict(engines), 0, recorder), recorder, lambda version: None)
-        await driven.generate(request(0))
+        episode = episode_on(engines, recorder)
+        await episode.generate(request(0))
         for segment in range(1, 6):
-            await driven.generate(request(segment, branch_of="e~0"))
+            await episode.generate(request(segment, branch_of="e~0"))
         return [event.engine for event in recorder.of(TurnDone)]
 
     assert len(set(run(main()))) == 1
 
 
-def test_every_answer_tells_its_oldest_version_and_every_conversation_is_forgotten() -> None:
+def test_every_completion_reports_its_oldest_version_and_every_conversation_is_forgotten() -> None:
     async def main() -> None:
         recorder, versions = Recorder(), []
-        router = Router({"x": ModelledEngine(random.Random(0), version=4)}, 4, recorder)
-        driven = AgentEpisodeRunner("e", "t", router, recorder, versions.append)
+        router = Router(EngineRegistry({"x": ModelledEngine(random.Random(0), version=4)}, 4, recorder))
+        episode = AgentEpisodeRunner("e", "t", router, recorder, versions.append)
         for segment in (0, 1):
-            await driven.generate(request(segment))
+            await episode.generate(request(segment))
         assert versions == [4, 4]
         assert [event.turn for event in recorder.of(TurnDone)] == [0, 1]
-        driven.forget()
+        episode.forget()
         assert not router._sessions
 
     run(main())
 
 
-def test_an_answer_that_is_none_is_the_engines_failure() -> None:
+def test_an_empty_completion_is_a_failure_of_the_engine() -> None:
     class Silent(ModelledEngine):
         async def generate(self, request: GenerationRequest) -> Completion:
             return replace(await super().generate(request), tokens=[], finish="abort")
 
     async def main() -> None:
         recorder = Recorder()
-        driven = AgentEpisodeRunner(
-            "e", "t", Router({"x": Silent(random.Random(0))}, 0, recorder), recorder, lambda version: None
+        episode = AgentEpisodeRunner(
+            "e",
+            "t",
+            Router(EngineRegistry({"x": Silent(random.Random(0))}, 0, recorder)),
+            recorder,
+            lambda version: None,
         )
         with pytest.raises(EngineFailed, match="gave up a request of e"):
-            await driven.generate(request(0))
+            await episode.generate(request(0))
 
     run(main())
 
 
 class Streaming(ModelledEngine):
-    """Tells of two tokens, and is then lost if it is to be."""
+    """Streams two tokens; a doomed one is lost after the first."""
 
     doomed = False
 
-    async def stream(self, request: GenerationRequest, listener: TokenStream) -> Completion:
-        listener.on_tokens([1])
+    async def stream(self, request: GenerationRequest, stream: TokenStream) -> Completion:
+        stream.on_tokens([1])
         if self.doomed:
             raise EngineLost("gone")
-        listener.on_tokens([2])
+        stream.on_tokens([2])
         return await super().generate(request)
 
 
-def test_what_was_heard_of_a_lost_engine_is_void_before_another_begins() -> None:
+def test_tokens_streamed_by_a_lost_engine_are_void_before_another_begins() -> None:
     async def main() -> None:
-        recorder, heard = Recorder(), list[object]()
+        recorder, received = Recorder(), list[object]()
 
         def on_tokens(tokens: list[int]) -> bool:
-            heard.append(tokens)
+            received.append(tokens)
             return False
 
         engines = {name: Streaming(random.Random(0)) for name in "xy"}
-        driven = AgentEpisodeRunner("e", "t", Router(dict(engines), 0, recorder), recorder, lambda version: None)
-        await driven.generate(request(0), TokenStream(1, on_tokens, heard.clear))
-        (told,) = recorder.of(TurnDone)
-        engines[told.engine].doomed = True
-        heard.clear()
-        await driven.generate(request(0, 1), TokenStream(1, on_tokens, lambda: heard.append("anew")))
-        assert heard == [[1], "anew", [1], [2]]
+        episode = episode_on(engines, recorder)
+        await episode.generate(request(0), TokenStream(1, on_tokens, received.clear))
+        (turn,) = recorder.of(TurnDone)
+        engines[turn.engine].doomed = True
+        received.clear()
+        await episode.generate(request(0, 1), TokenStream(1, on_tokens, lambda: received.append("restart")))
+        assert received == [[1], "restart", [1], [2]]
 
     run(main())
 
 
-def test_an_engine_that_cannot_stream_gives_its_answer_whole_and_a_listener_may_refuse_another_attempt() -> None:
+def test_an_engine_that_cannot_stream_completes_at_once_and_a_stream_may_refuse_a_restart() -> None:
     async def main() -> None:
         recorder = Recorder()
         engine = ModelledEngine(random.Random(0))
-        driven = AgentEpisodeRunner("e", "t", Router({"x": engine}, 0, recorder), recorder, lambda version: None)
+        episode = episode_on({"x": engine}, recorder)
 
         def on_restart() -> None:
             raise EngineFailed("it was shown already")
 
-        listener = TokenStream(1, lambda tokens: False, on_restart)
-        assert (await driven.generate(request(0), listener)).tokens
+        stream = TokenStream(1, lambda tokens: False, on_restart)
+        assert (await episode.generate(request(0), stream)).tokens
         engine.failures = 1.0
         with pytest.raises(EngineFailed, match="shown already"):
-            await driven.generate(request(1), listener)
+            await episode.generate(request(1), stream)
 
     run(main())

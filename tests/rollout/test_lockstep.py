@@ -5,11 +5,11 @@ from rollart.simulate import clock
 
 
 async def _turns(lockstep: Lockstep, task: str, seconds: list[float], ends: list[tuple[str, float]]) -> None:
-    waves = lockstep.of(task)
-    with waves.member():
+    barrier = lockstep.barrier(task)
+    with barrier.member():
         await asyncio.sleep(0)  # until all have joined
         for each in seconds:
-            await waves.arrive()
+            await barrier.wait()
             await asyncio.sleep(each)
     ends.append((task, asyncio.get_running_loop().time()))
 

@@ -43,11 +43,11 @@ def play(folder: Path, *texts: str) -> tuple[Trajectory, TrajectoryEnded]:
 
     async def main() -> tuple[Trajectory, TrajectoryEnded]:
         made = build(preset("rollart", 1, 2.0, 0, 0), SqliteLedger.open(folder / "ledger.sqlite"))
-        player = replace(
-            made.scheduler._members._player, environments=Talkative(list(texts)), renderer=ChatRenderer(folder)
+        runner = replace(
+            made.scheduler._attempts._runner, environments=Talkative(list(texts)), renderer=ChatRenderer(folder)
         )
         task = RolloutTask("a", 1.0, 3, 400, Sampling(max_tokens=8))
-        trajectory = await player.run(Attempt("a.0", task, "a", 0, 0, 0))
+        trajectory = await runner.run(Attempt("a.0", task, "a", 0, 0, 0))
         return trajectory, made.recorder.of(TrajectoryEnded)[-1]
 
     return run(main())

@@ -16,7 +16,7 @@ from rollart.core.schedule import QuarantineRule, preset
 from rollart.core.types import Outcome
 from rollart.rollout.ledger import SqliteLedger
 from rollart.rollout.mixture import Mixture
-from rollart.rollout.quarantine import LONGEST, Quarantine
+from rollart.rollout.quarantine import MAX_BACKOFF, Quarantine
 from rollart.simulate.clock import run
 
 RULE = QuarantineRule(rate=0.5, window=10, min_count=4, groups=3, wait=10.0)
@@ -26,44 +26,44 @@ BAD, GOOD = Outcome.ENV_FAILED, Outcome.FINISHED
 
 def test_a_task_goes_out_by_its_rate_once_enough_trajectories_count() -> None:
     machine = Quarantine("ab", RULE)
-    assert [machine.saw("a", outcome) for outcome in (BAD, BAD, Outcome.CANCELLED, BAD)] == [None] * 4
-    assert machine.saw("a", BAD) == "4 of its last 4 trajectories failed"
-    assert machine.saw("b", BAD) is None
+    assert [machine.record("a", outcome) for outcome in (BAD, BAD, Outcome.CANCELLED, BAD)] == [None] * 4
+    assert machine.record("a", BAD) == "4 of its last 4 trajectories failed"
+    assert machine.record("b", BAD) is None
 
 
 def test_only_the_window_counts() -> None:
     machine = Quarantine("a", RULE)
     for outcome in [GOOD] * 4 + [BAD] * 3 + [GOOD] * 10:
-        assert machine.saw("a", outcome) is None
-    assert [machine.saw("a", BAD) is None for _ in range(5)] == [True] * 4 + [False]
+        assert machine.record("a", outcome) is None
+    assert [machine.record("a", BAD) is None for _ in range(5)] == [True] * 4 + [False]
 
 
 def test_a_task_goes_out_by_groups_given_up_in_a_row() -> None:
     machine = Quarantine("a", RULE)
-    assert machine.gave_up("a") is None
-    assert machine.gave_up("a") is None
-    machine.completed("a")
-    assert [machine.gave_up("a") is None for _ in range(3)] == [True, True, False]
+    assert machine.group_failed("a") is None
+    assert machine.group_failed("a") is None
+    machine.group_completed("a")
+    assert [machine.group_failed("a") is None for _ in range(3)] == [True, True, False]
 
 
 def test_each_wait_is_twice_the_last_up_to_a_limit_and_a_good_window_forgives() -> None:
     machine = Quarantine("ab", RULE)
-    assert machine.leave_out("a", 0.0) == 10.0
+    assert machine.quarantine("a", 0.0) == 10.0
     assert machine.active == ["b"]
     assert machine.due(9.9) == []
     assert machine.due(10.0) == ["a"]
     assert machine.due(11.0) == []  # being probed
     assert machine.probe_failed("a", 12.0) == 20.0
     assert machine.due(31.9) == [] and machine.due(32.0) == ["a"]
-    assert machine.take_back("a", 40.0) == 40.0
-    assert machine.leave_out("a", 50.0) == 40.0
+    assert machine.release("a", 40.0) == 40.0
+    assert machine.quarantine("a", 50.0) == 40.0
     for _ in range(10):
         last = machine.probe_failed("a", 60.0)
-    assert last == RULE.wait * LONGEST
-    machine.take_back("a", 70.0)
+    assert last == RULE.wait * MAX_BACKOFF
+    machine.release("a", 70.0)
     for _ in range(10):
-        machine.saw("a", GOOD)
-    assert machine.leave_out("a", 80.0) == 10.0
+        machine.record("a", GOOD)
+    assert machine.quarantine("a", 80.0) == 10.0
 
 
 def check_mixture(made: World, weights: dict[str, float], groups: int, steps: int) -> None:
@@ -223,11 +223,11 @@ def test_after_a_run_that_ended_because_every_task_failed_each_has_a_new_chance(
     async def main() -> World:
         ledger = SqliteLedger.open(tmp_path / "ledger.sqlite")
         for task in ("a", "b"):
-            ledger.leave_out(task, 3)
+            ledger.quarantine(task, 3)
         made = build(OURS, ledger, steps=4, rule=RULE)
         await made.pipeline.run()
         await made.scheduler.stop()
-        assert ledger.recover().out == {}
+        assert ledger.recover().quarantined == {}
         return made
 
     assert not run(main()).recorder.of(Quarantined)

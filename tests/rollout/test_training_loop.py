@@ -135,7 +135,7 @@ def check_nothing_leaks(made: World, world: dict[str, Any]) -> None:
     assert made.environments.in_use == 0
     assert all(engine.running == 0 for engine in made.engines.values())
     assert made.scheduler.running == made.scheduler.sample(0, 0).scoring == 0
-    assert made.router.serving == world["steps"]
+    assert made.router.engines.serving == world["steps"]
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -242,7 +242,7 @@ def test_a_run_goes_on_when_its_only_engine_is_away_while_versions_pass() -> Non
         for at in range(1, 12, 2):
             made = play(preset(name, 1, 2.0, 0, 0), steps=8, engines=1, outages=[(float(at), 30.0)])
             assert len(made.trainer.batches) == 8
-            assert made.router.serving == 8
+            assert made.router.engines.serving == 8
 
 
 def test_evaluation_runs_beside_training_and_is_never_trained() -> None:
@@ -272,7 +272,7 @@ def test_one_task_that_cannot_be_played_does_not_cost_the_last_evaluation_of_the
         results = await made.evaluator.run(2, 3, final=True)
         assert [result.task for result in results] == ["a"]
         assert [event.message.split(";")[0] for event in made.recorder.of(Warned)] == [
-            "no held-out episode of task b could be played"
+            "no held-out episode of task b completed"
         ]
 
     run(main())

@@ -20,6 +20,7 @@ from rollart.core.errors import EnvironmentFailed
 from rollart.core.events import AnyEvent
 from rollart.core.schedule import QuarantineRule, Schedule
 from rollart.core.types import Message, Sampling
+from rollart.rollout.engine_registry import EngineRegistry
 from rollart.rollout.evaluation import Evaluator
 from rollart.rollout.ledger import SqliteLedger
 from rollart.rollout.lockstep import Lockstep
@@ -50,7 +51,7 @@ class BrokenEnvironment(ModelledEnvironment):
 
 @dataclass
 class BreakingEnvironments:
-    """Of each task in `broken`, nothing works from a time until another."""
+    """Environments of each task in `broken` fail between two times."""
 
     pool: ModelledEnvironments
     broken: dict[str, tuple[float, float]]
@@ -79,16 +80,15 @@ class World:
     base: int
 
     async def outage(self, name: str, at: float, delay: float) -> None:
-        """An engine dies, and comes back later as the fleet brings it back: at the first version, then up to date."""
+        """An engine dies, and is restarted later as the fleet does it: at the first version, then up to date."""
         await asyncio.sleep(at)
-        self.router.lost(name, "an outage")
+        registry = self.router.engines
+        registry.mark_lost(name, "an outage")
         await asyncio.sleep(delay)
-        engine, version = ModelledEngine(self.rng, version=self.base), self.base
-        while version != self.router.target:
-            version = self.router.target
-            await engine.load(version)
+        engine = ModelledEngine(self.rng, version=self.base)
+        version = await registry.catch_up(engine)
         self.engines[f"{name} again"] = engine
-        self.router.replace(name, engine, version)
+        registry.add(name, engine, version)
 
 
 def build(
@@ -117,7 +117,7 @@ def build(
     recorder = Recorder()
     recovery = ledger.recover()
     fleet = {f"engine-{n}": ModelledEngine(rng, version=recovery.version, **(engine or {})) for n in range(engines)}
-    router = Router(dict(fleet), recovery.version, recorder)
+    router = Router(EngineRegistry(fleet, recovery.version, recorder))
     pool = ModelledEnvironments(rng, **(environments or {}))
     invoker = ModelledRewards(rng, **(rewards or {}))
     model = ModelledTrainer(rng, version=recovery.version, **(trainer or {}))
@@ -125,9 +125,15 @@ def build(
         RolloutTask(name, weight, max_turns, 100_000, Sampling(max_tokens=8))
         for name, weight in (weights or {"a": 1.0, "b": 1.0}).items()
     ]
-    lockstep = Lockstep() if schedule.lockstep else None
-    breaking = BreakingEnvironments(pool, broken or {})
-    player = TrajectoryRunner(breaking, router, ModelledRenderer(), invoker, recorder, deadline, lockstep)
+    runner = TrajectoryRunner(
+        environments=BreakingEnvironments(pool, broken or {}),
+        router=router,
+        renderer=ModelledRenderer(),
+        rewards=invoker,
+        sink=recorder,
+        deadline=deadline,
+        lockstep=Lockstep() if schedule.lockstep else None,
+    )
     scheduler = Scheduler(
         tasks=tasks,
         schedule=schedule,
@@ -136,14 +142,13 @@ def build(
         steps=steps,
         retries=retries,
         seed=seed,
-        player=player,
-        router=router,
+        runner=runner,
         ledger=ledger,
         sink=recorder,
-        rule=rule,
+        quarantine=rule,
     )
     scheduler.recover(recovery)
-    evaluator = Evaluator(tasks, replace(player, lockstep=None), ledger, recorder)
+    evaluator = Evaluator(tasks, replace(runner, lockstep=None), ledger, recorder)
     pipeline = TrainingLoop(
         plan=LoopPlan(steps, checkpoint_every, evaluate_every, episodes=4),
         version=recovery.version,

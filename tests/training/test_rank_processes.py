@@ -38,11 +38,11 @@ def test_rank_0_serves_for_all_and_takes_them_along_when_it_ends(tmp_path: Path,
             for step in range(3):
                 got, expected = await trainer.step(make_batch(step, REWARDS)), alone.step(make_batch(step, REWARDS))
                 assert got.values == pytest.approx(expected.values, abs=1e-4)
-            assert await trainer.publish() == 3
-            assert len(trainer.published(3).sources) == 2
+            publication = await trainer.publish()
+            assert publication.version == 3 and len(publication.sources) == 2
             # Here both shards are found in memory, elsewhere both are fetched from the rank that has them.
             for root in (tmp_path / "weights", tmp_path / "another host"):
-                held = (reader := WeightReader(root)).fetch(trainer.published(3))
+                held = (reader := WeightReader(root)).fetch(publication)
                 assert held.transport == ("shared memory" if root.name == "weights" else "http")
                 expected_tensors = alone.snapshot()[1]
                 assert held.tensors.keys() == expected_tensors.keys()

@@ -8,7 +8,7 @@ import torch
 from tiny_models import make_batch, save_tiny
 
 from rollart.config import AlgorithmConfig, TrainingConfig
-from rollart.core.errors import EngineFailed, ServiceError
+from rollart.core.errors import ServiceError
 from rollart.launch import rpc
 from rollart.launch.launcher import ResourceRequest, service_command
 from rollart.launch.local import LocalLauncher
@@ -47,13 +47,12 @@ def test_a_trainer_process_steps_publishes_saves_and_resumes(tmp_path: Path, spe
         process = await launcher.launch(command, ResourceRequest())
         async with rpc.connected(process.answer["url"], key=launcher.key) as connection:
             trainer = TrainerClient(connection, DEADLINE_S)
-            assert await trainer.publish() == 0
+            assert (await trainer.publish()).version == 0
             metrics = await trainer.step(make_batch(0, REWARDS))
             assert metrics.values == plain.step(make_batch(0, REWARDS)).values
-            assert await trainer.publish() == 1
-            with pytest.raises(EngineFailed, match=r"has published \[1\]"):
-                trainer.published(0)
-            held = weights.fetch(trainer.published(1))
+            publication = await trainer.publish()
+            assert publication.version == 1
+            held = weights.fetch(publication)
             assert same(held.tensors, plain.snapshot()[1])
             held.release()
             await trainer.save(tmp_path / "checkpoint")
@@ -68,7 +67,7 @@ def test_a_trainer_process_steps_publishes_saves_and_resumes(tmp_path: Path, spe
             metrics = await trainer.step(make_batch(1, REWARDS))
             assert metrics.values == plain.step(make_batch(1, REWARDS)).values
             await trainer.load(tmp_path / "checkpoint")
-            assert await trainer.publish() == 1
+            assert (await trainer.publish()).version == 1
         await process.stop()
 
     asyncio.run(body())

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollart.weights.manifest import Manifest, Part, Publication, lay_out
+from rollart.core.types import Publication
+from rollart.weights.manifest import Manifest, Part, lay_out
 from rollart.weights.publish import Publisher, Share, new_id
 from rollart.weights.server import WeightServer
 from rollart.weights.store import Store

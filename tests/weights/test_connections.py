@@ -5,7 +5,7 @@ import pytest
 from faulty import Wire, faithful
 from published import Origin, same, tensors
 
-from rollart.weights.manifest import Publication
+from rollart.core.types import Publication
 from rollart.weights.reader import WeightReader
 from rollart.weights.transports import TransferFailed
 from rollart.weights.transports.connections import KEPT, Connections

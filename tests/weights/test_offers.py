@@ -10,7 +10,8 @@ import pytest
 from published import line, process, same, tensors
 
 from rollart.config import TrainingConfig
-from rollart.weights.manifest import Manifest, Publication
+from rollart.core.types import Publication
+from rollart.weights.manifest import Manifest
 from rollart.weights.reader import WeightReader
 from rollart.weights.transports import TransferFailed, sender
 from rollart.weights.transports.offers import Offers

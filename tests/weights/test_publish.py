@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from published import BUCKET, same, shares, tensors
 
-from rollart.weights.manifest import Publication
+from rollart.core.types import Publication
 from rollart.weights.publish import CHUNK, Publisher, Share, new_id, publish
 from rollart.weights.reader import WeightReader
 from rollart.weights.store import Store

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from published import BUCKET, DEADLINE_S, Origin, same, tensors
 
+from rollart.core.types import Publication
 from rollart.weights.loaded_version import Corrupt
-from rollart.weights.manifest import Publication
 from rollart.weights.publish import publish
 from rollart.weights.reader import WeightReader
 from rollart.weights.store import MissingVersion

@@ -8,9 +8,9 @@ import pytest
 from faulty import Wire, cut_after, faithful, flipping
 from published import BUCKET, DEADLINE_S, Origin, line, process, same, shares, tensors
 
+from rollart.core.types import Publication
 from rollart.weights.fan_out import FAN_OUT
 from rollart.weights.loaded_version import Corrupt
-from rollart.weights.manifest import Publication
 from rollart.weights.publish import Publisher
 from rollart.weights.reader import WeightReader
 from rollart.weights.shm_file import NoRoom
@@ -20,7 +20,7 @@ from rollart.weights.transports import TransferFailed
 HOST = """
 from pathlib import Path
 import msgspec
-from rollart.weights.manifest import Publication
+from rollart.core.types import Publication
 from rollart.weights.reader import Weights
 weights = Weights(Path(args[0]))
 publication = msgspec.convert(args[1], Publication)

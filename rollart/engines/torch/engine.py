@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rollart.config import EngineConfig
 from rollart.core.errors import EngineFailed, RollartError
-from rollart.core.types import Completion, EngineStatus, GenerationRequest, LoadResult
+from rollart.core.types import Completion, EngineStatus, GenerationRequest, LoadResult, Publication
 from rollart.engines.streamed import Streamed
 from rollart.engines.torch.fetch import Fetcher
 from rollart.engines.torch.kv_cache import Part
@@ -36,7 +36,6 @@ from rollart.engines.torch.pace import Link, Pacer, label
 from rollart.engines.torch.sequence import Sequence
 from rollart.engines.torch.stepper import Stepper
 from rollart.hardware.roofline import Roofline
-from rollart.weights.manifest import Publication
 
 T = TypeVar("T")
 CLOSE_S = 30.0

@@ -19,13 +19,12 @@ from typing import Any
 
 from rollart.config import EngineConfig
 from rollart.core.errors import EngineFailed, RollartError
-from rollart.core.types import Completion, EngineStatus, GenerationRequest, LoadResult, Sampling
+from rollart.core.types import Completion, EngineStatus, GenerationRequest, LoadResult, Publication, Sampling
 from rollart.engines.streamed import Streamed
 from rollart.engines.vllm import gauges, tensor_map
 from rollart.engines.vllm.answer import Assembled
 from rollart.engines.vllm.api import Api
 from rollart.engines.vllm.kv_transfer import ASK, RECEIVE_S, Note, Notes, Peers, Underway
-from rollart.weights.manifest import Publication
 from rollart.weights.reader import WeightReader
 
 _NAMED = "generate-tokens-"  # what vLLM puts before our names

@@ -23,7 +23,7 @@ def test_a_server_given_by_its_address_gets_the_weights_of_the_run_and_outlives_
                 made = await first.engine.generate(asked)
                 assert set(made.versions) == {0} and versions.worst(asked, made) <= 1e-4
                 versions.publish(5)
-                await first.engine.load(5)
+                await first.engine.load(versions.published(5))
                 made = await first.engine.generate(asked)
                 assert set(made.versions) == {5} and versions.worst(asked, made) <= 1e-4
             # A run that comes later finds weights there that are not its own.
@@ -35,7 +35,7 @@ def test_a_server_given_by_its_address_gets_the_weights_of_the_run_and_outlives_
                 long = request("2", asked.tokens, max_tokens=300, seed=1)
                 (running,) = await begun(second.engine, long)
                 versions.publish(6)
-                await second.engine.load(6)
+                await second.engine.load(versions.published(6))
                 assert set((await running).versions) == {0}
                 assert set((await second.engine.generate(asked)).versions) == {6}
 

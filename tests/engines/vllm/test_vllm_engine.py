@@ -44,7 +44,7 @@ class Setup:
         """Another version than the one that is there."""
         version = max(self.versions.networks) + 1
         self.versions.publish(version)
-        self.run(self.engine.load(version))
+        self.run(self.engine.load(self.versions.published(version)))
         return version
 
 
@@ -102,7 +102,7 @@ def test_requests_in_flight_go_on_with_the_new_weights_and_each_token_says_which
     async def swap_in_flight() -> list[Completion]:
         running = await begun(setup.engine, *asked)
         setup.versions.publish(after)
-        loaded = await setup.engine.load(after)
+        loaded = await setup.engine.load(setup.versions.published(after))
         assert (loaded.version, loaded.transport) == (after, "shared memory")
         assert loaded.exposed_s > 0 and loaded.bytes > 0
         return await asyncio.gather(*running)
@@ -126,7 +126,7 @@ def test_a_prefix_that_is_cached_is_told_and_does_not_outlive_its_weights(setup:
 def test_a_version_that_is_not_to_be_had_leaves_the_old_one_in_use(setup: Setup) -> None:
     before = setup.run(setup.engine.status())
     with pytest.raises(EngineFailed, match="version 99 was not loaded"):
-        setup.run(setup.engine.load(99))
+        setup.run(setup.engine.load(setup.versions.published(99)))
     [asked] = prompts(1, max_tokens=8)
     made = setup.generate(asked)[0]
     assert set(made.versions) == {before.version} and setup.versions.worst(asked, made) <= 1e-4

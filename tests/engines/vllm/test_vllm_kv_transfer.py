@@ -80,7 +80,7 @@ def test_kv_that_was_handed_over_gives_the_same_tokens_and_never_meets_other_wei
         asked = [prompt(f"under way {index}", 60 + index) for index in range(6)]
         running = [asyncio.create_task(handed_over(a, b, one)) for one in asked]
         versions.publish(1)
-        await asyncio.gather(a.engine.load(1), b.engine.load(1))
+        await asyncio.gather(a.engine.load(versions.published(1)), b.engine.load(versions.published(1)))
         for one, made in zip(asked, await asyncio.gather(*running), strict=True):
             assert versions.worst(one, made) <= 1e-4
 

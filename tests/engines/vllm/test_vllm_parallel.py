@@ -18,7 +18,7 @@ def test_two_workers_serve_as_one_engine_and_both_take_new_weights(tmp_path: Pat
             for version in (0, 1):
                 if version:
                     versions.publish(version)
-                    await front.engine.load(version)
+                    await front.engine.load(versions.published(version))
                 for one in asked:
                     made = await front.engine.generate(one)
                     assert set(made.versions) == {version} and versions.worst(one, made) <= 1e-4

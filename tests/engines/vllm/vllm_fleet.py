@@ -15,13 +15,12 @@ from transformers import AutoModelForCausalLM
 from rollart.config import TinyModelConfig, VllmConfig
 from rollart.config.hardware import VLLM_PYTHON
 from rollart.core.protocols import TokenStream
-from rollart.core.types import Completion, GenerationRequest, Sampling
+from rollart.core.types import Completion, GenerationRequest, Publication, Sampling
 from rollart.engines.client import EngineClient
 from rollart.launch import rpc
 from rollart.launch.launcher import ResourceRequest, ServiceHandle, service_command
 from rollart.launch.local import LocalLauncher
 from rollart.models.tiny import make
-from rollart.weights.manifest import Publication
 from rollart.weights.publish import Publisher, Share
 from rollart.weights.store import Store
 
@@ -122,7 +121,7 @@ async def fronted(
     started = await launcher.launch(replace(command, start_deadline=START_S), ResourceRequest())
     try:
         client = await rpc.connect(started.answer["url"], key=launcher.key)
-        engine = EngineClient(client, deadline=DEADLINE_S, published=versions.published)
+        engine = EngineClient(client, deadline=DEADLINE_S)
         try:
             yield Fronted(engine, started)
         finally:
