@@ -138,6 +138,6 @@ class RoutingConfig(Section):
     policy: Literal["measured", "declared", "round_robin"] = Field(
         "measured", description="by the measured shape of the tasks, by their `affinity` alone, or round robin"
     )
-    hand_over: Literal["never", "auto", "always"] | list[str] = Field(
+    disaggregate: Literal["never", "auto", "always"] | list[str] = Field(
         "never", description="prefill on one engine and decode on another; or the names of a prefill and a decode pool"
     )

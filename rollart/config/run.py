@@ -120,11 +120,11 @@ class RunFile(Section):
                     )
 
     def _check_disaggregation(self) -> None:
-        names, pools = self.routing.hand_over, self.pools_of("generate")
+        names, pools = self.routing.disaggregate, self.pools_of("generate")
         if isinstance(names, list) and (len(names) != 2 or any(name not in pools for name in names)):
             raise Conflict(
-                "hand_over names two pools of role generate: one that prefills and one that decodes",
-                *("routing", "hand_over"),
+                "disaggregate names two pools of role generate: one that prefills and one that decodes",
+                *("routing", "disaggregate"),
             )
 
     def _check_batch(self) -> None:

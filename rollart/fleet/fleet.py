@@ -182,7 +182,7 @@ class Fleet:
         run = self._run
         self.router = Router(
             self._engines.registry,
-            policy=routing_policy(run.routing.policy, run.routing.hand_over),
+            policy=routing_policy(run.routing.policy, run.routing.disaggregate),
             affinity={
                 task.name: task.affinity if isinstance(task.affinity, str) else tuple(task.affinity)
                 for task in run.tasks

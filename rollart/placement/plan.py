@@ -129,7 +129,7 @@ def _external(name: str, pool: PoolConfig) -> Iterator[Binding]:
             worker=f"{name}-{number}",
             wanted=device,
             choices=pool.devices,
-            got=device,
+            device=device,
             node=url,
             units=0.0,
             threads=0,

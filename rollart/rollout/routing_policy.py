@@ -15,7 +15,7 @@ from rollart.rollout.engine_state import EnginePool, EngineState
 from rollart.rollout.prediction import Prediction
 from rollart.rollout.shares import Shares
 
-Why = Literal["prefix", "group", "fastest", "moved", "handed over", "pinned", "fallback", "declared", "turn"]
+Why = Literal["prefix", "group", "fastest", "moved", "disaggregated", "pinned", "fallback", "declared", "turn"]
 CLEARLY = 0.8  # leave a cached prefix only for less than this share of the cost of staying
 
 
@@ -183,7 +183,7 @@ class MeasuredPolicy:
                     factors=decode.factors,
                 )
                 if both.cost < bar:
-                    choice, bar = RoutingChoice(decoding, "handed over", cached, both, prefilling), both.cost
+                    choice, bar = RoutingChoice(decoding, "disaggregated", cached, both, prefilling), both.cost
         return choice
 
 

@@ -41,8 +41,8 @@ def differences(plan: ClusterPlan, given: ClusterPlan) -> list[str]:
         told.append(f"{plan.batch_groups} groups of {plan.group_size}")
     if plan.processes != given.processes:
         told.append(f"{plan.processes} processes a task")
-    if plan.hand_over != given.hand_over:
-        pair = f"prefill on {plan.engines[0].device}, decode on {plan.engines[1].device}" if plan.hand_over else ""
+    if plan.disaggregate != given.disaggregate:
+        pair = f"prefill on {plan.engines[0].device}, decode on {plan.engines[1].device}" if plan.disaggregate else ""
         told.append(pair or "no pairs of prefill and decode")
     return told
 

@@ -163,7 +163,7 @@ def combined(best: PlanResult, variants: Sequence[PlanResult]) -> ClusterPlan | 
     return replace(best.plan, **changes)  # type: ignore[arg-type]
 
 
-_USES = ("alpha", "extra_members", "batch_groups", "group_size", "processes", "hand_over")
+_USES = ("alpha", "extra_members", "batch_groups", "group_size", "processes", "disaggregate")
 
 
 def _asked(scenario: Scenario) -> Scenario:

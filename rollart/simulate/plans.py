@@ -39,7 +39,7 @@ class PlannedEngines:
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """`hand_over`: the first of the engines prefill for the second."""
+    """`disaggregate`: the first of the engines prefill for the second."""
 
     trainer: str
     trainers: int
@@ -49,7 +49,7 @@ class ClusterPlan:
     batch_groups: int
     group_size: int
     processes: int
-    hand_over: bool = False
+    disaggregate: bool = False
 
     def price(self, classes: Mapping[str, DeviceClass]) -> float:
         generation = sum(classes[each.device].price * each.devices for each in self.engines)
@@ -70,7 +70,7 @@ class ClusterPlan:
 def plan_of(scenario: Scenario) -> ClusterPlan:
     """The one that a scenario has. Raises ConfigError if a pool does not say its device class."""
     ((_, train),) = scenario.pools_of("train").items()
-    pairs = scenario.routing.hand_over if isinstance(scenario.routing.hand_over, list) else []
+    pairs = scenario.routing.disaggregate if isinstance(scenario.routing.disaggregate, list) else []
     generate = scenario.pools_of("generate")
     if train.auto or any(pool.auto for pool in generate.values()):
         raise ConfigError("a plan begins from hardware: name a device class in every pool, not auto")
@@ -88,7 +88,7 @@ def plan_of(scenario: Scenario) -> ClusterPlan:
         batch_groups=scenario.training.batch_groups,
         group_size=scenario.training.group_size,
         processes=scenario.environments.processes,
-        hand_over=bool(pairs),
+        disaggregate=bool(pairs),
     )
 
 
@@ -103,16 +103,16 @@ def applied(plan: ClusterPlan, scenario: Scenario) -> Scenario:
         )
     pools |= {name: pool for name, pool in scenario.pools.items() if pool.role == "environment"}
     generate = [name for name, pool in pools.items() if pool.role == "generate"]
-    hand_over = generate[:2] if plan.hand_over else "never"
-    if not plan.hand_over and not isinstance(scenario.routing.hand_over, list):
-        hand_over = scenario.routing.hand_over
+    disaggregate = generate[:2] if plan.disaggregate else "never"
+    if not plan.disaggregate and not isinstance(scenario.routing.disaggregate, list):
+        disaggregate = scenario.routing.disaggregate
     rollout = {"preset": "rollart", "alpha": plan.alpha, "extra_members": plan.extra_members}
     training = {"batch_groups": plan.batch_groups, "group_size": plan.group_size}
     return scenario.model_copy(
         update={
             "pools": pools,
             "tasks": [_task(task, generate) for task in scenario.tasks],
-            "routing": scenario.routing.model_copy(update={"hand_over": hand_over}),
+            "routing": scenario.routing.model_copy(update={"disaggregate": disaggregate}),
             "rollout": scenario.rollout.model_copy(update=rollout),
             "training": scenario.training.model_copy(update=training),
             "environments": scenario.environments.model_copy(update={"processes": plan.processes}),
@@ -161,7 +161,7 @@ def splits(
                 engines = _bought(money, dict(zip(kinds, mix, strict=True)), parallel, classes, left)
                 if engines and trainers and (trainers, engines) not in seen:
                     seen.add((trainers, engines))
-                    yield replace(base, trainers=trainers, engines=engines, hand_over=False)
+                    yield replace(base, trainers=trainers, engines=engines, disaggregate=False)
 
 
 def variations(plan: ClusterPlan) -> Iterator[tuple[str, ClusterPlan]]:
@@ -179,8 +179,11 @@ def variations(plan: ClusterPlan) -> Iterator[tuple[str, ClusterPlan]]:
     for processes in (plan.processes // 2, plan.processes * 2):
         if processes:
             yield f"{processes} processes", replace(plan, processes=processes)
-    if len(plan.engines) == 2 and not plan.hand_over:
-        yield f"prefill on {plan.engines[0].device}, decode on {plan.engines[1].device}", replace(plan, hand_over=True)
+    if len(plan.engines) == 2 and not plan.disaggregate:
+        yield (
+            f"prefill on {plan.engines[0].device}, decode on {plan.engines[1].device}",
+            replace(plan, disaggregate=True),
+        )
 
 
 def min_parallel(scenario: Scenario, kind: str) -> int:

@@ -189,7 +189,7 @@ class Simulation:
                 pools[engine.url] = kind
         return Router(
             EngineRegistry(self._engines, sink=sink, pools=pools),
-            policy=routing_policy(scenario.routing.policy, scenario.routing.hand_over),
+            policy=routing_policy(scenario.routing.policy, scenario.routing.disaggregate),
             affinity={
                 task.name: task.affinity if isinstance(task.affinity, str) else tuple(task.affinity)
                 for task in scenario.tasks

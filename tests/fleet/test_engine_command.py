@@ -42,7 +42,7 @@ def test_a_vllm_engine_is_told_its_python_and_takes_its_devices(
     python = tmp_path / "python"
     python.touch(mode=0o700)
     monkeypatch.setenv("ROLLART_VLLM_PYTHON", str(python))
-    more = "vllm: {start_deadline: 1000}\nrouting: {hand_over: auto}\n"
+    more = "vllm: {start_deadline: 1000}\nrouting: {disaggregate: auto}\n"
     run = loaded(tmp_path, "{role: generate, device: H20, count: 2, engine: vllm, tensor_parallel: 2}", more)
     for command, request in commands(run, tmp_path):
         assert command.argv == ("-m", "rollart.engines.vllm.service")

@@ -42,14 +42,14 @@ def train(folder: Path, more: str) -> dict[str, Any]:
     return asyncio.run(controller.train(preflight.load_run(path, []), folder / "run"))
 
 
-def test_a_mixed_emulated_fleet_with_ranks_and_hand_over_trains(tmp_path: Path) -> None:
+def test_a_mixed_emulated_fleet_with_ranks_and_disaggregate_trains(tmp_path: Path) -> None:
     summary = train(
         tmp_path,
         "pools:\n"
         "  learning: {role: train, device: cpu, count: 2}\n"
         "  compute: {role: generate, device: H800, emulate: 5000}\n"
         "  bandwidth: {role: generate, device: H20, emulate: 5000}\n"
-        "routing: {hand_over: [compute, bandwidth]}\n",
+        "routing: {disaggregate: [compute, bandwidth]}\n",
     )
     assert (summary["version"], summary["phase"]) == (3, "finished")
     assert summary["emulated"] == ["compute: H800 (1/5000)", "bandwidth: H20 (1/5000)"]

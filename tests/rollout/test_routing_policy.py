@@ -172,14 +172,14 @@ def test_a_declared_tag_decides_alone() -> None:
     assert (choice.engine.pool.name, choice.why) == ("bandwidth", "fallback")
 
 
-def test_prefill_is_handed_over_when_that_should_pay() -> None:
+def test_prefill_is_disaggregated_when_that_should_pay() -> None:
     pools = fleet()
     for engine in pools[0].engines:
         engine.open, engine.context = 20, 400_000
     for engine in pools[1].engines:
         engine.open, engine.context = 10, 100_000
     choice = chosen(routing_policy("measured", "auto"), ask(20_000, 500.0), pools)
-    assert choice.why == "handed over"
+    assert choice.why == "disaggregated"
     assert choice.prefill_at is not None
     assert (choice.prefill_at.pool.name, choice.engine.pool.name) == ("compute", "bandwidth")
     short = chosen(routing_policy("measured", "auto"), ask(10, 2.0), fleet())

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from rollart.core.run_length import RunLength, lowest
-from rollart.core.types import Completion, GenerationRequest, Sampling
+from rollart.core.types import Completion, GenerationRequest, Publication, Sampling
 from rollart.hardware.devices import CATALOGUE
 from rollart.hardware.roofline import ModelShape, Roofline
 from rollart.simulate.clock import run
@@ -97,7 +97,7 @@ def test_a_swap_in_mid_request_splits_its_versions_and_stops_the_engine_only_for
         one = engine()
         going = asyncio.create_task(one.generate(request("a", 1000, 4000)))
         await asyncio.sleep(5.0)
-        loaded = await one.load(1)
+        loaded = await one.load(Publication(1))
         return await going, loaded.exposed_s
 
     done, exposed = run(main())

@@ -110,7 +110,7 @@ def test_dedicated_rewards_wait_for_each_other_and_functions_do_not(file: Path) 
 
 
 def test_prefill_and_decode_can_have_pools_of_their_own(file: Path) -> None:
-    result = simulate(changed(file, "routing.hand_over=[fast, wide]"))
+    result = simulate(changed(file, "routing.disaggregate=[fast, wide]"))
     assert result.steps == 4
     assert result.pools["fast"].decode == 0 < result.pools["wide"].decode
     assert result.pools["fast"].prefill > 0

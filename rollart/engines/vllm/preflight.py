@@ -17,7 +17,7 @@ def service_spec(run: RunFile, pool: PoolConfig) -> dict[str, Any]:
     settings = run.vllm.model_dump(mode="json")
     if not run.vllm.container:
         settings["python"] = str(run.vllm.interpreter())
-    transfer = run.routing.hand_over != "never"
+    transfer = run.routing.disaggregate != "never"
     return {"vllm": settings, "tensor_parallel": pool.tensor_parallel, "kv_transfer": transfer}
 
 
