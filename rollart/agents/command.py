@@ -16,11 +16,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rollart.core.endpoint import Endpoint
-from rollart.sandbox.archive import copied
-from rollart.sandbox.bubble import VARIABLES, WORK, Extras, Limits
-from rollart.sandbox.door import Door
-from rollart.sandbox.shell import Result, Sandbox
-from rollart.sandbox.verdict import verdict
+from rollart.sandbox.archive import archive_paths
+from rollart.sandbox.bubblewrap import VARIABLES, WORK, ExtraMounts, SandboxLimits
+from rollart.sandbox.port_forward import PortForward
+from rollart.sandbox.reward_file import read_reward
+from rollart.sandbox.shell import CommandResult, Sandbox
 
 REWARD = f"{WORK}/.reward"
 OUTPUT = 8000  # bytes of what it wrote, for the log and for reward functions
@@ -30,16 +30,16 @@ class CommandAgent:
     """A driver: `run` plays one episode. It raises if the program ends with another exit code than 0."""
 
     def run(self, agent: dict[str, Any], endpoint: dict[str, Any], episode: dict[str, Any]) -> dict[str, Any]:
-        limits, extras = Limits(**agent["limits"]), Extras(seen=tuple(agent["see"]))
-        files = copied([(Path(agent["files"]), ".")]) if agent["files"] else b""
-        with Sandbox(files, limits, OUTPUT, extras) as sandbox:
+        limits, mounts = SandboxLimits(**agent["limits"]), ExtraMounts(folders=tuple(agent["see"]))
+        files = archive_paths([(Path(agent["files"]), ".")]) if agent["files"] else b""
+        with Sandbox(files, limits, OUTPUT, mounts) as sandbox:
             variables = {"ROLLART_EPISODE": json.dumps(episode), "ROLLART_REWARD": REWARD}
             if agent["path"]:
                 variables["PATH"] = ":".join([*agent["path"], VARIABLES["PATH"]])
             result = run(sandbox, agent["command"], Endpoint(**endpoint), variables, agent["deadline"])
             if result.exit_code != 0:
                 raise RuntimeError(failure(agent["command"], result))
-            found = verdict(sandbox, REWARD)
+            found = read_reward(sandbox, REWARD)
         return dict(found, info={"output": result.output, **found["info"]})
 
 
@@ -50,7 +50,7 @@ def run(
     variables: dict[str, str],
     deadline: float,
     folder: str = WORK,
-) -> Result:
+) -> CommandResult:
     """Raises SandboxError if the sandbox fails; how the program ended is in the result."""
     address = urlsplit(endpoint.url)
     assert address.hostname and address.port
@@ -58,13 +58,13 @@ def run(
     given = {**inside.environ(), "NO_PROXY": "*", **variables}
     assigned = [f"{name}={shlex.quote(value)}" for name, value in given.items()]
     line = f"cd {shlex.quote(folder)} && {' '.join(assigned)} {shlex.join(command)}"
-    with Door(sandbox.processes[0], (address.hostname, address.port)):
+    with PortForward(sandbox.processes[0], (address.hostname, address.port)):
         result = sandbox.run(line, deadline)
     if result.output:
         print(result.output, flush=True)  # for the log of agents
     return result
 
 
-def failure(command: list[str], result: Result) -> str:
+def failure(command: list[str], result: CommandResult) -> str:
     ended = result.note or f"ended with exit code {result.exit_code}"
     return f"`{shlex.join(command)}` {ended}; the last it wrote: {result.output[-500:].strip()!r}"

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from rollart.config.base import Conflict, ImportPath, Natural, Positive, Seconds, Section
 from rollart.config.yaml_tree import did_you_mean
-from rollart.sandbox.bubble import Limits
+from rollart.sandbox.bubblewrap import SandboxLimits
 
 
 class SamplingConfig(Section):
@@ -79,7 +79,7 @@ class AgentConfig(Section):
     files: Path | None = Field(None, description="command: a folder, copied into its working directory")
     see: list[Path] = Field(default=[], description="command: folders of this machine that it sees, read-only")
     limits: dict[str, Positive] = Field(
-        default_factory=dict, description="command: limits of the sandbox: " + ", ".join(Limits.__dataclass_fields__)
+        default_factory=dict, description="command: sandbox limits: " + ", ".join(SandboxLimits.__dataclass_fields__)
     )
     deadline: Seconds | None = Field(None, description="seconds for one episode; default: rollout.trajectory_deadline")
     calls: Positive = Field(200, description="completions per episode")
@@ -93,8 +93,8 @@ class AgentConfig(Section):
             if self.command is None and getattr(self, key):
                 raise Conflict(f"`{key}` is for an agent with a `command`", key)
         for key in self.limits:
-            if key not in Limits.__dataclass_fields__:
-                near = did_you_mean(key, list(Limits.__dataclass_fields__))
+            if key not in SandboxLimits.__dataclass_fields__:
+                near = did_you_mean(key, list(SandboxLimits.__dataclass_fields__))
                 raise Conflict(f"the sandbox has no limit {key!r}{near}", "limits", key)
         return self
 

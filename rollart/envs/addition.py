@@ -31,9 +31,9 @@ class Addition:
                 break
         else:
             raise ValueError("no sum was drawn; widen `low` to `high` so that there are more of them")
-        said = ("Add.", question(*EXAMPLE), solution(*EXAMPLE), question(*self.terms))
+        contents = ("Add.", question(*EXAMPLE), solution(*EXAMPLE), question(*self.terms))
         roles = ("system", "user", "assistant", "user")
-        return [{"role": role, "content": content} for role, content in zip(roles, said, strict=True)]
+        return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
 
     def step(self, action: str) -> dict[str, Any]:
         numbers = NUMBER.findall(action)

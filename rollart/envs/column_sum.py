@@ -1,4 +1,4 @@
-"""Sums from reasoning-gym's `chain_sum`, worked out in written columns: one turn, a long answer, nearly all decode.
+"""Sums from reasoning-gym's `chain_sum`, worked out in written columns: one turn, a long reply, nearly all decode.
 
 For `347+285=` the written answer is `7+5=12;4+8+1=13;3+2+1=6;632`: a step for each column from the right, with the
 carry of the step before, and then the sum.
@@ -37,7 +37,7 @@ class ColumnSum:
     def reset(self, seed: int) -> str:
         rng = random.Random(f"column sum {seed}")
         for _ in range(DRAWS):
-            self.item = self._sums[rng.randrange(2**48)]  # its items are made from their index
+            self.item = self._sums[rng.randrange(2**48)]  # items are generated from their index
             self.expression = self.item["metadata"]["expression"].replace(" ", "")
             if "-" not in self.expression and belongs_to_held_out(self.expression) == self.held_out:
                 break

@@ -1,4 +1,4 @@
-"""Where does somebody live? A small tool-use task for a pretrained model: look the person up, then answer.
+"""Where does a person live? A small tool-use task for a pretrained model: look the person up, then answer.
 
 The agent writes `lookup NAME` or `answer CITY`. Two examples come first, as turns of the conversation.
 """
@@ -24,7 +24,7 @@ DRAWS = 10_000
 
 
 class Directory:
-    """1 for the right city. A wrong city ends the episode too; a look-up that does not help only costs a turn."""
+    """1 for the right city. A wrong city ends the episode too; a wrong look-up only costs a turn."""
 
     reusable = True
 
@@ -33,7 +33,7 @@ class Directory:
             raise ValueError("Directory needs turns >= 2: one to look up and one to answer")
         self.turns, self.held_out = turns, held_out
         self.city: dict[str, str] = {}
-        self.asked = ""
+        self.person = ""
         self.looked_up = False
         self.left = 0
 
@@ -41,22 +41,22 @@ class Directory:
         rng = random.Random(seed)
         for _ in range(DRAWS):
             self.city = dict(zip(NAMES, rng.choices(CITIES, k=len(NAMES)), strict=True))
-            self.asked = rng.choice(NAMES)
-            if belongs_to_held_out(self.asked, self.city[self.asked]) == self.held_out:
+            self.person = rng.choice(NAMES)
+            if belongs_to_held_out(self.person, self.city[self.person]) == self.held_out:
                 break
         else:
-            raise ValueError("no instance was drawn, which cannot happen with these names and cities")
+            raise ValueError("no instance was drawn")
         self.looked_up, self.left = False, self.turns
         examples = [*_example("Tom", "Lima"), *_example("Sara", "Delhi")]
-        return [_said("system", RULES), *examples, _said("user", question(self.asked))]
+        return [_message("system", RULES), *examples, _message("user", question(self.person))]
 
     def step(self, action: str) -> dict[str, Any]:
         self.left -= 1
         command = COMMAND.fullmatch(action)
         verb, word = (command[1].lower(), command[2].capitalize()) if command else ("", "")
         if verb == "answer":
-            return self._over(word == self.city[self.asked])
-        self.looked_up |= word == self.asked
+            return self._over(word == self.city[self.person])
+        self.looked_up |= word == self.person
         if not self.left:
             return self._over(False)
         reply = RULES if not verb else entry(word, self.city[word]) if word in self.city else f"{word} is not listed."
@@ -78,7 +78,7 @@ def entry(name: str, city: str) -> str:
 
 
 def belongs_to_held_out(name: str, city: str) -> bool:
-    """One pair in five is never asked for in training."""
+    """One pair in five is never trained."""
     return hashlib.sha256(f"{name} {city}".encode()).digest()[0] % 5 == 0
 
 
@@ -86,13 +86,13 @@ def player(env: Directory, rng: random.Random, *, skill: float) -> str:
     """With probability `skill` the right command, otherwise any answer."""
     if rng.random() >= skill:
         return f"answer {rng.choice(CITIES)}"
-    return f"answer {env.city[env.asked]}" if env.looked_up else f"lookup {env.asked}"
+    return f"answer {env.city[env.person]}" if env.looked_up else f"lookup {env.person}"
 
 
 def _example(name: str, city: str) -> list[dict[str, str]]:
     turns = [question(name), f"lookup {name}", entry(name, city), f"answer {city}"]
-    return [_said(role, text) for role, text in zip(("user", "assistant") * 2, turns, strict=True)]
+    return [_message(role, text) for role, text in zip(("user", "assistant") * 2, turns, strict=True)]
 
 
-def _said(role: str, content: str) -> dict[str, str]:
+def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}

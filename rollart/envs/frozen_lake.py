@@ -23,7 +23,7 @@ RULES = (
 
 
 class FrozenLake:
-    """+1 at the goal, -0.01 for an action that cannot be read, at most `max_actions` actions."""
+    """+1 at the goal, -0.01 for an unreadable action, at most `max_actions` actions."""
 
     reusable = True
 
@@ -36,7 +36,7 @@ class FrozenLake:
         self.actions = 0
 
     def reset(self, seed: int) -> str:
-        rng = random.Random(f"frozen_lake {seed}")  # a stream that nobody else has
+        rng = random.Random(f"frozen_lake {seed}")  # a stream of its own
         for _ in range(DRAWS):
             self.rows = self._draw(rng)
             if belongs_to_held_out(self.rows) == self.held_out and 0 < self._distance() <= self.max_actions:

@@ -1,4 +1,4 @@
-"""Guess the number: an interval is given, each guess is answered by `higher` or `lower`, a few guesses are allowed."""
+"""Guess the number: an interval is shown, the reply to each guess is `higher` or `lower`, and guesses are few."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class GuessNumber:
         self.top, self.min_width, self.max_width = top, min_width, max_width
         self.guesses, self.partial, self.rules, self.held_out = guesses, partial, rules, held_out
         self.low = self.high = self.secret = 0
-        self.possible = (0, 0)  # what the answers so far leave open
+        self.possible = (0, 0)  # what the replies so far leave open
         self.left = 0
 
     def reset(self, seed: int) -> str:
-        rng = random.Random(f"guess_number {seed}")  # a stream that nobody else has
+        rng = random.Random(f"guess_number {seed}")  # a stream of its own
         for _ in range(DRAWS):
             width = rng.randint(self.min_width, self.max_width)
             self.low = rng.randint(0, self.top + 1 - width)
@@ -80,9 +80,9 @@ class GuessNumber:
 
 
 def belongs_to_held_out(low: int, high: int) -> bool:
-    """One interval in seven is never trained, whatever its secret: were it by the secret too, training would teach that
-    some numbers of an interval are never the answer, which is wrong exactly where it is tested. They are spread evenly:
-    whoever has learnt to halve intervals, and not a table of them, knows these too."""
+    """One interval in seven is never trained, whatever its secret: split by the secret too, training would teach that
+    some numbers of an interval are never right, which is wrong exactly in the test. They are spread evenly: a policy
+    that bisects, rather than memorizes a table of intervals, solves these too."""
     return (low + 3 * high) % 7 == 0
 
 
@@ -93,7 +93,7 @@ def parse(action: str) -> int | None:
 
 
 def player(env: GuessNumber, rng: random.Random, *, skill: float) -> str:
-    """With probability `skill` the middle of what is still possible, otherwise any number of the first interval."""
+    """With probability `skill` the middle of what is still possible, otherwise a random number of the interval."""
     if rng.random() < skill:
         return str(sum(env.possible) // 2)
     return str(rng.randint(env.low, env.high))

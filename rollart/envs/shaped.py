@@ -1,4 +1,4 @@
-"""An environment of a stated shape: so many turns, so many characters to read at each. For benchmarks and trials."""
+"""An environment with a given number of turns and characters per observation. For benchmarks and trials."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz "
 
 
 class Shaped:
-    """Anything is a good action. Observations differ from seed to seed and from turn to turn, so nothing is cached
-    that a real task would not have cached."""
+    """Any action is right. Observations differ between seeds and turns, so prefix caches help no more than in a real
+    task."""
 
     reusable = True
 

@@ -1,4 +1,4 @@
-"""Texts and files as a tar, which is how they get into a sandbox. Standard library only."""
+"""Texts and files as a tar archive for a sandbox. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import tarfile
 from collections.abc import Iterable
 from pathlib import Path
 
-OWNER = 1000  # the agent, in the sandbox
+OWNER = 1000  # the user in the sandbox
 
 
 def archive(files: dict[str, str]) -> bytes:
-    """The same files give the same bytes. Those that end in `.sh` can be executed."""
+    """The same files give the same bytes. Those that end in `.sh` are executable."""
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w") as tar:
         for name, text in sorted(files.items()):
@@ -23,15 +23,15 @@ def archive(files: dict[str, str]) -> bytes:
     return made.getvalue()
 
 
-def copied(paths: Iterable[tuple[Path, str]]) -> bytes:
-    """Files and whole folders of this machine, each with its place in the work folder."""
+def archive_paths(paths: Iterable[tuple[Path, str]]) -> bytes:
+    """Files and whole folders of this machine, each with its path in the work folder."""
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w") as tar:
-        for path, place in paths:
-            tar.add(path, place, filter=_theirs)
+        for path, name in paths:
+            tar.add(path, name, filter=_set_owner)
     return made.getvalue()
 
 
-def _theirs(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+def _set_owner(entry: tarfile.TarInfo) -> tarfile.TarInfo:
     entry.uid = entry.gid = OWNER
     return entry

@@ -32,18 +32,18 @@ CLONE, CLONE3, SOCKET = (56, 220), (435, 435), (41, 198)
 NAMESPACES = 0x02000000 | 0x00020000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000 | 0x80
 FAMILIES = (1, 2, 10)  # Unix, IPv4, IPv6
 RAW, KIND = 3, 0xF
-X32 = 0x40000000  # a second table of calls, beside that of x86_64
+X32 = 0x40000000  # a second table of calls on x86_64
 
 LOAD, EQUAL, AT_LEAST, ANY_BIT, AND, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
-NUMBER, ARCHITECTURE, FIRST, SECOND = 0, 4, 16, 24  # where `struct seccomp_data` has them
+NUMBER, ARCHITECTURE, FIRST, SECOND = 0, 4, 16, 24  # offsets in `struct seccomp_data`
 ALLOW, KILL, ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 
 
 def program(machine: str = "") -> bytes:
-    """Raises ValueError for a machine whose calls are not known."""
+    """Raises ValueError for an unknown architecture."""
     machine = machine or platform.machine()
     if machine not in ARCHITECTURES:
-        raise ValueError(f"the sandbox knows no system calls of {machine}; use {' or '.join(ARCHITECTURES)}")
+        raise ValueError(f"the sandbox does not support {machine}; use {' or '.join(ARCHITECTURES)}")
     column, architecture = ARCHITECTURES[machine]
     denied = [numbers[column] for numbers in DENIED.values() if numbers[column] >= 0]
     return b"".join(
@@ -52,7 +52,9 @@ def program(machine: str = "") -> bytes:
             *_unless(EQUAL, architecture, KILL),
             _do(LOAD, NUMBER),
             *_if(AT_LEAST, X32, _error(errno.ENOSYS)),
-            *_if(EQUAL, CLONE3[column], _error(errno.ENOSYS)),  # its flags are out of reach; libraries then use clone
+            *_if(
+                EQUAL, CLONE3[column], _error(errno.ENOSYS)
+            ),  # its flags cannot be filtered; libraries fall back to clone
             *(part for number in denied for part in _if(EQUAL, number, _error(errno.EPERM))),
             *_when(CLONE[column], [_do(LOAD, FIRST), *_if(ANY_BIT, NAMESPACES, _error(errno.EPERM))]),
             *_when(SOCKET[column], _socket()),

@@ -19,7 +19,7 @@ from rollart.core.endpoint import AgentEpisode, Endpoint
 from rollart.core.event_log import read_events
 from rollart.fleet import controller as controller
 from rollart.observe.metrics import measure
-from rollart.sandbox.bubble import Limits
+from rollart.sandbox.bubblewrap import SandboxLimits
 from rollart.sandbox.shell import Sandbox
 from tests.gateway.gateways import KEY, Policy, gateway, tiny_template
 
@@ -76,8 +76,8 @@ def doing(command: str) -> Callable[[Sandbox], dict[str, Any]]:
 @pytest.mark.parametrize("folder", folders(EXAMPLES / "tasks"), ids=lambda path: path.name)
 def test_the_solution_of_every_example_is_rewarded_and_doing_nothing_is_not(folder: Path) -> None:
     task = load(folder)
-    assert solved(task, Limits())["reward"] == 1
-    nothing = played(task, Limits(), doing(":"))
+    assert solved(task, SandboxLimits())["reward"] == 1
+    nothing = played(task, SandboxLimits(), doing(":"))
     assert nothing["reward"] == 0 and nothing["success"] is False
 
 
@@ -126,7 +126,9 @@ def test_a_harbor_task_trains(tmp_path: Path) -> None:
 def test_a_verifier_that_writes_no_reward_leaves_none(tmp_path: Path) -> None:
     task = load(made(tmp_path, "exit 1"))
     found = played(
-        task, Limits(), doing("echo 1 > /logs/verifier/reward.txt; mkdir -p /logs/verifier; echo 1 > /logs/reward")
+        task,
+        SandboxLimits(),
+        doing("echo 1 > /logs/verifier/reward.txt; mkdir -p /logs/verifier; echo 1 > /logs/reward"),
     )
     assert found["reward"] is None
     assert "/logs/verifier/reward.json" in found["info"]["no_reward"]
@@ -136,17 +138,17 @@ def test_a_verifier_that_writes_no_reward_leaves_none(tmp_path: Path) -> None:
 def test_what_the_agent_wrote_in_the_verifiers_folders_does_not_count(tmp_path: Path) -> None:
     forged = "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.json; echo exit 0 > /tests/test.sh"
     task = load(made(tmp_path, "ls /logs/verifier /solution 2>&1; echo 0.25 > /logs/verifier/reward.txt"))
-    assert played(task, Limits(), doing(forged))["reward"] == 0.25
+    assert played(task, SandboxLimits(), doing(forged))["reward"] == 0.25
     linked = (
         "cd /task; rm -r logs tests; ln -s m logs; ln -s m tests; mkdir -p m/verifier; echo 1 > m/verifier/reward.json"
     )
-    assert played(task, Limits(), doing(linked))["reward"] == 0.25
+    assert played(task, SandboxLimits(), doing(linked))["reward"] == 0.25
 
 
 @sandboxed
 def test_neither_tests_nor_solution_are_there_for_the_agent() -> None:
     task = load(EXAMPLES / "tasks" / "greet")
-    found = played(task, Limits(), doing("find /tests /solution /task -type f"))
+    found = played(task, SandboxLimits(), doing("find /tests /solution /task -type f"))
     assert found["info"]["output"] == ""
 
 
@@ -169,7 +171,7 @@ CMD ["bash"]
         load(made(tmp_path, test, dockerfile))
     task = load(made(tmp_path, test, dockerfile.replace("*.nothing* ", "")))
     assert (task.image.workdir, task.image.variables["GREETING"]) == ("/srv/app", "hello me")
-    found = played(task, Limits(), doing("pwd; cat greeting notes/a.txt /data/b.txt; echo $OTHER"))
+    found = played(task, SandboxLimits(), doing("pwd; cat greeting notes/a.txt /data/b.txt; echo $OTHER"))
     assert found["info"]["output"] == "/srv/app\nhello me\nabx\n"
     assert found["reward"] == 1
 
@@ -179,8 +181,8 @@ def test_a_run_that_a_sandbox_cannot_do_is_told_and_can_be_skipped(tmp_path: Pat
     dockerfile = "FROM debian\nRUN apt-get install -y --no-install-recommends sl\n"
     folder = made(tmp_path, "echo 1 > /logs/verifier/reward.txt", dockerfile)
     with pytest.raises(ValueError, match=r"`RUN .*apt-get install.* fails in a sandbox.*skip_run: true"):
-        played(load(folder), Limits(), doing(":"))
-    assert played(load(folder, skip_run=True), Limits(), doing(":"))["reward"] == 1
+        played(load(folder), SandboxLimits(), doing(":"))
+    assert played(load(folder, skip_run=True), SandboxLimits(), doing(":"))["reward"] == 1
 
 
 @pytest.mark.parametrize(

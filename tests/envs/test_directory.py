@@ -10,10 +10,10 @@ from rollart.warmup.demonstrations import demonstrate
 def test_a_look_up_and_the_city_it_gave_win() -> None:
     env = Directory()
     opening = env.reset(0)
-    assert opening[-1] == {"role": "user", "content": f"Where does {env.asked} live?"}
-    found = env.step(f"lookup {env.asked}")
-    assert found == {"messages": f"{env.asked} lives in {env.city[env.asked]}.", "reward": 0.0, "done": False}
-    end = env.step(f" Answer {env.city[env.asked].lower()}. ")
+    assert opening[-1] == {"role": "user", "content": f"Where does {env.person} live?"}
+    found = env.step(f"lookup {env.person}")
+    assert found == {"messages": f"{env.person} lives in {env.city[env.person]}.", "reward": 0.0, "done": False}
+    end = env.step(f" Answer {env.city[env.person].lower()}. ")
     assert (end["reward"], end["done"], end["info"]) == (1.0, True, {"success": True})
 
 
@@ -30,7 +30,7 @@ def test_a_wrong_city_and_a_wasted_last_turn_lose(last: str) -> None:
 def test_talk_around_a_command_is_not_a_command() -> None:
     env = Directory()
     env.reset(0)
-    assert env.step(f"I would lookup {env.asked}")["messages"] == RULES
+    assert env.step(f"I would lookup {env.person}")["messages"] == RULES
     assert not env.looked_up
 
 
@@ -40,7 +40,7 @@ def test_training_and_held_out_questions_never_meet(held_out: bool) -> None:
     asked = set()
     for seed in range(300):
         env.reset(seed)
-        asked.add((env.asked, env.city[env.asked]))
+        asked.add((env.person, env.city[env.person]))
     assert len(asked) > 50
     assert {belongs_to_held_out(*pair) for pair in asked} == {held_out}
 
@@ -53,7 +53,7 @@ def test_the_same_seed_asks_the_same_question() -> None:
 def test_a_skilled_player_wins_and_an_unskilled_one_guesses() -> None:
     env = Directory()
     env.reset(3)
-    assert player(env, random.Random(0), skill=1.0) == f"lookup {env.asked}"
+    assert player(env, random.Random(0), skill=1.0) == f"lookup {env.person}"
     for skill, low, high in ((1.0, 1.0, 1.0), (0.0, 0.0, 0.15)):
         task = TaskConfig(
             name="directory",

@@ -10,8 +10,8 @@ from rollart.envs.pool import EnvironmentPool
 from rollart.envs.terminal import Terminal, player
 from rollart.envs.terminal.environment import KINDS, observation, parse
 from rollart.envs.terminal.problem import belongs_to_held_out
-from rollart.sandbox.bubble import SandboxError
-from rollart.sandbox.shell import Result
+from rollart.sandbox.bubblewrap import SandboxError
+from rollart.sandbox.shell import CommandResult
 
 
 def play(environment, seed, act):
@@ -95,9 +95,9 @@ def test_mischief_costs_the_reward_and_not_the_environment(mischief):
 
 
 def test_what_a_command_did_is_told():
-    assert observation(Result("a\n", 0)) == "a\n[exit 0]"
-    assert observation(Result("a", 2)) == "a\n[exit 2]"
-    assert observation(Result("", None, "it was killed")) == "[it was killed]"
+    assert observation(CommandResult("a\n", 0)) == "a\n[exit 0]"
+    assert observation(CommandResult("a", 2)) == "a\n[exit 2]"
+    assert observation(CommandResult("", None, "it was killed")) == "[it was killed]"
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_an_action_is_a_command_in_plain_text_or_in_a_block(action, command):
 
 
 def test_what_cannot_be_is_refused_with_a_sentence(monkeypatch, tmp_path):
-    with pytest.raises(ValueError, match=r"no kind \['dance'\]; there are find"):
+    with pytest.raises(ValueError, match=r"no kind \['dance'\]; the kinds are find"):
         Terminal(kinds=["dance"])
     with pytest.raises(ValueError, match="difficulty of 1, 2 or 3"):
         Terminal(difficulty=4)

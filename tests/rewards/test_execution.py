@@ -5,7 +5,7 @@ import pytest
 from rollart.core.types import Episode, EpisodeTurn, RewardResult
 from rollart.rewards.execution import code_in, program_output
 from rollart.rewards.runtime import call
-from rollart.sandbox.bubble import SandboxError
+from rollart.sandbox.bubblewrap import SandboxError
 
 in_the_sandbox = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 DOUBLE = "Sure!\n```python\nprint(int(input()) * 2)\n```\nDone."

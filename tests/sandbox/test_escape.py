@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollart.sandbox.bubble import Limits
+from rollart.sandbox.bubblewrap import SandboxLimits
 from rollart.sandbox.shell import Sandbox
 
-SMALL = Limits(memory=200, total_memory=300, processes=32, disk=4, inodes=2000)
+SMALL = SandboxLimits(memory=200, total_memory=300, processes=32, disk=4, inodes=2000)
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def sandbox():
     with Sandbox(limits=SMALL) as made:
         yield made
         assert made.run("echo $((6 * 7))", 20).output.endswith("42\n")
-        assert len(made.processes) == 2  # the keeper and the shell
+        assert len(made.processes) == 2  # init and the shell
         ended = [psutil.Process(pid) for pid in made.processes]
     assert not psutil.wait_procs(ended, timeout=30)[1]
 
@@ -110,7 +110,7 @@ def test_no_process_of_the_host_is_seen_or_killed(sandbox):
 
 
 def test_the_shell_can_only_kill_itself(sandbox):
-    assert "there is a new shell" in sandbox.run("kill -9 $$").note
+    assert "a new shell starts" in sandbox.run("kill -9 $$").note
     assert sandbox.run("kill -STOP $$", 0.3).note.startswith("it was killed")
 
 
@@ -187,7 +187,7 @@ def test_one_process_cannot_fill_the_memory(sandbox):
 
 def test_many_processes_together_cannot_fill_the_memory(sandbox):
     code = "import os, time\nfor _ in range(4): os.fork()\nx = b'x' * (80 * 2 ** 20)\ntime.sleep(1000)"
-    assert python(sandbox, code).note.startswith("it was killed: it took more than 300 MB")
+    assert python(sandbox, code).note.startswith("it was killed: it used more than 300 MB")
 
 
 def test_the_disk_cannot_be_filled(sandbox):

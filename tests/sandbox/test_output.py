@@ -1,18 +1,18 @@
-from rollart.sandbox.output import Output
+from rollart.sandbox.shell import OutputBuffer
 
 
 def written(*pieces, limit=20):
-    output = Output(limit)
+    output = OutputBuffer(limit)
     for piece in pieces:
         output.add(piece)
     return output
 
 
-def test_what_is_short_is_shown_as_it_is():
+def test_short_output_is_shown_as_it_is():
     assert written(b"one\n", b"two\n").text() == "one\ntwo\n"
 
 
-def test_of_what_is_long_the_beginning_and_the_end_are_shown():
+def test_of_long_output_the_beginning_and_the_end_are_shown():
     assert written(b"0123456789", b"x" * 1000, b"abcdefghij").text() == (
         "0123456789\n[... 1,000 bytes left out ...]\nabcdefghij"
     )
@@ -24,5 +24,5 @@ def test_no_more_than_a_few_times_the_limit_is_kept():
     assert len(output._head) + len(output._tail) < 200_000
 
 
-def test_what_would_steer_a_terminal_is_spelt_out():
+def test_control_characters_are_escaped():
     assert written(b"\x1b[31m\xff\0 \xc3\xa9\t\n").text() == "\\x1b[31m\\xff\\x00 é\t\n"

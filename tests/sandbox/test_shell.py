@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from rollart.sandbox.archive import archive
-from rollart.sandbox.bubble import Limits, SandboxError
+from rollart.sandbox.bubblewrap import SandboxError, SandboxLimits
 from rollart.sandbox.shell import Sandbox, WorkTooBig
 
 
@@ -44,7 +44,7 @@ def test_redirections_by_exec_last_for_their_command_only(shared):
 
 def test_a_shell_that_ends_is_replaced_and_the_files_stay(shared):
     shared.run("echo kept > /task/file; x=3")
-    assert "ended with exit code 5; there is a new shell" in shared.run("exit 5").note
+    assert "ended with exit code 5; a new shell starts" in shared.run("exit 5").note
     assert shared.run("cat file; echo $x").output == "kept\n\n"
 
 
@@ -57,13 +57,13 @@ def test_a_command_that_takes_too_long_is_killed_and_the_shell_goes_on(shared):
 
 
 def test_a_shell_that_loops_itself_is_replaced(shared):
-    assert "there is a new shell" in shared.run("while :; do :; done", deadline=0.3).note
+    assert "a new shell starts" in shared.run("while :; do :; done", deadline=0.3).note
     assert shared.run("echo $((1 + 1))").output == "2\n"
 
 
 def test_nothing_runs_on_in_the_background(shared):
     shared.run("sleep 1000 & (setsid sleep 1000 &) ; disown -a")
-    assert len(shared.processes) == 2  # the keeper and the shell
+    assert len(shared.processes) == 2  # init and the shell
     assert shared.run("echo quiet").output == "quiet\n"
 
 
@@ -103,8 +103,8 @@ def test_a_folder_that_cannot_be_read_is_not_packed():
 
 
 def test_files_that_do_not_fit_are_refused():
-    with pytest.raises(SandboxError, match="could not be put into the sandbox"):
-        Sandbox(archive({"big": "x" * 3 * 2**20}), Limits(disk=1))
+    with pytest.raises(SandboxError, match="could not be unpacked in the sandbox"):
+        Sandbox(archive({"big": "x" * 3 * 2**20}), SandboxLimits(disk=1))
 
 
 def test_without_bubblewrap_it_refuses_and_says_what_to_install(monkeypatch, tmp_path):
@@ -132,13 +132,13 @@ def test_where_namespaces_are_forbidden_it_refuses_and_says_what_to_allow(monkey
 def test_it_dies_with_its_owner_however_that_ends():
     script = (
         "import os, signal, time; from rollart.sandbox.shell import Sandbox; s = Sandbox()\n"
-        "s._bubble.ask(b'tag\\nsleep 1000\\0', time.monotonic() + 20)\n"
+        "s._bwrap.send(b'tag\\nsleep 1000\\0', time.monotonic() + 20)\n"
         "while len(s.processes) < 3: pass\n"
         "print(*s.processes, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     owner = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     pids = [int(pid) for pid in owner.stdout.split()]
-    assert len(pids) == 3  # the keeper, the shell and what it runs
+    assert len(pids) == 3  # init, the shell and what it runs
     alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     assert not psutil.wait_procs(alive, timeout=30)[1]
 

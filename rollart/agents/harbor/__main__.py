@@ -11,16 +11,16 @@ from typing import Any
 
 from rollart.agents.harbor.task import HarborTask, folders, load
 from rollart.agents.harbor.trial import played
-from rollart.sandbox.archive import copied
-from rollart.sandbox.bubble import Limits, SandboxError
+from rollart.sandbox.archive import archive_paths
+from rollart.sandbox.bubblewrap import SandboxError, SandboxLimits
 from rollart.sandbox.shell import Sandbox
 
 
-def solved(task: HarborTask, limits: Limits, key: str = "reward") -> dict[str, Any]:
+def solved(task: HarborTask, limits: SandboxLimits, key: str = "reward") -> dict[str, Any]:
     """What the verifier says of the task's own solution."""
 
     def solve(sandbox: Sandbox) -> dict[str, Any]:
-        sandbox.unpack(copied([(task.folder / "solution", "solution")]))
+        sandbox.unpack(archive_paths([(task.folder / "solution", "solution")]))
         sandbox.run(f"{task.image.enter} && bash /solution/solve.sh", task.agent_s)
         return {}
 
@@ -36,7 +36,7 @@ def main() -> None:
     failed = 0
     for folder in folders(given.folder):
         try:
-            found = solved(load(folder, given.skip_run), Limits(), given.reward)
+            found = solved(load(folder, given.skip_run), SandboxLimits(), given.reward)
             said = found["info"]["no_reward"] if found["reward"] is None else f"reward {found['reward']:g}"
             good = bool(found.get("success"))
         except (ValueError, OSError, SandboxError) as error:

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollart.sandbox.archive import copied
-from rollart.sandbox.bubble import VARIABLES, Extras
+from rollart.sandbox.archive import archive_paths
+from rollart.sandbox.bubblewrap import VARIABLES, ExtraMounts
 from rollart.sandbox.shell import Sandbox
 
 WORKDIR = "/app"
@@ -44,16 +44,16 @@ class Image:
     roots: tuple[str, ...] = CONVENTION
 
     @property
-    def extras(self) -> Extras:
+    def mounts(self) -> ExtraMounts:
         """The folders of its root lie in the work folder, which is all that is carried to the verifier."""
-        return Extras(links=tuple((root, root[1:]) for root in self.roots))
+        return ExtraMounts(links=tuple((root, root[1:]) for root in self.roots))
 
     def build(self, sandbox: Sandbox) -> None:
         """Raises ValueError for a command that fails."""
-        folders = " ".join(shlex.quote(folder) for _, folder in self.extras.links)
+        folders = " ".join(shlex.quote(folder) for _, folder in self.mounts.links)
         sandbox.run(f"mkdir -p {folders}")
         for step in self.steps:
-            if step.copies and not sandbox.unpack(copied((path, place[1:]) for path, place in step.copies)):
+            if step.copies and not sandbox.unpack(archive_paths((path, place[1:]) for path, place in step.copies)):
                 raise ValueError("the files of its Dockerfile do not fit into the sandbox; raise `limits: {disk: MB}`")
             if step.command:
                 self._run(sandbox, step)

@@ -21,10 +21,10 @@ from rollart.agents.harbor.task import HarborTask, folders, load
 from rollart.agents.split import choose
 from rollart.core.endpoint import AgentEpisode, Endpoint
 from rollart.envs.terminal.environment import RULES, observation, parse
-from rollart.sandbox.archive import copied
-from rollart.sandbox.bubble import Limits
+from rollart.sandbox.archive import archive_paths
+from rollart.sandbox.bubblewrap import SandboxLimits
+from rollart.sandbox.reward_file import read_reward
 from rollart.sandbox.shell import Sandbox, WorkTooBig
-from rollart.sandbox.verdict import verdict
 
 AGENT, LOGS = "/agent", "/logs/verifier"
 OUTPUT = 8000
@@ -42,16 +42,16 @@ def trial(endpoint: Endpoint, episode: AgentEpisode) -> dict[str, Any]:
     found = folders(Path(args.pop("folder")))
     chosen = found[choose([path.name for path in found], episode.seed, episode.held_out)]
     task = load(chosen, args.pop("skip_run", False))
-    limits, key = Limits(**args.pop("limits", {})), args.pop("reward", "reward")
+    limits, key = SandboxLimits(**args.pop("limits", {})), args.pop("reward", "reward")
     way = employ if "agent" in args else converse
     result = played(task, limits, lambda sandbox: way(endpoint, task, sandbox, **args), key)
     return dict(result, info={"harbor_task": task.name, **result["info"]})
 
 
-def played(task: HarborTask, limits: Limits, play: Play, key: str = "reward") -> dict[str, Any]:
+def played(task: HarborTask, limits: SandboxLimits, play: Play, key: str = "reward") -> dict[str, Any]:
     """What the verifier says of what `play` did."""
     try:
-        with Sandbox(limits=limits, output=OUTPUT, extras=task.image.extras) as sandbox:
+        with Sandbox(limits=limits, output=OUTPUT, mounts=task.image.mounts) as sandbox:
             task.image.build(sandbox)
             info = play(sandbox)
             work = sandbox.pack()
@@ -61,16 +61,16 @@ def played(task: HarborTask, limits: Limits, play: Play, key: str = "reward") ->
     return dict(found, info={**info, **found["info"]})
 
 
-def verified(task: HarborTask, limits: Limits, work: bytes, key: str) -> dict[str, Any]:
-    with Sandbox(limits=limits, output=OUTPUT, extras=task.image.extras) as sandbox:
+def verified(task: HarborTask, limits: SandboxLimits, work: bytes, key: str) -> dict[str, Any]:
+    with Sandbox(limits=limits, output=OUTPUT, mounts=task.image.mounts) as sandbox:
         if not sandbox.unpack(work):
             return {"reward": None, "info": {"no_reward": "the agent's files do not fit into the verifier's sandbox"}}
         cleared = sandbox.run(CLEAR).exit_code == 0
-        if not cleared or not sandbox.unpack(copied([(task.folder / "tests", "tests")])):
+        if not cleared or not sandbox.unpack(archive_paths([(task.folder / "tests", "tests")])):
             return {"reward": None, "info": {"no_reward": "the tests could not be put into the verifier's sandbox"}}
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in task.variables.items())
         result = sandbox.run(f"{task.image.enter} && {variables} bash /tests/test.sh", task.verifier_s)
-        found = verdict(sandbox, f"{LOGS}/reward.json", f"{LOGS}/reward.txt", key=key)
+        found = read_reward(sandbox, f"{LOGS}/reward.json", f"{LOGS}/reward.txt", key=key)
     if found["reward"] is None:
         print(f"{task.name}: {found['info']['no_reward']}; the verifier wrote: {result.output}", flush=True)
         return found
@@ -81,7 +81,7 @@ def employ(
     endpoint: Endpoint, task: HarborTask, sandbox: Sandbox, agent: list[str], files: str | None = None
 ) -> dict[str, Any]:
     """A program, in the sandbox. One that is killed, for its time or the limits, is verified all the same."""
-    if files and not sandbox.unpack(copied([(Path(files), AGENT[1:])])):
+    if files and not sandbox.unpack(archive_paths([(Path(files), AGENT[1:])])):
         raise ValueError(f"the agent's files, {files}, do not fit into the sandbox; raise `limits: {{disk: MB}}`")
     variables = {**task.image.variables, "HARBOR_INSTRUCTION": task.instruction}
     result = command.run(sandbox, agent, endpoint, variables, task.agent_s, task.image.workdir)

@@ -47,7 +47,7 @@ def _list(console: Console) -> None:
     console.print(f"in {families.root()}", style="dim", soft_wrap=True)
 
 
-def _state(there: families.Installed | None, family: families.Family | None) -> str:
+def _state(there: families.InstalledFamily | None, family: families.Family | None) -> str:
     if there is None:
         return "-"
     old = family is not None and family.requirements != there.requirements

@@ -1,4 +1,4 @@
-"""Environments of other packages, as ours: one thin file each.
+"""Adapters for environments of other packages: one thin file each.
 
 They run in the Python of the package's own family: from 3.9 on, with the standard library and that package only.
 """
@@ -12,8 +12,8 @@ from pathlib import Path
 
 
 def instance(seed: int, held_out: bool) -> int:
-    """The seed for a package that knows nothing of held-out instances: even numbers train, odd ones evaluate. The
-    global generators are seeded by it too, for packages that draw from these whatever they are told."""
+    """The seed for a package that has no held-out instances: even numbers train, odd ones evaluate. It seeds the global
+    generators too, for packages that ignore their seed."""
     number = 2 * seed + held_out
     random.seed(number)
     if "numpy" in sys.modules:
@@ -22,7 +22,7 @@ def instance(seed: int, held_out: bool) -> int:
 
 
 def cache_folder(name: str) -> Path:
-    """Where an adapter keeps what is slow to make; safe to delete."""
+    """For what is slow to generate; safe to delete."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     folder = Path(base) / "rollart" / name
     folder.mkdir(parents=True, exist_ok=True)

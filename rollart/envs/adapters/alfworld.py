@@ -1,6 +1,6 @@
-"""Household tasks on ALFWorld's rules and in its words, in kitchens that are made from the seed.
+"""Household tasks with ALFWorld's rules and words, in kitchens generated from the seed.
 
-Not the official benchmark, whose games are a download."""
+Not the official benchmark, whose games must be downloaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DONE = {"": "", "clean": "isClean", "hot": "isHot", "cool": "isCool"}
 
 class AlfWorld:
     """1 when the task is done. `tasks` are the kinds to draw from: "" (only put), "clean", "hot" and "cool". With
-    `commands` each observation ends with those that would work."""
+    `commands` each observation ends with the commands that would work."""
 
     reusable = True
 
@@ -68,13 +68,19 @@ class AlfWorld:
         command = " ".join(action.split())
         if command in self.state.admissible_commands:
             self.state, _, _ = self.env.step(command)
-            said = self.state.feedback
+            feedback = self.state.feedback
         else:
-            said = "Nothing happens."
+            feedback = "Nothing happens."
         won = bool(self.state.won)
         truncated = not won and self.actions >= self.max_actions
         info = {"success": won} if won or truncated else {}
-        return {"messages": self._text(said), "reward": float(won), "done": won, "truncated": truncated, "info": info}
+        return {
+            "messages": self._text(feedback),
+            "reward": float(won),
+            "done": won,
+            "truncated": truncated,
+            "info": info,
+        }
 
     def close(self) -> None:
         if self.env is not None:
@@ -87,7 +93,7 @@ class AlfWorld:
 
 
 def kitchen(rng: random.Random, tasks: tuple[str, ...], count: int) -> tuple[str, str]:
-    """A task in words, and the kitchen to do it in as a PDDL problem. It can always be done."""
+    """A task in words, and its kitchen as a PDDL problem, which is always solvable."""
     task = rng.choice(tasks)
     target = rng.choice(FOOD if task in ("hot", "cool") else FOOD + DISHES)
     goal = rng.choice(("countertop", "cabinet", "drawer", "diningtable"))
@@ -107,7 +113,7 @@ def kitchen(rng: random.Random, tasks: tuple[str, ...], count: int) -> tuple[str
     rtypes, otypes = sorted({place.type for place in places}), sorted({thing.type for thing in things})
     facts += [f"(canContain {rtype} {otype})" for rtype in rtypes for otype in otypes]
     done = f"({DONE[task]} ?o)" if task else ""
-    wanted = f"(inReceptacle ?o ?r) (objectType ?o {things[0].type}) (receptacleType ?r {_type(goal)}) {done}"
+    condition = f"(inReceptacle ?o ?r) (objectType ?o {things[0].type}) (receptacleType ?r {_type(goal)}) {done}"
     problem = f"""(define (problem kitchen) (:domain alfred) (:objects
         agent1 - agent
         {" ".join(["loc0", *(place.location for place in places)])} - location
@@ -116,7 +122,7 @@ def kitchen(rng: random.Random, tasks: tuple[str, ...], count: int) -> tuple[str
         {" ".join(rtypes)} - rtype
         {" ".join(sorted({*otypes, "KnifeType", "ButterKnifeType"}))} - otype)
       (:init {" ".join(facts)})
-      (:goal (exists (?r - receptacle) (exists (?o - object) (and {wanted}))))
+      (:goal (exists (?r - receptacle) (exists (?o - object) (and {condition}))))
       (:metric minimize (total-cost)))"""
     return f"put a {f'{task} ' if task else ''}{target} in {goal}", problem
 
@@ -124,7 +130,7 @@ def kitchen(rng: random.Random, tasks: tuple[str, ...], count: int) -> tuple[str
 class _Thing:
     def __init__(self, kind: str, number: int) -> None:
         self.kind, self.number, self.location = kind, number, f"loc{number + 1}"
-        # How ALFWorld spells ids: the name up to the first bar, and a basin is told by the rest.
+        # How ALFWorld spells ids: the name up to the first bar, and a basin is recognized by the rest.
         self.id = f"sink_bar_{number}_bar_sinkbasin" if kind == "sinkbasin" else f"{kind}_bar_{number}"
         self.type = _type(kind)
 
@@ -134,7 +140,7 @@ def _type(kind: str) -> str:
 
 
 def player(env: AlfWorld, rng: random.Random, *, skill: float = 1.0) -> str:
-    """With probability `skill` the planner's next command, otherwise any that works."""
+    """With probability `skill` the planner's next command, otherwise a random one that works."""
     if rng.random() >= skill:
         return str(rng.choice(env.state.admissible_commands))
     inner = env.env.unwrapped

@@ -1,6 +1,6 @@
-"""BFCL's multi-turn tasks: a user asks for several things in turn, tools on an MCP server do them.
+"""BFCL's multi-turn tasks: a user makes several requests in turn, tools on an MCP server carry them out.
 
-The tools run on the real back ends; BFCL's own checker decides, by comparing states and answers with a reference.
+The tools run on the real back ends; BFCL's own checker scores, by comparing states and replies with a reference.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bfcl_eval.constants.default_prompts import DEFAULT_USER_PROMPT_FOR_ADDITION
 from bfcl_eval.constants.executable_backend_config import MULTI_TURN_FUNC_DOC_FILE_MAPPING
 from bfcl_eval.eval_checker.multi_turn_eval import multi_turn_checker, multi_turn_utils
 
-from rollart.envs.adapters.mcp import Call, McpTools
+from rollart.envs.adapters.mcp import McpCall, McpTools
 from rollart.envs.adapters.mcp_client import McpClient
 
 DATA = Path(bfcl_eval.__file__).parent / "data"
@@ -28,11 +28,11 @@ CATEGORIES = ("base", "long_context", "miss_param", "miss_func")
 
 
 class Bfcl(McpTools):
-    """One entry in five is held out. In `miss_func` a tool that is needed comes only after it was missed."""
+    """One entry in five is held out. In `miss_func` a tool that is needed is offered only after it was missed."""
 
     def __init__(self, category: str = "base", max_calls: int = 40, held_out: bool = False) -> None:
         job, job_args = "rollart.envs.adapters.bfcl:Conversation", {"category": category}
-        command = [sys.executable, "-I", str(SERVER)]  # without its folder, where modules are named like packages
+        command = [sys.executable, "-I", str(SERVER)]  # without its folder, whose modules have the names of packages
         super().__init__(job, job_args, command=command, max_calls=max_calls, held_out=held_out)
 
 
@@ -67,16 +67,16 @@ class Conversation:
             "later": [name for names in self.entry.get("missed_function", {}).values() for name in names],
         }
         client.call("_begin", begin)
-        return self._asked()
+        return self._question()
 
     def follow(self, answer: str) -> str | None:
         self.round += 1
         if missed := self.entry.get("missed_function", {}).get(str(self.round)):
             self.client.call("_offer", {"names": missed})
             return str(MORE_TOOLS)
-        return self._asked() if self.round < len(self.entry["question"]) else None
+        return self._question() if self.round < len(self.entry["question"]) else None
 
-    def score(self, client: McpClient, calls: list[Call], answer: str) -> float:
+    def score(self, client: McpClient, calls: list[McpCall], answer: str) -> float:
         made = [
             [[_source(call)] for call in calls if call.round == turn] for turn in range(len(self.entry["question"]))
         ]
@@ -86,42 +86,42 @@ class Conversation:
                 made, self.entry["reference"], self.entry, self.category, player
             )
         finally:
-            # The checker keeps the back ends of each player for ever.
+            # The checker keeps the back ends of each player forever.
             for name in [name for name in vars(multi_turn_utils) if name.startswith(player)]:
                 delattr(multi_turn_utils, name)
         return float(verdict["valid"])
 
-    def _asked(self) -> str:
+    def _question(self) -> str:
         return "\n".join(message["content"] for message in self.entry["question"][self.round])
 
 
 def belongs_to_held_out(entry: str) -> bool:
-    """By its number alone, for the categories are variants of the same tasks."""
+    """By its number alone: the categories are variants of the same tasks."""
     return hashlib.sha256(entry.rsplit("_", 1)[1].encode()).digest()[0] % 5 == 0
 
 
 def player(env: Bfcl, rng: random.Random, *, skill: float = 1.0) -> str:
     """Makes the reference's calls, then says so; with probability 1 - `skill` it only says so."""
     job: Any = env.job
-    wanted = job.entry["reference"][job.round]
-    if any(call.round == env.round for call in env.calls) or not wanted or rng.random() >= skill:
+    reference = job.entry["reference"][job.round]
+    if any(call.round == env.round for call in env.calls) or not reference or rng.random() >= skill:
         return "Done."
-    return "\n".join(json.dumps(_call(source, job.entry["involved_classes"])) for source in wanted)
+    return "\n".join(json.dumps(_call(source, job.entry["involved_classes"])) for source in reference)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def _source(call: Call) -> str:
-    """As BFCL writes calls. It evaluates them: only names of its tools and plain values may come in."""
+def _source(call: McpCall) -> str:
+    """As BFCL writes calls. It evaluates them, so only names of its tools and plain values may be in them."""
     if not all(name.isidentifier() for name in call.arguments):
         return "None"  # the tool has refused it, too
     return f"{call.name}({', '.join(f'{name}={value!r}' for name, value in call.arguments.items())})"
 
 
 def _call(source: str, classes: list[str]) -> dict[str, Any]:
-    """The other way round; arguments by position get their names from the tool's description."""
+    """The inverse; positional arguments get their names from the tool's description."""
     tree = ast.parse(source, mode="eval").body
     assert isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name)
     docs = [

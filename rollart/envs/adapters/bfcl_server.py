@@ -1,4 +1,4 @@
-"""BFCL's multi-turn back ends as an MCP server on stdio: the tools are those of the entry that was begun last.
+"""BFCL's multi-turn back ends as an MCP server on stdio: the tools are those of the entry that began last.
 
 Run by path with the Python of the `bfcl` family. `_begin` and `_offer` are not listed: they are for the environment and
 not for the agent.
@@ -26,7 +26,7 @@ class BackEnds(MCPServer):  # type: ignore[misc]  # its package is not in our ow
         super().__init__("bfcl")
         self._instances: dict[str, Any] = {}
         self._tools: dict[str, tuple[Any, Tool]] = {}
-        self._later: set[str] = set()  # tools that are there, but not offered yet
+        self._later: set[str] = set()  # not offered yet
 
     async def list_tools(self) -> list[Tool]:
         return [tool for name, (_, tool) in self._tools.items() if name not in self._later]
@@ -34,17 +34,17 @@ class BackEnds(MCPServer):  # type: ignore[misc]  # its package is not in our ow
     async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> CallToolResult:
         if name == "_begin":
             self._begin(**arguments)
-            return _said("ready")
+            return _result("ready")
         if name == "_offer":
             self._later -= set(arguments["names"])
-            return _said("ready")
+            return _result("ready")
         if name not in self._tools or name in self._later:
-            return _said(f"There is no tool {name!r}.", wrong=True)
+            return _result(f"There is no tool {name!r}.", error=True)
         try:
             answer = getattr(self._tools[name][0], name)(**arguments)
-        except Exception as error:  # wrong arguments are the agent's to see
-            return _said(f"Error during execution: {error}", wrong=True)
-        return _said(answer if isinstance(answer, str) else json.dumps(answer, default=str))
+        except Exception as raised:  # the agent sees what is wrong with its arguments
+            return _result(f"Error during execution: {raised}", error=True)
+        return _result(answer if isinstance(answer, str) else json.dumps(answer, default=str))
 
     def _begin(
         self, classes: list[str], config: dict[str, Any], long_context: bool, without: list[str], later: list[str]
@@ -62,8 +62,8 @@ class BackEnds(MCPServer):  # type: ignore[misc]  # its package is not in our ow
                     self._tools[about["name"]] = (instance, tool)
 
 
-def _said(text: str, wrong: bool = False) -> CallToolResult:
-    return CallToolResult(content=[TextContent(type="text", text=text)], is_error=wrong)
+def _result(text: str, error: bool = False) -> CallToolResult:
+    return CallToolResult(content=[TextContent(type="text", text=text)], is_error=error)
 
 
 def _schema(value: Any) -> Any:

@@ -25,21 +25,21 @@ class Gem:
         seen, reward, terminated, truncated, info = self.env.step(action)
         over = bool(terminated or truncated)
         success = {"success": float(reward) >= 1.0} if over else {}
-        said = [] if over and "TERMINAL_STATE" in seen else _text(seen, info)
-        step = {"messages": said, "reward": float(reward), "info": success}
+        messages = [] if over and "TERMINAL_STATE" in seen else _text(seen, info)
+        step = {"messages": messages, "reward": float(reward), "info": success}
         return {**step, "done": bool(terminated), "truncated": bool(truncated and not terminated)}
 
     def close(self) -> None:
-        pass  # GEM's environments hold nothing, and most have no such method
+        pass  # GEM's environments have no resources, and most no such method
 
 
 def _text(seen: str, info: dict[str, Any]) -> str:
-    """What GEM wants said after an observation comes apart from it."""
+    """GEM returns the suffix of an observation separately."""
     return "\n".join(part for part in (seen, info.get("suffix", "")) if part)
 
 
 def player(env: Gem, rng: Any, *, skill: float = 1.0) -> str:
-    """Moves the tower in TowerofHanoi, with probability `skill`; otherwise, and elsewhere, GEM's own random action."""
+    """Solves TowerofHanoi with probability `skill`; otherwise, and in other games, GEM's own random action."""
     towers = getattr(env.env, "board", None)
     if not isinstance(towers, dict) or rng.random() >= skill:
         return str(env.env.sample_random_action())
@@ -54,5 +54,5 @@ def _hanoi_move(towers: dict[str, list[int]]) -> tuple[str, str]:
     for disk in sorted(where, reverse=True):
         if where[disk] != target:
             move = (where[disk], target)
-            target = next(name for name in "ABC" if name not in move)  # where the smaller ones must wait
+            target = next(name for name in "ABC" if name not in move)  # where the smaller ones go first
     return move

@@ -1,7 +1,7 @@
 """Any environment of gymnasium whose actions are discrete or a box, played in text.
 
-What is seen is the environment's own text picture if it has one (the toy-text games), otherwise its observation as
-numbers. An action is read leniently: the last thing in the answer that names one.
+The observation is the environment's own text picture if it has one (the toy-text games), otherwise numbers. An action
+is parsed leniently: the last part of the text that names one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BRACKETS = {"34;1": ("(", ")"), "35": ("<", ">")}  # in Taxi, the passenger and 
 
 
 class Gymnasium:
-    """`options` go to `gymnasium.make`. An action that cannot be read earns `unreadable` and changes nothing.
+    """`options` go to `gymnasium.make`. The reward of an unparsable action is `unreadable`; it changes nothing.
 
     `picture`: show the text picture; None: if there is one. `actions` are names for discrete actions, `success` is the
     return that counts as one; without it, evaluations count any positive return.
@@ -73,17 +73,17 @@ class Gymnasium:
 
     def reset(self, seed: int) -> str:
         seed = instance(seed, self.held_out)
-        self.env.action_space.seed(seed)  # for those who sample from it
+        self.env.action_space.seed(seed)  # for players that sample from it
         self.seen, _ = self.env.reset(seed=seed)
         self.total = 0.0
-        rules = " ".join(part for part in (self.about, self.wanted()) if part) + "\n"
+        rules = " ".join(part for part in (self.about, self.instruction()) if part) + "\n"
         return (rules if self.rules else "") + self._text()
 
     def step(self, action: str) -> dict[str, Any]:
         move = self.parse(action)
         if move is None:
             self.total += self.unreadable
-            return {"messages": self.wanted() + "\n" + self._text(), "reward": self.unreadable, "done": False}
+            return {"messages": self.instruction() + "\n" + self._text(), "reward": self.unreadable, "done": False}
         self.seen, reward, terminated, truncated, _ = self.env.step(move)
         self.total += float(reward)
         over = bool(terminated or truncated)
@@ -94,8 +94,8 @@ class Gymnasium:
     def close(self) -> None:
         self.env.close()
 
-    def wanted(self) -> str:
-        """What an answer should be."""
+    def instruction(self) -> str:
+        """What an action should look like."""
         space = self.env.action_space
         if self.names:
             return f"Answer with one of: {', '.join(self.names)}."
@@ -109,7 +109,7 @@ class Gymnasium:
         return f"Answer with {len(sizes)} whole numbers from 0, below {', '.join(map(str, sizes))}."
 
     def parse(self, action: str) -> Any:
-        """The action in the way that the environment takes it, or None."""
+        """The action as the environment takes it, or None."""
         space = self.env.action_space
         if isinstance(space, spaces.Discrete):
             return self._discrete(action, space)
@@ -145,7 +145,7 @@ def _size(space: Any) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers as a reader wants them."""
+    """Numbers in a readable form."""
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, (tuple, list)):
@@ -157,7 +157,7 @@ def _plain(value: Any) -> Any:
 
 
 def player(env: Gymnasium, rng: random.Random) -> str:
-    """Any action at all."""
+    """A random action."""
     env.env.action_space.seed(rng.randrange(2**31))
     action = env.env.action_space.sample()
     return env.names[int(action) - int(env.env.action_space.start)] if env.names else str(_plain(action))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rollart.envs.adapters import instance
-from rollart.envs.adapters.mcp_client import Http, McpClient, McpRefused, Stdio
+from rollart.envs.adapters.mcp_client import HttpTransport, McpClient, McpRefused, StdioTransport
 
 RULES = (
     'You can use tools. To call one, answer with {"name": its name, "arguments": {...}} and nothing else; several '
@@ -20,7 +20,7 @@ RULES = (
 
 
 @dataclass(frozen=True)
-class Call:
+class McpCall:
     """`round` counts the user's messages, from 0."""
 
     name: str
@@ -30,25 +30,24 @@ class Call:
 
 
 class Job(Protocol):
-    """What is to be done with the tools, and how well it was done. Made once, used for one episode after another."""
+    """What to do with the tools, and how well it was done. Constructed once, used for one episode after another."""
 
     def begin(self, client: McpClient, seed: int) -> str:
-        """Bring the server into its first state; what the user says first. Even seeds train, odd ones are held out."""
+        """Set the server's initial state; returns the first user message. Even seeds train, odd ones are held out."""
         ...
 
     def follow(self, answer: str) -> str | None:
-        """What the user says to an answer; None: nothing, the episode is over. Tools that the server has only now are
-        shown to the agent with it."""
+        """The next user message; None: the episode is over. New tools of the server are shown to the agent with it."""
         ...
 
-    def score(self, client: McpClient, calls: list[Call], answer: str) -> float:
+    def score(self, client: McpClient, calls: list[McpCall], answer: str) -> float:
         """1 is success."""
         ...
 
 
 class McpTools:
     """`command` starts a server, or `url` is where one runs. `job` is `module:Class`, made with `job_args`. An episode
-    that has made `max_calls` calls is over, and scored as it is."""
+    ends after `max_calls` calls, and is scored as it is."""
 
     reusable = True
 
@@ -68,49 +67,51 @@ class McpTools:
             raise ValueError("McpTools needs either `command` (of a server to start) or `url` (of one that runs)")
         module, _, name = job.partition(":")
         self.job: Job = getattr(importlib.import_module(module), name)(**(job_args or {}))
-        self.client = McpClient(Stdio(command, environment) if command else Http(str(url), headers), seconds)
+        self.client = McpClient(
+            StdioTransport(command, environment) if command else HttpTransport(str(url), headers), seconds
+        )
         self.max_calls, self.held_out = max_calls, held_out
         self.tools: dict[str, dict[str, Any]] = {}
-        self.calls: list[Call] = []
-        self.tries = 0  # of tools that are not there, too
+        self.calls: list[McpCall] = []
+        self.tries = 0  # including unknown tools
         self.round = 0
 
     def reset(self, seed: int) -> list[dict[str, str]]:
-        asked = self.job.begin(self.client, instance(seed, self.held_out))
+        request = self.job.begin(self.client, instance(seed, self.held_out))
         self.tools = {}
         self.calls, self.tries, self.round = [], 0, 0
-        return [_message("system", RULES + "\n".join(self._new_tools())), _message("user", asked)]
+        return [_message("system", RULES + "\n".join(self._new_tools())), _message("user", request)]
 
     def step(self, action: str) -> dict[str, Any]:
-        wanted = parse(action)
-        if not wanted:
-            return self._answered(action)
-        wanted = wanted[: self.max_calls - self.tries]
-        self.tries += len(wanted)
-        told = [self._call(name, arguments) for name, arguments in wanted]
+        calls = parse(action)
+        if not calls:
+            return self._reply(action)
+        calls = calls[: self.max_calls - self.tries]
+        self.tries += len(calls)
+        results = [self._call(name, arguments) for name, arguments in calls]
         if self.tries >= self.max_calls:
             return self._over(action, truncated=True)
-        return {"messages": "\n".join(told), "reward": 0.0, "done": False}
+        return {"messages": "\n".join(results), "reward": 0.0, "done": False}
 
     def close(self) -> None:
         self.client.close()
 
     def _new_tools(self) -> list[str]:
-        """Descriptions of those that were not there when we asked last."""
+        """Descriptions of those that were not listed before."""
         before, self.tools = self.tools, {tool["name"]: tool for tool in self.client.tools()}
-        return [_described(tool) for name, tool in self.tools.items() if name not in before]
+        return [_describe(tool) for name, tool in self.tools.items() if name not in before]
 
     def _call(self, name: str, arguments: dict[str, Any]) -> str:
-        if name not in self.tools:  # servers may have others, which are not for the agent
+        if name not in self.tools:  # the server may have others that are not for the agent
             return f"There is no tool {name!r}."
         try:
             answer = self.client.call(name, arguments)
         except McpRefused as error:
             answer = str(error)
-        self.calls.append(Call(name, arguments, answer, self.round))
+        self.calls.append(McpCall(name, arguments, answer, self.round))
         return answer
 
-    def _answered(self, answer: str) -> dict[str, Any]:
+    def _reply(self, answer: str) -> dict[str, Any]:
         follow = self.job.follow(answer)
         if follow is None:
             return self._over(answer, truncated=False)
@@ -124,7 +125,7 @@ class McpTools:
 
 
 def parse(action: str) -> list[tuple[str, dict[str, Any]]]:
-    """Every JSON object of the text that is a call."""
+    """Every JSON object in the text that is a call."""
     found: list[tuple[str, dict[str, Any]]] = []
     decoder, at = json.JSONDecoder(), action.find("{")
     while at >= 0:
@@ -139,7 +140,7 @@ def parse(action: str) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def _described(tool: dict[str, Any]) -> str:
+def _describe(tool: dict[str, Any]) -> str:
     about = {"name": tool["name"], "description": tool.get("description", ""), "parameters": tool["inputSchema"]}
     return json.dumps(about, ensure_ascii=False)
 

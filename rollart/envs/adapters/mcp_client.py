@@ -1,6 +1,6 @@
 """A client of MCP servers with the standard library alone: tools and resources, over stdio or streamable HTTP.
 
-It speaks the revisions that begin with a handshake, which servers of today answer, whatever else they speak.
+It speaks the protocol revisions that begin with a handshake, which all current servers support.
 Synchronous, one request at a time; every wait has a deadline.
 """
 
@@ -22,27 +22,27 @@ END_S = 5.0
 
 
 class McpError(Exception):
-    """The server is gone, late, or refuses; the sentence says which."""
+    """The server is gone, late, or refuses; the message says which."""
 
 
 class McpRefused(McpError):
-    """The server lives, and answered that it will not do it."""
+    """The server replied with an error."""
 
 
-class Transport(Protocol):
-    def tell(self, message: dict[str, Any], deadline: float) -> None:
-        """Send what needs no answer."""
+class McpTransport(Protocol):
+    def notify(self, message: dict[str, Any], deadline: float) -> None:
+        """Send a message that has no reply."""
         ...
 
-    def ask(self, message: dict[str, Any], deadline: float) -> Iterator[dict[str, Any]]:
-        """Send it and give what comes back, as long as the caller wants more."""
+    def request(self, message: dict[str, Any], deadline: float) -> Iterator[dict[str, Any]]:
+        """Send it and yield the messages that come back, until the caller stops."""
         ...
 
     def close(self) -> None: ...
 
 
-class Stdio:
-    """A server that we start: one JSON message a line on its stdin and stdout."""
+class StdioTransport:
+    """A server that we start: one JSON message per line on its stdin and stdout."""
 
     def __init__(self, command: list[str], environment: dict[str, str] | None = None) -> None:
         try:
@@ -53,7 +53,7 @@ class Stdio:
             raise McpError(f"the MCP server {command[0]} cannot be started: {error}") from error
         self._rest = b""
 
-    def tell(self, message: dict[str, Any], deadline: float) -> None:
+    def notify(self, message: dict[str, Any], deadline: float) -> None:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
@@ -61,8 +61,8 @@ class Stdio:
         except OSError as error:
             raise McpError(f"the MCP server ended with exit code {self._process.poll()}") from error
 
-    def ask(self, message: dict[str, Any], deadline: float) -> Iterator[dict[str, Any]]:
-        self.tell(message, deadline)
+    def request(self, message: dict[str, Any], deadline: float) -> Iterator[dict[str, Any]]:
+        self.notify(message, deadline)
         while True:
             yield json.loads(self._line(deadline))
 
@@ -70,7 +70,7 @@ class Stdio:
         assert self._process.stdout is not None
         while b"\n" not in self._rest:
             if not select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise McpError("the MCP server did not answer in time")
+                raise McpError("the MCP server did not reply in time")
             piece = os.read(self._process.stdout.fileno(), 1 << 16)
             if not piece:
                 raise McpError(f"the MCP server ended with exit code {self._process.wait(END_S)}")
@@ -80,7 +80,7 @@ class Stdio:
 
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()  # which asks it to end
+        self._process.stdin.close()  # the signal to end
         try:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -89,19 +89,19 @@ class Stdio:
         self._process.stdout.close()
 
 
-class Http:
-    """A server at a URL, which answers with one JSON object or with a stream of events."""
+class HttpTransport:
+    """A server at a URL, which replies with one JSON object or a stream of events."""
 
     def __init__(self, url: str, headers: dict[str, str] | None = None) -> None:
         self._url = url
         self._headers = {"Accept": "application/json, text/event-stream", "Content-Type": "application/json"}
         self._headers.update(headers or {})
 
-    def tell(self, message: dict[str, Any], deadline: float) -> None:
-        for _ in self.ask(message, deadline):
+    def notify(self, message: dict[str, Any], deadline: float) -> None:
+        for _ in self.request(message, deadline):
             pass
 
-    def ask(self, message: dict[str, Any], deadline: float) -> Iterator[dict[str, Any]]:
+    def request(self, message: dict[str, Any], deadline: float) -> Iterator[dict[str, Any]]:
         request = urllib.request.Request(self._url, json.dumps(message).encode(), self._headers)
         try:
             with urllib.request.urlopen(request, timeout=max(0.1, deadline - time.monotonic())) as answer:
@@ -110,17 +110,17 @@ class Http:
                     self._headers["MCP-Protocol-Version"] = REVISION
                 if "text/event-stream" in answer.headers.get("Content-Type", ""):
                     yield from self._events(answer, deadline)
-                elif body := answer.read():
-                    yield json.loads(body)
+                elif content := answer.read():
+                    yield json.loads(content)
         except (OSError, ValueError) as error:
-            said = error.read().decode(errors="replace")[:500] if isinstance(error, urllib.error.HTTPError) else ""
-            raise McpError(f"the MCP server at {self._url} failed: {error} {said}".rstrip()) from error
+            body = error.read().decode(errors="replace")[:500] if isinstance(error, urllib.error.HTTPError) else ""
+            raise McpError(f"the MCP server at {self._url} failed: {error} {body}".rstrip()) from error
 
     def _events(self, answer: Any, deadline: float) -> Iterator[dict[str, Any]]:
         data: list[str] = []
         for raw in answer:
             if time.monotonic() > deadline:
-                raise McpError(f"the MCP server at {self._url} did not answer in time")
+                raise McpError(f"the MCP server at {self._url} did not reply in time")
             line = raw.decode().rstrip("\r\n")
             if line.startswith("data:"):
                 data.append(line[5:].lstrip())
@@ -134,21 +134,21 @@ class Http:
             try:
                 urllib.request.urlopen(request, timeout=END_S).close()
             except urllib.error.HTTPError as error:
-                if error.code not in (404, 405):  # gone already, or sessions are the server's to end
+                if error.code not in (404, 405):  # ended already, or clients cannot end sessions
                     raise
 
 
 class McpClient:
-    """Connects when made. `seconds` is for each request."""
+    """Connects when constructed. `seconds` is the deadline of each request."""
 
-    def __init__(self, transport: Transport, seconds: float = 30.0) -> None:
+    def __init__(self, transport: McpTransport, seconds: float = 30.0) -> None:
         self._transport = transport
         self._seconds = seconds
-        self._serial = 0
+        self._last_id = 0
         about = {"protocolVersion": REVISION, "capabilities": {}, "clientInfo": CLIENT}
         self.server = self.request("initialize", about)["serverInfo"]
         message = {"jsonrpc": "2.0", "method": "notifications/initialized"}
-        self._transport.tell(message, time.monotonic() + seconds)
+        self._transport.notify(message, time.monotonic() + seconds)
 
     def tools(self) -> list[dict[str, Any]]:
         """Name, description and input schema of each."""
@@ -161,7 +161,7 @@ class McpClient:
         return found
 
     def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """The text that the tool answers, also if that is about an error. Raises McpError if it cannot be called."""
+        """The text that the tool returns, also if it is an error. Raises McpError if it cannot be called."""
         result = self.request("tools/call", {"name": name, "arguments": arguments})
         parts = [part.get("text", f"({part['type']})") for part in result.get("content", [])]
         return "\n".join(parts)
@@ -172,16 +172,16 @@ class McpClient:
         return "".join(part.get("text", "") for part in result["contents"])
 
     def request(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
-        self._serial += 1
-        message = {"jsonrpc": "2.0", "id": self._serial, "method": method, "params": params}
-        for answer in self._transport.ask(message, time.monotonic() + self._seconds):
-            if answer.get("id") != self._serial or "method" in answer:
-                continue  # news, or a question for a client that offers nothing
+        self._last_id += 1
+        message = {"jsonrpc": "2.0", "id": self._last_id, "method": method, "params": params}
+        for answer in self._transport.request(message, time.monotonic() + self._seconds):
+            if answer.get("id") != self._last_id or "method" in answer:
+                continue  # a notification, or a request to the client, which offers nothing
             if "error" in answer:
                 raise McpRefused(f"`{method}` was refused: {answer['error'].get('message')}")
             result: dict[str, Any] = answer["result"]
             return result
-        raise McpError(f"the MCP server closed its answer to `{method}`")
+        raise McpError(f"the MCP server closed its reply to `{method}`")
 
     def close(self) -> None:
         self._transport.close()

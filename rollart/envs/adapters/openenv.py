@@ -1,7 +1,7 @@
 """Environments behind a server that speaks OpenEnv: one session each, over its WebSocket. Needs no package.
 
-An action is typed there. Where the server's schema has one field, the text is its value; otherwise the text must hold a
-JSON object.
+Actions are typed. If the server's schema has one field, the text is its value; otherwise the text must contain a JSON
+object.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from rollart.envs.adapters import instance
 from rollart.envs.adapters.websocket import WebSocket
 
 NUMBER = re.compile(r"[-+]?\d+\.?\d*")
-OURS = ("done", "reward", "metadata")
+NOT_SHOWN = ("done", "reward", "metadata")
 
 
 class OpenEnv:
-    """`field` is the one of the action that the text goes to, if there are several; `shown` the one of the observation
-    that is shown, otherwise all are. `options` go with every reset. Success is a last reward of at least `success`."""
+    """`field` of the action gets the text, if there are several; `shown` is the field of the observation that is shown,
+    by default all. `options` are sent with every reset. Success is a last reward of at least `success`."""
 
     reusable = True
 
@@ -45,17 +45,17 @@ class OpenEnv:
         self._socket = WebSocket(re.sub("^http", "ws", base) + "/ws", seconds)
 
     def reset(self, seed: int) -> str:
-        data = self._ask("reset", {**self.options, "seed": instance(seed, self.held_out)})
+        data = self._request("reset", {**self.options, "seed": instance(seed, self.held_out)})
         return self._text(data["observation"])
 
     def step(self, action: str) -> dict[str, Any]:
-        wanted = self.parse(action)
-        if wanted is None:
-            return {"messages": self.wanted(), "reward": 0.0, "done": False}
+        parsed = self.parse(action)
+        if parsed is None:
+            return {"messages": self.instruction(), "reward": 0.0, "done": False}
         try:
-            data = self._ask("step", wanted)
+            data = self._request("step", parsed)
         except InvalidAction as error:
-            return {"messages": f"{self.wanted()} ({error})", "reward": 0.0, "done": False}
+            return {"messages": f"{self.instruction()} ({error})", "reward": 0.0, "done": False}
         reward, done = data.get("reward"), bool(data.get("done"))
         info = {"success": reward is not None and float(reward) >= self.success} if done else {}
         return {"messages": self._text(data["observation"]), "reward": reward, "done": done, "info": info}
@@ -63,7 +63,7 @@ class OpenEnv:
     def close(self) -> None:
         self._socket.close()
 
-    def wanted(self) -> str:
+    def instruction(self) -> str:
         if self.field:
             return f"Answer with the {self.field}, {self.fields[self.field].get('type', 'a value')}."
         return f"Answer with a JSON object of {', '.join(self.fields)}."
@@ -87,12 +87,12 @@ class OpenEnv:
     def _text(self, observation: dict[str, Any]) -> str:
         if self.shown:
             return str(observation[self.shown])
-        told = {name: value for name, value in observation.items() if name not in OURS}
-        if len(told) == 1:
-            return str(next(iter(told.values())))
-        return json.dumps(told, ensure_ascii=False)
+        shown = {name: value for name, value in observation.items() if name not in NOT_SHOWN}
+        if len(shown) == 1:
+            return str(next(iter(shown.values())))
+        return json.dumps(shown, ensure_ascii=False)
 
-    def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
+    def _request(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         self._socket.send(json.dumps({"type": kind, "data": data}))
         answer = json.loads(self._socket.receive())
         if answer["type"] == "error":
@@ -100,8 +100,8 @@ class OpenEnv:
             if about.get("code") == "VALIDATION_ERROR":
                 raise InvalidAction(str(about.get("message"))[:500])
             raise RuntimeError(f"the OpenEnv server failed: {about.get('message')}")
-        told: dict[str, Any] = answer["data"]
-        return told
+        result: dict[str, Any] = answer["data"]
+        return result
 
 
 class InvalidAction(Exception):

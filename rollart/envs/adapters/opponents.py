@@ -1,4 +1,4 @@
-"""Who has the other seats of a game: one is made for each of them in each game, and asked for every move."""
+"""Opponents in games: one object for each other player in each game, called for every move."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOVE = re.compile(r"\[[^\[\]\n]{1,40}\]")
 
 
 class AnyMove:
-    """One of the moves in square brackets that were shown last."""
+    """A random one of the moves in square brackets that were shown last."""
 
     def __call__(self, observation: str, rng: random.Random) -> str:
         moves = [line for line in map(MOVE.findall, observation.splitlines()) if line]
@@ -20,9 +20,9 @@ class AnyMove:
 
 
 class Served:
-    """A frozen model at an OpenAI-compatible `url`, such as that of `rollart serve`. It is told what our own policy is
-    told in its seat, and remembers the game. What it says is its move, and against the rules if that is none; that it
-    cannot be asked is a failure of the environment. `system` comes first, `options` go with every question."""
+    """A frozen model at an OpenAI-compatible `url`, such as that of `rollart serve`. It sees what our policy would see
+    in its seat, and remembers the game. Its reply is its move, against the rules if it is none; no reply is a failure
+    of the environment. `system` comes first, `options` are sent with every request."""
 
     def __init__(
         self,
@@ -35,16 +35,16 @@ class Served:
     ) -> None:
         self.url, self.model, self.key, self.seconds = url, model, key, seconds
         self.options = {"max_tokens": 64, **(options or {})}
-        self.said = [{"role": "system", "content": system}] if system else []
+        self.messages = [{"role": "system", "content": system}] if system else []
 
     def __call__(self, observation: str, rng: random.Random) -> str:
-        self.said.append({"role": "user", "content": observation})
+        self.messages.append({"role": "user", "content": observation})
         options = {"seed": rng.randrange(2**31), **self.options}
         try:
             move = ask(
-                self.url, self.model, self.said, key=self.key, options=options, timeout=self.seconds, whole=False
+                self.url, self.model, self.messages, key=self.key, options=options, timeout=self.seconds, whole=False
             )
         except NoReply as error:
             raise RuntimeError(f"the opponent {self.model} {error}") from error
-        self.said.append({"role": "assistant", "content": move})
+        self.messages.append({"role": "assistant", "content": move})
         return move

@@ -15,7 +15,7 @@ RULES = "\nGive the final answer between <answer> and </answer>."
 
 class ReasoningGym:
     """`config` are the dataset's own settings. With `tags` the question asks for the answer in tags; an answer without
-    them counts as a whole."""
+    them is scored as a whole."""
 
     reusable = True
 
@@ -45,7 +45,7 @@ class ReasoningGym:
 
 
 def player(env: ReasoningGym, rng: Any, *, skill: float = 1.0) -> str:
-    """The dataset's own answer; with probability 1 - `skill` none. Some datasets keep no answer to give."""
+    """The dataset's own answer; with probability 1 - `skill` none. Some datasets store no answer."""
     answer = str(env.entry.get("answer") or "")
     text = answer if rng.random() < skill else ""
     return f"<answer>{text}</answer>" if env.tags else text

@@ -1,7 +1,6 @@
-"""Games of TextArena, for one player or for several, where we have one seat and opponents, scripted or frozen models,
-have the others.
+"""Games of TextArena for one or more players: our policy has one seat, scripted opponents or frozen models the others.
 
-The plain (`-raw`) games are used: they tell each player only what is new. TextArena rewards at the end alone.
+The `-raw` games are used: they show each player only what is new. TextArena rewards only at the end.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ Opponent = Callable[[str, random.Random], str]
 
 
 class TextArena:
-    """`opponent` is `module:Class`, made with `opponent_args` for each other seat in each game: what was told since its
-    last move and a random generator go in, its move comes out. `seat` None: any, by the seed. A win is a success; so is
-    a reward of 1."""
+    """`opponent` is `module:Class`, constructed with `opponent_args` for each other seat in each game, and called with
+    what is new since its last move and a random generator; it returns its move. `seat` None: drawn by the seed. A win
+    is a success; so is a reward of 1."""
 
     reusable = True
 
@@ -43,7 +42,7 @@ class TextArena:
         self.opponent: Callable[..., Opponent] = getattr(importlib.import_module(module), name)
         self.opponent_args = opponent_args or {}
         self.others: dict[int, Opponent] = {}
-        self.players, self.wanted_seat, self.held_out = players, seat, held_out
+        self.players, self.fixed_seat, self.held_out = players, seat, held_out
         self.seat = 0
         self.seen = ""
         self.rng = random.Random()
@@ -52,8 +51,8 @@ class TextArena:
         seed = instance(seed, self.held_out)
         self.rng = random.Random(f"textarena {seed}")
         drawn = self.rng.randrange(self.players)
-        # An opponent may lose before it is our turn; then there is a new game, which we begin.
-        for seat in (drawn, 0) if self.wanted_seat is None else (self.wanted_seat,):
+        # An opponent may lose before our turn; then a new game starts with our move.
+        for seat in (drawn, 0) if self.fixed_seat is None else (self.fixed_seat,):
             self.seat, self.others = seat, {}
             self.game.reset(num_players=self.players, seed=seed)
             if not self._others_move():
@@ -66,9 +65,9 @@ class TextArena:
             over = self._others_move()
         if not over:
             return {"messages": self.seen, "reward": None, "done": False}
-        rewards, told = self.game.close()
+        rewards, details = self.game.close()
         reward = float(rewards[self.seat])
-        about = told.get(self.seat, {})
+        about = details.get(self.seat, {})
         info = {"success": reward >= 1.0, "reason": str(about.get("reason", "")), "seat": self.seat}
         return {"messages": info["reason"], "reward": reward, "done": True, "info": info}
 
@@ -78,8 +77,8 @@ class TextArena:
     def _others_move(self) -> bool:
         """Play until it is our turn, or the game is over."""
         while True:
-            player, told = self.game.get_observation()
-            text = "\n".join(_line(*item) for item in told if item[0] != player)
+            player, messages = self.game.get_observation()
+            text = "\n".join(_line(*item) for item in messages if item[0] != player)
             if player == self.seat:
                 self.seen = text or "It is your turn."
                 return False
@@ -95,7 +94,7 @@ def _line(speaker: int, text: str, kind: object) -> str:
 
 
 def player(env: TextArena, rng: random.Random, *, skill: float = 1.0) -> str:
-    """Bisects in GuessTheNumber with probability `skill`; otherwise, and elsewhere, any move that was shown."""
+    """Bisects in GuessTheNumber with probability `skill`; otherwise, and in other games, a random move."""
     state = env.game.state.game_state
     if "guess_history" not in state or "game_number" not in state or rng.random() >= skill:
         return AnyMove()(env.seen, rng)

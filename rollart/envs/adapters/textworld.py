@@ -1,4 +1,4 @@
-"""Generated games of TextWorld. A game takes seconds to make, so each is made once and kept."""
+"""Generated games of TextWorld. A game takes seconds to generate, so each is cached."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import textworld
 
 from rollart.envs.adapters import cache_folder, instance
 
-UNSPELT = re.compile(r"[^A-Za-z0-9 ,.'-]+")
-WANTED = textworld.EnvInfos(
+UNSAFE = re.compile(r"[^A-Za-z0-9 ,.'-]+")
+INFOS = textworld.EnvInfos(
     description=True,
     objective=True,
     won=True,
@@ -29,7 +29,7 @@ WANTED = textworld.EnvInfos(
 class TextWorld:
     """One of `games` games, by the seed; as many others are held out. Rewards are parts of the best score, 1 in all.
 
-    With `commands` each observation ends with those that would work.
+    With `commands` each observation ends with the commands that would work.
     """
 
     reusable = True
@@ -54,21 +54,21 @@ class TextWorld:
     def reset(self, seed: int) -> str:
         self.close()
         number = instance(seed % self.games, self.held_out)
-        self.env = textworld.start(str(game_file(number, **self.shape)), WANTED)
+        self.env = textworld.start(str(game_file(number, **self.shape)), INFOS)
         self.state = self.env.reset()
         self.score = self.actions = 0
         return self._text(f"{self.state.objective}\n\n{self.state.description}")
 
     def step(self, action: str) -> dict[str, Any]:
         self.actions += 1
-        # The game reads one line; a backslash and the like are for its interpreter, which may then wait for ever.
-        command = " ".join(UNSPELT.sub(" ", action[:200]).split())
+        # The game reads one line; special characters such as backslashes may make its interpreter wait forever.
+        command = " ".join(UNSAFE.sub(" ", action[:200]).split())
         self.state, score, over = self.env.step(command or "look")
         reward, self.score = (score - self.score) / max(1, self.state.max_score), score
         truncated = not over and self.actions >= self.max_actions
         info = {"success": bool(self.state.won)} if over or truncated else {}
-        said = _feedback(self.state.feedback)
-        step = {"messages": said if over else self._text(said), "reward": reward, "info": info}
+        feedback = _feedback(self.state.feedback)
+        step = {"messages": feedback if over else self._text(feedback), "reward": reward, "info": info}
         return {**step, "done": bool(over), "truncated": truncated}
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class TextWorld:
 
 
 def game_file(number: int, rooms: int, objects: int, quest_length: int) -> Path:
-    """The game of that number, made if it is not there yet."""
+    """The game of that number, generated unless it is cached."""
     shape = {"rooms": rooms, "objects": objects, "quest_length": quest_length, "version": textworld.__version__}
     key = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:12]
     folder = cache_folder("textworld") / key
@@ -96,7 +96,7 @@ def game_file(number: int, rooms: int, objects: int, quest_length: int) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as aside:
         options.path = str(Path(aside) / f"{number}.z8")
         textworld.make(options)
-        for suffix in (".json", ".z8"):  # the game last: once it is there, all is
+        for suffix in (".json", ".z8"):  # the game last: once it exists, all is complete
             Path(options.path).with_suffix(suffix).replace(path.with_suffix(suffix))
     return path
 
@@ -107,6 +107,6 @@ def _feedback(text: str) -> str:
 
 
 def player(env: TextWorld, rng: random.Random, *, skill: float = 1.0) -> str:
-    """With probability `skill` the next command of a solution, otherwise any that works."""
+    """With probability `skill` the next command of a solution, otherwise a random one that works."""
     solution = env.state.policy_commands
     return str(solution[0] if solution and rng.random() < skill else rng.choice(env.state.admissible_commands))

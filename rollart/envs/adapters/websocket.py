@@ -11,15 +11,15 @@ import struct
 from urllib.parse import urlsplit
 
 TEXT, CLOSE, PING, PONG = 1, 8, 9, 10
-LIMIT = 16_000_000
+MAX_BYTES = 16_000_000
 
 
 class WebSocketLost(Exception):
-    """The server is gone, late, or does not speak WebSocket; the sentence says which."""
+    """The server is gone, late, or does not speak WebSocket; the message says which."""
 
 
 class WebSocket:
-    """Connects when made. `seconds` is for each message."""
+    """Connects when constructed. `seconds` is the deadline of each message."""
 
     def __init__(self, url: str, seconds: float = 30.0) -> None:
         parts = urlsplit(url)
@@ -32,18 +32,18 @@ class WebSocket:
             if secure:
                 self._socket = ssl.create_default_context().wrap_socket(self._socket, server_hostname=host)
             self._file = self._socket.makefile("rb")
-            self._shake_hands(parts.netloc, (parts.path or "/") + (f"?{parts.query}" if parts.query else ""))
+            self._handshake(parts.netloc, (parts.path or "/") + (f"?{parts.query}" if parts.query else ""))
         except OSError as error:
             raise WebSocketLost(f"{url} cannot be reached: {error}") from error
 
-    def _shake_hands(self, host: str, path: str) -> None:
+    def _handshake(self, host: str, path: str) -> None:
         key = base64.b64encode(os.urandom(16)).decode()
         lines = [f"GET {path} HTTP/1.1", f"Host: {host}", "Upgrade: websocket", "Connection: Upgrade"]
         lines += [f"Sec-WebSocket-Key: {key}", "Sec-WebSocket-Version: 13", "", ""]
         self._socket.sendall("\r\n".join(lines).encode())
         status = self._file.readline(1000).decode(errors="replace").strip()
         if " 101 " not in f"{status} ":
-            raise WebSocketLost(f"{self._url} does not speak WebSocket: it answered {status!r}")
+            raise WebSocketLost(f"{self._url} does not speak WebSocket: its reply was {status!r}")
         while self._file.readline(65536).strip():
             pass
 
@@ -51,7 +51,7 @@ class WebSocket:
         self._frame(TEXT, text.encode())
 
     def receive(self) -> str:
-        """The next message; those about the connection itself are dealt with."""
+        """The next text message; control frames are handled here."""
         message = b""
         while True:
             final, kind, data = self._next()
@@ -61,13 +61,13 @@ class WebSocket:
                 self._frame(PONG, data)
             elif kind != PONG:
                 message += data
-                if len(message) > LIMIT:
-                    raise WebSocketLost(f"{self._url} sent more than {LIMIT:,} bytes at once")
+                if len(message) > MAX_BYTES:
+                    raise WebSocketLost(f"{self._url} sent more than {MAX_BYTES:,} bytes at once")
                 if final:
                     return message.decode()
 
     def close(self) -> None:
-        with contextlib.suppress(WebSocketLost):  # then it is closed already
+        with contextlib.suppress(WebSocketLost):  # it is closed already
             self._frame(CLOSE, struct.pack("!H", 1000))
         self._file.close()
         self._socket.close()
@@ -93,15 +93,15 @@ class WebSocket:
         size = second & 127
         if size >= 126:
             (size,) = struct.unpack("!H", self._read(2)) if size == 126 else struct.unpack("!Q", self._read(8))
-        if size > LIMIT:
-            raise WebSocketLost(f"{self._url} sent more than {LIMIT:,} bytes at once")
+        if size > MAX_BYTES:
+            raise WebSocketLost(f"{self._url} sent more than {MAX_BYTES:,} bytes at once")
         return bool(first & 0x80), first & 15, self._read(size)
 
     def _read(self, size: int) -> bytes:
         try:
             data = self._file.read(size)
         except OSError as error:
-            raise WebSocketLost(f"{self._url} did not answer: {error}") from error
+            raise WebSocketLost(f"{self._url} did not reply: {error}") from error
         if len(data) < size:
             raise WebSocketLost(f"{self._url} is gone")
         return data

@@ -1,7 +1,7 @@
-"""Families: environment packages that cannot share a virtual environment with each other, or with us, have their own.
+"""Families: virtual environments for packages that conflict with each other, or with ours.
 
-A family is a folder with a Python of its own, made by `rollart envs add NAME`. The catalogue names those that we know,
-each with a lock file of exact versions beside it; a user may add others from a requirements file.
+A family is a folder with a Python of its own, made by `rollart envs add NAME`. The catalogue lists the known ones, each
+with a lock file of exact versions; a user may add others from a requirements file.
 """
 
 import json
@@ -22,8 +22,8 @@ RECORD = "family.json"
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`pythons` are the versions that it runs on, best first; any, if none. `tries` are environments and arguments to
-    try it with."""
+    """`pythons` are the versions that it runs on, best first; empty: any. `tries` are environments and arguments to try
+    it out with."""
 
     name: str
     offers: str
@@ -31,8 +31,8 @@ class Family:
     pythons: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     tries: tuple[tuple[str, dict[str, Any]], ...] = ()
-    agents: tuple[str, ...] = ()  # `module:function` of ours that need it
-    locked: bool = True  # the requirements are complete: pip need not resolve anything
+    agents: tuple[str, ...] = ()  # our `module:function` that need it
+    locked: bool = True  # the requirements are complete: nothing to resolve
 
     @property
     def adapters(self) -> list[str]:
@@ -40,7 +40,7 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True)
-class Installed:
+class InstalledFamily:
     name: str
     folder: Path
     version: str
@@ -52,12 +52,12 @@ class Installed:
 
     @property
     def packages(self) -> list[str]:
-        """Where its modules are."""
+        """Folders of its modules."""
         return [str(path) for path in sorted((self.folder / "lib").glob("python3*/site-packages"))]
 
     @property
-    def seen(self) -> list[str]:
-        """The folders that a sandbox must see for its Python to run there: its own, and that of the Python it is of."""
+    def mounts(self) -> list[str]:
+        """The folders that a sandbox must mount to run its Python: its own, and that of the base Python."""
         base = self.python.resolve().parent.parent
         return [str(self.folder), *([] if base == Path("/usr") else [str(base)])]
 
@@ -84,14 +84,14 @@ def catalogue() -> dict[str, Family]:
 
 
 def choose(name: str, requirements: str | None) -> Family:
-    """A family of the catalogue, or one of the user's own, with these requirements. Raises ConfigError."""
+    """A family of the catalogue, or the user's own with these requirements. Raises ConfigError."""
     known = catalogue().get(name)
     if requirements is None:
         if known is None:
-            raise ConfigError(f"the family {problem(name)}; one of your own needs --requirements FILE")
+            raise ConfigError(f"the family {problem(name)}; your own needs --requirements FILE")
         return known
     if known is not None:
-        raise ConfigError(f"{name!r} is a family that rollart knows; give your own another name")
+        raise ConfigError(f"{name!r} is a family of rollart; choose another name for your own")
     if not re.fullmatch(r"[A-Za-z][\w-]*", name):
         raise ConfigError(f"a family's name is letters, digits, - and _, not {name!r}")
     return Family(name, "your own", requirements, locked=False)
@@ -105,24 +105,24 @@ def root() -> Path:
     return Path(data) / "rollart" / "envs"
 
 
-def installed(name: str) -> Installed | None:
-    """A family that is there and whole, or None."""
+def installed(name: str) -> InstalledFamily | None:
+    """None unless it is there and complete."""
     folder = root() / name
     try:
         record = json.loads((folder / RECORD).read_text())
     except OSError:
         return None
-    found = Installed(name, folder, record["version"], record["requirements"])
+    found = InstalledFamily(name, folder, record["version"], record["requirements"])
     return found if os.access(found.python, os.X_OK) else None
 
 
-def all_installed() -> list[Installed]:
+def all_installed() -> list[InstalledFamily]:
     names = sorted(path.parent.name for path in root().glob(f"[!.]*/{RECORD}"))
     return [family for name in names if (family := installed(name))]
 
 
 def family_of(target: str) -> str | None:
-    """The family that an adapter of ours is for, by its `module:name`."""
+    """The family that one of our adapters needs, by its `module:name`."""
     module = target.partition(":")[0]
     return next((name for name, family in catalogue().items() if module in family.adapters), None)
 
@@ -134,7 +134,7 @@ def problem(name: str) -> str | None:
     if name in catalogue():
         return f"{name!r} is not installed; run: rollart envs add {name}"
     near = did_you_mean(name, sorted({*catalogue(), *(family.name for family in all_installed())}))
-    return f"{name!r} is not known{near}; `rollart envs` lists what there is"
+    return f"{name!r} is not known{near}; `rollart envs` lists them"
 
 
 def python_of(name: str) -> str:

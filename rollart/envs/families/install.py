@@ -1,8 +1,8 @@
-"""Makes and removes families.
+"""Installs and removes families.
 
 The invariants:
-- A family is built aside, tried out there, and renamed when it works: what has the family's name is whole.
-- One process at a time works on a family, by a lock that ends with the process; what a killed one left is swept away.
+- A family is built in another folder, tried out there, and renamed when it works: a folder with its name is complete.
+- One process at a time works on a family, by a lock that ends with the process; what a killed one left is deleted.
 """
 
 import asyncio
@@ -21,48 +21,48 @@ from typing import Any
 
 from rollart.config import EnvironmentsConfig, TaskConfig
 from rollart.core.errors import RollartError
-from rollart.envs.families import RECORD, Family, Installed, installed, root
+from rollart.envs.families import RECORD, Family, InstalledFamily, installed, root
 from rollart.envs.single import single_environment
 
-Say = Callable[[str], None]
+Progress = Callable[[str], None]
 VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
 QUICK_S, INSTALL_S = 120.0, 1800.0
 LAST_LINES = 15
 
 
-def add(family: Family, say: Say, *, python: str | None = None, again: bool = False) -> Installed:
-    """Make the family unless it is there with the same requirements. Raises RollartError."""
-    with _alone(family.name):
+def add(family: Family, progress: Progress, *, python: str | None = None, again: bool = False) -> InstalledFamily:
+    """Install the family unless it is there with the same requirements. Raises RollartError."""
+    with _lock(family.name):
         there = installed(family.name)
         if there and there.requirements == family.requirements and not again:
             return there
         interpreter, version = _interpreter(family, python)
-        aside = root() / f".{family.name}-building"
-        _remove(aside)
+        building = root() / f".{family.name}-building"
+        _remove(building)
         try:
-            _build(family, aside, interpreter, version, say)
-            _replace(root() / family.name, aside)
+            _build(family, building, interpreter, version, progress)
+            _replace(root() / family.name, building)
         finally:
-            _remove(aside)
+            _remove(building)
     made = installed(family.name)
     if made is None:
-        raise RollartError(f"{root() / family.name} was removed while it was made")
+        raise RollartError(f"{root() / family.name} was removed while it was installed")
     return made
 
 
 def remove(name: str) -> None:
     """Raises RollartError if it is not there."""
-    with _alone(name):
+    with _lock(name):
         if not (root() / name).is_dir():
             raise RollartError(f"the family {name!r} is not installed")
         _replace(root() / name, None)
 
 
 @contextlib.contextmanager
-def _alone(name: str) -> Iterator[None]:
+def _lock(name: str) -> Iterator[None]:
     try:
         root().mkdir(parents=True, exist_ok=True)
-        lock = (root() / f".{name}.lock").open("w")  # left there: removing it would let two in
+        lock = (root() / f".{name}.lock").open("w")  # never removed: that would let two in
     except OSError as error:
         raise RollartError(f"families go to {root()}, which cannot be written: {error.strerror}") from None
     with lock:
@@ -73,36 +73,36 @@ def _alone(name: str) -> Iterator[None]:
         yield
 
 
-def _build(family: Family, folder: Path, interpreter: str, version: str, say: Say) -> None:
-    say(f"making a Python {version} environment")
+def _build(family: Family, folder: Path, interpreter: str, version: str, progress: Progress) -> None:
+    progress(f"creating a Python {version} environment")
     python = str(folder / "bin" / "python")
-    # Our own pip can do it, if we have one; a copy in each family would take time and room.
+    # Our own pip, if there is one: a copy in each family would take time and space.
     ours = importlib.util.find_spec("pip") is not None
     venv = [interpreter, "-m", "venv", *(["--without-pip"] if ours else []), str(folder)]
-    _run(venv, QUICK_S, f"{interpreter} cannot make a virtual environment", say)
-    wanted = folder / "requirements.txt"
-    wanted.write_text(family.requirements)
+    _run(venv, QUICK_S, f"{interpreter} cannot make a virtual environment", progress)
+    requirements = folder / "requirements.txt"
+    requirements.write_text(family.requirements)
     pip = [sys.executable, "-m", "pip", "--python", python] if ours else [python, "-m", "pip"]
     options = ["--disable-pip-version-check", "--no-input", *(["--no-deps"] if family.locked else [])]
     _run(
-        [*pip, "install", *options, "-r", str(wanted)],
+        [*pip, "install", *options, "-r", str(requirements)],
         INSTALL_S,
         f"the packages of {family.name!r} cannot be installed",
-        say,
+        progress,
     )
-    made = Installed(family.name, folder, version, family.requirements)
-    say("trying it out")
+    made = InstalledFamily(family.name, folder, version, family.requirements)
+    progress("trying it out")
     if family.modules:
         command = [python, "-c", f"import {', '.join(family.modules)}"]
-        _run(command, QUICK_S, f"{family.name!r} was installed but does not work, so it was removed", say)
+        _run(command, QUICK_S, f"{family.name!r} was installed but does not work, so it was removed", progress)
     for env, args in family.tries:
         asyncio.run(_try_out(made, env, args))
     record = {"version": version, "requirements": family.requirements}
     (folder / RECORD).write_text(json.dumps(record))
 
 
-async def _try_out(made: Installed, env: str, args: dict[str, Any]) -> None:
-    """An episode's first turn, in a process such as a run would use."""
+async def _try_out(made: InstalledFamily, env: str, args: dict[str, Any]) -> None:
+    """The first turn of an episode, in a worker process as in a run."""
     config = EnvironmentsConfig(processes=1, reset_deadline=QUICK_S, step_deadline=QUICK_S)
     try:
         async with single_environment(
@@ -125,10 +125,10 @@ def _interpreter(family: Family, chosen: str | None) -> tuple[str, str]:
         return chosen, version
     if not family.pythons:
         return sys.executable, str(_version(sys.executable))
-    for wanted in family.pythons:
-        for candidate in (sys.executable, f"python{wanted}"):
-            if _version(candidate) == wanted:
-                return candidate, wanted
+    for version in family.pythons:
+        for candidate in (sys.executable, f"python{version}"):
+            if _version(candidate) == version:
+                return candidate, version
     raise RollartError(
         f"{family.name!r} needs Python {_either(family.pythons)}, which is not on the PATH; install it, "
         f"or name it: rollart envs add {family.name} --python /path/to/python{family.pythons[0]}"
@@ -140,7 +140,7 @@ def _version(python: str) -> str | None:
         return f"{sys.version_info.major}.{sys.version_info.minor}"
     try:
         answer = subprocess.run([python, "-c", VERSION], capture_output=True, text=True, timeout=QUICK_S, check=True)
-    except (OSError, subprocess.SubprocessError):  # not there, or a launcher of a version that is not there
+    except (OSError, subprocess.SubprocessError):  # not installed, or a launcher of a version that is not
         return None
     return answer.stdout.strip()
 
@@ -149,8 +149,8 @@ def _either(versions: Sequence[str]) -> str:
     return " or ".join(versions)
 
 
-def _run(command: Sequence[str], deadline: float, failure: str, say: Say) -> None:
-    """Run it and tell its lines. Raises RollartError with the last of them."""
+def _run(command: Sequence[str], deadline: float, failure: str, progress: Progress) -> None:
+    """Run it and report its lines. Raises RollartError with the last of them."""
     last: deque[str] = deque(maxlen=LAST_LINES)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     timer = threading.Timer(deadline, process.kill)
@@ -160,7 +160,7 @@ def _run(command: Sequence[str], deadline: float, failure: str, say: Say) -> Non
         for raw in process.stdout:
             line = raw.decode(errors="replace").strip()
             last.append(line)
-            say(line)
+            progress(line)
         code = process.wait()
         late = timer.finished.is_set()
     finally:
@@ -174,7 +174,7 @@ def _run(command: Sequence[str], deadline: float, failure: str, say: Say) -> Non
 
 
 def _replace(folder: Path, new: Path | None) -> None:
-    """Put `new` in the place of `folder`, whatever was there."""
+    """Replace `folder`, which may not exist, by `new`."""
     old = folder.with_name(f".{folder.name}-removing")
     _remove(old)
     if folder.exists():

@@ -1,4 +1,4 @@
-"""Shell tasks in a sandbox. Standard library only, for it runs in slots."""
+"""Shell tasks in a sandbox. Standard library only: it runs in worker processes."""
 
 from rollart.envs.terminal.environment import Terminal, player
 

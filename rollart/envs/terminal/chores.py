@@ -1,15 +1,14 @@
-"""Tasks that move text about: find, count, configure, restore, tidy. `level` is 1, 2 or 3: more files, more decoys."""
+"""Problems with text files: find, count, configure, restore, tidy. `level` 1 to 3: more files, more decoys."""
 
 from __future__ import annotations
 
 import random
 
-from rollart.envs.terminal.problem import Check, Problem, unchanged
-from rollart.envs.terminal.words import FOLDERS, LEVELS, names, prose, tree
+from rollart.envs.terminal.problem import FOLDERS, LEVELS, Check, Problem, names, prose, tree, unchanged
 
 
 def find(rng: random.Random, level: int) -> Problem:
-    """Which file has a word in it?"""
+    """Which file contains a word?"""
     (word,) = names(rng, 1)
     paths = tree(rng, 4 * level)
     files = {path: prose(rng, 2 * level, without=word) for path in paths}
@@ -33,13 +32,13 @@ def count(rng: random.Random, level: int) -> Problem:
     """How many lines of the logs have a level and, from level 2 on, a service?"""
     services = names(rng, 3)
     lines = {f"logs/{day}.log": _log(rng, services, 8 * level) for day in range(1, level + 2)}
-    service, wanted = rng.choice(services), rng.choice(LEVELS)
-    pattern = f"{wanted} {service}:" if level > 1 else f"{wanted} "
+    service, kind = rng.choice(services), rng.choice(LEVELS)
+    pattern = f"{kind} {service}:" if level > 1 else f"{kind} "
     total = sum(pattern in line for text in lines.values() for line in text.splitlines())
-    asked = f"{wanted} lines of {service}" if level > 1 else f"{wanted} lines"
+    lines_of = f"{kind} lines of {service}" if level > 1 else f"{kind} lines"
     return Problem(
         "count",
-        f"How many {asked} are in logs? Write the number to answer.txt",
+        f"How many {lines_of} are in logs? Write the number to answer.txt",
         lines,
         (f"cat logs/* | grep -c '{pattern}' > answer.txt",),
         (Check("answer", "tr -d '[:space:]' < answer.txt", str(total)),),
@@ -68,7 +67,7 @@ def config(rng: random.Random, level: int) -> Problem:
 
 
 def restore(rng: random.Random, level: int) -> Problem:
-    """A file was spoilt by its last changes: put back the last good version, as the log tells."""
+    """A file was spoilt by its last changes: put back the last version that the log calls good."""
     versions = 2 + level
     texts = {number: prose(rng, 2) for number in range(1, versions + 1)}
     good = rng.randint(1, versions - 1)

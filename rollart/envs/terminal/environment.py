@@ -1,6 +1,6 @@
-"""A shell and something to do in it: each action is a command, each observation what it wrote. Nearly all prefill.
+"""A shell and a problem to solve in it: each action is a command, each observation its output. Nearly all prefill.
 
-Standard library only, Python 3.9 or later, for it runs in a slot. Needs bubblewrap; without it no episode starts.
+Standard library only, Python 3.9 or later: it runs in a worker process. Needs bubblewrap; without it no episode starts.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from typing import Any
 
 from rollart.envs.terminal import chores, repairs
 from rollart.envs.terminal.problem import Maker, Problem, belongs_to_held_out
-from rollart.envs.terminal.verifier import verify
 from rollart.sandbox.archive import archive
-from rollart.sandbox.bubble import Limits
-from rollart.sandbox.shell import Result, Sandbox
+from rollart.sandbox.bubblewrap import SandboxLimits
+from rollart.sandbox.shell import CommandResult, Sandbox, WorkTooBig
 
 KINDS: dict[str, Maker] = {
     maker.__name__: maker
@@ -32,14 +31,14 @@ RULES = (
 )
 BLOCK = re.compile(r"```[ \t]*(?:bash|shell|sh|console)?[ \t]*\n(.*?)(?:\n[ \t]*)?```", re.DOTALL)
 OVER = re.compile(r"[\s`.!]*(?:done|submit)[\s`.!]*", re.IGNORECASE)
-IDLE = ("ls", "pwd", "cat *", "done")  # what the player says when it does not know better
+IDLE = ("ls", "pwd", "cat *", "done")  # commands of the unskilled player
 PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3")
 DRAWS = 10_000
 
 
 class Terminal:
-    """1 if all checks of the task pass at the end, otherwise 0; `info["checks"]` has each. `kinds` are drawn from with
-    equal chances; `output` is in bytes, `limits` are the fields of `rollart.sandbox.bubble.Limits`."""
+    """1 if all checks of the problem pass at the end, otherwise 0; `info["checks"]` has each. `kinds` are equally
+    likely; `output` is in bytes, `limits` are fields of `rollart.sandbox.bubblewrap.SandboxLimits`."""
 
     reusable = True  # a reset starts a new sandbox
 
@@ -56,7 +55,7 @@ class Terminal:
     ) -> None:
         unknown = [kind for kind in kinds if kind not in KINDS]
         if unknown or not kinds:
-            raise ValueError(f"Terminal knows no kind {unknown[:1] or kinds}; there are {', '.join(KINDS)}")
+            raise ValueError(f"Terminal has no kind {unknown[:1] or kinds}; the kinds are {', '.join(KINDS)}")
         if "test" in kinds and not any(Path(python).exists() for python in PYTHONS):
             raise ValueError(
                 f"the kind `test` needs a Python in the sandbox, at {' or '.join(PYTHONS)}; install python3"
@@ -65,7 +64,7 @@ class Terminal:
             raise ValueError("Terminal needs a difficulty of 1, 2 or 3")
         self.kinds, self.difficulty, self.turns, self.deadline = tuple(kinds), difficulty, turns, deadline
         self.output, self.rules, self.held_out = output, rules, held_out
-        self.limits = Limits(**(limits or {}))
+        self.limits = SandboxLimits(**(limits or {}))
         self.problem: Problem | None = None
         self.history: list[str] = []
         self._sandbox: Sandbox | None = None
@@ -95,12 +94,12 @@ class Terminal:
             sandbox.close()
 
     def _draw(self, seed: int) -> Problem:
-        rng = random.Random(f"terminal {seed}")  # a stream that nobody else has
+        rng = random.Random(f"terminal {seed}")  # a stream of its own
         for _ in range(DRAWS):
             problem = KINDS[rng.choice(self.kinds)](rng, self.difficulty)
             if belongs_to_held_out(problem) == self.held_out:
                 return problem
-        raise ValueError("no task was drawn; allow more `kinds`")
+        raise ValueError("no problem was drawn; allow more `kinds`")
 
     def _over(self, shown: str, truncated: bool) -> dict[str, Any]:
         assert self.problem is not None and self._sandbox is not None
@@ -113,7 +112,7 @@ class Terminal:
 
 
 def parse(action: str) -> str:
-    """The command: what is in the first block of code, otherwise all of it. Empty: the agent says that it is done."""
+    """The command: the first block of code, otherwise the whole text. Empty: the agent is done."""
     if OVER.fullmatch(action):
         return ""
     block = BLOCK.search(action)
@@ -121,11 +120,35 @@ def parse(action: str) -> str:
     return "" if OVER.fullmatch(command) else command or ":"
 
 
-def observation(result: Result) -> str:
+def observation(result: CommandResult) -> str:
     output = result.output
     if output and not output.endswith("\n"):
         output += "\n"
     return f"{output}[{result.note}]" if result.note else f"{output}[exit {result.exit_code}]"
+
+
+def verify(problem: Problem, agent: Sandbox, limits: SandboxLimits, deadline: float) -> dict[str, bool]:
+    """Which checks passed. Ends the agent's sandbox. Raises SandboxError.
+
+    They run in a sandbox of their own, on a copy of the agent's folder: no process or alias of the agent is there, and
+    the checks arrive only now. What they should write is compared here, outside, so a program of the agent that a check
+    runs cannot read what would satisfy it."""
+    failed = {check.name: False for check in problem.checks}
+    try:
+        work = agent.pack()
+    except WorkTooBig:
+        return failed
+    finally:
+        agent.close()
+    with Sandbox(limits=limits, output=100_000) as sandbox:
+        if not sandbox.unpack(work):
+            return failed
+        return {check.name: _passes(sandbox, check.command, check.expected, deadline) for check in problem.checks}
+
+
+def _passes(sandbox: Sandbox, command: str, expected: str, deadline: float) -> bool:
+    result = sandbox.run(command, deadline)
+    return result.exit_code == 0 and result.output.strip() == expected.strip()
 
 
 def player(env: Terminal, rng: random.Random, *, skill: float) -> str:

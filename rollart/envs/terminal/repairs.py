@@ -1,13 +1,12 @@
-"""Tasks that change programs: make a failing test pass, rename a function, repair a script."""
+"""Problems with programs: make a failing test pass, rename a function, repair a script."""
 
 from __future__ import annotations
 
 import random
 
-from rollart.envs.terminal.problem import Check, Problem, unchanged
-from rollart.envs.terminal.words import names
+from rollart.envs.terminal.problem import Check, Problem, names, unchanged
 
-# What a function of `values` should give, and what it gives by mistake.
+# What a function of `values` should return, and what it returns by mistake.
 FAULTS = (
     ("max(values) - min(values)", "max(values) + min(values)"),
     ("sum(values) / len(values)", "sum(values) / (len(values) - 1)"),
@@ -23,13 +22,13 @@ FAULTS = (
 
 
 def test(rng: random.Random, level: int) -> Problem:
-    """A package with a test that fails. More numbers than the test has are tried afterwards."""
+    """A package with a failing test. The checks try more inputs than the test has."""
     package, *functions = names(rng, 1 + 2 * level)
     right, wrong = rng.choice(FAULTS)
     faulty = rng.choice(functions)
     others = [fault for fault, _ in FAULTS if fault != right]
     bodies = {name: rng.choice(others) for name in functions} | {faulty: wrong}
-    tried = _telling(rng, right, wrong, 4)
+    tried = _revealing(rng, right, wrong, 4)
     expected = [_value(right, values) for values in tried]
     core = f"{package}/core.py"
     files = {
@@ -68,7 +67,7 @@ def rename(rng: random.Random, level: int) -> Problem:
 
 
 def script(rng: random.Random, level: int) -> Problem:
-    """A shell script with `level` mistakes. It is run with other arguments afterwards."""
+    """A shell script with `level` mistakes. The checks run it with other arguments."""
     name, variable = names(rng, 2)
     right = [
         "#!/bin/bash",
@@ -91,7 +90,7 @@ def script(rng: random.Random, level: int) -> Problem:
     lines = [wrong.get(at, line) for at, line in enumerate(right)]
     runs = [_numbers(rng) for _ in range(level + 2)]
 
-    def told(numbers: list[int]) -> str:
+    def expected(numbers: list[int]) -> str:
         return f"{name} {sum(number for number in numbers if number > limit)}"
 
     def call(numbers: list[int]) -> str:
@@ -100,19 +99,19 @@ def script(rng: random.Random, level: int) -> Problem:
     return Problem(
         "script",
         f"Repair {name}.sh: it should add up its arguments above {limit}. See README",
-        {f"{name}.sh": "\n".join(lines) + "\n", "README": f"{call(runs[0])}\nshould say\n{told(runs[0])}\n"},
+        {f"{name}.sh": "\n".join(lines) + "\n", "README": f"{call(runs[0])}\nshould say\n{expected(runs[0])}\n"},
         (f"cat {name}.sh", *(f"sed -i '{at + 1}c\\{right[at]}' {name}.sh" for at in wrong)),
-        tuple(Check(f"run {n}", call(numbers), told(numbers)) for n, numbers in enumerate(runs)),
+        tuple(Check(f"run {n}", call(numbers), expected(numbers)) for n, numbers in enumerate(runs)),
     )
 
 
 def _numbers(rng: random.Random) -> list[int]:
-    """One of 7 to 9 and one above are among them, so that the sum of the large ones is not any other sum."""
+    """Includes one of 7 to 9 and one above 20, so that no other sum equals that of the large ones."""
     return [*rng.sample(range(1, 7), 3), rng.randint(7, 9), rng.randint(20, 40)]
 
 
-def _telling(rng: random.Random, right: str, wrong: str, count: int) -> list[list[int]]:
-    """Numbers for which the mistake shows."""
+def _revealing(rng: random.Random, right: str, wrong: str, count: int) -> list[list[int]]:
+    """Inputs for which the results differ."""
     found: list[list[int]] = []
     while len(found) < count:
         values = rng.choices(range(1, 30), k=5)
@@ -126,7 +125,7 @@ def _value(expression: str, values: list[int]) -> object:
 
 
 def _replace(function: str, wrong: str, right: str, file: str) -> str:
-    """A sed command, only for that function: others may be written alike."""
+    """A sed command for that function only: others may have the same text."""
 
     def plain(text: str) -> str:
         return "".join("\\" + letter if letter in r"[]*/.&" else letter for letter in text)

@@ -54,7 +54,7 @@ def test_a_server_that_closes_or_stays_silent_is_told_in_words() -> None:
         with pytest.raises(WebSocketLost, match="closed the connection: full"):
             socket.receive()
         socket.close()
-    silent = pytest.raises(WebSocketLost, match="did not answer")
+    silent = pytest.raises(WebSocketLost, match="did not reply")
     with server(echo) as url, contextlib.closing(WebSocket(url, seconds=0.2)) as socket, silent:
         socket.receive()
 

@@ -98,7 +98,7 @@ def test_a_family_that_needs_another_python_says_so() -> None:
 
 
 def test_names_that_are_taken_or_wrong_are_refused() -> None:
-    for name, wanted in (("gem", "a family that rollart knows"), ("../x", "letters, digits")):
+    for name, wanted in (("gem", "a family of rollart"), ("../x", "letters, digits")):
         with pytest.raises(ConfigError, match=wanted):
             families.choose(name, "")
     with pytest.raises(ConfigError, match="needs --requirements"):
@@ -146,5 +146,5 @@ def test_a_killed_installation_is_not_taken_for_one_and_swept_up_by_the_next(hom
 
 
 def test_two_cannot_work_on_a_family_at_once() -> None:
-    with install._alone("mine"), pytest.raises(RollartError, match="another `rollart envs` is at work"):
+    with install._lock("mine"), pytest.raises(RollartError, match="another `rollart envs` is at work"):
         install.remove("mine")

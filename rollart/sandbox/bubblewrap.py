@@ -1,12 +1,14 @@
-"""A bubblewrap sandbox: its namespaces, and the keeper in them that starts everything else. Standard library only.
+"""A bubblewrap sandbox: its namespaces, and the init process in them that starts everything else.
 
 The invariants:
 - Inside there is a read-only view of /usr, three small file systems in memory (the work folder, /tmp, /dev/shm), no
   network, and no process, user or file of the host. All else is read-only, /proc included.
-- The keeper is process 1 of the sandbox, so nothing inside can kill it; when it ends, the kernel kills all others.
-  It ends with us: by our hand, by the end of its requests, or because its parent died.
-- Nothing that comes from inside is trusted: answers are read without blocking, bounded, and only compared or shown.
-- Started by root, it runs as a user id that nobody has, one for each sandbox.
+- Init is process 1 of the sandbox, so nothing inside can kill it; when it ends, the kernel kills all others. It ends
+  when we kill it, at the end of its requests, or when its parent dies.
+- Nothing that comes from inside is trusted: replies are read without blocking, bounded, and only compared or shown.
+- Started by root, it runs as an unused user id, one for each sandbox.
+
+Standard library only.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollart.sandbox import seccomp
-from rollart.sandbox.processes import children, is_dead, resident_pages, state
 
 WORK = "/task"
+PROC = Path("/proc")
 START_S, END_S = 30.0, 10.0
 FIRST_UID, NOBODY = 0x70000000, 65534
 SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
@@ -39,9 +41,9 @@ VARIABLES = {
     "TERM": "dumb",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
-# Between the shells' lives the keeper reads requests: what to do, a tag for the answer, and the size of the archive.
-# To signal -1 is to signal all but itself at once: nobody can slip away by having a child meanwhile.
-KEEPER = """\
+# Between two shells init reads requests: what to do, a tag for the reply, and the size of the archive.
+# Signal -1 reaches all but itself at once: no process can escape by forking meanwhile.
+INIT = """\
 ulimit -c 0 -v {memory} -u {processes} -f {file} -n {files} -t {cpu} || exit 97
 exec 9>&2 2>/dev/null
 trap 'kill -STOP -1' USR1
@@ -61,13 +63,13 @@ done
 
 
 class SandboxError(RuntimeError):
-    """No sandbox can be had, or it broke. The sentence says what to do."""
+    """A sandbox could not be started, or broke. The message says what to do."""
 
 
 @dataclass(frozen=True)
-class Limits:
-    """`memory` and `cpu_s` are of each process, `total_memory` of all together, which is looked at while a command
-    runs; `disk` is of the work folder, and as much again of /tmp. Megabytes and seconds."""
+class SandboxLimits:
+    """`memory` and `cpu_s` are per process, `total_memory` is for all together and checked while a command runs; `disk`
+    is for the work folder, and as much again for /tmp. Megabytes and seconds."""
 
     memory: int = 512
     total_memory: int = 768
@@ -79,25 +81,25 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Extras:
-    """What a sandbox has beyond the usual. `seen` are folders of this machine that are also inside, at the same paths
-    and read-only; `links` are names in its root folder for folders in the work folder."""
+class ExtraMounts:
+    """`folders` of this machine are mounted at the same paths, read-only; `links` are names in the sandbox's root
+    folder for folders in the work folder."""
 
-    seen: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
     links: tuple[tuple[str, str], ...] = ()
 
 
-NO_EXTRAS = Extras()
+NO_MOUNTS = ExtraMounts()
 
 
-class Bubble:
-    """The running sandbox: `ask` writes to its keeper, `answers` and `output` are read from; `keeper` is its pid."""
+class Bubblewrap:
+    """The running sandbox: `send` writes to its init, `replies` and `output` are read from; `init` is its pid."""
 
-    def __init__(self, limits: Limits, shell: str, extras: Extras = NO_EXTRAS) -> None:
+    def __init__(self, limits: SandboxLimits, shell: str, mounts: ExtraMounts = NO_MOUNTS) -> None:
         self.limits = limits
-        self._extras = extras
+        self._mounts = mounts
         self._ours: list[int] = []  # file descriptors
-        self.requests, self.answers, self.output, self.keeper = -1, -1, -1, 0
+        self.requests, self.replies, self.output, self.init = -1, -1, -1, 0
         self._process: subprocess.Popen[bytes] | None = None
         try:
             self._start(shell)
@@ -120,15 +122,15 @@ class Bubble:
             filters.write(program)
             filters.seek(0)
             stdin, self.requests = self._pipe(theirs, ours=1)
-            self.answers, stdout = self._pipe(theirs, ours=0)
+            self.replies, stdout = self._pipe(theirs, ours=0)
             self.output, stderr = self._pipe(theirs, ours=0)
             info, info_in = self._pipe(theirs, ours=0)
             user = _user()
-            for path in self._extras.seen:
-                _check_seen(Path(path), user)
+            for path in self._mounts.folders:
+                _check_mount(Path(path), user)
             try:
                 self._process = subprocess.Popen(
-                    [bwrap, *arguments(self.limits, shell, filters.fileno(), info_in, self._extras)],
+                    [bwrap, *arguments(self.limits, shell, filters.fileno(), info_in, self._mounts)],
                     stdin=stdin,
                     stdout=stdout,
                     stderr=stderr,
@@ -140,12 +142,12 @@ class Bubble:
                 )
             except OSError as error:
                 raise SandboxError(f"{bwrap} cannot be started as user {user or os.geteuid()}: {error}") from error
-        for descriptor in (self.requests, self.answers, self.output):
+        for descriptor in (self.requests, self.replies, self.output):
             os.set_blocking(descriptor, False)
-        self.keeper = self._read_pid(info)
-        # The first to go when the machine runs out of memory.
+        self.init = self._read_pid(info)
+        # Killed first when the machine runs out of memory.
         with contextlib.suppress(OSError):
-            Path(f"/proc/{self.keeper}/oom_score_adj").write_text("1000")
+            Path(f"/proc/{self.init}/oom_score_adj").write_text("1000")
 
     def _pipe(self, theirs: contextlib.ExitStack, ours: int) -> tuple[int, int]:
         ends = os.pipe()
@@ -159,47 +161,47 @@ class Bubble:
             ready, _, _ = select.select([info], [], [], max(0.0, deadline - time.monotonic()))
             piece = os.read(info, 4096) if ready else b""
             if not piece:
-                raise SandboxError(self._no_start())
+                raise SandboxError(self._start_failure())
             text += piece
         return int(json.loads(text)["child-pid"])
 
-    def _no_start(self) -> str:
+    def _start_failure(self) -> str:
         return (
-            f"bubblewrap could not start a sandbox ({self._last_words()}), and nothing runs without one; "
+            f"bubblewrap could not start a sandbox ({self._last_output()}), and nothing runs without one; "
             "it needs bubblewrap 0.8 or later and user namespaces: check `sysctl "
             "kernel.unprivileged_userns_clone` (1), `kernel.apparmor_restrict_unprivileged_userns` (0) and "
             "`user.max_user_namespaces` (not 0), and in a container allow them"
         )
 
-    def ask(self, request: bytes, deadline: float) -> None:
+    def send(self, request: bytes, deadline: float) -> None:
         """Write all of it by `deadline` (of time.monotonic). Raises SandboxError."""
         rest = memoryview(request)
         while rest:
             _, ready, _ = select.select([], [self.requests], [], max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise SandboxError("the sandbox does not take what it is sent")
+                raise SandboxError("the sandbox does not read its requests")
             try:
                 rest = rest[os.write(self.requests, rest[:65536]) :]
             except BrokenPipeError:
-                raise SandboxError(f"the sandbox ended: {self._last_words()}") from None
+                raise SandboxError(f"the sandbox ended: {self._last_output()}") from None
 
-    def _last_words(self) -> str:
-        said = b""
+    def _last_output(self) -> str:
+        output = b""
         with contextlib.suppress(OSError):
-            said = os.read(self.output, 2000)
-        return said.decode(errors="replace").strip() or "nothing is known of the reason"
+            output = os.read(self.output, 2000)
+        return output.decode(errors="replace").strip() or "no reason is known"
 
     def processes(self) -> list[int]:
-        """All inside but the keeper. One whose parent ends just now may be missed."""
-        found = children(self.keeper)
+        """All inside but init. One whose parent ends just now may be missed."""
+        found = children(self.init)
         for pid in found:
             found += children(pid)
         return [pid for pid in found if not is_dead(pid)]
 
     def clear(self, shell: int) -> None:
-        """Kill all inside but the keeper and `shell`. Nobody runs meanwhile, so nobody is missed."""
+        """Kill all inside but init and `shell`. All are stopped meanwhile, so none is missed."""
         deadline = time.monotonic() + END_S
-        self._signal(self.keeper, signal.SIGUSR1)
+        self._signal(self.init, signal.SIGUSR1)
         while state(shell) not in "TZX":
             if time.monotonic() > deadline:
                 raise SandboxError("the sandbox does not stop its processes")
@@ -213,13 +215,13 @@ class Bubble:
         self._signal(shell, signal.SIGCONT)
 
     def _alive(self) -> int:
-        """How many there are inside but the keeper. Its own /proc misses none that cannot have children, but has other
-        ids than ours."""
-        inside = Path(f"/proc/{self.keeper}/root/proc")
+        """The number of processes inside but init. The sandbox's own /proc misses no stopped process, but its ids are
+        not ours."""
+        inside = Path(f"/proc/{self.init}/root/proc")
         return sum(not is_dead(int(entry.name), inside) for entry in inside.iterdir() if entry.name.isdecimal()) - 1
 
     def kill(self, pid: int) -> None:
-        """With the shell, the keeper kills all the others."""
+        """If it is the shell, init kills all the others."""
         self._signal(pid, signal.SIGKILL)
 
     @staticmethod
@@ -228,9 +230,9 @@ class Bubble:
             os.kill(pid, number)
 
     def used(self) -> tuple[int, int]:
-        """Megabytes that its processes hold together, and the files in its folders."""
+        """Megabytes of its processes together, and the number of files in its folders."""
         pages = sum(resident_pages(pid) for pid in self.processes())
-        root = f"/proc/{self.keeper}/root"
+        root = f"/proc/{self.init}/root"
         inodes = 0
         for folder in (WORK, "/tmp", "/dev/shm"):
             with contextlib.suppress(OSError):
@@ -239,27 +241,27 @@ class Bubble:
         return pages * os.sysconf("SC_PAGESIZE") // 2**20, inodes
 
     def close(self) -> None:
-        """End everything in it; its folders are gone with it."""
+        """End everything in it; its folders are deleted."""
         while self._ours:
             os.close(self._ours.pop())
         process, self._process = self._process, None
         if process is not None:
-            # The keeper first: with it the kernel kills all that is inside, before anybody could be orphaned.
-            for pid in (self.keeper, process.pid):
+            # Init first: with it the kernel kills all that is inside, before any process is orphaned.
+            for pid in (self.init, process.pid):
                 if pid:
                     self._signal(pid, signal.SIGKILL)
             process.wait(END_S)
 
 
-def arguments(limits: Limits, shell: str, filters: int, info: int, extras: Extras = NO_EXTRAS) -> list[str]:
-    """Of bwrap. The order matters: what is made read-only comes after what is put into it."""
+def arguments(limits: SandboxLimits, shell: str, filters: int, info: int, mounts: ExtraMounts = NO_MOUNTS) -> list[str]:
+    """The arguments of bwrap. The order matters: a mount is made read-only after what is mounted in it."""
     disk = str(limits.disk * 2**20)
     system = [part for path in SYSTEM for part in _same_as_host(path)]
     etc = [part for path in ETC for part in ("--ro-bind-try", path, path)]
-    seen = [part for path in extras.seen for part in ("--ro-bind", path, path)]
-    links = [part for name, folder in extras.links for part in ("--symlink", f"{WORK}/{folder}", name)]
+    folders = [part for path in mounts.folders for part in ("--ro-bind", path, path)]
+    links = [part for name, folder in mounts.links for part in ("--symlink", f"{WORK}/{folder}", name)]
     variables = [part for name, value in VARIABLES.items() for part in ("--setenv", name, value)]
-    keeper = KEEPER.format(
+    init = INIT.format(
         memory=limits.memory * 1024,
         processes=limits.processes,
         file=limits.disk * 1024,
@@ -272,39 +274,70 @@ def arguments(limits: Limits, shell: str, filters: int, info: int, extras: Extra
         *("--ro-bind", "/usr", "/usr", *system, *etc, *links),
         *("--proc", "/proc", "--remount-ro", "/proc"),
         *("--dev", "/dev", "--size", str(2**20), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
-        *("--size", disk, "--tmpfs", "/tmp", "--size", disk, "--tmpfs", WORK, *seen, "--remount-ro", "/"),
+        *("--size", disk, "--tmpfs", "/tmp", "--size", disk, "--tmpfs", WORK, *folders, "--remount-ro", "/"),
         *("--chdir", WORK, "--seccomp", str(filters), "--info-fd", str(info)),
-        *("--", "bash", "--norc", "--noprofile", "-c", keeper, "keeper", shell),
+        *("--", "bash", "--norc", "--noprofile", "-c", init, "init", shell),
     ]
 
 
 def _same_as_host(path: str) -> list[str]:
-    """/bin and the like are links into /usr on most systems, folders on others."""
+    """/bin etc. are links into /usr on most systems, folders on others."""
     here = Path(path)
     if here.is_symlink():
         return ["--symlink", str(here.readlink()), path]
     return ["--ro-bind", path, path] if here.is_dir() else []
 
 
-def _check_seen(path: Path, user: int | None) -> None:
-    """Raises SandboxError for a folder that the sandbox's user cannot go to."""
+def _check_mount(path: Path, user: int | None) -> None:
+    """Raises SandboxError for a folder that the sandbox's user cannot enter."""
     if not path.is_absolute() or not path.is_dir():
-        raise SandboxError(f"the sandbox is to see {path}, which is no folder")
+        raise SandboxError(f"the sandbox cannot mount {path}, which is not a folder")
     closed = [above for above in (path, *path.parents) if not above.stat().st_mode & 0o001]
     if closed and user is not None:
         raise SandboxError(
-            f"the sandbox is to see {path}, but its user is nobody and may not enter {closed[-1]}; move it to a folder "
+            f"the sandbox cannot mount {path}: its user is nobody and may not enter {closed[-1]}; move it to a folder "
             f"that all may enter, or run as another user than root"
         )
 
 
 def _user() -> int | None:
-    """For root, whom the kernel limits in nothing: the id of nobody else. None: we stay who we are."""
+    """For root, which has no process limits: an unused id. None: the user stays."""
     if os.geteuid() != 0:
         return None
-    wanted = FIRST_UID + os.getpid()
+    unused = FIRST_UID + os.getpid()
     for line in Path("/proc/self/uid_map").read_text().splitlines():
         first, _, count = map(int, line.split())
-        if first <= wanted < first + count:
-            return wanted
+        if first <= unused < first + count:
+            return unused
     return NOBODY
+
+
+# Reads /proc; a process may end at any moment.
+
+
+def children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # it ended meanwhile
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (thread / "children").read_text().split())
+    return found
+
+
+def state(pid: int, proc: Path = PROC) -> str:
+    """The kernel's letter; X once it is gone."""
+    try:
+        return (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "X"
+
+
+def is_dead(pid: int, proc: Path = PROC) -> bool:
+    """Also while its parent has not reaped it yet."""
+    return state(pid, proc) in "ZX"
+
+
+def resident_pages(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError):
+        return 0

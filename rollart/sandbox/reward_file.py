@@ -1,4 +1,4 @@
-"""A reward that a program left in a file of its sandbox: a number, or an object with numbers. Standard library only."""
+"""The reward that a program wrote to a file of its sandbox: a number, or a JSON object. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from rollart.sandbox.shell import Sandbox
 READ_S = 10.0
 
 
-def verdict(sandbox: Sandbox, *paths: str, key: str = "reward") -> dict[str, Any]:
-    """From the first of `paths` that is there: the reward, and in `info` the other values. Without a file, or with one
-    that has no such number, the reward is None, and `info["no_reward"]` says why."""
+def read_reward(sandbox: Sandbox, *paths: str, key: str = "reward") -> dict[str, Any]:
+    """From the first of `paths` that exists: the reward, and in `info` the other values. Without a file, or with one
+    that has no such number, the reward is None, and `info["no_reward"]` is the reason."""
     for path in paths:
         found = sandbox.run(f"test -e {shlex.quote(path)} && cat {shlex.quote(path)}", READ_S)
         if found.exit_code == 0:
-            return parsed(found.output, path, key)
+            return parse_reward(found.output, path, key)
     return {"reward": None, "info": {"no_reward": f"there is no {' or '.join(paths)}"}}
 
 
-def parsed(text: str, path: str, key: str = "reward") -> dict[str, Any]:
+def parse_reward(text: str, path: str, key: str = "reward") -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError:

@@ -1,12 +1,12 @@
-"""A door in a sandbox without a network: one port on its own loopback that leads to one address of ours.
+"""Forwards one port on the loopback of a sandbox, which has no other network, to one address outside.
 
-A socket belongs to the network in which it was made, whoever holds it. So one that listens inside is made by a child
-of ours that enters the sandbox's network for a moment, and is served by us, outside: nothing in the sandbox has to
-help, and nobody in it can reach anything else. Linux, standard library only.
+A socket belongs to the network namespace in which it was made, whichever process holds it. So a child of ours enters
+the sandbox's namespace, makes the listening socket and passes it to us, who serve it outside: nothing in the sandbox
+has to help, and nothing in it can reach anything else. Linux, standard library only.
 
 The invariants:
-- A connection inside is one connection to `address`, and nothing else can be asked for.
-- There are at most `MOST` at the same time; others are closed at once.
+- A connection inside is one connection to `address`, and to nothing else.
+- There are at most `MAX_CONNECTIONS` at the same time; others are closed at once.
 - All of them, and the port, end with `close`.
 """
 
@@ -22,30 +22,30 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from rollart.sandbox.bubble import SandboxError
+from rollart.sandbox.bubblewrap import SandboxError
 
 NS_GET_USERNS = 0xB701
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
-MOST = 128
+MAX_CONNECTIONS = 128
 CONNECT_S, END_S = 10.0, 10.0
 PIECE = 65536
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-class Door:
-    """Open until it is closed, at 127.0.0.1 and the port of `address` inside. `keeper` is the sandbox's process 1."""
+class PortForward:
+    """From 127.0.0.1 and the port of `address` inside, until closed. `init` is the sandbox's process 1."""
 
-    def __init__(self, keeper: int, address: tuple[str, int]) -> None:
+    def __init__(self, init: int, address: tuple[str, int]) -> None:
         self._address = address
         self._open: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._server = self._loop.run_until_complete(
-            asyncio.start_server(self._enter, sock=listener(keeper, address[1]))
+            asyncio.start_server(self._forward, sock=listener(init, address[1]))
         )
-        self._thread = threading.Thread(target=self._serve, name="door", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="port forward", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Door:
+    def __enter__(self) -> PortForward:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -55,7 +55,7 @@ class Door:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(END_S)
         if self._thread.is_alive():
-            raise SandboxError("the sandbox's door could not be closed")
+            raise SandboxError("the port forward of the sandbox could not be closed")
 
     def _serve(self) -> None:
         self._loop.run_forever()
@@ -65,20 +65,20 @@ class Door:
         self._loop.run_until_complete(_ended(self._open))
         self._loop.close()
 
-    async def _enter(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        if len(self._open) >= MOST:
+        if len(self._open) >= MAX_CONNECTIONS:
             writer.close()
             return
         self._open.add(task)
         try:
             there, back = await asyncio.wait_for(asyncio.open_connection(*self._address), CONNECT_S)
             try:
-                await asyncio.gather(_carry(reader, back), _carry(there, writer))
+                await asyncio.gather(_copy(reader, back), _copy(there, writer))
             finally:
                 back.close()
-        except (OSError, asyncio.TimeoutError):  # noqa: UP041 - in Python 3.9 they are two; whoever is inside sees it close
+        except (OSError, asyncio.TimeoutError):  # noqa: UP041 - they differ in Python 3.9
             pass
         finally:
             writer.close()
@@ -89,8 +89,8 @@ async def _ended(tasks: Iterable[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Until the sender says that there is no more."""
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Until the sender closes its end."""
     while piece := await reader.read(PIECE):
         writer.write(piece)
         await writer.drain()
@@ -98,12 +98,12 @@ async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
         writer.write_eof()
 
 
-def listener(keeper: int, port: int) -> socket.socket:
+def listener(init: int, port: int) -> socket.socket:
     """A socket that listens on 127.0.0.1 inside. Raises SandboxError."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        user = Path(f"/proc/{keeper}/ns").stat().st_uid
-        network = os.open(f"/proc/{keeper}/ns/net", os.O_RDONLY)
+        user = Path(f"/proc/{init}/ns").stat().st_uid
+        network = os.open(f"/proc/{init}/ns/net", os.O_RDONLY)
         owner = fcntl.ioctl(network, NS_GET_USERNS)
         try:
             child = os.fork()
@@ -115,16 +115,16 @@ def listener(keeper: int, port: int) -> socket.socket:
         ours.settimeout(CONNECT_S)
         theirs.close()
         try:
-            said, sockets, _, _ = socket.recv_fds(ours, 1000, 1)
+            reason, sockets, _, _ = socket.recv_fds(ours, 1000, 1)
         finally:
             os.waitpid(child, 0)
         if not sockets:
-            raise SandboxError(f"the sandbox cannot be given a way to port {port}: {said.decode(errors='replace')}")
+            raise SandboxError(f"port {port} cannot be opened in the sandbox: {reason.decode(errors='replace')}")
         return socket.socket(fileno=sockets[0])
 
 
 def _send_listener(to: socket.socket, user: int, owner: int, network: int, port: int) -> None:
-    """In the child, which ends here. Whoever made the sandbox's namespaces may enter them."""
+    """In the child, which ends here. The user that made the sandbox's namespaces may enter them."""
     try:
         if os.geteuid() == 0:
             os.setgroups([])
@@ -135,7 +135,7 @@ def _send_listener(to: socket.socket, user: int, owner: int, network: int, port:
                 raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
         made = socket.socket()
         made.bind(("127.0.0.1", port))
-        made.listen(MOST)
+        made.listen(MAX_CONNECTIONS)
         socket.send_fds(to, [b"here"], [made.fileno()])
     except BaseException as error:
         to.sendall(str(error).encode()[:1000])
