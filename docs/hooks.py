@@ -50,19 +50,24 @@ def run_file() -> Iterator[str]:
 
 def _section(section: type[BaseModel], path: str) -> Iterator[str]:
     if path:
-        yield f"\n## `{path}`\n"
+        yield f"\n## `{path}` {{#{_anchor(path)}}}\n"
         yield (section.__doc__ or "").strip() + "\n"
     yield "| key | value | default | meaning |\n|---|---|---|---|"
     nested: list[tuple[type[BaseModel], str]] = []
     for name, field in section.model_fields.items():
-        inner = _inner(field.annotation)
+        inner, value = _inner(field.annotation), _type(field.annotation)
         whole = f"{path}.{name}" if path else name
         if inner is not None:
             many = {dict: f"{whole}.NAME", list: f"{whole}[]"}.get(get_origin(field.annotation) or object, whole)
             nested.append((inner, many))
-        yield f"| `{name}` | {_type(field.annotation)} | {_default(field)} | {_cell(field.description or '')} |"
+            value = value.replace("section", f"[section](#{_anchor(many)})")
+        yield f"| `{name}` | {value} | {_default(field)} | {_cell(field.description or '')} |"
     for inner, where in nested:
         yield from _section(inner, where)
+
+
+def _anchor(path: str) -> str:
+    return re.sub(r"\W+", "-", path).strip("-").lower()
 
 
 def _inner(annotation: Any) -> type[BaseModel] | None:
