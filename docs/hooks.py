@@ -111,35 +111,29 @@ def _cell(text: str) -> str:
 
 def commands() -> Iterator[str]:
     yield "# Commands\n"
-    yield "What `rollart COMMAND --help` prints.\n"
-    yield from _commands(typer.main.get_command(app), ["rollart"])
+    yield "`rollart COMMAND --help` prints the same in the terminal.\n"
+    yield from _commands(typer.main.get_command(app), "rollart")
 
 
-def _commands(command: Any, names: list[str]) -> Iterator[str]:
+def _commands(command: Any, name: str) -> Iterator[str]:
     inner = getattr(command, "commands", {})
     if not inner:
-        with command.make_context(" ".join(names), [], resilient_parsing=True) as context:
-            lines = "\n".join(line.rstrip() for line in _help(command, context).splitlines())
-        yield f"\n## `{' '.join(names)}`\n\n```text\n{lines.strip()}\n```"
-    for name in sorted(inner):
-        yield from _commands(inner[name], [*names, name])
+        takes = [_label(each) for each in command.params if not each.opts[0].startswith("-")]
+        yield f"\n## `{name}`\n\n```text\n{' '.join([name, '[OPTIONS]', *takes])}\n```\n"
+        yield _plain(command.help) + "\n"
+        yield "| option | meaning |\n|---|---|"
+        yield from (f"| `{_label(each)}` | {_cell(_plain(getattr(each, 'help', '')))} |" for each in command.params)
+    for key in sorted(inner):
+        yield from _commands(inner[key], f"{name} {key}")
 
 
-def _help(command: Any, context: Any) -> str:
-    """Typer prints rich help straight to the terminal; plain text reads better on a page."""
-    out = [
-        Text.from_markup(command.help or "").plain.strip(),
-        "",
-        f"usage: {context.command_path} {_usage(command)}",
-        "",
-    ]
-    for parameter in command.params:
-        names = getattr(parameter, "opts", [])
-        label = ", ".join(names) if names[0].startswith("-") else (parameter.metavar or names[0]).upper()
-        out.append(f"  {label:<24} {Text.from_markup(getattr(parameter, 'help', None) or '').plain}")
-    return "\n".join(out)
+def _label(parameter: Any) -> str:
+    option = parameter.opts[0].startswith("-")
+    return ", ".join(parameter.opts) if option else str(parameter.metavar or parameter.name.upper())
 
 
-def _usage(command: Any) -> str:
-    arguments = [(p.metavar or p.name).upper() for p in command.params if not p.opts[0].startswith("-")]
-    return " ".join(["[OPTIONS]", *arguments])
+def _plain(text: str | None) -> str:
+    """Help texts carry rich's markup; the example commands in them become code."""
+    lines = Text.from_markup(text or "").plain.strip().splitlines()
+    shown = [f"    {line.strip()}" if line.strip().startswith("rollart ") else line.strip() for line in lines]
+    return "\n".join(shown)
