@@ -25,7 +25,7 @@ from rollart.config import EngineConfig
 from rollart.core.types import GenerationRequest, Sampling
 from rollart.engines.torch import attention, stepper
 from rollart.engines.torch.engine import TorchEngine
-from rollart.engines.torch.model import Model
+from rollart.engines.torch.model import EngineModel
 from rollart.engines.torch.stepper import Stepper
 
 Answers = list[tuple[list[int], list[int], list[float]]]
@@ -62,7 +62,7 @@ def _config(
 class Pair:
     """The same weights twice: for the engine, which changes the model's attention, and for transformers."""
 
-    model: Model
+    model: EngineModel
     plain: Any
     vocabulary: int
     parameters: int
@@ -71,7 +71,7 @@ class Pair:
     def make(cls, config: Qwen3Config) -> "Pair":
         torch.manual_seed(0)
         plain = Qwen3ForCausalLM(config).eval()
-        model = Model(copy.deepcopy(plain))
+        model = EngineModel(copy.deepcopy(plain))
         return cls(model, plain, config.vocab_size, sum(weight.numel() for weight in plain.parameters()))
 
 

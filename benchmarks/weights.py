@@ -34,7 +34,7 @@ from torch import Tensor
 
 from rollart.core.types import Publication
 from rollart.weights.loaded_version import LoadedVersion
-from rollart.weights.publish import Publisher, Share, new_id
+from rollart.weights.publish import Publisher, TensorShard, new_id
 from rollart.weights.reader import WeightReader
 from rollart.weights.server import WeightServer
 from rollart.weights.store import Store, shared_folder
@@ -198,7 +198,7 @@ class Bench:
         self.version, id = self.version + 1, new_id()
         # Every byte, so that there is nothing to save by telling differences.
         self.pool.view(torch.int32).bitwise_xor_(0x01020304 * (1 + self.version % 7))
-        shares = [Share(f"t{i}", tuple(tensor.shape), tensor) for i, tensor in enumerate(self.tensors)]
+        shares = [TensorShard(f"t{i}", tuple(tensor.shape), tensor) for i, tensor in enumerate(self.tensors)]
         cost = timed(lambda: self.publisher.publish(self.version, id, shares))
         self.peak = max(self.peak, sum(path.stat().st_size for path in self.store.root.glob("*.data")))
         return cost, Publication(self.version, id, ((self.server.url,),))

@@ -1,6 +1,7 @@
 """An engine in another process, spoken to over one connection."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -9,13 +10,20 @@ from msgspec.structs import replace
 from rollart.core.errors import EngineFailed, EngineLost, ServiceError
 from rollart.core.protocols import TokenStream
 from rollart.core.types import Completion, EngineStatus, GenerationRequest, LoadResult, Publication
-from rollart.engines.streamed import Streamed
 from rollart.launch import rpc
 
 T = TypeVar("T")
 SHORT_S = 30.0
 _tokens = msgspec.msgpack.Decoder(list[int])
 LOAD_S = 3600.0  # a bucket that does not come ends a load much sooner
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRequest:
+    """A request whose tokens are to be told `every` so many."""
+
+    request: GenerationRequest
+    every: int
 
 
 class EngineClient:
@@ -42,7 +50,7 @@ class EngineClient:
                 enough = True
                 self._client.send("abort", request.id)
 
-        asked = Streamed(request, listener.every)
+        asked = StreamRequest(request, listener.every)
         completion = await self._call("stream", asked, Completion, self._deadline, on_item)
         return replace(completion, finish="length") if enough and completion.finish == "abort" else completion
 

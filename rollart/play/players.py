@@ -114,11 +114,11 @@ async def loaded(folder: Path, config: EngineConfig) -> "AsyncIterator[TorchEngi
     from transformers.utils import logging
 
     from rollart.engines.torch.engine import TorchEngine
-    from rollart.engines.torch.model import Model as Weights
+    from rollart.engines.torch.model import EngineModel
     from rollart.launch.service import torch_device
 
     logging.disable_progress_bar()
     torch.set_num_threads(config.threads)
-    weights = Weights.open(folder, getattr(torch, config.dtype), torch_device(config.device, {}))
+    weights = EngineModel.open(folder, getattr(torch, config.dtype), torch_device(config.device, {}))
     async with TorchEngine(weights, config) as engine:
         yield engine

@@ -19,7 +19,7 @@ from rollart.training.metrics import StepTotals
 from rollart.training.microbatch import Item, MicroBatch, micro_batch
 from rollart.training.policy import PolicyModel
 from rollart.training.ranks import Ranks, RanksLost
-from rollart.weights.publish import Publisher, Share
+from rollart.weights.publish import Publisher, TensorShard
 
 Held = Literal["policy", "reference", "exp_avg", "exp_avg_sq"]
 MOMENTS: tuple[Held, ...] = ("exp_avg", "exp_avg_sq")
@@ -180,7 +180,7 @@ class Learner:
         """Each rank writes what it holds, at the same time as the others."""
         assert self._publisher is not None
         tensors = {**self.policy.parameters(), **self.policy.buffers()}
-        shares = [Share(name, tuple(tensor.shape), *self.ranks.share(tensor)) for name, tensor in tensors.items()]
+        shares = [TensorShard(name, tuple(tensor.shape), *self.ranks.share(tensor)) for name, tensor in tensors.items()]
         aliases = {name: owner for name, owner in self.policy.names().items() if name != owner}
         self._publisher.publish(order.version, order.id, shares, aliases)
 

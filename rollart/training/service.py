@@ -36,7 +36,7 @@ from rollart.weights.publish import Publisher, new_id
 from rollart.weights.server import WeightServer
 from rollart.weights.store import Store
 from rollart.weights.transports import sender
-from rollart.weights.transports.offers import Offers
+from rollart.weights.transports.offers import SenderGroup
 
 T = TypeVar("T")
 FAREWELL_DEADLINE = 1.0
@@ -154,7 +154,7 @@ def _join(spec: Mapping[str, Any], config: TrainingConfig) -> Ranks:
 def _publisher(store: Store, spec: Mapping[str, Any], ranks: Ranks, server: WeightServer) -> Publisher:
     """Raises TransferFailed if the transport of the run file cannot be had here."""
     transport, dtype = _config(spec).transport, spec.get("engine_dtype")
-    senders = [] if transport == "http" else [Offers([sender(transport)], server.offer)]
+    senders = [] if transport == "http" else [SenderGroup([sender(transport)], server.offer)]
     return Publisher(store, shard=ranks.rank, shards=ranks.size, dtype=dtype, senders=senders)
 
 

@@ -24,7 +24,7 @@ FAST_LINK = 1e9
 """Bytes a second at which no codec keeps up, so that nothing need be asked or measured."""
 
 
-class Speeds:
+class LinkSpeeds:
     """What a stream from a source, by its address, has been seen to carry; the last measurements count most."""
 
     def __init__(self) -> None:
@@ -39,18 +39,18 @@ class Speeds:
         return self._speeds.get(source)
 
 
-speeds = Speeds()
+speeds = LinkSpeeds()
 """Of this process: receivers come and go, links stay."""
 
 
-class HeldBase:
+class DeltaBase:
     """The version that buckets may be told against, in the memory of who asks."""
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
 
     @classmethod
-    def of(cls, store: Store, manifest: Manifest) -> "HeldBase | None":
+    def of(cls, store: Store, manifest: Manifest) -> "DeltaBase | None":
         """None if it is not here, or not all of it."""
         shard = _base(store, manifest)
         return None if shard is None else cls(shard)
@@ -71,7 +71,7 @@ class HeldBase:
         self._shard.release()
 
 
-class Deltas:
+class DeltaCache:
     """Of what is in `store`, for those who ask. The last few are kept: several may ask for the same."""
 
     def __init__(self, store: Store) -> None:

@@ -14,7 +14,7 @@ import xxhash
 from torch import Tensor
 
 from rollart.core.errors import RollartError
-from rollart.weights.manifest import ITEM_BYTES, Manifest, Piece
+from rollart.weights.manifest import ITEM_BYTES, Manifest, ShardPiece
 from rollart.weights.store import Shard
 
 LOOKS = 3  # at a bucket whose bytes do not fit its checksum
@@ -24,7 +24,7 @@ with warnings.catch_warnings():  # the memory is mapped read-only on purpose, an
     torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
-class Corrupt(RollartError):
+class CorruptWeights(RollartError):
     """Bytes that are not what was published."""
 
 
@@ -44,7 +44,7 @@ class LoadedVersion:
         return sum(shard.manifest.size for shard in self.shards)
 
     def arrive(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors as they come, each once all its bytes are there and checked. Raises MissingVersion, Corrupt."""
+        """Tensors as they come, each once its bytes are there and checked. Raises MissingVersion, CorruptWeights."""
         awaited = _Awaited([shard.manifest for shard in self.shards])
         aliases: dict[str, list[str]] = defaultdict(list)
         for alias, owner in self.shards[0].manifest.aliases.items():
@@ -81,12 +81,12 @@ class LoadedVersion:
             if xxhash.xxh3_64_intdigest(shard.data[start:stop]) == expected:
                 return
         if not checked:
-            raise Corrupt(
+            raise CorruptWeights(
                 f"bucket {bucket} of shard {shard.manifest.shard} of version {self.version} does not fit its checksum; "
                 "its memory is damaged, or was written to by somebody else"
             )
 
-    def _tensor(self, pieces: Sequence[tuple[int, Piece]]) -> Tensor:
+    def _tensor(self, pieces: Sequence[tuple[int, ShardPiece]]) -> Tensor:
         part = pieces[0][1].part
         if part.whole:
             return self._view(*pieces[0]).view(part.shape)
@@ -95,7 +95,7 @@ class LoadedVersion:
             whole[piece.part.start : piece.part.start + piece.part.count] = self._view(number, piece)
         return whole.view(part.shape)
 
-    def _view(self, number: int, piece: Piece) -> Tensor:
+    def _view(self, number: int, piece: ShardPiece) -> Tensor:
         dtype = getattr(torch, piece.part.dtype)
         return torch.frombuffer(self.shards[number].data, dtype=dtype, count=piece.part.count, offset=piece.offset)
 
@@ -104,8 +104,8 @@ class _Awaited:
     """Which tensors are complete, as the shards fill up from their beginnings."""
 
     def __init__(self, manifests: Sequence[Manifest]) -> None:
-        self.pieces: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
-        self._order: list[list[Piece]] = [list(reversed(manifest.pieces)) for manifest in manifests]
+        self.pieces: dict[str, list[tuple[int, ShardPiece]]] = defaultdict(list)
+        self._order: list[list[ShardPiece]] = [list(reversed(manifest.pieces)) for manifest in manifests]
         for number, manifest in enumerate(manifests):
             for piece in manifest.pieces:
                 self.pieces[piece.part.tensor].append((number, piece))

@@ -23,7 +23,7 @@ ITEM_BYTES = {
 }  # fmt: skip
 
 
-class Part(Struct, frozen=True, gc=False):
+class TensorPart(Struct, frozen=True, gc=False):
     """What a rank holds of a tensor: `dtype` as torch names it, `shape` that of the whole tensor."""
 
     tensor: str
@@ -41,10 +41,10 @@ class Part(Struct, frozen=True, gc=False):
         return self.count * ITEM_BYTES[self.dtype]
 
 
-class Piece(Struct, frozen=True, gc=False):
+class ShardPiece(Struct, frozen=True, gc=False):
     """A part, and the byte of the shard at which it begins."""
 
-    part: Part
+    part: TensorPart
     offset: int
 
     @property
@@ -63,7 +63,7 @@ class Manifest(Struct, frozen=True):
     shards: int
     size: int
     bucket_bytes: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShardPiece, ...]
     aliases: Mapping[str, str] = {}
     base: str | None = None
 
@@ -87,11 +87,11 @@ class Manifest(Struct, frozen=True):
         return msgspec.json.decode(data, type=cls)
 
 
-def lay_out(parts: Iterable[Part]) -> tuple[tuple[Piece, ...], int]:
+def lay_out(parts: Iterable[TensorPart]) -> tuple[tuple[ShardPiece, ...], int]:
     """Where each part goes, and the size of it all."""
     pieces, offset = [], 0
     for part in parts:
-        pieces.append(Piece(part, offset))
+        pieces.append(ShardPiece(part, offset))
         offset += -(-part.bytes // ALIGN) * ALIGN
     return tuple(pieces), offset
 

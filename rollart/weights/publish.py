@@ -18,15 +18,15 @@ from torch import Tensor
 
 from rollart.core.types import Publication
 from rollart.weights.delta_cost import ANCHOR_EVERY
-from rollart.weights.manifest import ALIGN, ITEM_BYTES, Manifest, Part, bucket_size, lay_out
-from rollart.weights.store import Shard, Store, Writing
+from rollart.weights.manifest import ALIGN, ITEM_BYTES, Manifest, TensorPart, bucket_size, lay_out
+from rollart.weights.store import Shard, ShardWriter, Store
 from rollart.weights.transports import Sender
 
 CHUNK = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class TensorShard:
     """What a rank holds of a tensor of `shape`: the elements of `values`, in its flat order from `start` on."""
 
     name: str
@@ -57,7 +57,7 @@ class Publisher:
         self._newest: Shard | None = None  # held, so that it is there for whoever comes
 
     def publish(
-        self, version: int, id: str, shares: Iterable[Share], aliases: Mapping[str, str] | None = None
+        self, version: int, id: str, shares: Iterable[TensorShard], aliases: Mapping[str, str] | None = None
     ) -> Manifest:
         """Blocks until all is written. Tensors that share their memory are written once. Raises NoRoom."""
         unique, tied = _untied(shares)
@@ -85,13 +85,13 @@ class Publisher:
         if self._newest is not None:
             self._newest.release()
 
-    def _part(self, share: Share) -> Part:
+    def _part(self, share: TensorShard) -> TensorPart:
         own = str(share.values.dtype).removeprefix("torch.")
         dtype = self._dtype if self._dtype and share.values.is_floating_point() else own
-        return Part(share.name, dtype, share.shape, share.start, share.values.numel())
+        return TensorPart(share.name, dtype, share.shape, share.start, share.values.numel())
 
 
-def _untied(shares: Iterable[Share]) -> tuple[list[Share], dict[str, str]]:
+def _untied(shares: Iterable[TensorShard]) -> tuple[list[TensorShard], dict[str, str]]:
     first: dict[tuple[int, tuple[int, ...]], str] = {}
     unique, tied = [], {}
     for share in shares:
@@ -108,7 +108,7 @@ def _untied(shares: Iterable[Share]) -> tuple[list[Share], dict[str, str]]:
 class _Buckets:
     """The checksum that follows the writer through the shard, and tells each bucket when it is final."""
 
-    def __init__(self, writing: Writing, senders: Sequence[Sender]) -> None:
+    def __init__(self, writing: ShardWriter, senders: Sequence[Sender]) -> None:
         self._writing, self._senders = writing, senders
         self._size, self._step = writing.manifest.size, writing.manifest.bucket_bytes
         self._hash, self._at, self._bucket = xxhash.xxh3_64(), 0, 0
@@ -133,7 +133,7 @@ class _Buckets:
 
 
 @torch.no_grad()
-def _write(writing: Writing, values: Sequence[Tensor], senders: Sequence[Sender]) -> None:
+def _write(writing: ShardWriter, values: Sequence[Tensor], senders: Sequence[Sender]) -> None:
     data, pieces = writing.data, writing.manifest.pieces
     buckets = _Buckets(writing, senders)
     for index, (piece, tensor) in enumerate(zip(pieces, values, strict=True)):
@@ -156,7 +156,7 @@ def _write(writing: Writing, values: Sequence[Tensor], senders: Sequence[Sender]
 def publish(root: Path, version: int, tensors: Mapping[str, Tensor], **options: Any) -> Publication:
     """Whole tensors, by a publisher that ends with it; `options` are those of Publisher."""
     id = new_id()
-    shares = [Share(name, tuple(tensor.shape), tensor.detach()) for name, tensor in tensors.items()]
+    shares = [TensorShard(name, tuple(tensor.shape), tensor.detach()) for name, tensor in tensors.items()]
     publisher = Publisher(Store(root), **options)
     publisher.publish(version, id, shares)
     publisher.close()

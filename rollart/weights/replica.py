@@ -15,14 +15,14 @@ import xxhash
 
 from rollart.core.errors import RollartError
 from rollart.core.types import Publication
-from rollart.weights.delta_wire import HeldBase
-from rollart.weights.loaded_version import Corrupt
+from rollart.weights.delta_wire import DeltaBase
+from rollart.weights.loaded_version import CorruptWeights
 from rollart.weights.manifest import Manifest
-from rollart.weights.server import WAIT_S, Joined
-from rollart.weights.store import SUM_BYTES, Store, Writing
+from rollart.weights.server import WAIT_S, JoinReply
+from rollart.weights.store import SUM_BYTES, ShardWriter, Store
 from rollart.weights.transports import Receiver, TransferFailed
 from rollart.weights.transports.http import HttpReceiver, path_of
-from rollart.weights.transports.offers import Preferred
+from rollart.weights.transports.offers import FallbackReceiver
 
 STREAMS = 4
 TRIES = 3  # for bytes that do not fit their checksum
@@ -56,7 +56,7 @@ class Replica:
         self._done: set[int] = set()
         self._finished = 0
         self._failure: Exception | None = None
-        self._incoming: Preferred | None = None
+        self._incoming: FallbackReceiver | None = None
         self.began = threading.Event()  # to write, so that what is found is checked on its way
         self.over = threading.Event()  # well or not
 
@@ -70,7 +70,7 @@ class Replica:
         of this host does it already."""
         try:
             query = f"manifest?member={self._member}&relay={quote(self._relay)}"
-            joined = msgspec.json.decode(self._control.ask(self._origin, f"{self._path}/{query}"), type=Joined)
+            joined = msgspec.json.decode(self._control.ask(self._origin, f"{self._path}/{query}"), type=JoinReply)
             with self._store.create(joined.manifest) as writing:
                 self.began.set()
                 return self._fetch(writing, joined)
@@ -83,12 +83,12 @@ class Replica:
         with contextlib.suppress(TransferFailed):  # then its lease ends by itself
             self._control.ask(self._origin, f"{self._path}/leave?member={self._member}")
 
-    def _fetch(self, writing: Writing, joined: Joined) -> str:
-        base = HeldBase.of(self._store, joined.manifest)
+    def _fetch(self, writing: ShardWriter, joined: JoinReply) -> str:
+        base = DeltaBase.of(self._store, joined.manifest)
         sources = [*joined.sources, self._origin]
         streams = min(self._streams, joined.manifest.buckets)
         plain = HttpReceiver(sources, key=self._publication.key, deadline=self._patience, base=base, streams=streams)
-        incoming = self._incoming = Preferred(joined.offers, plain, self._patience)
+        incoming = self._incoming = FallbackReceiver(joined.offers, plain, self._patience)
         try:
             incoming.start(joined.manifest, writing.data)
             threads = [
@@ -134,7 +134,7 @@ class Replica:
             self._failure = self._failure or error
             self._state.notify_all()
 
-    def _stream(self, writing: Writing, incoming: Receiver) -> None:
+    def _stream(self, writing: ShardWriter, incoming: Receiver) -> None:
         try:
             while (bucket := self._take(writing.manifest.buckets)) is not None:
                 self._bring(writing, incoming, bucket)
@@ -151,7 +151,7 @@ class Replica:
             self._state.wait_for(lambda: self._failure is not None or len(self._sums) > bucket)
             return bucket if self._failure is None else None
 
-    def _bring(self, writing: Writing, incoming: Receiver, bucket: int) -> None:
+    def _bring(self, writing: ShardWriter, incoming: Receiver, bucket: int) -> None:
         start, stop = writing.manifest.bounds(bucket)
         into = writing.data[start:stop]
         for _ in range(TRIES):
@@ -160,12 +160,12 @@ class Replica:
                 checksum = xxhash.xxh3_64_intdigest(into)
             if checksum == self._sums[bucket]:
                 return
-        raise Corrupt(
+        raise CorruptWeights(
             f"bucket {bucket} of version {writing.manifest.version} came {TRIES} times with bytes that do not fit "
             "its checksum"
         )
 
-    def _arrived(self, writing: Writing, bucket: int) -> None:
+    def _arrived(self, writing: ShardWriter, bucket: int) -> None:
         with self._state:
             self._done.add(bucket)
             while self._finished in self._done:

@@ -28,7 +28,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
-from rollart.weights.delta_wire import BASE, DELTA, ENCODING, SPEED, Deltas
+from rollart.weights.delta_wire import BASE, DELTA, ENCODING, SPEED, DeltaCache
 from rollart.weights.fan_out import FanOut
 from rollart.weights.manifest import Manifest
 from rollart.weights.store import STEM, MissingVersion, Shard, Store
@@ -43,7 +43,7 @@ IN_FLIGHT = 256 << 10
 MIN_RTT_AT = 148  # in the kernel's struct tcp_info
 
 
-class Joined(msgspec.Struct, frozen=True):
+class JoinReply(msgspec.Struct, frozen=True):
     """`sources` serve by HTTP; `offers` are other transports that the publisher has the shard ready for. `sums` are the
     checksums of the buckets that are final."""
 
@@ -67,7 +67,7 @@ class WeightServer:
 
     def __init__(self, store: Store, bind: str = LOOPBACK, key: str | None = None) -> None:
         self.store, self.key, self.served = store, key, 0
-        self.deltas = Deltas(store)
+        self.deltas = DeltaCache(store)
         self._leases: dict[tuple[int, str, int], _Lease] = {}
         self._offers: dict[tuple[int, str, int], tuple[str, ...]] = {}
         self._lock = threading.Lock()
@@ -84,14 +84,14 @@ class WeightServer:
                 lease.shard.release()
             self._leases.clear()
 
-    def join(self, name: tuple[int, str, int], member: str, relay: str) -> Joined:
+    def join(self, name: tuple[int, str, int], member: str, relay: str) -> JoinReply:
         with self._lock:
             if name not in self._leases:
                 self._leases[name] = _Lease(self.store.open(*name))
             lease = self._leases[name]
             lease.seen[member] = time.monotonic()
             shard, sources = lease.shard, tuple(lease.tree.join(relay))
-            return Joined(shard.manifest, sources, shard.sums(0), self._offers.get(name, ()))
+            return JoinReply(shard.manifest, sources, shard.sums(0), self._offers.get(name, ()))
 
     def offer(self, manifest: Manifest, urls: tuple[str, ...]) -> None:
         """To whoever joins from now on; the last few shards are remembered."""

@@ -21,7 +21,7 @@ class NoRoom(RollartError):
     """The folder of the weights has no space left."""
 
 
-class Pages:
+class ShmFile:
     """Made by `opened`, which takes no lock."""
 
     def __init__(self, fd: int, size: int, writable: bool) -> None:
@@ -34,7 +34,7 @@ class Pages:
         os.close(self.fd)  # frees the lock too
 
     @classmethod
-    def opened(cls, path: Path, writable: bool) -> "Pages":
+    def opened(cls, path: Path, writable: bool) -> "ShmFile":
         fd = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
         try:
             return cls(fd, os.fstat(fd).st_size, writable)
@@ -47,15 +47,15 @@ class Pages:
         return os.fstat(self.fd).st_nlink == 0
 
 
-class PageCache:
+class ShmCache:
     """The mappings of this process, by file, so that a file that comes back need not be mapped again."""
 
     def __init__(self) -> None:
-        self._pages: dict[tuple[int, bool], Pages] = {}
-        self._holds: dict[Pages, int] = {}
+        self._pages: dict[tuple[int, bool], ShmFile] = {}
+        self._holds: dict[ShmFile, int] = {}
         self._lock = threading.Lock()
 
-    def hold(self, path: Path, writable: bool = False) -> Pages | None:
+    def hold(self, path: Path, writable: bool = False) -> ShmFile | None:
         """The pages at `path` under a shared lock; None if they are, or are about to be, another version's. Raises
         FileNotFoundError."""
         with self._lock:
@@ -69,19 +69,19 @@ class PageCache:
         self.release(pages)
         return None
 
-    def release(self, pages: Pages) -> None:
+    def release(self, pages: ShmFile) -> None:
         with self._lock:
             self._holds[pages] -= 1
             if not self._holds[pages]:
                 del self._holds[pages]
                 fcntl.flock(pages.fd, fcntl.LOCK_UN)
 
-    def _mapped(self, path: Path, writable: bool) -> Pages:
+    def _mapped(self, path: Path, writable: bool) -> ShmFile:
         about = path.stat()
         key = about.st_ino, writable
         pages = self._pages.get(key)
         if pages is None or pages.size < about.st_size or pages.gone:
-            pages = self._pages[key] = Pages.opened(path, writable)
+            pages = self._pages[key] = ShmFile.opened(path, writable)
         return pages
 
     def _forget(self) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rollart.core.errors import RollartError
 from rollart.weights.manifest import Manifest
-from rollart.weights.shm_file import PageCache, Pages, is_at, reserve, try_lock
+from rollart.weights.shm_file import ShmCache, ShmFile, is_at, reserve, try_lock
 
 SHARED_MEMORY = Path("/dev/shm")
 SUM_BYTES = 8
@@ -45,7 +45,7 @@ def shared_folder(name: str) -> Path:
 class Store:
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.cache = PageCache()
+        self.cache = ShmCache()
         root.mkdir(parents=True, exist_ok=True)
 
     def path(self, version: int, id: str, shard: int, kind: str) -> Path:
@@ -82,7 +82,7 @@ class Store:
             raise
         return opened
 
-    def create(self, manifest: Manifest) -> "Writing":
+    def create(self, manifest: Manifest) -> "ShardWriter":
         """Begin a shard. Raises BeingWritten and NoRoom."""
         version, id, shard = manifest.version, manifest.id, manifest.shard
         self.root.mkdir(parents=True, exist_ok=True)  # a run that begins removes what an earlier one left
@@ -99,7 +99,7 @@ class Store:
             self.path(version, id, shard, "sums").unlink(missing_ok=True)
             os.close(sums)
             raise
-        return Writing(self.cache, manifest, pages, sums)
+        return ShardWriter(self.cache, manifest, pages, sums)
 
     def _claim(self, manifest: Manifest) -> int:
         """The shard's `sums`, new and locked. What a writer that died has left goes first, and its sums before ours are
@@ -228,7 +228,7 @@ class Store:
 class Shard:
     """A shard that is held for reading until `release`. `data` may only be looked at where `sum` has answered."""
 
-    def __init__(self, cache: PageCache, manifest: Manifest, pages: Pages, sums: int) -> None:
+    def __init__(self, cache: ShmCache, manifest: Manifest, pages: ShmFile, sums: int) -> None:
         self.manifest = manifest
         self.data = pages.view[: manifest.size].toreadonly()
         self._cache, self._pages, self._sums = cache, pages, sums
@@ -273,15 +273,15 @@ class Shard:
         os.close(self._sums)
 
 
-class Writing:
+class ShardWriter:
     """A shard that is being written. Use as a context manager: what is not complete at its end never will be."""
 
-    def __init__(self, cache: PageCache, manifest: Manifest, pages: Pages, sums: int) -> None:
+    def __init__(self, cache: ShmCache, manifest: Manifest, pages: ShmFile, sums: int) -> None:
         self.manifest = manifest
         self.data = pages.view[: manifest.size]
         self._cache, self._pages, self._sums = cache, pages, sums
 
-    def __enter__(self) -> "Writing":
+    def __enter__(self) -> "ShardWriter":
         return self
 
     def __exit__(self, *exception: object) -> None:

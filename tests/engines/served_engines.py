@@ -11,7 +11,7 @@ from tiny_decoders import twin
 
 from rollart.config import EngineConfig
 from rollart.engines.torch.engine import TorchEngine
-from rollart.engines.torch.model import Model
+from rollart.engines.torch.model import EngineModel
 from rollart.launch.rpc import Handler, application
 
 
@@ -40,7 +40,7 @@ async def served(handlers: Mapping[str, Handler], port: int = 0) -> AsyncIterato
 @asynccontextmanager
 async def peer(network: Any, store: Any = None, **config: Any) -> AsyncIterator[tuple[TorchEngine, str]]:
     """An engine, and where others find its KV."""
-    async with TorchEngine(Model(twin(network)), EngineConfig(**config), store=store) as engine:
-        handlers: dict[str, Handler] = {"offer": engine.handover.offer, "more": engine.handover.more}
+    async with TorchEngine(EngineModel(twin(network)), EngineConfig(**config), store=store) as engine:
+        handlers: dict[str, Handler] = {"offer": engine.kv_server.offer, "more": engine.kv_server.more}
         async with served(handlers) as url:
             yield engine, url

@@ -7,12 +7,12 @@ from tiny_decoders import VOCABULARY, twin
 
 from rollart.config import EngineConfig
 from rollart.core.types import Completion, GenerationRequest
-from rollart.engines.torch.model import Model
+from rollart.engines.torch.model import EngineModel
 from rollart.engines.torch.stepper import Stepper
 
 
 def engine(network: Any, **config: Any) -> Stepper:
-    return Stepper(Model(twin(network)), EngineConfig(**config))
+    return Stepper(EngineModel(twin(network)), EngineConfig(**config))
 
 
 def run(stepper: Stepper, *requests: GenerationRequest) -> dict[str, Completion]:

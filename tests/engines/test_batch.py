@@ -2,15 +2,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_decoders import request
 
-from rollart.engines.torch.batch import Batch
-from rollart.engines.torch.sequence import Sequence, accepted
+from rollart.engines.torch.batch import BatchState
+from rollart.engines.torch.sequence import EngineSequence, accepted
 
 
-def made(name: int, length: int) -> Sequence:
+def made(name: int, length: int) -> EngineSequence:
     return accepted(request(str(name), [1] * length, max_tokens=50), vocabulary=2, context=999, seed=0)
 
 
-def play(batch: Batch, rows: list[Sequence], budget: int) -> None:
+def play(batch: BatchState, rows: list[EngineSequence], budget: int) -> None:
     """One step as the stepper does it, on a list that stands for the KV rows."""
     chunks = batch.chunks(budget)
     assert sum(chunk.count for chunk in chunks) <= budget
@@ -40,8 +40,8 @@ actions = st.lists(
 
 @given(actions)
 def test_rows_stay_dense_with_decoding_ones_first_whatever_happens(script: list[tuple[str, int]]) -> None:
-    batch = Batch()
-    rows: list[Sequence] = []
+    batch = BatchState()
+    rows: list[EngineSequence] = []
     for number, (action, value) in enumerate(script):
         if action == "admit":
             sequence = batch.waiting.popleft() if batch.waiting else made(number, value)
@@ -66,7 +66,7 @@ def test_rows_stay_dense_with_decoding_ones_first_whatever_happens(script: list[
 
 
 def test_prefill_goes_in_row_order_and_stops_at_the_budget() -> None:
-    batch = Batch()
+    batch = BatchState()
     for name, length in enumerate((10, 10, 10)):
         batch.admit(made(name, length))
     assert [(chunk.row, chunk.start, chunk.count) for chunk in batch.chunks(15)] == [(0, 0, 10), (1, 0, 5)]
@@ -74,7 +74,7 @@ def test_prefill_goes_in_row_order_and_stops_at_the_budget() -> None:
 
 
 def test_who_ran_waits_before_the_others_after_a_restart() -> None:
-    batch = Batch()
+    batch = BatchState()
     early, late = made(1, 5), made(2, 5)
     batch.admit(early)
     batch.waiting.append(late)

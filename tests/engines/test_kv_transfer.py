@@ -15,10 +15,10 @@ from tiny_decoders import VOCABULARY, decoder, request, twin, worst
 from rollart.config import EngineConfig
 from rollart.core.errors import EngineFailed
 from rollart.core.types import Completion, GenerationRequest
-from rollart.engines.torch import fetch, kv_transfer
+from rollart.engines.torch import kv_transfer
 from rollart.engines.torch.engine import TorchEngine
-from rollart.engines.torch.kv_transfer import KVPart, KVRange, KVWanted
-from rollart.engines.torch.model import Model
+from rollart.engines.torch.kv_transfer import KVPart, KVRangeRequest, KVRequest
+from rollart.engines.torch.model import EngineModel
 from rollart.launch import rpc
 
 DEADLINE_S = 60.0
@@ -38,7 +38,7 @@ def plain(asked: GenerationRequest) -> GenerationRequest:
 
 
 async def alone(network: Any, asked: GenerationRequest) -> Completion:
-    async with TorchEngine(Model(twin(network)), EngineConfig()) as engine:
+    async with TorchEngine(EngineModel(twin(network)), EngineConfig()) as engine:
         return await engine.generate(plain(asked))
 
 
@@ -92,7 +92,7 @@ def test_a_conversation_moves_from_one_engine_to_another_and_back() -> None:
 
 def test_many_small_parts_and_another_sessions_beginning_make_the_same_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     network = decoder()
-    monkeypatch.setattr(kv_transfer, "PART_BYTES", 7 * Model(twin(network)).layout.token_bytes)
+    monkeypatch.setattr(kv_transfer, "PART_BYTES", 7 * EngineModel(twin(network)).layout.token_bytes)
 
     async def scenario() -> None:
         async with peer(network) as (a, url), peer(network) as (b, _):
@@ -115,8 +115,8 @@ def test_bfloat16_kv_arrives_bit_for_bit() -> None:
             asked = replace(request("1", PROMPT, max_tokens=1), kv_from=url)
             await a.prefill(plain(asked))
             assert (await b.generate(asked)).fetched == 59
-            sent, length, _ = a._stepper.parked.find("1", PROMPT[:59], ())
-            kept, _, _ = b._stepper.parked.find("1", PROMPT, ())
+            sent, length, _ = a._stepper.kv_cache.find("1", PROMPT[:59], ())
+            kept, _, _ = b._stepper.kv_cache.find("1", PROMPT, ())
             assert sent is not None and kept is not None and length == 59
             assert torch.equal(kept.kv[:, :, :59], sent.kv) and kept.kv.dtype == torch.bfloat16
 
@@ -134,7 +134,7 @@ def test_kv_that_was_evicted_is_computed_again() -> None:
             await a.prefill(plain(asked))
             for number in range(20):
                 await a.generate(request(f"other {number}", [number] * 300, max_tokens=2))
-            assert a._stepper.parked.evicted > 0
+            assert a._stepper.kv_cache.evicted > 0
             done = await b.generate(asked)
             assert (done.cached, done.fetched) == (0, 0)
             await same(network, asked, done)
@@ -144,17 +144,17 @@ def test_kv_that_was_evicted_is_computed_again() -> None:
 
 def test_kv_that_is_evicted_while_it_is_fetched_is_used_as_far_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
     network = decoder()
-    monkeypatch.setattr(kv_transfer, "PART_BYTES", 10 * Model(twin(network)).layout.token_bytes)
+    monkeypatch.setattr(kv_transfer, "PART_BYTES", 10 * EngineModel(twin(network)).layout.token_bytes)
 
     async def scenario() -> None:
         async with peer(network) as (a, _), peer(network) as (b, _):
 
-            async def offer(wanted: KVWanted) -> KVPart:
-                part = await a.handover.offer(wanted)
-                a._stepper.parked.clear()
+            async def offer(wanted: KVRequest) -> KVPart:
+                part = await a.kv_server.offer(wanted)
+                a._stepper.kv_cache.clear()
                 return part
 
-            async with served({"offer": offer, "more": a.handover.more}) as url:
+            async with served({"offer": offer, "more": a.kv_server.more}) as url:
                 asked = replace(request("1", PROMPT, max_tokens=10, seed=1), kv_from=url)
                 await a.prefill(plain(asked))
                 done = await b.generate(asked)
@@ -173,8 +173,8 @@ def test_kv_of_other_weights_is_never_used(swapped: str) -> None:
     async def scenario() -> None:
         async with peer(networks[0], store) as (a, _), peer(networks[0], store) as (b, _):
 
-            async def offer(wanted: KVWanted) -> KVPart:
-                part = await a.handover.offer(wanted)
+            async def offer(wanted: KVRequest) -> KVPart:
+                part = await a.kv_server.offer(wanted)
                 offered.append(part.count)
                 if swapped == "b while fetching":
                     await b.load(at(1))
@@ -192,7 +192,7 @@ def test_kv_of_other_weights_is_never_used(swapped: str) -> None:
                 assert offered == [59 if swapped == "b while fetching" else 0]
                 assert (done.cached, done.fetched, set(done.versions)) == (0, 0, {now})
                 await same(networks[now], asked, done)
-                assert b._stepper.parked._entries.keys() == {"1"}
+                assert b._stepper.kv_cache._entries.keys() == {"1"}
 
     drive(scenario)
 
@@ -216,10 +216,10 @@ def test_engines_that_keep_kv_over_a_swap_still_hand_it_over() -> None:
 def test_an_engine_that_is_not_there_says_nonsense_or_has_another_kind_of_kv_costs_nothing_but_the_prefill() -> None:
     network = decoder()
 
-    async def misfit(wanted: KVWanted) -> KVPart:
+    async def misfit(wanted: KVRequest) -> KVPart:
         return KVPart(1, len(wanted.tokens), 0, 5, memoryview(b"too short"))
 
-    async def nonsense(wanted: KVWanted) -> str:
+    async def nonsense(wanted: KVRequest) -> str:
         return "kv?"
 
     async def scenario() -> None:
@@ -256,7 +256,7 @@ def test_a_connection_is_kept_and_one_that_was_lost_is_made_again() -> None:
                 fetched.append((await b.generate(replace(asked, kv_from=url))).fetched)
                 return b._fetcher._peers[url].connection
 
-            handlers: dict[str, rpc.Handler] = {"offer": a.handover.offer, "more": a.handover.more}
+            handlers: dict[str, rpc.Handler] = {"offer": a.kv_server.offer, "more": a.kv_server.more}
             async with served(handlers) as url:
                 first = await move("1", url)
                 assert await move("2", url) is first
@@ -274,18 +274,18 @@ class Stalled:
     def __init__(self) -> None:
         self.asked = asyncio.Event()
 
-    async def offer(self, wanted: KVWanted) -> KVPart:
+    async def offer(self, wanted: KVRequest) -> KVPart:
         self.asked.set()
         await asyncio.Event().wait()
         raise AssertionError
 
-    async def more(self, wanted: KVRange) -> KVPart:
+    async def more(self, wanted: KVRangeRequest) -> KVPart:
         raise AssertionError
 
 
 def test_an_engine_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     network = decoder()
-    monkeypatch.setattr(fetch, "ANSWER_S", 0.2)
+    monkeypatch.setattr(kv_transfer, "ANSWER_S", 0.2)
 
     async def scenario() -> None:
         async with peer(network) as (b, _), served({"offer": Stalled().offer}) as url:

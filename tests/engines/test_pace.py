@@ -8,10 +8,10 @@ from tiny_decoders import decoder, request, twin
 from rollart.config import EngineConfig
 from rollart.core.errors import EngineFailed
 from rollart.core.types import Completion
-from rollart.engines.torch.batch import Batch
+from rollart.engines.torch.batch import BatchState
 from rollart.engines.torch.engine import TorchEngine
-from rollart.engines.torch.model import Model
-from rollart.engines.torch.pace import CREDIT_S, Link, Pacer, work_of
+from rollart.engines.torch.model import EngineModel
+from rollart.engines.torch.pace import CREDIT_S, EmulatedLink, Pacer, work_of
 from rollart.engines.torch.stepper import Stepper
 from rollart.hardware.devices import DeviceClass
 from rollart.hardware.roofline import ModelShape, Roofline, Work
@@ -85,8 +85,8 @@ def test_rest_is_no_credit_and_what_was_late_before_it_stays_late() -> None:
 
 
 def test_work_is_the_decoding_sequences_with_their_contexts_and_the_chunks() -> None:
-    stepper = Stepper(Model(twin(decoder())), EngineConfig(prefill_chunk=16))
-    batch: Batch = stepper.batch
+    stepper = Stepper(EngineModel(twin(decoder())), EngineConfig(prefill_chunk=16))
+    batch: BatchState = stepper.batch
     stepper.add(stepper.accept(request("decoding", [1] * 10, max_tokens=20)))
     stepper.step()
     stepper.add(stepper.accept(request("prefilling", [2] * 40, max_tokens=20)))
@@ -98,7 +98,7 @@ def test_work_is_the_decoding_sequences_with_their_contexts_and_the_chunks() -> 
 
 def test_kv_arrives_one_part_after_the_other_at_the_speed_of_the_link() -> None:
     async def body() -> list[float]:
-        loop, link = asyncio.get_running_loop(), Link(Ticks(DEVICE, SHAPE))
+        loop, link = asyncio.get_running_loop(), EmulatedLink(Ticks(DEVICE, SHAPE))
         ends = []
 
         async def carry(tokens: int) -> None:
@@ -127,7 +127,7 @@ def run(emulate: Roofline | None, *asked: Any) -> tuple[list[Completion], Any]:
     async def body() -> tuple[list[Completion], Any]:
         async with (
             asyncio.timeout(DEADLINE_S),
-            TorchEngine(Model(twin(decoder())), EngineConfig(), emulate=emulate) as engine,
+            TorchEngine(EngineModel(twin(decoder())), EngineConfig(), emulate=emulate) as engine,
         ):
             done = await asyncio.gather(*map(engine.generate, asked))
             return list(done), await engine.status()
@@ -152,7 +152,7 @@ def test_closing_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -
 
     async def body() -> None:
         async with asyncio.timeout(DEADLINE_S):
-            engine = TorchEngine(Model(twin(decoder())), EngineConfig(), emulate=emulated(3600.0))
+            engine = TorchEngine(EngineModel(twin(decoder())), EngineConfig(), emulate=emulated(3600.0))
             pace = Pacer.pace
 
             def noted(pacer: Pacer, *arguments: Any) -> None:

@@ -4,14 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_decoders import request
 
-from rollart.engines.torch.sampler import draw, keep_top, mixed, sample, uniforms
+from rollart.engines.torch.sampler import draw, keep_top, mix_seed, sample, uniforms
 from rollart.engines.torch.sequence import accepted
 
 GOLDEN = [0.490537, 0.45856, 0.865323]
 
 
 def numbers(seed: int, count: int) -> np.ndarray:
-    seeds = np.full(count, mixed(seed), dtype=np.uint64)
+    seeds = np.full(count, mix_seed(seed), dtype=np.uint64)
     return uniforms(seeds, np.arange(count, dtype=np.uint64))
 
 

@@ -3,10 +3,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollart.engines.torch.batch import Chunk
-from rollart.engines.torch.kv_rows import Layout, Rows
-from rollart.engines.torch.step import CALL_COST, Span, grouped
+from rollart.engines.torch.kv_rows import KVLayout, KVRows
+from rollart.engines.torch.step import CALL_COST, AttentionSpan, grouped
 
-LAYOUT = Layout(tensors=4, heads=2, dim=8, dtype=torch.float32, device=torch.device("cpu"))
+LAYOUT = KVLayout(tensors=4, heads=2, dim=8, dtype=torch.float32, device=torch.device("cpu"))
 
 
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 200)), max_size=12))
@@ -23,14 +23,14 @@ def test_groups_keep_the_order_and_padding_never_costs_more_than_the_calls_it_sa
 
 
 def test_a_bias_hides_the_future_and_what_is_behind_the_window() -> None:
-    span = Span(slice(0, 2), slice(0, 4), 2, 6, torch.tensor([0, 3]), torch.float32)
+    span = AttentionSpan(slice(0, 2), slice(0, 4), 2, 6, torch.tensor([0, 3]), torch.float32)
     seen = torch.isfinite(span.bias(None))[:, 0].int().tolist()
     assert seen == [[[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0]], [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0]]]
     assert torch.isfinite(span.bias(2))[1, 0].int().tolist() == [[0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 1, 0]]
 
 
 def test_rows_double_while_cheap_and_come_down_to_the_exact_need_when_memory_is_short() -> None:
-    rows = Rows(LAYOUT, max_rows=64, budget=LAYOUT.token_bytes * 8192)
+    rows = KVRows(LAYOUT, max_rows=64, budget=LAYOUT.token_bytes * 8192)
     assert rows.size_for(1, 10) == (8, 256)
     assert rows.size_for(9, 100) == (16, 256)
     assert rows.size_for(3, 1000) == (3, 1024)
@@ -43,7 +43,7 @@ def test_rows_double_while_cheap_and_come_down_to_the_exact_need_when_memory_is_
 @given(st.integers(1, 64), st.integers(1, 3000), st.integers(1, 64), st.integers(1, 3000))
 def test_a_size_always_holds_the_need_within_the_budget(rows: int, positions: int, more: int, longer: int) -> None:
     budget = LAYOUT.token_bytes * 3000
-    store = Rows(LAYOUT, max_rows=64, budget=budget)
+    store = KVRows(LAYOUT, max_rows=64, budget=budget)
     for need in ((rows, positions), (more, longer)):
         size = store.size_for(*need)
         if size is None:
@@ -55,7 +55,7 @@ def test_a_size_always_holds_the_need_within_the_budget(rows: int, positions: in
 
 
 def test_resizing_keeps_what_the_rows_hold() -> None:
-    rows = Rows(LAYOUT, max_rows=64, budget=1 << 30)
+    rows = KVRows(LAYOUT, max_rows=64, budget=1 << 30)
     rows.resize(2, 16, live=0)
     kv = torch.randn(4, 2, 10, 8)
     rows.write(1, 0, kv[:, :, :6])

@@ -9,8 +9,8 @@ from tiny_decoders import ARCHITECTURES, VOCABULARY, decoder, request, worst
 
 from rollart.core.errors import EngineFailed
 from rollart.core.types import Completion, GenerationRequest
-from rollart.engines.torch.kv_cache import Part
-from rollart.engines.torch.sequence import Sequence
+from rollart.engines.torch.kv_cache import FetchedKV
+from rollart.engines.torch.sequence import EngineSequence
 
 
 class Chaos:
@@ -53,15 +53,15 @@ class Chaos:
         sequence = self.stepper.accept(self.asked[name])
         self.stepper.add(sequence, self.fetched(sequence) if rng.random() < 0.3 else None)
 
-    def fetched(self, sequence: Sequence) -> Part | None:
-        """A part of what is parked here, as if it had been elsewhere: only the beginning is left."""
-        parked = self.stepper.parked
-        entry, length, version = parked.find(sequence.session, sequence.tokens, sequence.blocks)
+    def fetched(self, sequence: EngineSequence) -> FetchedKV | None:
+        """A part of what is kv_cache here, as if it had been elsewhere: only the beginning is left."""
+        kv_cache = self.stepper.kv_cache
+        entry, length, version = kv_cache.find(sequence.session, sequence.tokens, sequence.blocks)
         if entry is None:
             return None
         start = self.rng.randrange(length)
-        part = Part(version, start, entry.kv[:, :, start:length].clone())
-        parked.park(sequence.session, sequence.tokens[:start], entry.kv[:, :, :start].clone())
+        part = FetchedKV(version, start, entry.kv[:, :, start:length].clone())
+        kv_cache.store(sequence.session, sequence.tokens[:start], entry.kv[:, :, :start].clone())
         return part
 
     def swap(self) -> None:
@@ -105,7 +105,7 @@ def test_logprobs_are_those_of_a_plain_forward_pass_through_everything_at_once(a
     reused = [completion for _, completion in chaos.done if completion.cached]
     fetched = [completion for _, completion in chaos.done if completion.fetched]
     assert finishes == {"stop", "length", "abort"} and mixed and reused and fetched
-    assert chaos.stepper.parked.evicted > 0
+    assert chaos.stepper.kv_cache.evicted > 0
     gaps = [worst(chaos.networks, asked, completion) for asked, completion in chaos.done if completion.tokens]
     assert len(gaps) > 50
     assert max(gaps) <= 1e-4

@@ -6,7 +6,7 @@ from steppers import engine, run
 from tiny_decoders import decoder, request, worst
 
 from rollart.core.errors import EngineFailed
-from rollart.engines.torch.model import Model
+from rollart.engines.torch.model import EngineModel
 
 
 def test_kv_kept_over_a_swap_is_the_old_one_and_recomputed_kv_is_the_new_one() -> None:
@@ -77,7 +77,7 @@ def test_an_idle_engine_drains_at_once() -> None:
 
 
 def test_weights_of_another_model_are_refused_before_they_touch_anything() -> None:
-    model = Model(decoder())
+    model = EngineModel(decoder())
     good = decoder(seed=5).state_dict()
     for bad, reason in (
         ({**good, "extra": torch.zeros(1)}, "none of that name"),
@@ -90,6 +90,6 @@ def test_weights_of_another_model_are_refused_before_they_touch_anything() -> No
 
 def test_tied_weights_may_come_under_one_name() -> None:
     tied = {name: tensor for name, tensor in decoder(seed=5).state_dict().items() if name != "lm_head.weight"}
-    model = Model(decoder())
+    model = EngineModel(decoder())
     model.replace(model.prepare(tied))
     assert torch.equal(model.network.lm_head.weight, decoder(seed=5).lm_head.weight)

@@ -11,9 +11,9 @@ from torch import Tensor
 from rollart.config import EngineConfig
 from rollart.core.errors import EngineFailed
 from rollart.core.types import Completion
-from rollart.engines.streamed import Streamed
+from rollart.engines.client import StreamRequest
 from rollart.engines.torch.engine import TorchEngine
-from rollart.engines.torch.model import Model
+from rollart.engines.torch.model import EngineModel
 from rollart.weights.publish import publish
 from rollart.weights.reader import WeightReader
 
@@ -27,7 +27,7 @@ def drive(
 
     async def body() -> None:
         config = EngineConfig(on_swap=on_swap)
-        async with asyncio.timeout(DEADLINE_S), TorchEngine(Model(twin(network)), config, **options) as engine:
+        async with asyncio.timeout(DEADLINE_S), TorchEngine(EngineModel(twin(network)), config, **options) as engine:
             await scenario(engine)
 
     asyncio.run(body())
@@ -148,7 +148,7 @@ def test_an_engine_without_a_store_says_so() -> None:
 def test_tokens_are_told_in_order_while_they_are_made_but_for_the_last(every: int) -> None:
     async def scenario(engine: TorchEngine) -> None:
         told: list[Any] = []
-        completion = await engine.stream(Streamed(request("1", [1], max_tokens=30), every), told.append)
+        completion = await engine.stream(StreamRequest(request("1", [1], max_tokens=30), every), told.append)
         heard = [token for tokens in told for token in tokens]
         assert heard == completion.tokens[: len(heard)] and 0 < len(completion.tokens) - len(heard) <= every
         assert all(len(tokens) == every for tokens in told)
@@ -168,7 +168,7 @@ def test_a_request_that_is_aborted_because_it_is_enough_leaves_its_kv() -> None:
                 aborting.append(asyncio.create_task(abort()))
 
         asked = request("1", [1] * 20, "s", max_tokens=500)
-        made = await engine.stream(Streamed(asked, 3), tell)
+        made = await engine.stream(StreamRequest(asked, 3), tell)
         assert made.finish == "abort" and 3 <= len(made.tokens) < 500
         again = await engine.generate(request("2", [*asked.tokens, *made.tokens, 1], "s", max_tokens=2))
         assert again.cached == 20 + len(made.tokens) - 1
@@ -213,15 +213,15 @@ def test_an_id_that_is_in_flight_is_refused() -> None:
 
 
 def test_a_step_that_raises_fails_its_requests_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = Model.forward
+    forward = EngineModel.forward
     broken = {"now": True}
 
-    def sometimes(model: Model, step: Any) -> Tensor:
+    def sometimes(model: EngineModel, step: Any) -> Tensor:
         if broken["now"]:
             raise MemoryError("no memory for the step")
         return forward(model, step)
 
-    monkeypatch.setattr(Model, "forward", sometimes)
+    monkeypatch.setattr(EngineModel, "forward", sometimes)
 
     async def scenario(engine: TorchEngine) -> None:
         pair = [engine.generate(request(name, [1], max_tokens=3)) for name in "ab"]
@@ -259,7 +259,7 @@ def test_reading_new_weights_does_not_hold_up_generation() -> None:
             asyncio.run_coroutine_threadsafe(finished.wait(), loop).result(DEADLINE_S)
             return {name: tensor + torch.tensor(0.01) for name, tensor in network.state_dict().items()}
 
-        async with TorchEngine(Model(twin(network)), EngineConfig(), store=Made(slow)) as engine:
+        async with TorchEngine(EngineModel(twin(network)), EngineConfig(), store=Made(slow)) as engine:
             loading = asyncio.create_task(engine.load(at(1)))
             completion = await engine.generate(request("1", [1], max_tokens=50))
             finished.set()

@@ -13,7 +13,7 @@ from tiny_models import VOCABULARY, save_tiny
 
 from rollart.config import AlgorithmConfig, EngineConfig, TrainingConfig
 from rollart.core.types import Batch, GenerationRequest, Sample, SampleGroup, Sampling, StepMetrics
-from rollart.engines.torch.model import Model
+from rollart.engines.torch.model import EngineModel
 from rollart.engines.torch.stepper import Stepper
 from rollart.training.guard import REPEAT, Guard, Memory
 from rollart.training.logprob_gap import Cell, GapRow
@@ -44,7 +44,7 @@ class Loop:
     """An engine and a trainer with the same tiny model. `told` is the temperature that the trainer believes in."""
 
     def __init__(self, folder: Path, *, told: float = 1.0, on_swap: str = "recompute", **sampling: float) -> None:
-        model = Model.open(save_tiny(folder, initializer_range=0.3), torch.float32, "cpu")
+        model = EngineModel.open(save_tiny(folder, initializer_range=0.3), torch.float32, "cpu")
         self.engine = Stepper(model, EngineConfig(on_swap=on_swap))  # type: ignore[arg-type]
         self.trainer = Trainer(folder, TrainingConfig(lr=3e-3, lr_warmup=0))
         self.told, self.sampling = told, Sampling(max_tokens=ANSWER, **sampling)  # type: ignore[arg-type]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rollart.core.types import Publication
-from rollart.weights.manifest import Manifest, Part, lay_out
-from rollart.weights.publish import Publisher, Share, new_id
+from rollart.weights.manifest import Manifest, TensorPart, lay_out
+from rollart.weights.publish import Publisher, TensorShard, new_id
 from rollart.weights.server import WeightServer
 from rollart.weights.store import Store
 
@@ -33,8 +33,8 @@ def tensors(seed: int, rows: int = 50) -> dict[str, Tensor]:
     return {**made, "head": made["embed"]}
 
 
-def shares(values: dict[str, Tensor]) -> list[Share]:
-    return [Share(name, tuple(tensor.shape), tensor) for name, tensor in values.items()]
+def shares(values: dict[str, Tensor]) -> list[TensorShard]:
+    return [TensorShard(name, tuple(tensor.shape), tensor) for name, tensor in values.items()]
 
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
@@ -57,7 +57,7 @@ class Origin:
 
 def blank(size: int, version: int = 1, shard: int = 0, shards: int = 1, id: str = "") -> Manifest:
     """A shard of so many bytes."""
-    pieces, size = lay_out([Part("bytes", "uint8", (size,), 0, size)])
+    pieces, size = lay_out([TensorPart("bytes", "uint8", (size,), 0, size)])
     return Manifest(version, id or new_id(), shard, shards, size, BUCKET, pieces)
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from rollart.weights import delta_wire
 from rollart.weights.delta_cost import ANCHOR_EVERY
-from rollart.weights.delta_wire import FAST_LINK, LEAST_MEASURED, Speeds, most_common_item
-from rollart.weights.manifest import Manifest, Part, Piece
+from rollart.weights.delta_wire import FAST_LINK, LEAST_MEASURED, LinkSpeeds, most_common_item
+from rollart.weights.manifest import Manifest, ShardPiece, TensorPart
 from rollart.weights.reader import WeightReader
 
 SLOW = 1e6
@@ -25,7 +25,7 @@ def origin(tmp_path: Path) -> Iterator[Origin]:
 
 @pytest.fixture
 def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WeightReader]:
-    monkeypatch.setattr(delta_wire, "speeds", Speeds())
+    monkeypatch.setattr(delta_wire, "speeds", LinkSpeeds())
     monkeypatch.setattr("rollart.weights.transports.http.speeds", delta_wire.speeds)
     with closing(WeightReader(tmp_path / "far")) as weights:
         yield weights
@@ -109,15 +109,15 @@ def test_a_base_that_was_damaged_at_the_far_end_costs_a_plain_bucket_and_nothing
 
 
 def test_the_elements_of_a_bucket_are_those_of_most_of_its_bytes() -> None:
-    small, large = Part("a", "bfloat16", (40,), 0, 40), Part("b", "float32", (100,), 0, 100)
-    manifest = Manifest(1, "a", 0, 1, 528, 256, (Piece(small, 0), Piece(large, 128)))
+    small, large = TensorPart("a", "bfloat16", (40,), 0, 40), TensorPart("b", "float32", (100,), 0, 100)
+    manifest = Manifest(1, "a", 0, 1, 528, 256, (ShardPiece(small, 0), ShardPiece(large, 128)))
     assert most_common_item(manifest, 0, 128) == 2
     assert most_common_item(manifest, 0, 256) == 4
     assert most_common_item(manifest, 100, 110) == 1
 
 
 def test_the_speed_of_a_link_follows_what_it_carries() -> None:
-    seen = Speeds()
+    seen = LinkSpeeds()
     assert seen.of("a") is None
     seen.measured("a", LEAST_MEASURED - 1, 1.0)
     assert seen.of("a") is None

@@ -10,14 +10,14 @@ from rollart.weights.manifest import (
     LARGEST_BUCKET,
     LEAST_BUCKET,
     Manifest,
-    Part,
+    TensorPart,
     bucket_size,
     lay_out,
 )
 
 parts = st.lists(
     st.builds(
-        lambda dtype, count: Part("t", dtype, (count,), 0, count),
+        lambda dtype, count: TensorPart("t", dtype, (count,), 0, count),
         st.sampled_from(sorted(ITEM_BYTES)),
         st.integers(1, 999),
     ),
@@ -26,7 +26,7 @@ parts = st.lists(
 
 
 @given(parts, st.integers(1, 9))
-def test_pieces_follow_each_other_aligned_and_buckets_cover_them_all(held: list[Part], lines: int) -> None:
+def test_pieces_follow_each_other_aligned_and_buckets_cover_them_all(held: list[TensorPart], lines: int) -> None:
     pieces, size = lay_out(held)
     assert all(piece.offset % ALIGN == 0 for piece in pieces)
     assert all(before.end <= after.offset < before.end + ALIGN for before, after in itertools.pairwise(pieces))

@@ -78,12 +78,12 @@ def test_without_the_extras_a_sentence_says_what_to_install(monkeypatch: pytest.
 @pytest.mark.parametrize("url", ["nixl:", "nixl:abc", "nixl:!!!!", "http://x"])
 def test_a_url_that_no_publisher_made_is_refused(url: str) -> None:
     with pytest.raises(TransferFailed, match="no URL of a NIXL publisher"):
-        nixl.Card.of(url)
+        nixl.NixlAddress.of(url)
 
 
-def test_a_card_survives_its_url() -> None:
-    card = nixl.Card(bytes(range(256)), 1 << 46, 123)
-    assert nixl.Card.of(card.url) == card
+def test_an_address_survives_its_url() -> None:
+    made = nixl.NixlAddress(bytes(range(256)), 1 << 46, 123)
+    assert nixl.NixlAddress.of(made.url) == made
     assert card.url.startswith("nixl:")
 
 

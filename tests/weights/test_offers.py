@@ -14,7 +14,7 @@ from rollart.core.types import Publication
 from rollart.weights.manifest import Manifest
 from rollart.weights.reader import WeightReader
 from rollart.weights.transports import TransferFailed, sender
-from rollart.weights.transports.offers import Offers
+from rollart.weights.transports.offers import SenderGroup
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
@@ -26,19 +26,19 @@ import msgspec
 from published import BUCKET, Origin, tensors
 from rollart.weights.publish import Publisher
 from rollart.weights.transports import sender
-from rollart.weights.transports.nixl import Card
-from rollart.weights.transports.offers import Offers
+from rollart.weights.transports.nixl import NixlAddress
+from rollart.weights.transports.offers import SenderGroup
 
 root, fault = args
 origin = Origin(Path(root))
 
 def tell(manifest, urls):
     if fault == "wrong":  # bytes that are there, but not the right ones
-        card = Card.of(urls[0])
-        urls = (Card(card.agent, card.address + 64, card.size).url,)
+        card = NixlAddress.of(urls[0])
+        urls = (NixlAddress(card.agent, card.address + 64, card.size).url,)
     origin.server.offer(manifest, ("nixl:nobody",) if fault == "nobody" else urls)
 
-origin.publisher = Publisher(origin.store, bucket_bytes=BUCKET, senders=[Offers([sender("nixl")], tell)])
+origin.publisher = Publisher(origin.store, bucket_bytes=BUCKET, senders=[SenderGroup([sender("nixl")], tell)])
 for version in range(1, 4):
     print(msgspec.json.encode(origin.publish(version, tensors(version))).decode(), flush=True)
     sys.stdin.readline()
@@ -103,7 +103,7 @@ class Failing:
 
 def test_a_sender_that_fails_sits_out_the_version_and_the_publication_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     failing, told = Failing(), []
-    offers = Offers([failing], lambda manifest, urls: told.append(urls))
+    offers = SenderGroup([failing], lambda manifest, urls: told.append(urls))
     manifest = Manifest(1, "a", 0, 1, 300, 100, ())
     for _ in range(2):
         offers.start(manifest, memoryview(bytearray(300)))

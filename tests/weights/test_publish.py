@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from published import BUCKET, same, shares, tensors
 
 from rollart.core.types import Publication
-from rollart.weights.publish import CHUNK, Publisher, Share, new_id, publish
+from rollart.weights.publish import CHUNK, Publisher, TensorShard, new_id, publish
 from rollart.weights.reader import WeightReader
 from rollart.weights.store import Store
 
@@ -58,9 +58,9 @@ def test_floating_point_is_published_in_the_type_that_engines_compute_in(tmp_pat
 def test_rows_that_several_ranks_hold_make_whole_tensors(tmp_path: Path) -> None:
     rows, norm, id = torch.randn(7, 33), torch.randn(40), new_id()
     for rank, (start, stop) in enumerate([(0, 3), (3, 6), (6, 7)]):
-        mine = [Share("rows", (7, 33), rows[start:stop], start * 33)]
+        mine = [TensorShard("rows", (7, 33), rows[start:stop], start * 33)]
         publisher = Publisher(Store(tmp_path), shard=rank, shards=3, bucket_bytes=256)
-        publisher.publish(5, id, mine + ([Share("norm", (40,), norm)] if rank == 0 else []), {"again": "rows"})
+        publisher.publish(5, id, mine + ([TensorShard("norm", (40,), norm)] if rank == 0 else []), {"again": "rows"})
     held = WeightReader(tmp_path).fetch(Publication(5, id, ((), (), ())))
     assert same(held.tensors, {"rows": rows, "norm": norm, "again": rows})
     held.release()

@@ -7,7 +7,7 @@ import pytest
 from published import BUCKET, DEADLINE_S, Origin, same, tensors
 
 from rollart.core.types import Publication
-from rollart.weights.loaded_version import Corrupt
+from rollart.weights.loaded_version import CorruptWeights
 from rollart.weights.publish import publish
 from rollart.weights.reader import WeightReader
 from rollart.weights.store import MissingVersion
@@ -26,7 +26,7 @@ def test_a_byte_changed_in_shared_memory_is_noticed_and_nothing_is_held(tmp_path
     publication = publish(tmp_path, 1, tensors(1), bucket_bytes=BUCKET)
     weights = WeightReader(tmp_path)
     flip(tmp_path, 3 * BUCKET + 17)
-    with pytest.raises(Corrupt, match="bucket 3 of shard 0 of version 1 does not fit its checksum"):
+    with pytest.raises(CorruptWeights, match="bucket 3 of shard 0 of version 1 does not fit its checksum"):
         weights.fetch(publication)
     flip(tmp_path, 3 * BUCKET + 17)
     held = weights.fetch(publication)
@@ -40,7 +40,7 @@ def test_a_stream_gives_no_tensor_of_a_damaged_bucket(tmp_path: Path) -> None:
     publication = publish(tmp_path, 1, tensors(1), bucket_bytes=BUCKET)
     flip(tmp_path, 7 * BUCKET)
     names = []
-    with pytest.raises(Corrupt, match="bucket 7"):
+    with pytest.raises(CorruptWeights, match="bucket 7"):
         names.extend(name for name, _ in WeightReader(tmp_path).stream(publication))
     assert names == ["embed", "head", "odd", "count"]
 

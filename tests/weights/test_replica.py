@@ -10,7 +10,7 @@ from published import BUCKET, DEADLINE_S, Origin, line, process, same, shares, t
 
 from rollart.core.types import Publication
 from rollart.weights.fan_out import FAN_OUT
-from rollart.weights.loaded_version import Corrupt
+from rollart.weights.loaded_version import CorruptWeights
 from rollart.weights.publish import Publisher
 from rollart.weights.reader import WeightReader
 from rollart.weights.shm_file import NoRoom
@@ -21,8 +21,8 @@ HOST = """
 from pathlib import Path
 import msgspec
 from rollart.core.types import Publication
-from rollart.weights.reader import Weights
-weights = Weights(Path(args[0]))
+from rollart.weights.reader import WeightReader
+weights = WeightReader(Path(args[0]))
 publication = msgspec.convert(args[1], Publication)
 for name, tensor in weights.stream(publication):
     print(name, flush=True)
@@ -111,7 +111,7 @@ def test_a_wire_that_changes_every_bucket_is_given_up_and_nothing_of_it_is_loade
 
     wire = Wire(origin.server.url, carry)  # type: ignore[arg-type]
     with closing(origin.server), closing(wire), closing(WeightReader(tmp_path / "far", streams=2)) as far:
-        with pytest.raises(Corrupt, match=r"of version 1 came 3 times with bytes that do not fit its checksum"):
+        with pytest.raises(CorruptWeights, match=r"of version 1 came 3 times with bytes that do not fit its checksum"):
             far.fetch(through(publication, wire.url))
         with pytest.raises(MissingVersion):
             far.store.open(1, publication.id, 0).sum(0, 0.0)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from rollart.core.errors import EngineFailed
-from rollart.engines.torch.step import Span, Step
+from rollart.engines.torch.step import AttentionSpan, StepInputs
 
 ROWS = "rollart_rows"
 PROBE = "rollart_probe"
@@ -25,7 +25,7 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    step: Step | None = None,
+    step: StepInputs | None = None,
     sliding_window: int | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
@@ -45,7 +45,7 @@ def attend(
 
 
 def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, span: Span, scaling: float | None, window: int | None
+    query: Tensor, keys: Tensor, values: Tensor, span: AttentionSpan, scaling: float | None, window: int | None
 ) -> Tensor:
     """`query` is [tokens, heads, dim], of the whole step; answers the same shape for the span's tokens."""
     heads, dim = query.shape[1:]

@@ -8,7 +8,7 @@ always the first of them. A row is never reordered except into the gap that anot
 from collections import deque
 from dataclasses import dataclass
 
-from rollart.engines.torch.sequence import Sequence
+from rollart.engines.torch.sequence import EngineSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class Move:
     target: int
 
 
-class Batch:
+class BatchState:
     def __init__(self) -> None:
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.waiting: deque[EngineSequence] = deque()
+        self.running: list[EngineSequence] = []
         self.decoding = 0
 
     @property
@@ -48,7 +48,7 @@ class Batch:
         """Tokens of running sequences that wait for their prefill."""
         return sum(sequence.pending for sequence in self.running[self.decoding :])
 
-    def admit(self, sequence: Sequence) -> int:
+    def admit(self, sequence: EngineSequence) -> int:
         """Takes the sequence into the next row and returns it."""
         self.running.append(sequence)
         return len(self.running) - 1
@@ -93,7 +93,7 @@ class Batch:
         self.waiting.extendleft(reversed(self.running))
         self.running, self.decoding = [], 0
 
-    def clear(self) -> list[Sequence]:
+    def clear(self) -> list[EngineSequence]:
         """Everything that was here, running or waiting."""
         everything = [*self.running, *self.waiting]
         self.running, self.decoding = [], 0

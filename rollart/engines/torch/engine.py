@@ -1,7 +1,7 @@
 """The engine as the control plane sees it: coroutines outside, one stepping thread inside.
 
 Invariants: only the stepping thread touches the stepper's state; everything else reaches it as a command in a queue,
-run between two steps; only the parked KV may be looked at from outside, under its own lock. Completions, and tokens
+run between two steps; only the kv_cache KV may be looked at from outside, under its own lock. Completions, and tokens
 that somebody wants to hear of, go back to the event loop once a step, all of them in one call. An idle engine blocks on
 the queue. A step that raises fails the requests in flight, each with the reason, and the engine goes on. A request
 whose KV is being fetched from another engine reaches the stepper once that has ended, well or not. Every request ends
@@ -14,8 +14,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -27,13 +26,12 @@ from torch import Tensor
 from rollart.config import EngineConfig
 from rollart.core.errors import EngineFailed, RollartError
 from rollart.core.types import Completion, EngineStatus, GenerationRequest, LoadResult, Publication
-from rollart.engines.streamed import Streamed
-from rollart.engines.torch.fetch import Fetcher
-from rollart.engines.torch.kv_cache import Part
-from rollart.engines.torch.kv_transfer import Handover, KVWanted
-from rollart.engines.torch.model import Model, Weights
-from rollart.engines.torch.pace import Link, Pacer, label
-from rollart.engines.torch.sequence import Sequence
+from rollart.engines.client import StreamRequest
+from rollart.engines.torch.kv_cache import FetchedKV
+from rollart.engines.torch.kv_transfer import KVFetcher, KVRequest, KVServer
+from rollart.engines.torch.model import EngineModel, Weights
+from rollart.engines.torch.pace import EmulatedLink, Pacer, emulation_label
+from rollart.engines.torch.sequence import EngineSequence
 from rollart.engines.torch.stepper import Stepper
 from rollart.hardware.roofline import Roofline
 
@@ -42,7 +40,7 @@ CLOSE_S = 30.0
 NICE = 10
 
 
-class HeldWeights(Protocol):
+class LoadedWeights(Protocol):
     """The tensors of a version, which stay as they are until `release`."""
 
     @property
@@ -58,9 +56,9 @@ class HeldWeights(Protocol):
 
 
 class WeightSource(Protocol):
-    """Where versions come from; `rollart.weights.reader.Weights` is one."""
+    """Where versions come from; `rollart.weights.reader.WeightReader` is one."""
 
-    def fetch(self, publication: Publication) -> HeldWeights:
+    def fetch(self, publication: Publication) -> LoadedWeights:
         """Blocks until all of it is there and checked. Raises RollartError."""
         ...
 
@@ -73,7 +71,7 @@ class TorchEngine:
 
     def __init__(
         self,
-        model: Model,
+        model: EngineModel,
         config: EngineConfig,
         *,
         store: WeightSource | None = None,
@@ -84,20 +82,20 @@ class TorchEngine:
     ) -> None:
         self._pacer = None if emulate is None else Pacer(emulate)
         self._stepper = Stepper(model, config, version=version, seed=seed, pacer=self._pacer)
-        self.handover = Handover(self._stepper.parked, model.layout)
-        self._emulated = "" if emulate is None else label(emulate)
-        self._fetcher = Fetcher(model.layout, None if emulate is None else Link(emulate), key)
-        self._fetching: dict[str, tuple[Sequence, asyncio.Task[Part | None]]] = {}
+        self.kv_server = KVServer(self._stepper.kv_cache, model.layout)
+        self._emulated = "" if emulate is None else emulation_label(emulate)
+        self._fetcher = KVFetcher(model.layout, None if emulate is None else EmulatedLink(emulate), key)
+        self._fetching: dict[str, tuple[EngineSequence, asyncio.Task[FetchedKV | None]]] = {}
         self._model = model
         self._threads = config.threads
         self._drain = config.on_swap == "drain"
         self._store = store
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._open: dict[str, tuple[Sequence, asyncio.Future[Completion]]] = {}
+        self._open: dict[str, tuple[EngineSequence, asyncio.Future[Completion]]] = {}
         self._thread = threading.Thread(target=self._run, name="stepper", daemon=True)
         self._loading = asyncio.Lock()
         self._fetching_thread = ThreadPoolExecutor(1, "weights", initializer=_give_way)
-        self._held: HeldWeights | None = None  # what the model's weights are
+        self._held: LoadedWeights | None = None  # what the model's weights are
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> "TorchEngine":
@@ -133,21 +131,21 @@ class TorchEngine:
     async def generate(self, request: GenerationRequest) -> Completion:
         return await self._run_through(self._stepper.accept(request), request.kv_from)
 
-    async def stream(self, asked: Streamed, tell: Callable[[object], None]) -> Completion:
+    async def stream(self, asked: StreamRequest, tell: Callable[[object], None]) -> Completion:
         """Tells of tokens as they are made, but for the last ones."""
         sequence = self._stepper.accept(asked.request)
-        sequence.every, sequence.tell = asked.every, tell
+        sequence.stream_every, sequence.on_tokens = asked.every, tell
         return await self._run_through(sequence, asked.request.kv_from)
 
     async def prefill(self, request: GenerationRequest) -> int:
-        """Its KV is then parked under its session; answers how many tokens were computed for that."""
+        """Its KV is then kv_cache under its session; answers how many tokens were computed for that."""
         if len(request.tokens) < 2:
             return 0
         sequence = self._stepper.accept_prefill(request)
         await self._run_through(sequence, request.kv_from)
         return sequence.computed - sequence.cached
 
-    async def _run_through(self, sequence: Sequence, kv_from: str | None) -> Completion:
+    async def _run_through(self, sequence: EngineSequence, kv_from: str | None) -> Completion:
         if not self._thread.is_alive():
             raise EngineFailed("the engine is not running")
         if sequence.id in self._open:
@@ -165,14 +163,14 @@ class TorchEngine:
         finally:
             del self._open[sequence.id]
 
-    async def _fetched(self, sequence: Sequence, url: str) -> Part | None:
+    async def _fetched(self, sequence: EngineSequence, url: str) -> FetchedKV | None:
         """What the engine at `url` has of its KV and this one has not."""
         most = len(sequence.tokens) - 1
-        parked, layout = self._stepper.parked, self._model.layout
-        _, own, version = parked.find(sequence.session, sequence.tokens, sequence.blocks)
+        kv_cache, layout = self._stepper.kv_cache, self._model.layout
+        _, own, version = kv_cache.find(sequence.session, sequence.tokens, sequence.blocks)
         if own >= most:
             return None
-        wanted = KVWanted(sequence.session, sequence.tokens[:most], own, version, layout.name)
+        wanted = KVRequest(sequence.session, sequence.tokens[:most], own, version, layout.name)
         fetch = asyncio.create_task(self._fetcher.fetch(url, wanted, sequence.blocks))
         self._fetching[sequence.id] = sequence, fetch
         try:
@@ -213,7 +211,7 @@ class TorchEngine:
                 before.release()
             return replace(swapped, transfer_s=seconds, bytes=held.bytes, transport=held.transport)
 
-    def _fetch(self, store: WeightSource, publication: Publication) -> tuple[HeldWeights, Weights]:
+    def _fetch(self, store: WeightSource, publication: Publication) -> tuple[LoadedWeights, Weights]:
         held = store.fetch(publication)
         try:
             return held, self._model.prepare(held.tensors)
@@ -252,16 +250,16 @@ class TorchEngine:
         stepper, going = self._stepper, True
         while going:
             try:
-                going = self._obey()
+                going = self._run_commands()
                 if going and stepper.busy:
                     stepper.step()
             except Exception as error:
                 stepper.fail(f"a generation step failed: {type(error).__name__}: {error}")
-            news, ended = stepper.news(), stepper.ended()
+            news, ended = stepper.streamed(), stepper.ended()
             if (news or ended) and self._loop is not None:
                 _post(self._loop, self._deliver, ended, news)
 
-    def _obey(self) -> bool:
+    def _run_commands(self) -> bool:
         """Runs the commands that are there, and waits for one if there is nothing else to do. False: close."""
         wait = not self._stepper.busy
         while True:
@@ -274,10 +272,10 @@ class TorchEngine:
             command()
             wait = False
 
-    def _deliver(self, ended: list[Sequence], news: SequenceOf[tuple[Sequence, list[int]]] = ()) -> None:
+    def _deliver(self, ended: list[EngineSequence], news: Sequence[tuple[EngineSequence, list[int]]] = ()) -> None:
         for sequence, tokens in news:
-            if sequence.tell is not None:
-                sequence.tell(tokens)
+            if sequence.on_tokens is not None:
+                sequence.on_tokens(tokens)
         for sequence in ended:
             owner, future = self._open.get(sequence.id, (None, None))
             # A caller who gave up may be back with the same id.

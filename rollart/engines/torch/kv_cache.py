@@ -8,15 +8,18 @@ that new entries are made with, and of all of them where a swap clears them.
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from rollart.engines.torch.prefix_cache import PrefixIndex, chain, common_prefix
+from rollart.engines.torch.kv_rows import KVRows
+from rollart.engines.torch.prefix_cache import BLOCK, PrefixIndex, chain, common_prefix
+from rollart.engines.torch.sequence import EngineSequence
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class Entry:
+class CacheEntry:
     """`kv` is [tensors, heads, len(tokens), dim]."""
 
     tokens: list[int]
@@ -24,7 +27,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class FetchedKV:
     """KV of the tokens from `start` on, made by `version`: [tensors, heads, count, dim]."""
 
     version: int
@@ -37,40 +40,40 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fetched:
+class _RequestKey:
     """The key of a part: the request that it is for. Never equal to a session."""
 
     request: str
 
 
-class ParkedKV:
+class KVCache:
     def __init__(self, version: int = 0) -> None:
         self.bytes = 0
         self.evicted = 0
         self._version = version
-        self._entries: OrderedDict[str | _Fetched, Entry | Part] = OrderedDict()
+        self._entries: OrderedDict[str | _RequestKey, CacheEntry | FetchedKV] = OrderedDict()
         self._index: PrefixIndex[str] = PrefixIndex()
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def park(self, session: str, tokens: list[int], kv: Tensor) -> None:
+    def store(self, session: str, tokens: list[int], kv: Tensor) -> None:
         """Replaces what the session had."""
         blocks = chain(tokens)
         with self._lock:
-            self._put(session, Entry(tokens, kv))
+            self._put(session, CacheEntry(tokens, kv))
             self._index.add(session, blocks)
 
-    def find(self, session: str, tokens: list[int], blocks: tuple[int, ...]) -> tuple[Entry | None, int, int]:
+    def find(self, session: str, tokens: list[int], blocks: tuple[int, ...]) -> tuple[CacheEntry | None, int, int]:
         """The entry that holds the longest kept prefix of `tokens`, whose chain is `blocks`; that prefix's length; and
         the version."""
         best, length = None, 0
         with self._lock:
             for candidate in (session, self._index.longest(blocks)):
                 entry = self._entries.get(candidate) if candidate is not None else None
-                common = common_prefix(entry.tokens, tokens) if isinstance(entry, Entry) else 0
-                if isinstance(entry, Entry) and candidate is not None and common > length:
+                common = common_prefix(entry.tokens, tokens) if isinstance(entry, CacheEntry) else 0
+                if isinstance(entry, CacheEntry) and candidate is not None and common > length:
                     best, length = entry, common
                     self._entries.move_to_end(candidate)
             return best, length, self._version
@@ -79,18 +82,18 @@ class ParkedKV:
         with self._lock:
             self._remove(session)
 
-    def hold(self, request: str, part: Part) -> None:
+    def store_fetched(self, request: str, part: FetchedKV) -> None:
         """Keeps a part until its request takes it."""
         with self._lock:
-            self._put(_Fetched(request), part)
+            self._put(_RequestKey(request), part)
 
-    def part(self, request: str) -> Part | None:
-        part = self._entries.get(_Fetched(request))
-        return part if isinstance(part, Part) else None
+    def fetched(self, request: str) -> FetchedKV | None:
+        part = self._entries.get(_RequestKey(request))
+        return part if isinstance(part, FetchedKV) else None
 
-    def release(self, request: str) -> None:
+    def drop_fetched(self, request: str) -> None:
         with self._lock:
-            self._remove(_Fetched(request))
+            self._remove(_RequestKey(request))
 
     def shrink(self, budget: int) -> None:
         """Drops the least recently used entries until the rest fits."""
@@ -104,26 +107,69 @@ class ParkedKV:
             for key in list(self._entries):
                 self._remove(key)
 
-    def renew(self, version: int, *, keep: bool) -> dict[str, int]:
+    def set_version(self, version: int, *, keep: bool) -> dict[str, int]:
         """The weights are of another version now. Answers of which sessions so many tokens' KV is forgotten."""
         gone: dict[str, int] = {}
         with self._lock:
             if not keep:
                 for key, entry in self._entries.items():
-                    if isinstance(key, str) and isinstance(entry, Entry):
+                    if isinstance(key, str) and isinstance(entry, CacheEntry):
                         gone[key] = len(entry.tokens)
                 self.clear()
             self._version = version
         return gone
 
-    def _put(self, key: str | _Fetched, value: Entry | Part) -> None:
+    def _put(self, key: str | _RequestKey, value: CacheEntry | FetchedKV) -> None:
         self._remove(key)
         self._entries[key] = value
         self.bytes += value.kv.nbytes
 
-    def _remove(self, key: str | _Fetched) -> None:
+    def _remove(self, key: str | _RequestKey) -> None:
         value = self._entries.pop(key, None)
         if value is not None:
             self.bytes -= value.kv.nbytes
             if isinstance(key, str):
                 self._index.remove(key)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """The KV of the first `own` tokens is in `entry`, or in the row of `holder`; that of those until `length` is in
+    `part`, which came from another engine."""
+
+    entry: CacheEntry | None
+    holder: EngineSequence | None
+    own: int
+    part: FetchedKV | None
+    length: int
+
+    def copy(self, row: int, rows: KVRows, running: Sequence[EngineSequence]) -> None:
+        if self.entry is not None:
+            rows.write(row, 0, self.entry.kv[:, :, : self.own])
+        elif self.holder is not None and self.own:
+            rows.copy(running.index(self.holder), row, self.own)
+        if self.part is not None and self.length > self.own:
+            start = self.part.start
+            rows.write(row, self.own, self.part.kv[:, :, self.own - start : self.length - start])
+
+
+def find_prefix(sequence: EngineSequence, kv_cache: KVCache, live: PrefixIndex[EngineSequence]) -> PrefixHit | None:
+    """None: wait, another sequence, of those in `live`, is about to have more of it.
+
+    At least one token is left to compute, because the next one is sampled from its logits.
+    """
+    most = len(sequence.tokens) - 1
+    entry, own, _ = kv_cache.find(sequence.session, sequence.tokens, sequence.blocks)
+    own, promised = min(own, most), 0
+    holder = live.longest(sequence.blocks)
+    if holder is not None:
+        promised = min(common_prefix(holder.tokens, sequence.tokens), most)
+        ready = min(promised, holder.computed)
+        if ready > own:
+            entry, own = None, ready
+    part, length = kv_cache.fetched(sequence.id), own
+    if part is not None and part.start <= own:
+        length = max(min(part.stop, most), own)
+    if promised - length >= BLOCK:
+        return None
+    return PrefixHit(entry, None if entry is not None else holder, own, part, length)

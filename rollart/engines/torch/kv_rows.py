@@ -13,7 +13,7 @@ GRAIN = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class KVLayout:
     """What one token costs: `tensors` (keys and values of each layer) of `heads` x `dim` numbers."""
 
     tensors: int
@@ -32,8 +32,8 @@ class Layout:
         return self.tensors * self.heads * self.dim * self.dtype.itemsize
 
 
-class Rows:
-    def __init__(self, layout: Layout, max_rows: int, budget: int) -> None:
+class KVRows:
+    def __init__(self, layout: KVLayout, max_rows: int, budget: int) -> None:
         self.layout = layout
         self.rows = self.positions = 0
         self.tensors: list[Tensor] = [torch.empty(0)] * layout.tensors

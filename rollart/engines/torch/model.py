@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM
 
 from rollart.core.errors import EngineFailed
 from rollart.engines.torch.attention import PROBE, ROWS
-from rollart.engines.torch.kv_rows import Layout
-from rollart.engines.torch.step import Step
+from rollart.engines.torch.kv_rows import KVLayout
+from rollart.engines.torch.step import StepInputs
 
 Weights = dict[str, Tensor]
 
 
-class Model:
+class EngineModel:
     def __init__(self, network: Any) -> None:
         """Takes over a transformers causal LM: from now on it attends to our KV rows."""
         if not network._supports_attention_backend:
@@ -29,10 +29,10 @@ class Model:
         network.set_attn_implementation(ROWS)
 
     @classmethod
-    def open(cls, folder: Path, dtype: torch.dtype, device: str) -> "Model":
+    def open(cls, folder: Path, dtype: torch.dtype, device: str) -> "EngineModel":
         return cls(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device))
 
-    def forward(self, step: Step) -> Tensor:
+    def forward(self, step: StepInputs) -> Tensor:
         """The logits [wanted, vocabulary] that the step asks for."""
         out = self.network(
             input_ids=step.tokens,
@@ -81,7 +81,7 @@ def _weights(network: nn.Module) -> Weights:
 
 
 @torch.inference_mode()
-def _layout(network: Any) -> Layout:
+def _layout(network: Any) -> KVLayout:
     """The shape of the KV, found by a pass over one token: configurations name it in too many ways to read it there."""
     network.set_attn_implementation(PROBE)
     weight = network.get_input_embeddings().weight
@@ -94,4 +94,4 @@ def _layout(network: Any) -> Layout:
             f"{type(network).__name__} has layers with unlike keys and values, or without any; choose a plain decoder"
         )
     _, heads, _, dim = distinct.pop()
-    return Layout(2 * len(shapes), heads, dim, weight.dtype, weight.device)
+    return KVLayout(2 * len(shapes), heads, dim, weight.dtype, weight.device)

@@ -8,20 +8,19 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Sequence
 
-from rollart.engines.torch.batch import Batch, Chunk
+from rollart.engines.torch.batch import BatchState, Chunk
 from rollart.hardware.roofline import Roofline, Work, decode, prefill
 
 CREDIT_S = 0.05
 
 
-def label(emulate: Roofline) -> str:
+def emulation_label(emulate: Roofline) -> str:
     return f"{emulate.device.name}, {emulate.slowdown:g} times slower"
 
 
-def work_of(batch: Batch, chunks: Many[Chunk]) -> Work:
+def work_of(batch: BatchState, chunks: Sequence[Chunk]) -> Work:
     """What the coming step computes: a token of each decoding sequence, which attends to itself too, and chunks."""
     decoding = batch.running[: batch.decoding]
     work = decode(len(decoding), sum(sequence.computed + 1 for sequence in decoding))
@@ -75,7 +74,7 @@ class Pacer:
         self._over.set()
 
 
-class Link:
+class EmulatedLink:
     """KV arrives one part after the other, at the speed of the device's link. Used in one event loop."""
 
     def __init__(self, roofline: Roofline) -> None:

@@ -4,7 +4,7 @@ The random number of a token depends only on (seed of the request, index of the 
 logits is treated alone, so a result does not depend on what else is in the batch, and can be had again.
 """
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +16,7 @@ _STRIDE = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
 
 
-class Sampled(Protocol):
+class Sampleable(Protocol):
     """What the sampler reads of a sequence."""
 
     temperature: float
@@ -31,7 +31,7 @@ class Sampled(Protocol):
     def filtered(self) -> bool: ...
 
 
-def sample(logits: Tensor, sequences: Many[Sampled]) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, sequences: Sequence[Sampleable]) -> tuple[Tensor, Tensor]:
     """One token per row of `logits` and its log probability under the distribution it was drawn from."""
     logits = logits.float()
     device = logits.device
@@ -81,7 +81,7 @@ def uniforms(seeds: NDArray[np.uint64], counts: NDArray[np.uint64]) -> NDArray[n
     return bits.astype(np.float32) * np.float32(2**-24)
 
 
-def mixed(seed: int) -> int:
+def mix_seed(seed: int) -> int:
     """Spreads small seeds over 64 bits, so that the streams of neighbours do not overlap."""
     return int(_mix(np.array([seed & _WORD], dtype=np.uint64) ^ np.uint64(_STRIDE))[0])
 

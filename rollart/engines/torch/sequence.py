@@ -8,11 +8,11 @@ from hashlib import blake2b
 from rollart.core.errors import EngineFailed
 from rollart.core.types import Completion, Finish, GenerationRequest, Sampling
 from rollart.engines.torch.prefix_cache import chain
-from rollart.engines.torch.sampler import mixed
+from rollart.engines.torch.sampler import mix_seed
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class EngineSequence:
     """`tokens` is the prompt and all that was generated; the first `computed` of them have their KV in the row.
 
     `limit` is the length at which it must end, `blocks` the hash chain of the prompt; one that does not `generate` ends
@@ -33,9 +33,9 @@ class Sequence:
     stop: frozenset[int]
     seed: int
     generates: bool = True
-    every: int = 0
-    told: int = 0
-    tell: Callable[[list[int]], object] | None = None
+    stream_every: int = 0
+    streamed: int = 0
+    on_tokens: Callable[[list[int]], object] | None = None
     computed: int = 0
     cached: int = 0
     fetched: int = 0
@@ -85,13 +85,13 @@ class Sequence:
         )
 
 
-def accepted(request: GenerationRequest, *, vocabulary: int, context: int, seed: int) -> Sequence:
+def accepted(request: GenerationRequest, *, vocabulary: int, context: int, seed: int) -> EngineSequence:
     """Checks a request, so that a bad one fails alone. Raises EngineFailed."""
     _check(request, vocabulary, context)
     sampling = request.sampling
     # Greedy is sampling from the single best token: its logprob is 0, as of any token that cannot be another.
     greedy = sampling.temperature == 0
-    return Sequence(
+    return EngineSequence(
         id=request.id,
         session=request.session,
         tokens=list(request.tokens),
@@ -124,6 +124,6 @@ def _check(request: GenerationRequest, vocabulary: int, context: int) -> None:
 def _seed(name: str, sampling: Sampling, engine_seed: int) -> int:
     """Without a seed of its own, a request gets one from its id, so that a run can be repeated."""
     if sampling.seed is not None:
-        return mixed(sampling.seed)
+        return mix_seed(sampling.seed)
     digest = blake2b(f"{engine_seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")

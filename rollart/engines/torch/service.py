@@ -15,8 +15,8 @@ import torch
 
 from rollart.config import EngineConfig
 from rollart.engines.torch.engine import TorchEngine
-from rollart.engines.torch.model import Model
-from rollart.engines.torch.pace import label
+from rollart.engines.torch.model import EngineModel
+from rollart.engines.torch.pace import emulation_label
 from rollart.hardware.devices import DeviceClass
 from rollart.hardware.roofline import ModelShape, Roofline
 from rollart.launch.rpc import Handler
@@ -30,7 +30,7 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
     torch.set_num_threads(config.threads)
     folder = Path(spec["model"])
     emulate = _emulated(spec["emulate"], folder) if spec.get("emulate") else None
-    model = Model.open(folder, getattr(torch, config.dtype), torch_device(config.device, spec))
+    model = EngineModel.open(folder, getattr(torch, config.dtype), torch_device(config.device, spec))
     async with AsyncExitStack() as stack:
         weights = stack.enter_context(closing(_weights(spec)))
         engine = await stack.enter_async_context(
@@ -51,8 +51,8 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
             "abort": engine.abort,
             "load": engine.load,
             "status": engine.status,
-            "offer": engine.handover.offer,
-            "more": engine.handover.more,
+            "offer": engine.kv_server.offer,
+            "more": engine.kv_server.more,
         }
 
 
@@ -63,7 +63,7 @@ def _weights(spec: Mapping[str, Any]) -> WeightReader:
 def _emulated(emulate: Mapping[str, Any], folder: Path) -> Roofline:
     """What is emulated computes in bfloat16, whatever is computed with here."""
     roofline = Roofline(DeviceClass(**emulate["device"]), ModelShape.of_folder(folder), float(emulate["slowdown"]))
-    print(f"this engine EMULATES a device: {label(roofline)}", file=sys.stderr, flush=True)
+    print(f"this engine EMULATES a device: {emulation_label(roofline)}", file=sys.stderr, flush=True)
     return roofline
 
 

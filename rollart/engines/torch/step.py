@@ -4,22 +4,21 @@ First come the decoding rows, one token each, then the chunks of the prefilling 
 rows that one attention call serves; chunks of unequal length are padded within it.
 """
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Many
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from rollart.engines.torch.batch import Batch, Chunk
-from rollart.engines.torch.sequence import Sequence
+from rollart.engines.torch.batch import BatchState, Chunk
+from rollart.engines.torch.sequence import EngineSequence
 
 # What one more attention call costs, in pairs of a query and a key, measured on a small model on a CPU.
 CALL_COST = 8192
 
 
 @dataclass(slots=True)
-class Span:
+class AttentionSpan:
     """`starts` holds the position of each row's first query.
 
     `padded` picks the flat tokens that fill [rows, queries], `real` the places of those that are not padding.
@@ -51,19 +50,19 @@ class Span:
 
 
 @dataclass(slots=True)
-class Step:
+class StepInputs:
     """`layers` are the KV rows; `wanted` picks the tokens whose logits are sampled from, all if None."""
 
     tokens: Tensor
     positions: Tensor
     slots: Tensor
     wanted: Tensor | None
-    spans: list[Span]
+    spans: list[AttentionSpan]
     layers: list[Tensor]
-    sampled: list[Sequence]
+    sampled: list[EngineSequence]
 
 
-def build(batch: Batch, chunks: Many[Chunk], layers: list[Tensor]) -> Step:
+def step_inputs(batch: BatchState, chunks: Sequence[Chunk], layers: list[Tensor]) -> StepInputs:
     running, decoding = batch.running, batch.decoding
     heads, capacity = layers[0].shape[1:3]
     tokens = [sequence.tokens[-1] for sequence in running[:decoding]]
@@ -88,12 +87,12 @@ def build(batch: Batch, chunks: Many[Chunk], layers: list[Tensor]) -> Step:
     spans = []
     if decoding:
         keys = max(positions[:decoding]) + 1
-        spans.append(Span(slice(0, decoding), slice(0, decoding), 1, keys, places[:decoding], layers[0].dtype))
+        spans.append(AttentionSpan(slice(0, decoding), slice(0, decoding), 1, keys, places[:decoding], layers[0].dtype))
     first = decoding
     for group in grouped(chunks):
         spans.append(_span(group, first, layers[0].dtype, device))
         first = spans[-1].tokens.stop
-    return Step(
+    return StepInputs(
         tokens=flat.unsqueeze(0),
         positions=places.unsqueeze(0),
         slots=slots.flatten(),
@@ -104,7 +103,7 @@ def build(batch: Batch, chunks: Many[Chunk], layers: list[Tensor]) -> Step:
     )
 
 
-def grouped(chunks: Many[Chunk]) -> Iterator[list[Chunk]]:
+def grouped(chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
     """Splits neighbouring chunks so that padding costs less than the attention calls it saves."""
     group: list[Chunk] = []
     for chunk in chunks:
@@ -116,16 +115,16 @@ def grouped(chunks: Many[Chunk]) -> Iterator[list[Chunk]]:
         yield group
 
 
-def _area(group: Many[Chunk]) -> int:
+def _area(group: Sequence[Chunk]) -> int:
     keys = max(chunk.start + chunk.count for chunk in group)
     return len(group) * max(chunk.count for chunk in group) * keys
 
 
-def _span(group: Many[Chunk], first: int, dtype: torch.dtype, device: torch.device) -> Span:
+def _span(group: Sequence[Chunk], first: int, dtype: torch.dtype, device: torch.device) -> AttentionSpan:
     """`first` is the place of the group's first token in the flat row."""
     counts = [chunk.count for chunk in group]
     queries = max(counts)
-    span = Span(
+    span = AttentionSpan(
         rows=slice(group[0].row, group[-1].row + 1),
         tokens=slice(first, first + sum(counts)),
         queries=queries,

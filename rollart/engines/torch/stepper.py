@@ -1,7 +1,7 @@
 """The engine without its thread: requests in, `step` after `step`, ended sequences out.
 
 Invariants: everything here runs in one thread, except `accept`, `accept_prefill` and `Model.prepare`, which read only
-what never changes, and finding in `parked`, which has a lock. Between two steps the KV of every running sequence is
+what never changes, and finding in `kv_cache`, which has a lock. Between two steps the KV of every running sequence is
 that of its first `computed` tokens. A sequence is admitted only when rows of its full possible length fit the budget,
 so a running one never lacks memory; kept KV always gives way to rows; a request that could not run even alone is
 refused at once, so the first in the queue always gets its turn. A sequence whose beginning another one is computing
@@ -19,17 +19,16 @@ import torch
 from rollart.config import EngineConfig
 from rollart.core.errors import EngineFailed
 from rollart.core.types import EngineStatus, Finish, GenerationRequest, LoadResult, Sampling
-from rollart.engines.torch.batch import Batch
-from rollart.engines.torch.found import Found, find
-from rollart.engines.torch.kv_cache import ParkedKV, Part
-from rollart.engines.torch.kv_rows import Rows
-from rollart.engines.torch.model import Model, Weights
+from rollart.engines.torch.batch import BatchState
+from rollart.engines.torch.kv_cache import FetchedKV, KVCache, PrefixHit, find_prefix
+from rollart.engines.torch.kv_rows import KVRows
+from rollart.engines.torch.model import EngineModel, Weights
 from rollart.engines.torch.pace import Pacer, work_of
 from rollart.engines.torch.prefix_cache import PrefixIndex
 from rollart.engines.torch.sampler import sample
-from rollart.engines.torch.sequence import Sequence, accepted
-from rollart.engines.torch.step import Step, build
-from rollart.engines.torch.swap_cost import Losses
+from rollart.engines.torch.sequence import EngineSequence, accepted
+from rollart.engines.torch.step import StepInputs, step_inputs
+from rollart.engines.torch.swap_cost import SwapCost
 
 # How far down the queue to look for a sequence that need not wait for another's prefill.
 DEFERRED = 128
@@ -47,30 +46,30 @@ class Stepper:
     """`pacer` makes the steps of an emulated device."""
 
     def __init__(
-        self, model: Model, config: EngineConfig, *, version: int = 0, seed: int = 0, pacer: Pacer | None = None
+        self, model: EngineModel, config: EngineConfig, *, version: int = 0, seed: int = 0, pacer: Pacer | None = None
     ) -> None:
         self.version = version
         self.budget = config.kv_megabytes << 20
         self.counters = Counters()
-        self.batch = Batch()
-        self.rows = Rows(model.layout, config.max_batch, self.budget)
-        self.parked = ParkedKV(version)
-        self._live: PrefixIndex[Sequence] = PrefixIndex()
+        self.batch = BatchState()
+        self.rows = KVRows(model.layout, config.max_batch, self.budget)
+        self.kv_cache = KVCache(version)
+        self._live: PrefixIndex[EngineSequence] = PrefixIndex()
         self._model = model
         self._config = config
         self._seed = seed
         self._pacer = pacer
-        self._losses = Losses()
+        self._swap_cost = SwapCost()
         self._then: Callable[[], None] | None = None  # what waits for the running sequences to end
         self._full = 0  # how many they were
-        self._ended: list[Sequence] = []
-        self._news: list[tuple[Sequence, list[int]]] = []
+        self._ended: list[EngineSequence] = []
+        self._streamed: list[tuple[EngineSequence, list[int]]] = []
 
     @property
     def busy(self) -> bool:
         return bool(self.batch.running or self.batch.waiting or self._then)
 
-    def accept(self, request: GenerationRequest) -> Sequence:
+    def accept(self, request: GenerationRequest) -> EngineSequence:
         """A sequence to `add`. Raises EngineFailed if the request can never be served."""
         model = self._model
         sequence = accepted(request, vocabulary=model.vocabulary, context=model.context, seed=self._seed)
@@ -82,19 +81,19 @@ class Stepper:
             )
         return sequence
 
-    def accept_prefill(self, request: GenerationRequest) -> Sequence:
+    def accept_prefill(self, request: GenerationRequest) -> EngineSequence:
         """The same for a request of which only the KV is wanted. That of its last token is of no use to anybody: who
         goes on from here needs that token's logits, and so computes it."""
         sequence = self.accept(replace(request, tokens=request.tokens[:-1], sampling=Sampling(max_tokens=1)))
         sequence.generates, sequence.limit = False, sequence.prompt
         return sequence
 
-    def add(self, sequence: Sequence, part: Part | None = None) -> None:
+    def add(self, sequence: EngineSequence, part: FetchedKV | None = None) -> None:
         """`part` is KV for it that came from another engine; one of other weights, or without room, is forgotten."""
         if self._pacer is not None and not self.busy:
             self._pacer.rest()
         if part is not None and part.version == self.version and self._make_room(part.kv.nbytes):
-            self.parked.hold(sequence.id, part)
+            self.kv_cache.store_fetched(sequence.id, part)
         self.batch.waiting.append(sequence)
 
     @torch.inference_mode()
@@ -103,7 +102,7 @@ class Stepper:
         for waiting in self.batch.waiting:
             if waiting.id == request_id:
                 self.batch.waiting.remove(waiting)
-                self.parked.release(request_id)
+                self.kv_cache.drop_fetched(request_id)
                 self._end(waiting, "abort")
                 return
         for row, running in enumerate(self.batch.running):
@@ -128,12 +127,12 @@ class Stepper:
         self.version = version
         self.counters.swaps += 1
         keep = self._config.on_swap == "keep"
-        recompute_s = self._losses.swapped(self.parked.renew(version, keep=keep))
+        recompute_s = self._swap_cost.record_swap(self.kv_cache.set_version(version, keep=keep))
         recomputed = 0 if keep else sum(running.computed for running in self.batch.running)
         if not keep:
             self.batch.restart()
             self._live.clear()
-        exposed_s = time.perf_counter() - began + self._losses.drained()
+        exposed_s = time.perf_counter() - began + self._swap_cost.take_drain_s()
         return LoadResult(version, exposed_s=exposed_s, recomputed=recomputed, recompute_s=recompute_s)
 
     @torch.inference_mode()
@@ -148,7 +147,7 @@ class Stepper:
         if not self.batch.running:
             return
         size, decoding, chunks = self.batch.size, self.batch.decoding, self.batch.chunks(self._config.prefill_chunk)
-        step = build(self.batch, chunks, self.rows.tensors)
+        step = step_inputs(self.batch, chunks, self.rows.tensors)
         logits = self._model.forward(step)
         tokens, logprobs = _sampled(logits, step)
         if self._pacer is not None:
@@ -159,16 +158,16 @@ class Stepper:
             self.batch.running[chunk.row].computed += chunk.count
         self.counters.prefilled += sum(chunk.count for chunk in chunks)
         seconds = time.perf_counter() - began
-        self._losses.count(self.batch.running, decoding, chunks, seconds)
+        self._swap_cost.record_step(self.batch.running, decoding, chunks, seconds)
         if self._then is not None:
-            self._losses.emptier(1 - size / self._full, seconds)
+            self._swap_cost.record_drain(1 - size / self._full, seconds)
         self._record(step, tokens, logprobs)
         self.counters.busy_s += time.perf_counter() - began
 
-    def _record(self, step: Step, tokens: list[int], logprobs: list[float]) -> None:
+    def _record(self, step: StepInputs, tokens: list[int], logprobs: list[float]) -> None:
         now = time.perf_counter()
         broken = not math.isfinite(sum(logprobs))
-        over: list[Sequence] = []
+        over: list[EngineSequence] = []
         for sequence, token, logprob in zip(step.sampled, tokens, logprobs, strict=True):
             if broken and not math.isfinite(logprob):
                 sequence.error = f"version {self.version} of the model gave logits that are not numbers"
@@ -181,9 +180,9 @@ class Stepper:
             sequence.logprobs.append(logprob)
             if token in sequence.stop or len(sequence.tokens) >= sequence.limit:
                 over.append(sequence)
-            elif sequence.every and len(sequence.logprobs) - sequence.told >= sequence.every:
-                self._news.append((sequence, sequence.tokens[sequence.prompt + sequence.told :]))
-                sequence.told = len(sequence.logprobs)
+            elif sequence.stream_every and len(sequence.logprobs) - sequence.streamed >= sequence.stream_every:
+                self._streamed.append((sequence, sequence.tokens[sequence.prompt + sequence.streamed :]))
+                sequence.streamed = len(sequence.logprobs)
             if len(sequence.logprobs) == 1:
                 sequence.first = now
             self.counters.generated += 1
@@ -198,20 +197,20 @@ class Stepper:
     def _admit(self) -> None:
         batch = self.batch
         budget = self._config.prefill_chunk - batch.prefilling
-        deferred: list[Sequence] = []
+        deferred: list[EngineSequence] = []
         while batch.waiting and batch.size < self._config.max_batch and budget > 0 and len(deferred) < DEFERRED:
             sequence = batch.waiting[0]
             size = self.rows.size_for(batch.size + 1, max(sequence.limit, batch.longest))
             if size is None:
                 break
             batch.waiting.popleft()
-            found = find(sequence, self.parked, self._live)
+            found = find_prefix(sequence, self.kv_cache, self._live)
             if found is None:
                 deferred.append(sequence)
                 continue
-            self.parked.drop(sequence.session)
-            self.parked.release(sequence.id)
-            self.parked.shrink(self.budget - size[0] * size[1] * self.rows.layout.token_bytes)
+            self.kv_cache.drop(sequence.session)
+            self.kv_cache.drop_fetched(sequence.id)
+            self.kv_cache.shrink(self.budget - size[0] * size[1] * self.rows.layout.token_bytes)
             self.rows.resize(*size, live=batch.size)
             row = batch.admit(sequence)
             self._live.add(sequence, sequence.blocks)
@@ -220,26 +219,26 @@ class Stepper:
         batch.waiting.extendleft(reversed(deferred))
         batch.settle()
 
-    def _begin(self, row: int, sequence: Sequence, found: Found) -> None:
+    def _begin(self, row: int, sequence: EngineSequence, found: PrefixHit) -> None:
         found.copy(row, self.rows, self.batch.running)
         sequence.computed = found.length
         if not sequence.admitted:
             sequence.admitted = time.perf_counter()
-            self._losses.find(sequence)
+            self._swap_cost.mark_lost(sequence)
             sequence.cached = found.length
             sequence.fetched = found.length - found.own
 
-    def _park(self, row: int, sequence: Sequence) -> None:
+    def _park(self, row: int, sequence: EngineSequence) -> None:
         if self._make_room(sequence.computed * self.rows.layout.token_bytes):
             kv = self.rows.read(row, sequence.computed)
-            self.parked.park(sequence.session, sequence.tokens[: sequence.computed], kv)
+            self.kv_cache.store(sequence.session, sequence.tokens[: sequence.computed], kv)
 
     def _make_room(self, size: int) -> bool:
         """Room for `size` more bytes of kept KV, by dropping what was used least recently; False if there is none."""
         room = self.budget - self.rows.bytes
         if not 0 < size <= room:
             return False
-        self.parked.shrink(room - size)
+        self.kv_cache.shrink(room - size)
         return True
 
     def _leave(self, row: int) -> None:
@@ -247,20 +246,20 @@ class Stepper:
         for move in self.batch.remove(row):
             self.rows.copy(move.source, move.target, self.batch.running[move.target].computed)
 
-    def _end(self, sequence: Sequence, finish: Finish) -> None:
+    def _end(self, sequence: EngineSequence, finish: Finish) -> None:
         sequence.stamp(self.version)
         sequence.ended = time.perf_counter()
         sequence.finish = finish
         self._ended.append(sequence)
 
-    def ended(self) -> list[Sequence]:
+    def ended(self) -> list[EngineSequence]:
         """The sequences that have ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
-    def news(self) -> list[tuple[Sequence, list[int]]]:
+    def streamed(self) -> list[tuple[EngineSequence, list[int]]]:
         """The tokens that are to be told since the last call."""
-        news, self._news = self._news, []
+        news, self._streamed = self._streamed, []
         return news
 
     def fail(self, reason: str) -> None:
@@ -268,7 +267,7 @@ class Stepper:
         for sequence in self.batch.clear():
             sequence.error = reason
             self._end(sequence, "abort")
-        self.parked.clear()
+        self.kv_cache.clear()
         self._live.clear()
 
     def status(self) -> EngineStatus:
@@ -276,7 +275,7 @@ class Stepper:
             version=self.version,
             running=self.batch.size,
             waiting=len(self.batch.waiting),
-            kv_bytes=self.rows.bytes + self.parked.bytes,
+            kv_bytes=self.rows.bytes + self.kv_cache.bytes,
             kv_budget=self.budget,
             prefilled=self.counters.prefilled,
             generated=self.counters.generated,
@@ -286,12 +285,12 @@ class Stepper:
             kv_reserved=sum(map(self.reserved, (*self.batch.running, *self.batch.waiting))),
         )
 
-    def reserved(self, sequence: Sequence) -> int:
+    def reserved(self, sequence: EngineSequence) -> int:
         """The bytes of its KV at its full possible length."""
         return sequence.limit * self.rows.layout.token_bytes
 
 
-def _sampled(logits: torch.Tensor, step: Step) -> tuple[list[int], list[float]]:
+def _sampled(logits: torch.Tensor, step: StepInputs) -> tuple[list[int], list[float]]:
     """As lists: when they are there, the step is computed, on a device that works in the background too."""
     if not step.sampled:
         return [], []

@@ -6,22 +6,21 @@ because others wait for their KV, counts as lost to that extent. And where a swa
 steps before it are emptier too. For the stepping thread alone.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Many
+from collections.abc import Mapping, Sequence
 
 from rollart.engines.torch.batch import Chunk
-from rollart.engines.torch.sequence import Sequence
+from rollart.engines.torch.sequence import EngineSequence
 
 REMEMBERED = 4096
 LATELY = 0.5  # what the last step counts for
 
 
-class Losses:
+class SwapCost:
     def __init__(self) -> None:
         self._seconds = self._drained = self._token_s = 0.0
         self._sessions: dict[str, int] = {}
 
-    def swapped(self, forgotten: Mapping[str, int]) -> float:
+    def record_swap(self, forgotten: Mapping[str, int]) -> float:
         """A swap has taken away so many tokens' KV of each of these sessions. Answers what the one before it has cost
         until now. Sessions that do not come back are forgotten when there are too many of them."""
         for session, tokens in forgotten.items():
@@ -32,20 +31,22 @@ class Losses:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    def emptier(self, share: float, seconds: float) -> None:
+    def record_drain(self, share: float, seconds: float) -> None:
         """A step of so many seconds ran while a swap was waited for, with so much of its rows free for that reason."""
         self._drained += share * seconds
 
-    def drained(self) -> float:
+    def take_drain_s(self) -> float:
         """The seconds that waiting for this swap has cost."""
         seconds, self._drained = self._drained, 0.0
         return seconds
 
-    def find(self, sequence: Sequence) -> None:
+    def mark_lost(self, sequence: EngineSequence) -> None:
         """What its session has lost, at its admission."""
         sequence.lost = max(sequence.lost, self._sessions.pop(sequence.session, 0))
 
-    def count(self, running: Many[Sequence], decoding: int, chunks: Many[Chunk], seconds: float) -> None:
+    def record_step(
+        self, running: Sequence[EngineSequence], decoding: int, chunks: Sequence[Chunk], seconds: float
+    ) -> None:
         """A step of so many `seconds` computed these chunks, and a token for each of `decoding` sequences."""
         if not chunks:
             self._token_s += LATELY * (seconds / decoding - self._token_s) if self._token_s else seconds / decoding

@@ -7,14 +7,17 @@ closes its connection and so aborts it at the server.
 """
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import msgspec
 
 from rollart.core.errors import EngineFailed
+from rollart.engines.vllm.response import GenerateResponse
 
 GENERATE = "/inference/v1/generate"
 UNIX = "unix:"
@@ -22,57 +25,60 @@ SHORT_S = 30.0
 SWAP_S = 600.0
 
 
-class Chosen(msgspec.Struct):
-    token_id: int
-    logprob: float
+_LINE = re.compile(
+    r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|generation_tokens_total|prompt_tokens_total|"
+    r"prefix_cache_hits_total|external_prefix_cache_hits_total)\{[^}]*\} (\S+)$",
+    re.MULTILINE,
+)
+_TOKENS = re.compile(r'^vllm:cache_config_info\{.*\bkv_cache_size_tokens="(\d+)"', re.MULTILINE)
 
 
-class Logprobs(msgspec.Struct):
-    content: list[Chosen] | None = None
+@dataclass(frozen=True, slots=True)
+class VllmMetrics:
+    """`kv_use` is the share of its KV memory that running requests hold, `kv_tokens` what all of it has room for, 0 if
+    the server does not tell. Tokens count from the server's start: those of prompts, and how many of these were found
+    in its own cache or `fetched` from another server."""
+
+    running: int
+    waiting: int
+    kv_use: float
+    kv_tokens: int
+    generated: int
+    prompted: int
+    cached: int
+    fetched: int
+
+    @property
+    def prefilled(self) -> int:
+        return self.prompted - self.cached - self.fetched
 
 
-class Span(msgspec.Struct):
-    """Tokens `start` to `end` were made by the weights of that label."""
+def parse_metrics(text: str) -> VllmMetrics:
+    """Sums over all of the server's engines; the largest share of KV in use."""
+    values: dict[str, list[float]] = {}
+    for name, value in _LINE.findall(text):
+        values.setdefault(name, []).append(float(value))
 
-    version: str
-    start: int
-    end: int
+    def total(name: str) -> int:
+        return int(sum(values.get(name, ())))
 
-
-class Choice(msgspec.Struct):
-    token_ids: list[int] | None = None
-    finish_reason: str | None = None
-    logprobs: Logprobs | None = None
-    weight_versions: list[Span] | None = None
-
-
-class Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    prompt_tokens_details: Details | None = None
+    return VllmMetrics(
+        running=total("num_requests_running"),
+        waiting=total("num_requests_waiting"),
+        kv_use=max(values.get("kv_cache_usage_perc", (0.0,))),
+        kv_tokens=sum(map(int, _TOKENS.findall(text))),
+        generated=total("generation_tokens_total"),
+        prompted=total("prompt_tokens_total"),
+        cached=total("prefix_cache_hits_total"),
+        fetched=total("external_prefix_cache_hits_total"),
+    )
 
 
-class Fault(msgspec.Struct):
-    message: str = ""
-
-
-class Answer(msgspec.Struct):
-    """A part of a streamed answer, or all of one that is not."""
-
-    choices: list[Choice] = []
-    usage: Usage | None = None
-    error: Fault | None = None
-    kv_transfer_params: dict[str, Any] | None = None
-
-
-_answer = msgspec.json.Decoder(Answer)
+_answer = msgspec.json.Decoder(GenerateResponse)
 _encode = msgspec.json.Encoder().encode
 
 
-class Api:
+class VllmApi:
     """`url` is that of a server, or `unix:` and the path of its socket; `grace` are the seconds after which a lost
     connection is told. Use as an async context manager."""
 
@@ -88,13 +94,13 @@ class Api:
             connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=None), read_bufsize=1 << 20
         )
 
-    async def __aenter__(self) -> "Api":
+    async def __aenter__(self) -> "VllmApi":
         return self
 
     async def __aexit__(self, *exception: object) -> None:
         await self._session.close()
 
-    async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Answer, None]:
+    async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[GenerateResponse, None]:
         """The parts of an answer, as they come."""
         asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
         async with self._response("POST", GENERATE, asked) as response:
@@ -105,7 +111,7 @@ class Api:
                         raise EngineFailed(f"vLLM failed: {answer.error.message}")
                     yield answer
 
-    async def generate(self, body: Mapping[str, Any]) -> Answer:
+    async def generate(self, body: Mapping[str, Any]) -> GenerateResponse:
         async with self._response("POST", GENERATE, body) as response:
             return _answer.decode(await response.read())
 
@@ -119,9 +125,9 @@ class Api:
         except (EngineFailed, TimeoutError):
             return False
 
-    async def metrics(self) -> str:
+    async def metrics(self) -> VllmMetrics:
         async with self._deadline("/metrics", SHORT_S), self._response("GET", "/metrics") as response:
-            return await response.text()
+            return parse_metrics(await response.text())
 
     async def workers(self, method: str, **arguments: Any) -> None:
         """Call a method of every worker, between two steps."""

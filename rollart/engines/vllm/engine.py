@@ -20,17 +20,17 @@ from typing import Any
 from rollart.config import EngineConfig
 from rollart.core.errors import EngineFailed, RollartError
 from rollart.core.types import Completion, EngineStatus, GenerationRequest, LoadResult, Publication, Sampling
-from rollart.engines.streamed import Streamed
-from rollart.engines.vllm import gauges, tensor_map
-from rollart.engines.vllm.answer import Assembled
-from rollart.engines.vllm.api import Api
-from rollart.engines.vllm.kv_transfer import ASK, RECEIVE_S, Note, Notes, Peers, Underway
+from rollart.engines.client import StreamRequest
+from rollart.engines.vllm import tensor_map
+from rollart.engines.vllm.api import VllmApi
+from rollart.engines.vllm.kv_transfer import ASK, RECEIVE_S, KVOffer, KVOffers, KVPeers, PendingTransfers
+from rollart.engines.vllm.response import CompletionBuilder
 from rollart.weights.reader import WeightReader
 
 _NAMED = "generate-tokens-"  # what vLLM puts before our names
 _PAUSE_S = 60.0
 _ALL = 1_000_000  # more tokens than an answer has: all of them at once
-_Heard = Callable[[Assembled], Awaitable[None]]
+_Heard = Callable[[CompletionBuilder], Awaitable[None]]
 
 
 class VllmEngine:
@@ -38,22 +38,22 @@ class VllmEngine:
 
     def __init__(
         self,
-        api: Api,
+        api: VllmApi,
         config: EngineConfig,
         *,
         weights: WeightReader,
         version: int,
         token_bytes: int,
-        peers: Peers,
+        peers: KVPeers,
         on_broken: Callable[[str], None],
     ) -> None:
-        self.notes = Notes()
+        self.notes = KVOffers()
         self._api, self._config, self._weights, self._peers = api, config, weights, peers
         self._version, self._token_bytes, self._on_broken = version, token_bytes, on_broken
         self._numbers = itertools.count()
         self._open: dict[str, _Open] = {}
         self._loading = asyncio.Lock()
-        self._receiving = Underway()
+        self._receiving = PendingTransfers()
         self._swapping = False
         self._swaps = 0
         self._busy_s = self._busy_since = 0.0
@@ -61,10 +61,10 @@ class VllmEngine:
     async def generate(self, request: GenerationRequest) -> Completion:
         return await self._answered(request, _ALL, _nothing)
 
-    async def stream(self, asked: Streamed, tell: Callable[[object], None]) -> Completion:
+    async def stream(self, asked: StreamRequest, tell: Callable[[object], None]) -> Completion:
         """Tells of tokens as they are made."""
 
-        async def news(answer: Assembled) -> None:
+        async def news(answer: CompletionBuilder) -> None:
             if answer.fresh >= asked.every:
                 tell(answer.taken())
                 await asyncio.sleep(0)  # parts that have come already are read without a pause
@@ -79,14 +79,14 @@ class VllmEngine:
             async with self._receiving_from(request.kv_from, request.id) as (params, arrived):
                 more = {"kv_transfer_params": params} if params else {}
 
-                async def came(answer: Assembled) -> None:
+                async def came(answer: CompletionBuilder) -> None:
                     arrived()
                     await heard(answer)
 
                 return await self._complete(body | more, opened, came)
 
     async def _complete(self, body: dict[str, Any], opened: "_Open", heard: _Heard) -> Completion:
-        answer = Assembled(len(body["token_ids"]), handed="kv_transfer_params" in body)
+        answer = CompletionBuilder(len(body["token_ids"]), handed="kv_transfer_params" in body)
         async with aclosing(self._api.stream(body)) as parts:
             async for part in parts:
                 answer.add(part)
@@ -106,7 +106,7 @@ class VllmEngine:
                 body = _body(opened.name, request.tokens, Sampling(temperature=0.0, max_tokens=1))
                 answer = await self._api.generate(body | {"kv_transfer_params": ASK})
             if answer.kv_transfer_params:
-                note = Note(answer.kv_transfer_params, self._version)  # no swap while a prefill is under way
+                note = KVOffer(answer.kv_transfer_params, self._version)  # no swap while a prefill is under way
         finally:
             self.notes.keep(request.id, note)
         details = answer.usage.prompt_tokens_details if answer.usage is not None else None
@@ -140,7 +140,7 @@ class VllmEngine:
             await self._api.abort([_NAMED + opened.name])
 
     async def status(self) -> EngineStatus:
-        told = gauges.read(await self._api.metrics())
+        told = await self._api.metrics()
         budget = told.kv_tokens * self._token_bytes or self._config.kv_megabytes << 20
         used = int(told.kv_use * budget)
         reserved = sum(opened.tokens for opened in self._open.values()) * self._token_bytes
@@ -159,7 +159,7 @@ class VllmEngine:
 
     # Weights
 
-    async def adopt(self, folder: tensor_map.Located | None) -> None:
+    async def adopt(self, folder: tensor_map.TensorMap | None) -> None:
         """Make the server's weights those of `folder`, if it has others, and tell it their version."""
         async with self._loading:
             if folder is not None:
@@ -189,7 +189,7 @@ class VllmEngine:
                 held.release()
             return LoadResult(version, transfer_s, exposed_s, held.bytes, held.transport)
 
-    async def _prepare(self, version: int, where: tensor_map.Located) -> None:
+    async def _prepare(self, version: int, where: tensor_map.TensorMap) -> None:
         try:
             await self._api.workers("rollart_prepare", **where.arguments())
         except EngineFailed as error:
@@ -254,7 +254,7 @@ class _Open:
         self.name, self.tokens, self.aborted = name, tokens, False
 
 
-async def _nothing(answer: Assembled) -> None:
+async def _nothing(answer: CompletionBuilder) -> None:
     """For an answer of which nobody hears before it is complete."""
 
 

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class KVOffer:
     """How KV that `version` made can be had; `params` is vLLM's own business."""
 
     params: dict[str, Any]
@@ -42,24 +42,24 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class KVOfferRequest:
     """The KV of a request, if `version` made it."""
 
     request_id: str
     version: int
 
 
-class Notes:
+class KVOffers:
     """Of the KV that this server keeps for others, from the beginning of its prefill until it is let go of."""
 
     def __init__(self) -> None:
-        self._notes: dict[str, tuple[float, Note]] = {}
-        self._held = Underway()
+        self._notes: dict[str, tuple[float, KVOffer]] = {}
+        self._held = PendingTransfers()
 
     def begin(self, request_id: str, deadline: float) -> None:
         self._held.add(request_id, deadline)
 
-    def keep(self, request_id: str, note: Note | None) -> None:
+    def keep(self, request_id: str, note: KVOffer | None) -> None:
         """None: there is no KV to be had."""
         if note is None:
             self._held.remove(request_id)
@@ -69,7 +69,7 @@ class Notes:
         self._notes[request_id] = now + NOTE_S, note
         self._held.add(request_id, LEASE_S + 1.0)
 
-    async def handed(self, wanted: Wanted) -> Note | None:
+    async def handed(self, wanted: KVOfferRequest) -> KVOffer | None:
         until, note = self._notes.pop(wanted.request_id, (0.0, None))
         if note is None or note.version != wanted.version or until < time.monotonic():
             return None  # then it is held for as long as the lease goes on
@@ -83,7 +83,7 @@ class Notes:
         await self._held.over()
 
 
-class Underway:
+class PendingTransfers:
     """Names of things that end, each within its time."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Underway:
         self._until.clear()
 
 
-class Peers:
+class KVPeers:
     """The services of other servers, one connection to each. `key` is what those of this run want to be shown."""
 
     def __init__(self, key: str | None) -> None:
@@ -120,8 +120,8 @@ class Peers:
         try:
             async with asyncio.timeout(ANSWER_S):
                 client = await self._client(url)
-                wanted = Wanted(request_id, version)
-                note = await client.call("handed", wanted, returns=Note | None, deadline=ANSWER_S)  # type: ignore[arg-type]
+                wanted = KVOfferRequest(request_id, version)
+                note = await client.call("handed", wanted, returns=KVOffer | None, deadline=ANSWER_S)  # type: ignore[arg-type]
         except (ServiceError, TimeoutError) as error:
             logger.warning("the KV of %s is not to be had from %s: %s", request_id, url, error or "no answer")
             return None

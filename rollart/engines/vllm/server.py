@@ -21,7 +21,7 @@ from typing import Any
 from rollart.config import VllmConfig
 from rollart.core.errors import ServiceError
 from rollart.engines.vllm import command
-from rollart.engines.vllm.api import UNIX, Api
+from rollart.engines.vllm.api import UNIX, VllmApi
 from rollart.engines.vllm.preflight import HOW
 from rollart.launch.child import describe
 
@@ -35,7 +35,7 @@ _CAUSE = re.compile(r"\b\w*(?:Error|Exception|No module named)\b.*")
 _NOISE = ("See stack trace", "See root cause", "Engine core initialization failed")
 
 
-class Server:
+class VllmServer:
     """Made by `started`."""
 
     def __init__(self, process: asyncio.subprocess.Process, output: int, folder: str) -> None:
@@ -86,7 +86,7 @@ class Server:
 
 
 @asynccontextmanager
-async def started(spec: Mapping[str, Any]) -> AsyncIterator[tuple[Server, str]]:
+async def started(spec: Mapping[str, Any]) -> AsyncIterator[tuple[VllmServer, str]]:
     """A server that answers, and its address. Raises ServiceError."""
     settings = VllmConfig.model_validate(spec["vllm"])
     with tempfile.TemporaryDirectory(prefix="rollart-vllm-") as folder:
@@ -99,7 +99,7 @@ async def started(spec: Mapping[str, Any]) -> AsyncIterator[tuple[Server, str]]:
             await server.stop()
 
 
-async def spawned(argv: list[str], environment: Mapping[str, str], folder: str) -> Server:
+async def spawned(argv: list[str], environment: Mapping[str, str], folder: str) -> VllmServer:
     # A pipe of our own: of one that asyncio makes, the server's children would hold up the news of the server's end.
     ours, theirs = os.pipe()
     try:
@@ -118,13 +118,13 @@ async def spawned(argv: list[str], environment: Mapping[str, str], folder: str) 
         raise ServiceError(f"vLLM cannot be started: {argv[0]} cannot be run: {error.strerror}; {HOW}") from error
     finally:
         os.close(theirs)
-    return Server(process, ours, folder)
+    return VllmServer(process, ours, folder)
 
 
-async def _answers(server: Server, url: str, deadline: float) -> None:
+async def _answers(server: VllmServer, url: str, deadline: float) -> None:
     ended = asyncio.create_task(server.ended())
     try:
-        async with asyncio.timeout(deadline), Api(url) as api:
+        async with asyncio.timeout(deadline), VllmApi(url) as api:
             while not await api.healthy(ASK_S):
                 await asyncio.wait([ended], timeout=LOOK_AGAIN_S)
                 if ended.done():

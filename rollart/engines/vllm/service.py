@@ -17,10 +17,10 @@ from typing import Any
 from rollart.config import EngineConfig
 from rollart.core.errors import RollartError, ServiceError
 from rollart.engines.vllm import tensor_map
-from rollart.engines.vllm.api import Api
+from rollart.engines.vllm.api import VllmApi
 from rollart.engines.vllm.engine import VllmEngine
-from rollart.engines.vllm.kv_transfer import Peers
-from rollart.engines.vllm.server import Server, started
+from rollart.engines.vllm.kv_transfer import KVPeers
+from rollart.engines.vllm.server import VllmServer, started
 from rollart.hardware.roofline import ModelShape
 from rollart.launch.external import KEY
 from rollart.launch.local import free_port
@@ -54,13 +54,13 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
 
 async def _engine(spec: dict[str, Any], stack: AsyncExitStack) -> VllmEngine:
     config, folder = EngineConfig.model_validate(spec["config"]), Path(spec["model"])
-    server: Server | None = None
+    server: VllmServer | None = None
     if "url" not in spec:
         told = spec | {"side_channel": free_port(spec.get("bind", LOOPBACK))}
         server, url = await stack.enter_async_context(started(told))
-        api = await stack.enter_async_context(Api(url, grace=GRACE_S))
+        api = await stack.enter_async_context(VllmApi(url, grace=GRACE_S))
     else:
-        api = await stack.enter_async_context(Api(spec["url"], key=os.environ.get(KEY), grace=GRACE_S))
+        api = await stack.enter_async_context(VllmApi(spec["url"], key=os.environ.get(KEY), grace=GRACE_S))
         if not await api.healthy(HEALTH_S):
             raise ServiceError(f"no vLLM server answers at {spec['url']}")
 
@@ -73,7 +73,7 @@ async def _engine(spec: dict[str, Any], stack: AsyncExitStack) -> VllmEngine:
 
     watching = asyncio.create_task(_watch(api, server, broken))
     stack.callback(watching.cancel)
-    peers = Peers(spec.get("key"))
+    peers = KVPeers(spec.get("key"))
     stack.push_async_callback(peers.close)
     engine = VllmEngine(
         api,
@@ -89,7 +89,7 @@ async def _engine(spec: dict[str, Any], stack: AsyncExitStack) -> VllmEngine:
     return engine
 
 
-async def _watch(api: Api, server: Server | None, broken: Any) -> None:
+async def _watch(api: VllmApi, server: VllmServer | None, broken: Any) -> None:
     if server is not None:
         broken(await server.ended())
     silences = 0

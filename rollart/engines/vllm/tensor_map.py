@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rollart.core.errors import RollartError
-from rollart.weights.manifest import Manifest, Part
+from rollart.weights.manifest import Manifest, TensorPart
 
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
 _OUTPUT = "lm_head.weight"
@@ -15,7 +15,7 @@ _BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfl
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FilePiece:
     """`count` elements of a tensor from `start` on, in its flat order, at byte `offset` of a file."""
 
     file: int
@@ -25,13 +25,13 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Located:
+class TensorMap:
     """As `rollart_extension` reads it."""
 
     files: list[str] = field(default_factory=list)
     tensors: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, name: str, dtype: str, shape: Iterable[int], pieces: Iterable[Piece]) -> None:
+    def add(self, name: str, dtype: str, shape: Iterable[int], pieces: Iterable[FilePiece]) -> None:
         flat = [[piece.file, piece.offset, piece.start, piece.count] for piece in pieces]
         self.tensors.append({"name": name, "dtype": dtype, "shape": list(shape), "pieces": flat})
 
@@ -46,23 +46,23 @@ class Located:
         return {"files": self.files, "tensors": self.tensors}
 
 
-def in_shards(shards: Sequence[tuple[Path, Manifest]]) -> Located:
+def in_shards(shards: Sequence[tuple[Path, Manifest]]) -> TensorMap:
     """A version of the weight store: the data file and the manifest of each of its shards."""
-    located = Located([str(path) for path, _ in shards])
-    pieces: dict[str, list[Piece]] = {}
-    parts: dict[str, Part] = {}
+    located = TensorMap([str(path) for path, _ in shards])
+    pieces: dict[str, list[FilePiece]] = {}
+    parts: dict[str, TensorPart] = {}
     aliases: dict[str, str] = {}
     for number, (_, manifest) in enumerate(shards):
         aliases |= manifest.aliases
         for piece in manifest.pieces:
             part = parts[piece.part.tensor] = piece.part
-            pieces.setdefault(part.tensor, []).append(Piece(number, piece.offset, part.start, part.count))
+            pieces.setdefault(part.tensor, []).append(FilePiece(number, piece.offset, part.start, part.count))
     for name, owner in [*zip(parts, parts, strict=True), *aliases.items()]:
         located.add(name, parts[owner].dtype, parts[owner].shape, pieces[owner])
     return located
 
 
-def in_folder(folder: Path) -> Located:
+def in_folder(folder: Path) -> TensorMap:
     """The weights of a Hugging Face folder. Raises RollartError."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -74,8 +74,8 @@ def in_folder(folder: Path) -> Located:
     return located
 
 
-def in_safetensors(files: Iterable[Path]) -> Located:
-    located = Located()
+def in_safetensors(files: Iterable[Path]) -> TensorMap:
+    located = TensorMap()
     for number, path in enumerate(files):
         located.files.append(str(path.absolute()))
         for name, entry, data in _headers(path):
@@ -83,7 +83,7 @@ def in_safetensors(files: Iterable[Path]) -> Located:
             if dtype is None:
                 raise RollartError(f"{path}: tensor {name} has the type {entry['dtype']}, which is not known here")
             begin, end = entry["data_offsets"]
-            piece = Piece(number, data + begin, 0, (end - begin) // _BYTES[dtype])
+            piece = FilePiece(number, data + begin, 0, (end - begin) // _BYTES[dtype])
             located.add(name, dtype, entry["shape"], [piece])
     return located
 

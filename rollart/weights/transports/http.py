@@ -10,21 +10,71 @@ import socket
 import struct
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from urllib.parse import urlsplit
 
 import xxhash
 
 from rollart.weights.delta import WrongDelta
-from rollart.weights.delta_wire import DELTA, ENCODING, HeldBase, speeds
+from rollart.weights.delta_wire import DELTA, ENCODING, DeltaBase, speeds
 from rollart.weights.manifest import Manifest
 from rollart.weights.transports import TransferFailed
-from rollart.weights.transports.connections import Connections
 
 STRIKES = 2
 ATTEMPTS = 8
 AGAIN_S = 0.05
 CHUNK = 256 << 10  # of a bucket, so that it is still in the cache when its checksum is computed
+
+KEPT = 16
+
+
+class Connections:
+    """Of this process. The last `KEPT` that were given back are kept."""
+
+    def __init__(self) -> None:
+        self._idle: deque[tuple[str, http.client.HTTPConnection]] = deque()
+        self._lock = threading.Lock()
+
+    def take(self, source: str, deadline: float) -> http.client.HTTPConnection:
+        """To the server at the URL `source`; each read and write on it may take `deadline` seconds."""
+        while (kept := self._kept(source)) is not None:
+            if _quiet(kept):
+                kept.timeout = deadline
+                kept.sock.settimeout(deadline)
+                return kept
+            kept.close()
+        host = urlsplit(source)
+        return http.client.HTTPConnection(host.hostname or "", host.port, timeout=deadline)
+
+    def give(self, source: str, connection: http.client.HTTPConnection) -> None:
+        if connection.sock is None:
+            return
+        with self._lock:
+            self._idle.append((source, connection))
+            surplus = self._idle.popleft()[1] if len(self._idle) > KEPT else None
+        if surplus is not None:
+            surplus.close()
+
+    def _kept(self, source: str) -> http.client.HTTPConnection | None:
+        with self._lock:
+            for one in self._idle:
+                if one[0] == source:
+                    self._idle.remove(one)
+                    return one[1]
+        return None
+
+
+def _quiet(connection: http.client.HTTPConnection) -> bool:
+    try:
+        connection.sock.settimeout(0)
+        connection.sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
 
 connections = Connections()
 
@@ -39,7 +89,7 @@ class HttpReceiver:
         *,
         key: str | None = None,
         deadline: float = 30.0,
-        base: HeldBase | None = None,
+        base: DeltaBase | None = None,
         streams: int = 1,
     ) -> None:
         self._base = self._held = base
@@ -145,7 +195,7 @@ class HttpReceiver:
         speeds.measured(source, got - have, time.monotonic() - began)
         return got - have
 
-    def _decoded(self, base: HeldBase, delta: bytes, bucket: int, into: memoryview, checksum: xxhash.xxh3_64) -> int:
+    def _decoded(self, base: DeltaBase, delta: bytes, bucket: int, into: memoryview, checksum: xxhash.xxh3_64) -> int:
         try:
             base.apply(delta, bucket, into)
         except WrongDelta as error:

@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from rollart.weights.manifest import Manifest
 from rollart.weights.transports import TransferFailed
-from rollart.weights.transports.registered import Registered, address
+from rollart.weights.transports.registered import RegisteredMemory, address
 
 SCHEME = "mooncake"
 INSTALL = "install it with pip install 'rollart[mooncake]' and, on Debian, apt-get install libibverbs1 libnuma1"
@@ -36,7 +36,7 @@ class MooncakeSender:
         self._lent = lent
         self._kept: deque[list[str]] = deque()
         self._store: Any = None
-        self._memory: Registered[int]
+        self._memory: RegisteredMemory[int]
         self._address = 0
         self._manifest: Manifest
 
@@ -149,18 +149,18 @@ def _own_address(host: str, port: int) -> str:
         return own
 
 
-def _registered(store: Any, keep: int) -> Registered[int]:
+def _registered(store: Any, keep: int) -> RegisteredMemory[int]:
     def register(begin: int, size: int) -> int:
         code = store.register_buffer(begin, size)
         if code != 0:
             raise TransferFailed(f"Mooncake cannot register {size} bytes of memory: error {code}")
         return begin
 
-    return Registered(register, store.unregister_buffer, keep)
+    return RegisteredMemory(register, store.unregister_buffer, keep)
 
 
 @cache
-def _client(url: str) -> tuple[Any, Registered[int]]:
+def _client(url: str) -> tuple[Any, RegisteredMemory[int]]:
     """Of this process, for all that it receives."""
     store = _connected(url, 0)
     return store, _registered(store, VERSIONS)

@@ -23,7 +23,7 @@ import msgspec
 
 from rollart.weights.manifest import Manifest
 from rollart.weights.transports import TransferFailed
-from rollart.weights.transports.registered import Registered, address
+from rollart.weights.transports.registered import RegisteredMemory, address
 
 SCHEME = "nixl"
 INSTALL = "install it with pip install 'rollart[nixl]'"
@@ -32,7 +32,7 @@ PUBLISHED, RECEIVED = 3, 2
 """Versions whose memory stays registered: the newest, the one before, and on the publisher's side one being written."""
 
 
-class Card(msgspec.Struct, frozen=True, array_like=True):
+class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
     """What a reader must know: the publisher's agent, where the shard begins in its memory, and its size."""
 
     agent: bytes
@@ -44,7 +44,7 @@ class Card(msgspec.Struct, frozen=True, array_like=True):
         return f"{SCHEME}:{base64.urlsafe_b64encode(msgspec.msgpack.encode(self)).decode()}"
 
     @classmethod
-    def of(cls, url: str) -> "Card":
+    def of(cls, url: str) -> "NixlAddress":
         """Raises TransferFailed."""
         try:
             return msgspec.msgpack.decode(base64.urlsafe_b64decode(url.removeprefix(f"{SCHEME}:")), type=cls)
@@ -64,7 +64,7 @@ class NixlSender:
 
     def start(self, manifest: Manifest, data: memoryview) -> None:
         begin = self._memory.use(data)
-        self.url = Card(_agent().get_agent_metadata(), begin, manifest.size).url
+        self.url = NixlAddress(_agent().get_agent_metadata(), begin, manifest.size).url
 
     def update(self, bucket: int) -> None:
         """Readers see what is in memory; that it is final they learn with its checksum."""
@@ -85,7 +85,7 @@ class NixlReceiver:
     """`deadline` is in seconds, for one bucket."""
 
     def __init__(self, url: str, *, deadline: float = 30.0) -> None:
-        self._card, self._deadline = Card.of(url), deadline
+        self._card, self._deadline = NixlAddress.of(url), deadline
         self._memory = _memory()
         self._peer = _called(_agent().add_remote_agent, self._card.agent)
         self._manifest: Manifest
@@ -157,16 +157,16 @@ def _agent() -> Any:
     return nixl_agent(f"rollart-{uuid.uuid4().hex}", config)
 
 
-def _registered(keep: int) -> Registered[Any]:
+def _registered(keep: int) -> RegisteredMemory[Any]:
     agent = _agent()
 
     def register(begin: int, size: int) -> Any:
         return _called(agent.register_memory, agent.get_reg_descs([(begin, size, 0, "")], "DRAM"))
 
-    return Registered(register, agent.deregister_memory, keep)
+    return RegisteredMemory(register, agent.deregister_memory, keep)
 
 
 @cache
-def _memory() -> Registered[Any]:
+def _memory() -> RegisteredMemory[Any]:
     """What all receivers of this process write into."""
     return _registered(RECEIVED)

@@ -15,7 +15,7 @@ STRIKES = 2
 log = logging.getLogger(__name__)
 
 
-class Offers:
+class SenderGroup:
     """Senders as one. Whichever fails sits out the rest of the version; `tell` hears what is offered of each."""
 
     url = ""
@@ -48,7 +48,7 @@ class Offers:
                 self._active.remove(sender)
 
 
-class Preferred:
+class FallbackReceiver:
     """The first of `offers` that works here, with `plain` to fall back to. `transport` names what is in use."""
 
     def __init__(self, offers: Sequence[str], plain: Receiver, deadline: float) -> None:

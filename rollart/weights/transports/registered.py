@@ -9,7 +9,7 @@ import numpy as np
 T = TypeVar("T")
 
 
-class Registered(Generic[T]):
+class RegisteredMemory(Generic[T]):
     """The last few memories that were used. Each is kept alive for as long as it is registered, so an address always
     means the same bytes."""
 

@@ -8,30 +8,30 @@ import pytest
 from vllm_fleet import NEEDS_VLLM, START_S, Fronted, Versions, fronted, request
 
 from rollart.core.types import Completion, GenerationRequest
-from rollart.engines.vllm.kv_transfer import Note, Notes, Underway, Wanted
+from rollart.engines.vllm.kv_transfer import KVOffer, KVOfferRequest, KVOffers, PendingTransfers
 from rollart.launch.local import LocalLauncher
 
 
 def test_a_note_is_given_once_and_only_to_who_has_the_version_that_made_the_kv() -> None:
     async def body() -> None:
-        notes = Notes()
+        notes = KVOffers()
         for name in ("a", "b"):
             notes.begin(name, 1.0)
-            notes.keep(name, Note({"block": 1}, version=3))
-        assert await notes.handed(Wanted("a", 4)) is None
-        assert await notes.handed(Wanted("b", 3)) == Note({"block": 1}, 3)
-        assert await notes.handed(Wanted("b", 3)) is None
-        assert await notes.handed(Wanted("c", 3)) is None
+            notes.keep(name, KVOffer({"block": 1}, version=3))
+        assert await notes.handed(KVOfferRequest("a", 4)) is None
+        assert await notes.handed(KVOfferRequest("b", 3)) == KVOffer({"block": 1}, 3)
+        assert await notes.handed(KVOfferRequest("b", 3)) is None
+        assert await notes.handed(KVOfferRequest("c", 3)) is None
 
     asyncio.run(body())
 
 
 def test_a_swap_waits_until_kv_under_way_has_arrived_and_no_longer() -> None:
     async def body() -> None:
-        notes = Notes()
+        notes = KVOffers()
         notes.begin("a", 60.0)
-        notes.keep("a", Note({}, 1))
-        await notes.handed(Wanted("a", 1))
+        notes.keep("a", KVOffer({}, 1))
+        await notes.handed(KVOfferRequest("a", 1))
         draining = asyncio.create_task(notes.drained())
         await asyncio.sleep(0)
         assert not draining.done()
@@ -43,7 +43,7 @@ def test_a_swap_waits_until_kv_under_way_has_arrived_and_no_longer() -> None:
 
 def test_what_never_ends_is_waited_for_only_as_long_as_it_may_take() -> None:
     async def body() -> None:
-        underway = Underway()
+        underway = PendingTransfers()
         underway.add("lost", 0.01)
         await asyncio.wait_for(underway.over(), 10)
 

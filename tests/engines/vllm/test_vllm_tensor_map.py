@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 
 from rollart.core.errors import RollartError
 from rollart.engines.vllm.command import EXTENSION, INSIDE
-from rollart.engines.vllm.tensor_map import Located, in_folder, in_shards
+from rollart.engines.vllm.tensor_map import TensorMap, in_folder, in_shards
 from rollart.weights.manifest import Manifest
-from rollart.weights.publish import Publisher, Share
+from rollart.weights.publish import Publisher, TensorShard
 from rollart.weights.store import Store
 
 
@@ -37,7 +37,7 @@ class Runner:
         self.tensors = {name: tensor.clone() for name, tensor in weights_iterator}
 
 
-def swapped(where: Located) -> dict[str, torch.Tensor]:
+def swapped(where: TensorMap) -> dict[str, torch.Tensor]:
     worker = extension()()
     worker.model_runner = Runner()
     arguments = json.loads(json.dumps(where.arguments()))  # they travel as JSON
@@ -76,9 +76,9 @@ def test_a_version_of_the_store_is_put_together_from_the_shards_of_all_ranks(tmp
     whole, other = torch.randn(6, 4), torch.randn(3)
     store, files = Store(tmp_path), []
     for shard, rows in enumerate((whole[:4], whole[4:])):
-        shares = [Share("split", (6, 4), rows.contiguous(), start=shard * 16)]
+        shares = [TensorShard("split", (6, 4), rows.contiguous(), start=shard * 16)]
         if shard == 0:
-            shares += [Share("own", (3,), other), Share("tied", (3,), other)]
+            shares += [TensorShard("own", (3,), other), TensorShard("tied", (3,), other)]
         manifest: Manifest = Publisher(store, shard=shard, shards=2).publish(7, "ab", shares)
         files.append((store.path(7, "ab", shard, "data"), manifest))
     read = swapped(in_shards(files))

@@ -21,7 +21,7 @@ from rollart.launch import rpc
 from rollart.launch.launcher import ResourceRequest, ServiceHandle, service_command
 from rollart.launch.local import LocalLauncher
 from rollart.models.tiny import make
-from rollart.weights.publish import Publisher, Share
+from rollart.weights.publish import Publisher, TensorShard
 from rollart.weights.store import Store
 
 ROOT = Path(__file__).parents[3]
@@ -57,7 +57,7 @@ class Versions:
         with torch.no_grad():
             for weight in made.parameters():
                 weight *= 1.5
-        shares = [Share(name, tuple(value.shape), value) for name, value in made.state_dict().items()]
+        shares = [TensorShard(name, tuple(value.shape), value) for name, value in made.state_dict().items()]
         Publisher(Store(self.store)).publish(version, "aa", shares)
         self._publications[version] = Publication(version, "aa", (("http://127.0.0.1:1",),))
 

@@ -8,7 +8,7 @@ from published import Origin, same, tensors
 from rollart.core.types import Publication
 from rollart.weights.reader import WeightReader
 from rollart.weights.transports import TransferFailed
-from rollart.weights.transports.connections import KEPT, Connections
+from rollart.weights.transports.http import KEPT, Connections
 
 
 def test_the_next_version_comes_over_the_connections_of_the_last(tmp_path: Path) -> None:

@@ -1,14 +1,62 @@
 """A completion, put together from the parts of vLLM's answer."""
 
 import time
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
+
+import msgspec
 
 from rollart.core.errors import EngineFailed
 from rollart.core.types import Completion, Finish
-from rollart.engines.vllm.api import Answer, Choice, Span, Usage
 
 
-class Assembled:
+class TokenLogprob(msgspec.Struct):
+    token_id: int
+    logprob: float
+
+
+class Logprobs(msgspec.Struct):
+    content: list[TokenLogprob] | None = None
+
+
+class VersionSpan(msgspec.Struct):
+    """Tokens `start` to `end` were made by the weights of that label."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    logprobs: Logprobs | None = None
+    weight_versions: list[VersionSpan] | None = None
+
+
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class TokenUsage(msgspec.Struct):
+    prompt_tokens: int = 0
+    prompt_tokens_details: PromptDetails | None = None
+
+
+class ApiError(msgspec.Struct):
+    message: str = ""
+
+
+class GenerateResponse(msgspec.Struct):
+    """A part of a streamed answer, or all of one that is not."""
+
+    choices: list[Choice] = []
+    usage: TokenUsage | None = None
+    error: ApiError | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class CompletionBuilder:
     """The first part comes with the first token, which tells when its prefill was over; vLLM does not tell how long it
     had waited before. `handed`: its KV was to be had from another server, all but that of the last token; what vLLM
     then calls cached is what the other server had in its cache."""
@@ -20,9 +68,9 @@ class Assembled:
         self._logprobs: list[float] = []
         self._taken = 0
         self._last = Choice()
-        self._usage = Usage()
+        self._usage = TokenUsage()
 
-    def add(self, part: Answer) -> None:
+    def add(self, part: GenerateResponse) -> None:
         if not self._tokens:
             self._first = time.perf_counter()
         for choice in part.choices:
@@ -65,7 +113,7 @@ class Assembled:
         )
 
 
-def _versions(spans: "list[Span] | tuple[Span, ...]", tokens: int) -> list[int]:
+def _versions(spans: Sequence[VersionSpan], tokens: int) -> list[int]:
     try:
         versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
     except ValueError:
