@@ -84,7 +84,7 @@ def test_a_url_that_no_publisher_made_is_refused(url: str) -> None:
 def test_an_address_survives_its_url() -> None:
     made = nixl.NixlAddress(bytes(range(256)), 1 << 46, 123)
     assert nixl.NixlAddress.of(made.url) == made
-    assert card.url.startswith("nixl:")
+    assert made.url.startswith("nixl:")
 
 
 @pytest.mark.parametrize("url", ["mooncake://", "mooncake://host", "http://host:1"])
