@@ -15,9 +15,9 @@ from typing import Any
 from rollart.config import AgentConfig, TaskConfig
 from rollart.core.errors import ConfigError
 from rollart.envs import families
+from rollart.workers.host import ENVIRONMENT
 from rollart.workers.host_handle import HostSpec
 
-LENDER = "{rollart}/envs/process_entry.py:EnvironmentProcess"  # imported first, it lets any Python import our modules
 FUNCTION = "{rollart}/agents/function.py:FunctionAgent"
 COMMAND = "{rollart}/agents/command.py:CommandAgent"
 LONGEST_S = 86_400.0  # for a command; the episode's own deadline comes first
@@ -58,7 +58,7 @@ def host_spec(task: TaskConfig, log: Path | None = None) -> HostSpec:
     driver = driver_of(task)
     return HostSpec(
         driver.target,
-        (LENDER, driver.target, *driver.imports),
+        (ENVIRONMENT, driver.target, *driver.imports),  # the first lets any Python import our modules
         python=families.python_of(task.family) if task.family else None,
         log=log,
         name=f"host of {task.name} agents",

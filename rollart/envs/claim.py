@@ -48,7 +48,7 @@ class EnvironmentCounts:
 
 @dataclass(slots=True)
 class TaskEnvironments:
-    """What the claims of one task share. `reusable` is what the environment declares, None until it was asked."""
+    """What the claims of one task share. `reusable` is what the environment declares, None until known."""
 
     task: TaskConfig
     config: EnvironmentsConfig

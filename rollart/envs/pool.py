@@ -24,20 +24,20 @@ from rollart.envs.latencies import Latencies
 from rollart.envs.remote_host import RemoteHost
 from rollart.launch.launcher import Launcher, ResourceRequest
 from rollart.launch.local import LocalLauncher
+from rollart.workers.host import ENVIRONMENT
 from rollart.workers.host_handle import HostLocation, HostSpec
 from rollart.workers.pool import ProcessPool
 from rollart.workers.pool_host import HostCallback, Prewarm
 from rollart.workers.worker_process import ProcessLost
-
-ENTRY = "{rollart}/envs/process_entry.py:EnvironmentProcess"
 
 
 def host_spec(task: TaskConfig, log: Path | None = None, python: str | None = None) -> HostSpec:
     """`python` overrides that of the task's family. Raises ConfigError if the family is not installed."""
     if python is None and task.family:
         python = families.python_of(task.family)
-    # The entry comes first: it lets a Python that does not have rollart import our adapters.
-    return HostSpec(ENTRY, (ENTRY, task.env), python=python, log=log, name=f"host of {task.name} environments")
+    # Its import comes first: it lets a Python that does not have rollart import our adapters.
+    imports = (ENVIRONMENT, task.env)
+    return HostSpec(ENVIRONMENT, imports, python=python, log=log, name=f"host of {task.name} environments")
 
 
 class EnvironmentPool:

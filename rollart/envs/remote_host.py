@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 from rollart.core.errors import ServiceError
 from rollart.launch.keepalive import enable_keepalive
 from rollart.launch.launcher import Command, Node, ResourceRequest, ServiceHandle, Unsatisfiable
+from rollart.workers.host import KEY
 from rollart.workers.worker_process import CallRaised, ProcessLost, WorkerProcess
 
-KEY = "ROLLART_WORKER_KEY"  # environment variable
 CONNECT_S = 30.0
 
 

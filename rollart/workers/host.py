@@ -3,6 +3,9 @@
 Run by path (`python host.py`) with any Python from 3.9 on; it needs the standard library and the modules that it is
 to import. It reads its spec, one JSON line, from stdin, and writes one line to stdout: where it listens, or the error.
 
+With arguments it serves environments to remote runs until SIGTERM or Ctrl-C (`rollart envs serve`): what is imported
+at the start is shared by all processes, anything else that this Python can import is imported by each process.
+
 The invariants:
 - A connection is a process and a process is a process group. When the connection closes, the group is killed; when the
   process ends, whatever it started is killed and the connection's last line is `{"ended": reason}`.
@@ -40,6 +43,9 @@ ACCEPT_PAUSE_S = 0.05  # after a connection that could not be accepted
 PACKAGE = str(Path(__file__).resolve().parent.parent)
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # threads do not survive a fork
 LIBC = ctypes.CDLL(None)
+KEY = "ROLLART_WORKER_KEY"  # environment variable
+NO_KEY = f"set {KEY} to a secret that runs must send: without one, anyone who reaches the port could run code here"
+ENVIRONMENT = "{rollart}/envs/process_entry.py:EnvironmentProcess"  # also lets any Python import our modules
 
 
 def prctl(option: int, value: int) -> None:
@@ -300,7 +306,34 @@ def listen(spec: dict[str, Any]) -> socket.socket:
     return listener
 
 
-def main() -> None:
+def serve_environments() -> None:
+    import argparse
+
+    parser = argparse.ArgumentParser(description="Serve environments to remote runs.", epilog=f"{KEY} is the key.")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=7070, help="0: any that is free")
+    parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE:NAME")
+    parser.add_argument("--limit", type=int, default=4_000_000, help="bytes of one message")
+    options = parser.parse_args()
+    key = os.environ.pop(KEY, "")  # hidden from the environments
+    if not key:
+        sys.exit(NO_KEY)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        target = prepare({"path": [str(Path.cwd())], "imports": [ENVIRONMENT, *options.imports], "target": ENVIRONMENT})
+        listener = listen({"socket": None, "key": key, "bind": options.host, "port": options.port})
+    except (ImportError, OSError) as error:
+        sys.exit(str(error))
+    address, port = listener.getsockname()
+    print(f"serving environments at tcp://{address}:{port}", flush=True)
+    # A host lives as long as its standard input; this one until a signal.
+    forever, _ = os.pipe()
+    os.dup2(forever, 0)
+    os.dup2(2, 1)
+    Host(listener, target, options.limit, key).serve()
+
+
+def serve_controller() -> None:
     wire = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -312,8 +345,6 @@ def main() -> None:
             return
         line += piece
     spec = json.loads(line)
-    for name in ONE_THREAD:
-        os.environ.setdefault(name, "1")
     try:
         target = prepare(spec)
     except ImportError as error:
@@ -331,4 +362,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    for name in ONE_THREAD:
+        os.environ.setdefault(name, "1")
+    serve_environments() if sys.argv[1:] else serve_controller()

@@ -3,7 +3,7 @@
 The invariants:
 - At most `limit` claims exist, split over the hosts, granted in the order of the requests. A claim has at most one
   process, no process belongs to two claims, and claimed and idle processes together are at most `limit`. On top of that
-  come at most `spares` spare claims, for which nobody waits longer, and the warm processes.
+  come at most `spares` spare claims, which make no claim wait, and the warm processes.
 - A claim returns its process to the pool only if it is healthy and has no call under way, so no reply reaches a later
   claim. However a claim ends, by return, error or cancellation, it makes room for the next.
 - A host is started by the first that needs it. One that dies loses its processes and is restarted, on another node if
@@ -59,7 +59,7 @@ class ProcessPool:
         self._prewarm = prewarm or Prewarm()
         self._claims: set[ProcessClaim] = set()
         self._max_spares, self._spares = spares, set[ProcessClaim]()
-        self._background: set[asyncio.Task[None]] = set()
+        self._ending: set[asyncio.Task[None]] = set()
         self._scaling: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._no_host = asyncio.Event()
@@ -129,7 +129,7 @@ class ProcessPool:
             self._claims.discard(claim)
             process = claim.release()
             if process is not None and not claim.reusable:
-                self._in_background(self._end([process]))  # the claim is free at once, however long that takes
+                self._spawn(self._end([process]), self._ending)  # the claim is free at once, however long that takes
             if claim.host is not None:
                 if process is not None and claim.reusable:
                     claim.host.release(process)
@@ -162,7 +162,7 @@ class ProcessPool:
             claim.kill("the pool was closed")
         for restarting in self._restarting:
             restarting.cancel()
-        await asyncio.gather(*self._restarting, *self._background, return_exceptions=True)
+        await asyncio.gather(*self._restarting, *self._ending, return_exceptions=True)
         hosts = self._queue.hosts
         warm = await asyncio.gather(*(host.warm.drain() for host in hosts))
         await self._end([*chain(*warm), *(process for host in hosts for _, process in host.idle)])
@@ -182,7 +182,7 @@ class ProcessPool:
         raise AssertionError("unreachable")
 
     async def _host_of(self, claim: "ProcessClaim", change: bool) -> PoolHost:
-        """The host of a claim; another one if it is gone, or if a `change` is asked for and there is room."""
+        """The host of a claim; another one if it is gone, or for a `change` if there is room."""
         if self._closing.is_set():
             raise ProcessLost("the pool is closed")
         host = claim.host
@@ -214,11 +214,8 @@ class ProcessPool:
     # Hosts that die
 
     def _host_died(self, host: PoolHost, reason: str) -> None:
-        if self._closing.is_set():
-            return
-        task = asyncio.create_task(self._restart(host, reason))
-        self._restarting.add(task)
-        task.add_done_callback(self._restarting.discard)
+        if not self._closing.is_set():
+            self._spawn(self._restart(host, reason), self._restarting)
 
     async def _restart(self, host: PoolHost, reason: str) -> None:
         if host.uptime >= HEALTHY_S:
@@ -272,10 +269,10 @@ class ProcessPool:
 
         await asyncio.gather(*(end(process) for process in processes))
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
         task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
 
 
 class ProcessClaim:

@@ -121,7 +121,7 @@ def serve(
     [dim]ROLLART_WORKER_KEY=secret rollart envs serve --host 0.0.0.0 --import my_envs:Lake
     ROLLART_WORKER_KEY=secret rollart envs serve --family textarena[/dim]
     """
-    from rollart.workers import serve as module
+    from rollart.workers import host as module
 
     if not os.environ.get(module.KEY):
         raise RollartError(module.NO_KEY)

@@ -64,7 +64,7 @@ def test_actions_of_every_plain_space_are_read(space, said, action) -> None:
     env.env.action_space = space
     read = env.parse(said)
     assert (read if action is None or isinstance(action, int) else read.tolist()) == action
-    assert env.wanted().startswith("Answer with ")
+    assert env.instruction().startswith("Answer with ")
 
 
 def test_an_action_that_cannot_be_read_costs_what_it_should_and_changes_nothing() -> None:
