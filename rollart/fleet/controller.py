@@ -28,7 +28,7 @@ from rollart.rollout.lockstep import Lockstep
 from rollart.rollout.scheduler import Scheduler
 from rollart.rollout.training_loop import LoopPlan, TrainingLoop
 from rollart.rollout.trajectory import RolloutTask, TrajectoryRunner
-from rollart.training.layout import TRAINER_FILES
+from rollart.training.client import TRAINER_FILES
 from rollart.warmup.prepare import Progress, prepare_in_child
 
 OnLog = Callable[[EventLog], None]

@@ -13,7 +13,7 @@ from rollart.core.types import Message
 from rollart.gateway.errors import ApiError, invalid
 from rollart.gateway.messages import ChatMessage, Tool
 from rollart.gateway.tools import described, format_of, value
-from rollart.models.chat import ACTION, ASKED, ChatRenderer
+from rollart.models.chat import ACTION_MARKER, FIRST_MESSAGE, ChatRenderer
 
 ROLES = {"developer": "system", "function": "tool", "ipython": "tool"}
 
@@ -59,9 +59,9 @@ class ChatTemplate(ChatRenderer):
         try:
             if self._plain(messages, tools):
                 return self.extend("stop" if ended else "length", self.flat(messages, ()))
-            _, _, after = self._native([_said(ASKED), ChatMessage("assistant", ACTION), *messages], tools).partition(
-                ACTION
-            )
+            _, _, after = self._native(
+                [_said(FIRST_MESSAGE), ChatMessage("assistant", ACTION_MARKER), *messages], tools
+            ).partition(ACTION_MARKER)
             rest = after.partition(self._end)[2]
             return self._encode(rest if ended else self._close + rest)
         except Exception as error:
@@ -95,7 +95,7 @@ class ChatTemplate(ChatRenderer):
         return text
 
     def _message(self, said: ChatMessage) -> dict[str, Any]:
-        (harmless,) = self._harmless([Message(role_of(said), said.text)])
+        (harmless,) = self._escape_special([Message(role_of(said), said.text)])
         message: dict[str, Any] = {"role": harmless.role, "content": harmless.content}
         if said.calls:
             message["tool_calls"] = [

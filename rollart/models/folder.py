@@ -1,4 +1,4 @@
-"""Model folders in Hugging Face format, written whole or not at all."""
+"""Model folders in Hugging Face format, written atomically."""
 
 import os
 import shutil
@@ -8,16 +8,16 @@ from pathlib import Path
 
 
 def is_model(path: Path) -> bool:
-    """Is there a model with its tokenizer in this folder?"""
+    """Whether the folder has a model and its tokenizer."""
     weights = any(path.glob("*.safetensors"))
     return weights and (path / "config.json").is_file() and (path / "tokenizer_config.json").is_file()
 
 
 @contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """Yields an empty folder beside `path` that takes its place when the block ends well, and vanishes otherwise.
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yields an empty folder that is renamed to `path` when the block succeeds, and deleted otherwise.
 
-    It is flushed to disk first. A folder that is already there is moved away, not deleted, until the new one stands."""
+    It is flushed to disk first. An existing folder is moved away, not deleted, until the new one is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft, old = (path.with_name(f".{path.name}.{kind}") for kind in ("part", "old"))
     for leftover in (draft, old):

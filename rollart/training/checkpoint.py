@@ -1,12 +1,12 @@
-"""Checkpoints: a folder that is whole or is not there.
+"""Checkpoints: a folder that is complete or does not exist.
 
-It is a Hugging Face folder, tokenizer included, that can be used as it is, and beside the model holds
+It is a Hugging Face folder, tokenizer included, that can be used as it is. Next to the model it holds
 
     optimizer.safetensors    Adam's moments, by parameter name
     reference.safetensors    the policy at the start of RL, if the loss has a KL to it
-    checkpoint.json          counters, reward ranges, the numerics guard's memory, and the size of every other file
+    checkpoint.json          counters, reward ranges, the state of the numerics guard, and the size of every other file
 
-It is written beside its place, flushed to disk, and renamed. Nothing in it is pickled.
+It is written under a temporary name, flushed to disk, and renamed. Nothing in it is pickled.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rollart.core.errors import RollartError
-from rollart.models.folder import whole_folder
+from rollart.models.folder import atomic_folder
 from rollart.training.advantages import UNSEEN, RewardRange
-from rollart.training.guard import Memory
-from rollart.training.layout import MANIFEST, OPTIMIZER, REFERENCE
-from rollart.training.learner import MOMENTS, Held, Restore
+from rollart.training.client import MANIFEST, OPTIMIZER, REFERENCE
+from rollart.training.guard import GuardState
+from rollart.training.learner import MOMENTS, Restore, TensorKind
 from rollart.training.policy import PolicyModel
 from rollart.training.trainer import Trainer
 
@@ -32,48 +32,47 @@ class CheckpointManifest(msgspec.Struct):
     updates: int
     ranges: dict[str, RewardRange]
     files: dict[str, int]
-    guard: Memory = Memory()
+    guard: GuardState = GuardState()
 
 
 def save_checkpoint(trainer: Trainer, path: Path) -> None:
-    """A checkpoint that is already at `path` is replaced."""
+    """Replaces a checkpoint that is already at `path`."""
     learner = trainer.learner
-    with whole_folder(path) as folder:
+    with atomic_folder(path) as folder:
         learner.policy.save(folder, trainer.gather("policy"))
         save_file(_moments(trainer), folder / OPTIMIZER)
         if learner.reference is not None:
             save_file(trainer.gather("reference"), folder / REFERENCE)
         ranges = {task: seen for task, seen in trainer.ranges.items() if seen != UNSEEN}
         sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.name != MANIFEST}
-        told = CheckpointManifest(trainer.version, learner.updates, ranges, sizes, trainer.guard.memory())
-        manifest = msgspec.json.encode(told)
-        (folder / MANIFEST).write_bytes(msgspec.json.format(manifest))
+        manifest = CheckpointManifest(trainer.version, learner.updates, ranges, sizes, trainer.guard.state())
+        (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
 
 
 def load_checkpoint(trainer: Trainer, path: Path) -> None:
-    """Put `trainer` where it was. Raises RollartError, and leaves the trainer as it is, if anything is amiss."""
+    """Raises RollartError, and leaves the trainer as it is, if the checkpoint is damaged or does not fit."""
     manifest = read_manifest(path)
     moments = load_file(path / OPTIMIZER)
-    stored: dict[Held, Mapping[str, Tensor]] = {"policy": PolicyModel(path).parameters()}
+    stored: dict[TensorKind, Mapping[str, Tensor]] = {"policy": PolicyModel(path).parameters()}
     if trainer.learner.reference is not None:
         if REFERENCE not in manifest.files:
-            raise RollartError(f"{path} was saved without a reference policy; set training.algorithm.kl to 0 to go on")
+            raise RollartError(f"{path} has no reference policy; set training.algorithm.kl to 0 to continue")
         stored["reference"] = load_file(path / REFERENCE)
-    moved = [name for name in stored["policy"] if f"{name}/step" in moments]
+    updated = [name for name in stored["policy"] if f"{name}/step" in moments]
     for kind in MOMENTS:
-        stored[kind] = {name: moments[f"{name}/{kind}"] for name in moved if f"{name}/{kind}" in moments}
-    _check_shapes(trainer, stored, moved, path)
-    steps = {name: moments[f"{name}/step"].item() for name in moved}
+        stored[kind] = {name: moments[f"{name}/{kind}"] for name in updated if f"{name}/{kind}" in moments}
+    _check_shapes(trainer, stored, updated, path)
+    steps = {name: moments[f"{name}/step"].item() for name in updated}
     trainer.restore(manifest.version, manifest.ranges, Restore(manifest.updates, steps), stored)
-    trainer.guard.recall(manifest.guard)
+    trainer.guard.restore(manifest.guard)
 
 
 def read_manifest(path: Path) -> CheckpointManifest:
-    """Check that the checkpoint at `path` is whole and return what it says about itself."""
+    """The manifest of the checkpoint at `path`. Raises RollartError if the checkpoint is incomplete."""
     try:
         manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=CheckpointManifest)
     except (FileNotFoundError, NotADirectoryError):
-        what = f"has no {MANIFEST}" if path.is_dir() else "is not there"
+        what = f"has no {MANIFEST}" if path.is_dir() else "does not exist"
         raise RollartError(f"the checkpoint {path} cannot be used: it {what}") from None
     except msgspec.DecodeError as error:
         raise RollartError(f"{path / MANIFEST} is damaged ({error}); use an older checkpoint") from error
@@ -93,15 +92,15 @@ def _moments(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def _check_shapes(
-    trainer: Trainer, stored: Mapping[Held, Mapping[str, Tensor]], moved: Sequence[str], path: Path
+    trainer: Trainer, stored: Mapping[TensorKind, Mapping[str, Tensor]], updated: Sequence[str], path: Path
 ) -> None:
     for name, parameter in trainer.learner.policy.parameters().items():
         if _shape(stored["policy"], name) != parameter.shape:
-            raise RollartError(f"the checkpoint {path} is of another model: {name} is missing or of another shape")
+            raise RollartError(f"the checkpoint {path} is of another model: {name} is missing or has another shape")
         if "reference" in stored and _shape(stored["reference"], name) != parameter.shape:
             raise RollartError(f"the checkpoint {path} is damaged: {name} in {REFERENCE} does not fit")
         for kind in MOMENTS:
-            if name in moved and _shape(stored[kind], name) != parameter.shape:
+            if name in updated and _shape(stored[kind], name) != parameter.shape:
                 raise RollartError(f"the checkpoint {path} is damaged: {kind} of {name} in {OPTIMIZER} does not fit")
 
 

@@ -1,9 +1,15 @@
-"""The trainer as the control plane sees it: the protocol, over a connection to the service."""
+"""The trainer as the control plane sees it: a client of its service, and the files of its checkpoints. No torch."""
 
 from pathlib import Path
 
 from rollart.core.types import Batch, Publication, StepMetrics
 from rollart.launch.rpc import RpcClient
+
+MANIFEST = "checkpoint.json"
+OPTIMIZER = "optimizer.safetensors"
+REFERENCE = "reference.safetensors"
+TRAINER_FILES = (MANIFEST, OPTIMIZER, REFERENCE)
+"""What a checkpoint adds to a Hugging Face folder."""
 
 
 class TrainerClient:

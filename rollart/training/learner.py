@@ -1,6 +1,6 @@
-"""What every rank of a trainer holds and does: its share of the policy, the optimizer and the passes of a step.
+"""One rank of a trainer: its shard of the policy, the optimizer and the passes of a step.
 
-Every method runs on all ranks at the same time, on an order of rank 0. One rank alone is all of them.
+Every method runs on all ranks at the same time, on an order of rank 0.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,54 +16,54 @@ from torch import Tensor
 from rollart.config import TrainingConfig
 from rollart.training import losses
 from rollart.training.metrics import StepTotals
-from rollart.training.microbatch import Item, MicroBatch, micro_batch
+from rollart.training.microbatch import MicroBatch, TrainSample, micro_batch
 from rollart.training.policy import PolicyModel
-from rollart.training.ranks import Ranks, RanksLost
+from rollart.training.ranks import Ranks
 from rollart.weights.publish import Publisher, TensorShard
 
-Held = Literal["policy", "reference", "exp_avg", "exp_avg_sq"]
-MOMENTS: tuple[Held, ...] = ("exp_avg", "exp_avg_sq")
+TensorKind = Literal["policy", "reference", "exp_avg", "exp_avg_sq"]
+MOMENTS: tuple[TensorKind, ...] = ("exp_avg", "exp_avg_sq")
 
 
 class Learn(Struct, frozen=True, tag=True):
-    """A rank's passes. `rate` is the learning rate, but for the warmup; `cells` how many there are on all ranks."""
+    """A rank's passes. `rate` is the learning rate before warmup; `cells` their number on all ranks."""
 
-    passes: list[list[Item]]
+    passes: list[list[TrainSample]]
     rate: float
     cells: int
 
 
 class Gather(Struct, frozen=True, tag=True):
-    what: Held
+    what: TensorKind
 
 
 class Publish(Struct, frozen=True, tag=True):
-    """Write the policy to the weight store, as `version`; `id` tells this publication from others of the version."""
+    """Write the policy to the weight store, as `version`; `id` is unique to this publication of it."""
 
     version: int
     id: str
 
 
 class Restore(Struct, frozen=True, tag=True):
-    """`steps` of the optimizer, by the names of the parameters that it has moved."""
+    """`steps` of the optimizer, by name of the parameters that it has updated."""
 
     updates: int
     steps: dict[str, float]
 
 
-class Beat(Struct, frozen=True, tag=True):
-    """A sign of life."""
+class Heartbeat(Struct, frozen=True, tag=True):
+    """Rank 0 is alive."""
 
 
-class End(Struct, frozen=True, tag=True):
-    """Rank 0 ends in order."""
+class Shutdown(Struct, frozen=True, tag=True):
+    """Rank 0 exits normally."""
 
 
-Order = Learn | Gather | Publish | Restore | Beat | End
+Order = Learn | Gather | Publish | Restore | Heartbeat | Shutdown
 
 
 class Learner:
-    """`folder` is the Hugging Face model that RL starts from, and the reference of the KL if that is asked for."""
+    """`folder` is the Hugging Face model that RL starts from, and the reference of the KL if `kl` is set."""
 
     def __init__(
         self, folder: Path, config: TrainingConfig, ranks: Ranks, seed: int = 0, publisher: Publisher | None = None
@@ -78,10 +78,10 @@ class Learner:
         self.reference = PolicyModel(folder, ranks, trained=False) if config.algorithm.kl > 0 else None
 
     def follow(self) -> None:
-        """On a rank other than 0: do what rank 0 orders until it ends. Raises RanksLost when that comes too soon."""
+        """On a rank other than 0: carry out orders of rank 0 until it shuts down. Raises RanksLost."""
         try:
             while True:
-                match msgspec.msgpack.decode(self.ranks.listen(), type=Order):
+                match msgspec.msgpack.decode(self.ranks.receive(), type=Order):
                     case Learn() as order:
                         self.learn(order)
                     case Gather(what):
@@ -90,17 +90,17 @@ class Learner:
                         self.publish(order)
                     case Restore() as order:
                         self.restore(order, {})
-                    case Beat():
+                    case Heartbeat():
                         pass
-                    case End():
+                    case Shutdown():
                         return
         except Exception as error:
-            raise RanksLost(self.ranks.lost(error)) from error
+            raise self.ranks.lost(error) from error
 
     # A step
 
     def learn(self, order: Learn) -> StepTotals:
-        """One update per epoch. The first one's logprobs are the proximal ones of the others: no extra forward."""
+        """One update per epoch. The logprobs of the first are the proximal ones of the rest: no extra forward pass."""
         totals = StepTotals(order.cells, self.ranks.device)
         with self.ranks.device:
             micros = [micro_batch(items) for items in order.passes]
@@ -112,19 +112,19 @@ class Learner:
             self._update(micros, order.rate, totals)
             if totals.skipped:
                 break
-        totals.merge(self.ranks.sums, self.ranks.largest)
+        totals.merge(self.ranks.all_reduce_sum, self.ranks.all_reduce_max)
         return totals
 
     def _update(self, micros: Sequence[MicroBatch], rate: float, totals: StepTotals) -> None:
-        """Loss and norm are those of all ranks, so what is not finite on one is skipped by all."""
-        (loss,) = self.ranks.sums([sum(self._backward(micro, totals) for micro in micros)])
+        """Loss and norm are those of all ranks, so an update that is not finite on one is skipped by all."""
+        (loss,) = self.ranks.all_reduce_sum([sum(self._backward(micro, totals) for micro in micros)])
         rate *= min(1.0, (self.updates + 1) / max(1, self.config.lr_warmup))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         parameters = self.policy.parameters().values()
         clipped = torch.nn.utils.clip_grad_norm_(parameters, self.config.grad_clip, foreach=True)
-        norm = self.ranks.whole(clipped).item()
-        totals.update(loss, norm, rate)
+        norm = self.ranks.full_tensor(clipped).item()
+        totals.add_update(loss, norm, rate)
         if isfinite(loss) and isfinite(norm):
             self.optimizer.step()
             self.updates += 1
@@ -160,55 +160,57 @@ class Learner:
             loss = loss - algorithm.entropy * entropy
         total = (micro.weight * loss).sum()
         total.backward()  # type: ignore[no-untyped-call]
-        totals.tokens(outcome.clipped, kl)
+        totals.add_pass(outcome.clipped, kl)
         if first:
-            totals.first_pass(entropy, micro.proximal, micro.behaviour, micro.cell, importance)
+            totals.add_first_pass(entropy, micro.proximal, micro.behaviour, micro.cell, importance)
         return total.item()
 
-    # Its tensors, by the names of the parameters
+    # Tensors by parameter name
 
-    def gather(self, what: Held) -> dict[str, Tensor]:
-        """On rank 0 all of them; where they are spread, as copies. Elsewhere none: each is dropped at once."""
+    def gather(self, what: TensorKind) -> dict[str, Tensor]:
+        """On rank 0 all of them, as copies if they are sharded; on other ranks none: each is dropped at once."""
         gathered: dict[str, Tensor] = {}
-        for name, tensor in self._held(what).items():
-            whole = self.ranks.whole(tensor)
+        for name, tensor in self._tensors(what).items():
+            whole = self.ranks.full_tensor(tensor)
             if self.ranks.rank == 0:
                 gathered[name] = whole
         return gathered
 
     def publish(self, order: Publish) -> None:
-        """Each rank writes what it holds, at the same time as the others."""
+        """Each rank writes its shard, at the same time as the others."""
         assert self._publisher is not None
         tensors = {**self.policy.parameters(), **self.policy.buffers()}
-        shares = [TensorShard(name, tuple(tensor.shape), *self.ranks.share(tensor)) for name, tensor in tensors.items()]
+        shards = [
+            TensorShard(name, tuple(tensor.shape), *self.ranks.local_shard(tensor)) for name, tensor in tensors.items()
+        ]
         aliases = {name: owner for name, owner in self.policy.names().items() if name != owner}
-        self._publisher.publish(order.version, order.id, shares, aliases)
+        self._publisher.publish(order.version, order.id, shards, aliases)
 
     def steps(self) -> dict[str, float]:
-        """How often the optimizer has moved each parameter that it has moved at all."""
+        """Optimizer steps of each parameter that has had any."""
         state = self.optimizer.state
         return {name: state[p]["step"].item() for name, p in self.policy.parameters().items() if p in state}
 
     @torch.no_grad()
-    def restore(self, order: Restore, stored: Mapping[Held, Mapping[str, Tensor]]) -> None:
-        """Take everything that is `stored` on rank 0; the others need not have it."""
+    def restore(self, order: Restore, stored: Mapping[TensorKind, Mapping[str, Tensor]]) -> None:
+        """Restore from a checkpoint. Only rank 0 needs to have the `stored` tensors."""
 
-        def spread(what: Held, name: str, like: Tensor) -> Tensor:
-            return self.ranks.spread(stored[what][name] if self.ranks.rank == 0 else None, like)
+        def shard(what: TensorKind, name: str, like: Tensor) -> Tensor:
+            return self.ranks.shard(stored[what][name] if self.ranks.rank == 0 else None, like)
 
-        kept: list[tuple[Held, PolicyModel | None]] = [("policy", self.policy), ("reference", self.reference)]
+        kept: list[tuple[TensorKind, PolicyModel | None]] = [("policy", self.policy), ("reference", self.reference)]
         for what, policy in kept:
             for name, parameter in policy.parameters().items() if policy else ():
-                parameter.copy_(spread(what, name, parameter))
+                parameter.copy_(shard(what, name, parameter))
         self.updates = order.updates
         self.optimizer.state.clear()
         for name, parameter in self.policy.parameters().items():
             if name in order.steps:
-                state = {kind: spread(kind, name, parameter) for kind in MOMENTS}
+                state = {kind: shard(kind, name, parameter) for kind in MOMENTS}
                 step = torch.tensor(order.steps[name], device=self.ranks.device)
                 self.optimizer.state[parameter] = {"step": step, **state}
 
-    def _held(self, what: Held) -> Mapping[str, Tensor]:
+    def _tensors(self, what: TensorKind) -> Mapping[str, Tensor]:
         if what == "policy":
             return self.policy.parameters()
         if what == "reference":
@@ -218,7 +220,7 @@ class Learner:
 
 
 def make_optimizer(policy: PolicyModel, config: TrainingConfig) -> torch.optim.AdamW:
-    """Weight decay is for matrices; norms and biases are left alone."""
+    """Weight decay is for matrices, not for norms and biases."""
     parameters = list(policy.parameters().values())
     return torch.optim.AdamW(
         [

@@ -1,9 +1,9 @@
-"""How far the engine's logprobs are from the trainer's, token by token, summed up by what can explain it.
+"""How far the engine's logprobs are from the trainer's, summed over tokens in cells that can explain it.
 
-A cell is the tokens of one task and one age (versions between the one that made a token and the one that is trained),
-split by whether older tokens of the policy stand before them in their conversation. Everything comes out of the first
-forward pass of a step: the gap is engine minus trainer, and beside it the trainer's logprob plus entropy is kept, which
-is how a logprob moves with the logarithm of the inverse temperature.
+A cell is the tokens of one task and one age (versions between the one that sampled a token and the one that is
+trained), split by whether tokens of older weights precede them in their conversation. Everything comes out of the first
+forward pass of a step: the gap is engine minus trainer. The slope, the trainer's logprob plus entropy, is the
+derivative of a logprob with respect to the logarithm of the inverse temperature.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ class Cell(NamedTuple):
 
 
 class Cells:
-    """Numbers the cells of the batch of one step, in the order in which they are met."""
+    """Numbers the cells of the batch of one step, in order of appearance."""
 
     def __init__(self, step: int) -> None:
         self._step = step
@@ -48,26 +48,26 @@ class Cells:
         return numbers
 
     def rows(self, totals: "GapTotals") -> list["GapRow"]:
-        """One per cell whose numbers are numbers."""
+        """One per cell whose sums are finite."""
         rows = []
-        for cell, (tokens, size, lean, leans, squares), (highest, deepest) in zip(
+        for cell, (tokens, size, *products), (highest, deepest) in zip(
             self._numbers, totals.sums.tolist(), totals.peaks.tolist(), strict=True
         ):
             if tokens and isfinite(size):
-                rows.append(GapRow(cell, int(tokens), size, max(highest, deepest), -deepest, lean, leans, squares))
+                rows.append(GapRow(cell, int(tokens), size, max(highest, deepest), -deepest, *products))
         return rows
 
 
 class GapTotals:
-    """Sums and peaks over the tokens of each cell. `merge` makes them those of all ranks."""
+    """Sums and peaks over the tokens of each cell; after `merge`, those of all ranks."""
 
     def __init__(self, cells: int, device: torch.device | None = None) -> None:
         self.sums = torch.zeros(cells, 5, dtype=torch.float64, device=device)
         self.peaks = torch.full((cells, 2), -torch.inf, dtype=torch.float64, device=device)
 
-    def add(self, cell: Tensor, gap: Tensor, lean: Tensor) -> None:
-        gap, lean = gap.double(), lean.double()
-        self.sums.index_add_(0, cell, torch.stack([torch.ones_like(gap), gap.abs(), gap * lean, lean**2, gap**2], 1))
+    def add(self, cell: Tensor, gap: Tensor, slope: Tensor) -> None:
+        gap, slope = gap.double(), slope.double()
+        self.sums.index_add_(0, cell, torch.stack([torch.ones_like(gap), gap.abs(), gap * slope, slope**2, gap**2], 1))
         both = torch.stack([gap, -gap], 1)
         self.peaks.scatter_reduce_(0, cell[:, None].expand_as(both), both, "amax")
 
@@ -78,17 +78,17 @@ class GapTotals:
 
 @dataclass(frozen=True, slots=True)
 class GapRow:
-    """`size` is the sum of absolute gaps, `peak` the largest, `lowest` the smallest signed one; `lean`, `leans` and
-    `squares` are the sums of gap x lean, lean x lean and gap x gap."""
+    """`size` is the sum of absolute gaps, `peak` the largest, `lowest` the smallest signed one; the last three are sums
+    of products."""
 
     cell: Cell
     tokens: int
     size: float
     peak: float
     lowest: float
-    lean: float
-    leans: float
-    squares: float
+    gap_slope: float
+    slope_slope: float
+    gap_gap: float
 
     @property
     def mean(self) -> float:
@@ -97,30 +97,30 @@ class GapRow:
     @property
     def error(self) -> float:
         """The standard error of the mean."""
-        return sqrt(max(0.0, self.squares / self.tokens - self.mean**2) / self.tokens)
+        return sqrt(max(0.0, self.gap_gap / self.tokens - self.mean**2) / self.tokens)
 
 
-def pooled(rows: Sequence[GapRow]) -> GapRow:
-    """As one cell; its name is that of the first."""
+def pool(rows: Sequence[GapRow]) -> GapRow:
+    """As one cell, with the name of the first."""
     return GapRow(
-        rows[0].cell,
-        sum(row.tokens for row in rows),
-        sum(row.size for row in rows),
-        max(row.peak for row in rows),
-        min(row.lowest for row in rows),
-        sum(row.lean for row in rows),
-        sum(row.leans for row in rows),
-        sum(row.squares for row in rows),
+        cell=rows[0].cell,
+        tokens=sum(row.tokens for row in rows),
+        size=sum(row.size for row in rows),
+        peak=max(row.peak for row in rows),
+        lowest=min(row.lowest for row in rows),
+        gap_slope=sum(row.gap_slope for row in rows),
+        slope_slope=sum(row.slope_slope for row in rows),
+        gap_gap=sum(row.gap_gap for row in rows),
     )
 
 
-def table(rows: Sequence[GapRow]) -> tuple[LogprobGap, ...]:
-    """What is reported: by task and age."""
+def gap_table(rows: Sequence[GapRow]) -> tuple[LogprobGap, ...]:
+    """By task and age, for the step's metrics."""
     cells: dict[tuple[str, int], list[GapRow]] = {}
     for row in rows:
         cells.setdefault((row.cell.task, row.cell.age), []).append(row)
     return tuple(
         LogprobGap(task, age, whole.tokens, whole.mean, whole.peak)
         for (task, age), members in sorted(cells.items())
-        for whole in [pooled(members)]
+        for whole in [pool(members)]
     )

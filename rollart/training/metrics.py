@@ -1,4 +1,4 @@
-"""What a step says about itself: sums over action tokens, and a row per task."""
+"""Metrics of a step: sums over action tokens, and a row per task."""
 
 from statistics import fmean
 
@@ -14,8 +14,7 @@ PER_TOKEN = ("entropy", "logprob_gap", "importance")
 
 
 class StepTotals:
-    """Sums over the tokens that were trained; those of samples without any advantage are not among them. `gaps` has
-    those of each of `cells` cells."""
+    """Sums over the trained tokens, without those of samples whose advantage is 0; `gaps` has them by cell."""
 
     def __init__(self, cells: int = 0, device: torch.device | None = None) -> None:
         self.skipped = False
@@ -23,17 +22,16 @@ class StepTotals:
         self._sums = dict.fromkeys(("passes", *PER_PASS, "action_tokens", *PER_TOKEN), 0.0)
         self._updates: list[tuple[float, float, float]] = []
 
-    def tokens(self, clipped: Tensor, kl: Tensor | None) -> None:
-        """Every pass."""
+    def add_pass(self, clipped: Tensor, kl: Tensor | None) -> None:
         self._sums["passes"] += len(clipped)
         self._add("clip_fraction", clipped)
         if kl is not None:
             self._add("kl", kl)
 
-    def first_pass(
+    def add_first_pass(
         self, entropy: Tensor, proximal: Tensor, behaviour: Tensor, cell: Tensor, importance: Tensor
     ) -> None:
-        """Before the policy has moved: what it was, and how far the engine's was from it."""
+        """Before the first update: entropy, and the gap between engine and trainer."""
         entropy, gap = entropy.detach(), behaviour - proximal
         self._sums["action_tokens"] += len(entropy)
         self._add("entropy", entropy)
@@ -41,8 +39,8 @@ class StepTotals:
         self._add("importance", importance)
         self.gaps.add(cell, gap, proximal + entropy)
 
-    def update(self, loss: float, norm: float, rate: float) -> None:
-        """The whole loss and norm, of all ranks."""
+    def add_update(self, loss: float, norm: float, rate: float) -> None:
+        """Loss and norm are those of all ranks."""
         self._updates.append((loss, norm, rate))
 
     def merge(self, sums: Merge, largest: Merge) -> None:
@@ -51,7 +49,7 @@ class StepTotals:
         self.gaps.merge(sums, largest)
 
     def values(self) -> dict[str, float]:
-        """`skipped` is 1 when the weights were left alone because something was not finite."""
+        """`skipped` is 1 if the weights were left alone because the loss or the gradient was not finite."""
         sums = self._sums
         loss, norm, rate = (fmean(column) for column in zip(*self._updates or [(0.0, 0.0, 0.0)], strict=True))
         return {

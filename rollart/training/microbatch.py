@@ -1,4 +1,4 @@
-"""A batch made ready to train: the samples that can move the policy, dealt to the ranks and packed."""
+"""From a batch to micro-batches: the samples that have a gradient, split over the ranks and packed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from torch import Tensor
 from rollart.core.types import Batch, Sample
 from rollart.training.logprob_gap import Cells
 from rollart.training.losses import token_weights
-from rollart.training.packing import Packed, deal, pack
+from rollart.training.packing import Packed, pack, split_over_ranks
 
 
-class Item(Struct, frozen=True, array_like=True, gc=False):
+class TrainSample(Struct, frozen=True, array_like=True, gc=False):
     """A sample as a rank trains it. `behaviour` has the engine's logprob of every action token, `cells` the number of
-    the cell that its gap is counted in."""
+    its logprob-gap cell."""
 
     tokens: list[int]
     mask: list[int]
@@ -26,15 +26,15 @@ class Item(Struct, frozen=True, array_like=True, gc=False):
     weight: float
 
 
-NOTHING = Item([0], [0], [], [], 1.0, 0.0, 0.0)
+EMPTY = TrainSample([0], [0], [], [], 1.0, 0.0, 0.0)
 
 
 @dataclass(slots=True)
 class MicroBatch:
-    """One forward pass. The tensors are flat, one entry per action token; `sequence` counts from 0.
+    """One forward pass. The tensors are flat, one entry per action token; `sequence` numbers from 0.
 
     The sum of `weight` over all tokens of all micro-batches is at most 1: samples left out keep their share.
-    `proximal` is filled in by the first pass over the batch, `reference` only when the KL is asked for.
+    `proximal` is filled in by the first pass over the batch, `reference` only if the KL has a weight.
     """
 
     packed: Packed
@@ -47,8 +47,8 @@ class MicroBatch:
     reference: Tensor | None = None
 
 
-def check(batch: Batch) -> None:
-    """Raises ValueError with a sentence about the first sample that cannot be trained."""
+def check_batch(batch: Batch) -> None:
+    """Raises ValueError about the first sample that cannot be trained."""
     if not any(group.samples for group in batch.groups):
         raise ValueError(f"the batch of step {batch.step} holds no samples")
     for group in batch.groups:
@@ -61,21 +61,20 @@ def check(batch: Batch) -> None:
                 )
 
 
-def deal_samples(
+def plan_passes(
     batch: Batch,
     advantages: Sequence[Sequence[float]],
     cells: Cells,
+    *,
     aggregate: str,
     pack_tokens: int,
-    *,
     keep_all: bool,
     ranks: int = 1,
-) -> list[list[list[Item]]]:
-    """What each rank trains in each of its passes; they all have as many, and one of them may be empty. `cells` numbers
-    what it meets.
+) -> list[list[list[TrainSample]]]:
+    """The samples of each rank in each of its passes. All ranks have the same number of passes; some may be empty.
 
-    There is one of the `advantages` for each trajectory of a group, which all its segments share. A sample of advantage
-    0 has no gradient and is left out, unless `keep_all` (KL, entropy).
+    `advantages` has one value for each trajectory of a group, which all its segments share. A sample of advantage 0 has
+    no gradient and is left out, unless `keep_all` (KL, entropy).
     """
     samples: list[Sample] = []
     owners: list[int] = []
@@ -91,19 +90,19 @@ def deal_samples(
     lengths = [sum(sample.mask) for sample in samples]
     weights = token_weights(lengths, owners, aggregate, sequences)
     chosen = [i for i, length in enumerate(lengths) if length and (keep_all or values[i] != 0.0)]
-    items = [_item(samples[i], cells, values[i], weights[i]) for i in chosen]
-    hands = deal([len(item.tokens) for item in items], pack_tokens, ranks)
-    return [[[items[i] for i in part] for part in passes] for passes in hands]
+    items = [_train_sample(samples[i], cells, values[i], weights[i]) for i in chosen]
+    by_rank = split_over_ranks([len(item.tokens) for item in items], pack_tokens, ranks)
+    return [[[items[i] for i in part] for part in passes] for passes in by_rank]
 
 
-def _item(sample: Sample, cells: Cells, advantage: float, weight: float) -> Item:
+def _train_sample(sample: Sample, cells: Cells, advantage: float, weight: float) -> TrainSample:
     behaviour = [logprob for logprob, bit in zip(sample.logprobs, sample.mask, strict=True) if bit]
-    return Item(sample.tokens, sample.mask, behaviour, cells.of(sample), sample.temperature, advantage, weight)
+    return TrainSample(sample.tokens, sample.mask, behaviour, cells.of(sample), sample.temperature, advantage, weight)
 
 
-def micro_batch(items: Sequence[Item]) -> MicroBatch:
-    """Of no items, a pass that trains nothing: its loss and its gradients are zero."""
-    items = items or [NOTHING]
+def micro_batch(items: Sequence[TrainSample]) -> MicroBatch:
+    """Without items, a pass whose loss and gradients are zero."""
+    items = items or [EMPTY]
     counts = torch.tensor([len(item.behaviour) for item in items])
     sequence = torch.arange(len(items)).repeat_interleave(counts)
     return MicroBatch(

@@ -2,7 +2,7 @@
 
 Everything in a decoder but attention treats tokens one by one, so it runs on the real tokens of a micro-batch laid end
 to end, [1, T], with no padding. Attention alone puts them into a right-padded [rows, width] grid and back: under a
-causal mask no token sees what lies to its right, so padding never leaks, and no mask is ever built. The function is
+causal mask no token sees what lies to its right, so padding never leaks and no mask is built. The function is
 registered with transformers, so any of its decoders can use it.
 
 A trajectory is one sequence however many turns it has: history is trained once.
@@ -59,21 +59,21 @@ def plan(lengths: Sequence[int], pack_tokens: int) -> list[list[int]]:
     return batches
 
 
-def deal(lengths: Sequence[int], pack_tokens: int, ranks: int) -> list[list[list[int]]]:
-    """Indices by rank and forward pass. Every rank gets as many passes, and in each about as many tokens as the others.
+def split_over_ranks(lengths: Sequence[int], pack_tokens: int, ranks: int) -> list[list[list[int]]]:
+    """Indices by rank and forward pass. All ranks get the same number of passes, and about as many tokens in each.
 
-    Sequences are dealt from the longest to the shortest, back and forth; the last hand may leave a rank a pass without
-    any.
+    Sequences are assigned from the longest to the shortest, in rounds that alternate the order of the ranks; the last
+    round may leave a rank without any.
 
-    >>> deal([5, 90, 6, 100, 7], 200, 2)
+    >>> split_over_ranks([5, 90, 6, 100, 7], 200, 2)
     [[[3], [2, 0]], [[1], [4]]]
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    hands = [order[at : at + ranks] for at in range(0, len(order), ranks)]
-    passes = plan([lengths[hand[0]] for hand in hands], pack_tokens)
-    seats = [range(ranks), range(ranks - 1, -1, -1)]
+    rounds = [order[at : at + ranks] for at in range(0, len(order), ranks)]
+    passes = plan([lengths[one[0]] for one in rounds], pack_tokens)
+    turns = [range(ranks), range(ranks - 1, -1, -1)]
     return [
-        [[hands[i][seat] for i in part if (seat := seats[i % 2][rank]) < len(hands[i])] for part in passes]
+        [[rounds[i][turn] for i in part if (turn := turns[i % 2][rank]) < len(rounds[i])] for part in passes]
         for rank in range(ranks)
     ]
 
@@ -81,7 +81,7 @@ def deal(lengths: Sequence[int], pack_tokens: int, ranks: int) -> list[list[list
 def pack(
     tokens: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], temperatures: Sequence[float] | None = None
 ) -> Packed:
-    """Lay the sequences end to end. The tokens where a mask is 1 are the ones to train, in the order given."""
+    """Lay the sequences end to end. The tokens where a mask is 1 are trained, in the order given."""
     lengths = torch.tensor([len(sequence) for sequence in tokens])
     rows, width = len(tokens), int(lengths.max())
     flat = torch.tensor([token for sequence in tokens for token in sequence])
@@ -139,7 +139,7 @@ def packed_attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """[1, heads, T, dim] in, [1, T, heads, dim] out, as transformers asks of an attention function."""
+    """[1, heads, T, dim] in, [1, T, heads, dim] out, the shapes of transformers' attention functions."""
     if softcap is not None:
         raise RollartError("this model caps its attention scores, which training does not support; choose another")
     rows, width = packed.rows, packed.width
@@ -170,5 +170,5 @@ def packed_attention(
     return flat[None], None
 
 
-# No mask function is registered under this name, which tells transformers to build none.
+# No mask function is registered under this name, so transformers builds none.
 AttentionInterface.register(ATTENTION, packed_attention)

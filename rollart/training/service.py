@@ -1,13 +1,13 @@
-"""The trainer as a service of its own process: `python -m rollart.training.service`.
+"""The trainer as a service: `python -m rollart.training.service`.
 
 Invariants: everything that touches the trainer runs in one thread, in the order of the calls, so a step never overlaps
-a save or a publication; the event loop only waits, so the service answers while a step runs. `publish` writes straight
-from the weights to where engines read them, which is as fast as a copy of them would be, and answers when all is there.
+a save or a publication; the event loop only waits, so the service responds while a step runs. `publish` writes straight
+from the weights to where engines read them, as fast as a copy would be, and returns when all is written.
 
-Several ranks are as many such processes, each with `{"rank": 1, "ranks": 2, "address": "host:port of rank 0"}` in the
-spec, as its `group`. Rank 0 is the trainer. The others serve no methods: their thread does what rank 0 orders. Each
-tells its own address only when all have met. When the ranks are out of step, or one is gone, the others end at once
-with exit code 1, from whatever thread noticed, so that no collective can hold them up.
+Each rank is one such process, with `{"rank": 1, "ranks": 2, "address": "host:port of rank 0"}` in the spec, as its
+`group`. Rank 0 is the trainer. The others serve no methods: their thread carries out the orders of rank 0. A rank
+reports its own address only when all have joined. When the ranks are out of step, or one is gone, the others exit at
+once with code 1, from the thread that noticed, so that no collective can block them.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from rollart.launch import service
 from rollart.launch.rpc import Handler
 from rollart.training.checkpoint import load_checkpoint, save_checkpoint
 from rollart.training.learner import Learner
-from rollart.training.ranks import BEAT_SECONDS, RankAddress, Ranks, RanksLost
+from rollart.training.ranks import HEARTBEAT_SECONDS, RankAddress, Ranks, RanksLost
 from rollart.training.trainer import Trainer
 from rollart.weights.publish import Publisher, new_id
 from rollart.weights.server import WeightServer
@@ -39,7 +39,7 @@ from rollart.weights.transports import sender
 from rollart.weights.transports.offers import SenderGroup
 
 T = TypeVar("T")
-FAREWELL_DEADLINE = 1.0
+SHUTDOWN_DEADLINE = 1.0
 END_GRACE = 0.5
 
 
@@ -49,7 +49,7 @@ class TrainerService:
         self._store = Store(Path(spec["weights"]))
         self._sources: tuple[tuple[str, ...], ...] = ()
         self._training = ThreadPoolExecutor(1, "trainer")
-        self._pulse: asyncio.Task[None] | None = None
+        self._heartbeats: asyncio.Task[None] | None = None
         self._publisher: Publisher | None = None
         self._trainer: Trainer
 
@@ -75,13 +75,13 @@ class TrainerService:
 
         self._trainer = await self._train(build)
         if self._trainer.ranks.size > 1:
-            self._pulse = asyncio.create_task(self._beat())
+            self._heartbeats = asyncio.create_task(self._send_heartbeats())
 
     async def close(self) -> None:
-        """Takes the store along: a killed controller cannot, and shared memory outlives processes."""
-        if self._pulse is not None:
-            self._pulse.cancel()
-            await self._farewell()
+        """Deletes the weight store too: a killed controller cannot, and shared memory outlives processes."""
+        if self._heartbeats is not None:
+            self._heartbeats.cancel()
+            await self._shutdown_ranks()
         if self._publisher is not None:
             self._publisher.close()
         self._store.close()
@@ -101,24 +101,24 @@ class TrainerService:
     async def load(self, path: str) -> None:
         await self._train(lambda: load_checkpoint(self._trainer, Path(path)))
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
-            await asyncio.sleep(BEAT_SECONDS)
-            await self._train(self._trainer.beat)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            await self._train(self._trainer.heartbeat)
 
-    async def _farewell(self) -> None:
-        """The others hear that this is no accident, unless a step is under way or they have gone already."""
-        saying = asyncio.get_running_loop().run_in_executor(self._training, self._trainer.end)
-        await asyncio.wait({saying}, timeout=FAREWELL_DEADLINE)
-        if saying.done():
-            saying.exception()
+    async def _shutdown_ranks(self) -> None:
+        """A clean exit of the other ranks, unless a step is running or they are gone already."""
+        shutdown = asyncio.get_running_loop().run_in_executor(self._training, self._trainer.shutdown)
+        await asyncio.wait({shutdown}, timeout=SHUTDOWN_DEADLINE)
+        if shutdown.done():
+            shutdown.exception()
 
     async def _train(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._training, _in_step, work)
+        return await asyncio.get_running_loop().run_in_executor(self._training, _exit_if_lost, work)
 
 
 async def _follow(spec: dict[str, Any], thread: ThreadPoolExecutor) -> None:
-    """Returns when this rank is ready to follow, in `thread`."""
+    """Returns when this rank follows rank 0, in `thread`."""
     config = _config(spec)
 
     def build() -> Learner:
@@ -129,8 +129,8 @@ async def _follow(spec: dict[str, Any], thread: ThreadPoolExecutor) -> None:
         return Learner(Path(spec["model"]), config, ranks, spec["seed"], publisher)
 
     def follow() -> None:
-        _in_step(learner.follow)
-        signal.raise_signal(signal.SIGTERM)  # rank 0 ended in order, so this one does
+        _exit_if_lost(learner.follow)
+        signal.raise_signal(signal.SIGTERM)  # rank 0 exited normally, so this one does
 
     learner = await asyncio.get_running_loop().run_in_executor(thread, build)
     thread.submit(follow)
@@ -140,48 +140,48 @@ def _config(spec: Mapping[str, Any]) -> TrainingConfig:
     return TrainingConfig.model_validate(spec["config"])
 
 
-def _place(spec: Mapping[str, Any]) -> RankAddress:
-    """From `group`, or from what a launcher tells those that it starts together. Without either, alone."""
+def _rank_address(spec: Mapping[str, Any]) -> RankAddress:
+    """From `group`, or from what a launcher adds to the specs of ranks. Without either, a single rank."""
     if "rendezvous" in spec:
         return RankAddress(spec["rank"], spec["world"], spec["rendezvous"])
     return msgspec.convert(spec.get("group") or {"rank": 0, "ranks": 1, "address": ""}, RankAddress)
 
 
 def _join(spec: Mapping[str, Any], config: TrainingConfig) -> Ranks:
-    return Ranks.join(_place(spec), service.torch_device(config.device, spec), patience=config.deadline)
+    return Ranks.join(_rank_address(spec), service.torch_device(config.device, spec), patience=config.deadline)
 
 
 def _publisher(store: Store, spec: Mapping[str, Any], ranks: Ranks, server: WeightServer) -> Publisher:
-    """Raises TransferFailed if the transport of the run file cannot be had here."""
+    """Raises TransferFailed if the transport of the run file is not available here."""
     transport, dtype = _config(spec).transport, spec.get("engine_dtype")
     senders = [] if transport == "http" else [SenderGroup([sender(transport)], server.offer)]
     return Publisher(store, shard=ranks.rank, shards=ranks.size, dtype=dtype, senders=senders)
 
 
 def _serve(store: Store, spec: Mapping[str, Any]) -> WeightServer:
-    """For engines on other hosts; it ends with the process."""
+    """For engines on other machines; it ends with the process."""
     return WeightServer(store, spec.get("bind", service.LOOPBACK), spec.get("key"))
 
 
 def _sources(ranks: Ranks, server: WeightServer) -> tuple[tuple[str, ...], ...]:
-    """Where each rank's shard is to be had."""
-    return tuple((url,) for url in ranks.told("weights", server.url))
+    """Where each rank's shard is served."""
+    return tuple((url,) for url in ranks.all_gather_text("weights", server.url))
 
 
-def _in_step(work: Callable[[], T]) -> T:
-    """Do `work`; if the ranks have lost each other, this process is of no more use."""
+def _exit_if_lost(work: Callable[[], T]) -> T:
+    """Do `work`; if the ranks have lost each other, exit: only a restart helps."""
     try:
         return work()
     except RanksLost as error:
-        if _told_to_end():
+        if _shutdown_requested():
             raise
-        # Without the ceremonies of a normal exit: they would wait for threads that wait for ranks that are gone.
+        # Not a normal exit, which would wait for threads that wait for ranks that are gone.
         traceback.print_exception(error)
         os._exit(1)
 
 
-def _told_to_end() -> bool:
-    """Ranks that are told to end do so one after the other, which is no failure: this one's turn comes at once."""
+def _shutdown_requested() -> bool:
+    """Ranks are shut down one after the other, which is no failure: the request to this one follows at once."""
     return bool(select.select([sys.stdin], [], [], END_GRACE)[0])
 
 
@@ -189,7 +189,7 @@ def _told_to_end() -> bool:
 async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
     if (path := spec.get("path")) and path not in sys.path:
         sys.path.append(path)  # losses and advantages of the user may be in the folder that the run was started in
-    if _place(spec).rank > 0:
+    if _rank_address(spec).rank > 0:
         thread = ThreadPoolExecutor(1, "rank")
         try:
             await _follow(spec, thread)

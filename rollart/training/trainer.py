@@ -1,8 +1,8 @@
 """The trainer: one policy, one `step` per batch. Plain and synchronous; the service gives it a thread.
 
-It is rank 0 of the ranks that it may be spread over, and alone knows of batches, tasks, versions and files. The same
-batches give the same weights. A step with nothing to learn from, or with a loss or gradient that is not finite, leaves
-the weights alone and says so; the version advances all the same, because the batch has been used.
+It is rank 0, and only it knows of batches, tasks, versions and files. The same batches give the same weights. A step
+with nothing to learn from, or with a loss or gradient that is not finite, leaves the weights alone and warns; the
+version advances all the same, because the batch has been used.
 """
 
 import time
@@ -16,22 +16,23 @@ from rollart.core.errors import RollartError
 from rollart.core.types import Batch, StepMetrics
 from rollart.training.advantages import ADVANTAGES, UNSEEN, RewardRange, group_advantages
 from rollart.training.guard import Guard
-from rollart.training.learner import Beat, End, Gather, Held, Learn, Learner, Publish, Restore
-from rollart.training.logprob_gap import Cells, table
+from rollart.training.learner import Gather, Heartbeat, Learn, Learner, Publish, Restore, Shutdown, TensorKind
+from rollart.training.logprob_gap import Cells, gap_table
 from rollart.training.metrics import task_metrics
-from rollart.training.microbatch import check, deal_samples
+from rollart.training.microbatch import check_batch, plan_passes
 from rollart.training.ranks import Ranks
 from rollart.weights.publish import Publisher
 
 
 class Trainer:
-    """`folder` is the Hugging Face model that RL starts from, and the reference of the KL if that is asked for.
-    `engine_dtype` tells how closely the engine's logprobs can agree with the trainer's."""
+    """`folder` is the Hugging Face model that RL starts from, and the reference of the KL if `kl` is set.
+    `engine_dtype` limits how closely the engine's logprobs can agree with the trainer's."""
 
     def __init__(
         self,
         folder: Path,
         config: TrainingConfig,
+        *,
         seed: int = 0,
         version: int = 0,
         ranks: Ranks | None = None,
@@ -42,14 +43,14 @@ class Trainer:
         self.version = version
         self._advantage = ADVANTAGES.find(config.algorithm.advantage)
         self.ranges: dict[str, RewardRange] = {}
-        self.ranks = ranks or Ranks.alone()
+        self.ranks = ranks or Ranks.single()
         self.learner = Learner(folder, config, self.ranks, seed, publisher)
         self.guard = Guard(engine_dtype)
 
     def step(self, batch: Batch) -> StepMetrics:
         if batch.step != self.version:
             raise RollartError(f"the batch is for version {batch.step}, but the trainer is at version {self.version}")
-        check(batch)
+        check_batch(batch)
         began = time.perf_counter()
         algorithm = self.config.algorithm
         rewards = [list(group.rewards.values()) for group in batch.groups]
@@ -58,19 +59,19 @@ class Trainer:
         ranges = [self.ranges[group.task] for group in batch.groups]
         scores, solved = group_advantages(self._advantage, rewards, ranges, algorithm.solved_advantage)
         cells = Cells(batch.step)
-        hands = deal_samples(
+        by_rank = plan_passes(
             batch,
             scores,
             cells,
-            algorithm.aggregate,
-            self.config.pack_tokens,
+            aggregate=algorithm.aggregate,
+            pack_tokens=self.config.pack_tokens,
             keep_all=algorithm.kl > 0 or algorithm.entropy > 0,
             ranks=self.ranks.size,
         )
-        informative = [any(group) and not known for group, known in zip(scores, solved, strict=True)]
+        informative = [any(group) and not done for group, done in zip(scores, solved, strict=True)]
         rate = self._rate(evidence=sum(informative) / len(informative))
-        orders = [Learn(passes, rate, len(cells)) for passes in hands]
-        with self.ranks.together(orders):
+        orders = [Learn(passes, rate, len(cells)) for passes in by_rank]
+        with self.ranks.dispatch(orders):
             totals = self.learner.learn(orders[0])
         self.version += 1
         rows = cells.rows(totals.gaps)
@@ -83,49 +84,53 @@ class Trainer:
             tokens=sum(len(sample.tokens) for group in batch.groups for sample in group.samples),
             values=totals.values(),
             tasks=task_metrics(batch, solved),
-            gaps=table(rows),
+            gaps=gap_table(rows),
             warnings=warnings,
         )
 
     def snapshot(self) -> tuple[int, dict[str, Tensor]]:
-        """The version and a copy of its weights, which later steps do not touch. Tied weights share one copy."""
+        """The version and a copy of its weights. Tied weights share one copy."""
         weights = self.gather("policy")
         if self.ranks.size == 1:
             weights = {name: tensor.clone() for name, tensor in weights.items()}
-        return self.version, self.learner.policy.tied(weights)
+        return self.version, self.learner.policy.state_dict(weights)
 
     def publish(self, id: str) -> int:
-        """The present version goes to the weight store; returns it."""
+        """Write the current version to the weight store and return it."""
         order = Publish(self.version, id)
-        with self.ranks.together([order] * self.ranks.size):
+        with self.ranks.dispatch([order] * self.ranks.size):
             self.learner.publish(order)
         return self.version
 
-    def gather(self, what: Held) -> dict[str, Tensor]:
-        """The tensors of all ranks, by the names of the parameters. Those of one rank alone are not copies."""
-        with self.ranks.together([Gather(what)] * self.ranks.size):
+    def gather(self, what: TensorKind) -> dict[str, Tensor]:
+        """The tensors of all ranks, by parameter name. Those of a single rank are not copies."""
+        with self.ranks.dispatch([Gather(what)] * self.ranks.size):
             return self.learner.gather(what)
 
     def restore(
-        self, version: int, ranges: dict[str, RewardRange], order: Restore, stored: Mapping[Held, Mapping[str, Tensor]]
+        self,
+        version: int,
+        ranges: dict[str, RewardRange],
+        order: Restore,
+        stored: Mapping[TensorKind, Mapping[str, Tensor]],
     ) -> None:
-        """Be where another trainer was."""
-        with self.ranks.together([order] * self.ranks.size):
+        """Restore from a checkpoint."""
+        with self.ranks.dispatch([order] * self.ranks.size):
             self.learner.restore(order, stored)
         self.version, self.ranges = version, ranges
 
-    def beat(self) -> None:
-        """Tell the other ranks that this one is there, and notice if they are not."""
-        with self.ranks.together([Beat()] * self.ranks.size):
+    def heartbeat(self) -> None:
+        """Raises RanksLost if another rank is gone."""
+        with self.ranks.dispatch([Heartbeat()] * self.ranks.size):
             pass
 
-    def end(self) -> None:
-        """Tell the other ranks that it is over."""
-        with self.ranks.together([End()] * self.ranks.size):
+    def shutdown(self) -> None:
+        """Let the other ranks exit."""
+        with self.ranks.dispatch([Shutdown()] * self.ranks.size):
             pass
 
     def _rate(self, evidence: float) -> float:
-        """Adam makes a full-sized step of however small a gradient; a batch that says little should move little."""
+        """Adam takes a full-sized step however small the gradient; a batch with little evidence should move little."""
         decay = 1 - (1 - self.config.lr_end) * min(1.0, self.version / self.config.steps)
         rate: float = self.config.lr * decay * evidence**self.config.algorithm.evidence_power
         return rate

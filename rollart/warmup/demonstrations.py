@@ -1,4 +1,4 @@
-"""Conversations of a task's scripted player with its environment, on training instances only.
+"""Conversations of a task's scripted player with its environment, on training seeds only.
 
 They are played in this process or, if the task has a family, in a process with the Python of that family.
 """
@@ -18,13 +18,13 @@ from rollart.envs import replies
 from rollart.envs.process_entry import EnvironmentProcess
 from rollart.envs.single import single_environment
 
-Play = Callable[[int, float], Awaitable[Any]]
-"""An episode from its seed, within so many seconds, as `EnvironmentProcess.demonstrate` returns it."""
+PlayEpisode = Callable[[int, float], Awaitable[Any]]
+"""Plays the episode of a seed, with a deadline in seconds, and returns the raw values of the environment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstrations:
-    """`success` is the share of episodes that the environment called a success; None if it never says."""
+    """`success` is the share of episodes that the environment reported as a success; None if it reports none."""
 
     episodes: tuple[Episode, ...]
     success: float | None
@@ -50,7 +50,7 @@ async def _play(
     task: TaskConfig, count: int, seed: int, deadline: float, on_progress: Callable[[int], None]
 ) -> list[Episode]:
     end, episodes = time.monotonic() + deadline, list[Episode]()
-    async with _in_family(task) if task.family else _here(task) as play:
+    async with _in_family(task) if task.family else _in_process(task) as play:
         for number in range(count):
             left = end - time.monotonic()
             if left <= 0:
@@ -65,13 +65,13 @@ async def _play(
 
 
 @asynccontextmanager
-async def _in_family(task: TaskConfig) -> AsyncIterator[Play]:
+async def _in_family(task: TaskConfig) -> AsyncIterator[PlayEpisode]:
     async with single_environment(task, EnvironmentsConfig()) as env:
         yield env.demonstrate
 
 
 @asynccontextmanager
-async def _here(task: TaskConfig) -> AsyncIterator[Play]:
+async def _in_process(task: TaskConfig) -> AsyncIterator[PlayEpisode]:
     process = EnvironmentProcess()
 
     async def play(seed: int, deadline: float) -> Any:

@@ -1,4 +1,4 @@
-"""The supervised start: cross entropy on the masked tokens of demonstrations, with the trainer's packing."""
+"""Supervised training: cross entropy on the masked tokens of demonstrations, with the trainer's packing."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 
 from rollart.config import WarmupConfig
-from rollart.models.folder import whole_folder
+from rollart.models.folder import atomic_folder
 from rollart.training.packing import pack, plan
 from rollart.training.policy import PolicyModel
 
 Example = tuple[Sequence[int], Sequence[int]]
-"""Tokens, and a mask that is 1 where a token is to be learnt."""
+"""Tokens, and a mask that is 1 where a token is learnt."""
 
-Report = Callable[[int, int, float], None]
+OnStep = Callable[[int, int, float], None]
 
 PACK_TOKENS = 4096
 
@@ -28,11 +28,11 @@ def imitate(
     *,
     seed: int = 0,
     threads: int = 1,
-    report: Report | None = None,
+    on_step: OnStep | None = None,
 ) -> float:
     """Train the model in `model`, save it as the Hugging Face folder `output`, and return the last loss.
 
-    `report(step, steps, loss)` is called after every step. `output` may be `model`.
+    `on_step(step, steps, loss)` is called after every step. `output` may be `model`.
     """
     if not any(any(mask) for _, mask in examples):
         raise ValueError("the warmup has nothing to learn: no example has a token whose mask is 1")
@@ -48,9 +48,9 @@ def imitate(
         torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if report is not None:
-            report(step + 1, config.steps, loss)
-    with whole_folder(output) as folder:
+        if on_step is not None:
+            on_step(step + 1, config.steps, loss)
+    with atomic_folder(output) as folder:
         policy.save(folder)
     return loss
 
@@ -64,7 +64,7 @@ def schedule(step: int, steps: int) -> float:
 
 
 def _batches(examples: Sequence[Example], size: int, seed: int) -> Iterator[list[Example]]:
-    """For ever, every example once per round, in an order drawn from `seed`."""
+    """Endless: every example once per round, in an order drawn from `seed`."""
     draw = random.Random(seed)
     waiting: list[int] = []
     while True:
@@ -75,7 +75,7 @@ def _batches(examples: Sequence[Example], size: int, seed: int) -> Iterator[list
 
 
 def _accumulate(policy: PolicyModel, examples: Sequence[Example]) -> float:
-    """Add up the gradient of the mean over all trained tokens of the examples."""
+    """Add the gradient of the mean over all trained tokens of the examples, and return the mean."""
     total = max(1, sum(sum(mask) for _, mask in examples))
     loss = 0.0
     for part in plan([len(tokens) for tokens, _ in examples], PACK_TOKENS):

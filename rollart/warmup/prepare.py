@@ -1,7 +1,7 @@
 """The model that a run starts from: the user's own folder, or one made and warmed up here, in a child process.
 
-The child reads its spec from the first line of stdin and writes progress to stdout, a JSON object per line; the last
-one holds the folder, or the error. It ends at once when its stdin does, so it never outlives the controller.
+The child reads its spec from the first line of stdin and writes progress to stdout, one JSON object per line; the last
+one holds the folder, or the error. It exits when its stdin closes, so it never outlives the controller.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ from rollart.models.chat import ChatRenderer, conversation_tokens
 from rollart.models.folder import is_model
 from rollart.warmup.demonstrations import demonstrate
 
-SILENCE = 300.0
+PROGRESS_TIMEOUT = 300.0
 REPORT_EVERY = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """`value` is the success rate of a task's demonstrations once all are made, or the loss of the warmup."""
+    """`value` is the success rate of a task's demonstrations once all are done, or the loss of the warmup."""
 
     stage: Literal["demonstrations", "warmup"]
     done: int
@@ -45,7 +45,7 @@ OnProgress = Callable[[Progress], None]
 
 
 def prepare(run: RunFile, path: Path, on_progress: OnProgress) -> Path:
-    """Returns the user's folder if nothing is to be done to it, else makes `path`, unless an earlier call did."""
+    """The user's folder if there is nothing to do, else `path`, which is made unless an earlier call did."""
     source, warmup = run.model.path, run.model.warmup
     if source is not None and not is_model(source):
         raise ConfigError(f"model.path: {source} is not a Hugging Face folder with safetensors and a tokenizer")
@@ -70,16 +70,17 @@ def _warmup(run: RunFile, config: WarmupConfig, source: Path, path: Path, on_pro
 
     from rollart.warmup.imitation import imitate
 
-    def report(step: int, steps: int, loss: float) -> None:
+    def on_step(step: int, steps: int, loss: float) -> None:
         on_progress(Progress("warmup", step, steps, value=loss))
 
-    imitate(source, path, data, config, seed=seed_of(run.seed, "warm-up"), threads=run.training.threads, report=report)
+    seed = seed_of(run.seed, "warm-up")
+    imitate(source, path, data, config, seed=seed, threads=run.training.threads, on_step=on_step)
 
 
 def demonstration_tokens(
     run: RunFile, count: int, renderer: ChatRenderer, on_progress: OnProgress
 ) -> list[tuple[list[int], list[int]]]:
-    """Tokens and mask of `count` conversations of every task; what is beyond a task's `max_context` is cut off."""
+    """Tokens and mask of `count` conversations of every task; cut off at the task's `max_context`."""
     data: list[tuple[list[int], list[int]]] = []
     for task in run.tasks:
 
@@ -124,38 +125,35 @@ async def _follow(child: Process, on_progress: OnProgress, log: Path) -> Path:
     assert child.stdout is not None
     while True:
         try:
-            line = await asyncio.wait_for(child.stdout.readline(), SILENCE)
+            line = await asyncio.wait_for(child.stdout.readline(), PROGRESS_TIMEOUT)
         except TimeoutError:
-            raise ServiceError(f"preparing the model made no progress for {SILENCE:g} s; see {log}") from None
+            raise ServiceError(f"preparing the model made no progress for {PROGRESS_TIMEOUT:g} s; see {log}") from None
         if not line:
             raise ServiceError(f"preparing the model ended without a model (exit code {await child.wait()}); see {log}")
-        said = json.loads(line)
-        if "error" in said:
-            raise RollartError(said["error"])
-        if "path" in said:
-            return Path(said["path"])
-        on_progress(Progress(**said))
+        message = json.loads(line)
+        if "error" in message:
+            raise RollartError(message["error"])
+        if "path" in message:
+            return Path(message["path"])
+        on_progress(Progress(**message))
 
 
 def main() -> None:
     spec = json.loads(sys.stdin.readline())
-    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    threading.Thread(target=_exit_with_stdin, daemon=True).start()
     try:
-        said: dict[str, Any] = {"path": str(prepare(RunFile(**spec["run"]), Path(spec["path"]), _tell_progress))}
+        path = prepare(RunFile(**spec["run"]), Path(spec["path"]), lambda progress: _write(asdict(progress)))
     except RollartError as error:
-        said = {"error": str(error)}
-    _tell(said)
+        _write({"error": str(error)})
+    else:
+        _write({"path": str(path)})
 
 
-def _tell_progress(progress: Progress) -> None:
-    _tell(asdict(progress))
+def _write(message: dict[str, Any]) -> None:
+    print(json.dumps(message), flush=True)
 
 
-def _tell(said: dict[str, Any]) -> None:
-    print(json.dumps(said), flush=True)
-
-
-def _end_with_stdin() -> None:
+def _exit_with_stdin() -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os._exit(1)

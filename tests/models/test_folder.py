@@ -2,12 +2,12 @@ from pathlib import Path
 
 import pytest
 
-from rollart.models.folder import is_model, whole_folder
+from rollart.models.folder import atomic_folder, is_model
 
 
 def test_a_folder_appears_only_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "model"
-    with whole_folder(path) as draft:
+    with atomic_folder(path) as draft:
         (draft / "a").write_text("1")
         assert not path.exists()
     assert (path / "a").read_text() == "1"
@@ -18,7 +18,7 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "model"
     path.mkdir()
     (path / "a").write_text("old")
-    with pytest.raises(RuntimeError), whole_folder(path) as draft:
+    with pytest.raises(RuntimeError), atomic_folder(path) as draft:
         (draft / "a").write_text("new")
         raise RuntimeError
     assert (path / "a").read_text() == "old"
@@ -29,7 +29,7 @@ def test_a_new_folder_replaces_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "model"
     path.mkdir()
     (path / "old").touch()
-    with whole_folder(path) as draft:
+    with atomic_folder(path) as draft:
         (draft / "new").touch()
     assert [file.name for file in path.iterdir()] == ["new"]
 

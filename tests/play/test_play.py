@@ -120,7 +120,7 @@ def test_the_limits_of_the_task_end_it_with_their_name(run_file: Path) -> None:
     [
         (["gess"], "the run file has no task 'gess'; did you mean 'guess'?"),
         (["guess", "--player", "/no/such"], "/no/such has no config.json"),
-        (["guess", "--player", "scripted", "--set", "tasks.guess.player=null"], "names no `player`"),
+        (["guess", "--player", "scripted", "--set", "tasks.guess.player=null"], "has no `player`"),
         (["guess", "--set", "tasks.guess.args.top=-1"], "GuessNumber needs 1 <= min_width"),
     ],
 )

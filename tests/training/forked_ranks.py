@@ -52,4 +52,4 @@ def _rank(
         return
     trainer = Trainer(folder, config, ranks=ranks)
     answer.send_bytes(pickle.dumps(work(trainer)))
-    trainer.end()
+    trainer.shutdown()

@@ -15,7 +15,7 @@ from rollart.config import AlgorithmConfig, EngineConfig, TrainingConfig
 from rollart.core.types import Batch, GenerationRequest, Sample, SampleGroup, Sampling, StepMetrics
 from rollart.engines.torch.model import EngineModel
 from rollart.engines.torch.stepper import Stepper
-from rollart.training.guard import REPEAT, Guard, Memory
+from rollart.training.guard import REPEAT_STEPS, Guard, GuardState
 from rollart.training.logprob_gap import Cell, GapRow
 from rollart.training.packing import pack
 from rollart.training.trainer import Trainer
@@ -221,7 +221,9 @@ def test_versions_that_are_swapped_are_named(tmp_path: Path) -> None:
 
 def test_a_fault_is_told_again_only_after_a_while() -> None:
     guard, rows = Guard(), [row(age=0, mean=0.2)]
-    assert [bool(guard.check(step, rows)) for step in range(REPEAT + 1)] == [True] + [False] * (REPEAT - 1) + [True]
+    assert [bool(guard.check(step, rows)) for step in range(REPEAT_STEPS + 1)] == [True] + [False] * (
+        REPEAT_STEPS - 1
+    ) + [True]
 
 
 def test_an_engine_in_bfloat16_may_round_more() -> None:
@@ -249,7 +251,7 @@ def test_a_few_older_tokens_far_off_are_no_drift() -> None:
     for step in range(6):
         assert not guard.check(step, [row(age=1, mean=0.02)])
     few = row(age=1, mean=0.4, tokens=20)
-    assert not guard.check(6, [replace(few, squares=20 * few.mean * 20)])  # nearly all of it is one token's
+    assert not guard.check(6, [replace(few, gap_gap=20 * few.mean * 20)])  # nearly all of it is one token's
     assert guard.check(7, [few])
 
 
@@ -272,7 +274,7 @@ def test_a_guard_that_comes_back_knows_what_is_usual_and_what_it_has_said() -> N
     for step in range(6):
         first.check(step, [row(age=1, mean=0.02)])
     assert first.check(6, [row(age=0, mean=0.2)])
-    second.recall(msgspec.json.decode(msgspec.json.encode(first.memory()), type=Memory))
+    second.restore(msgspec.json.decode(msgspec.json.encode(first.state()), type=GuardState))
     assert not second.check(7, [row(age=0, mean=0.2)])
     (warning,) = second.check(8, [row(age=1, mean=0.4)])
     assert warning.startswith("drift") and "20 times" in warning

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tiny_models import VOCABULARY, save_tiny, tiny_model
 
 from rollart.training import policy as policy_module
-from rollart.training.packing import deal, pack, plan
+from rollart.training.packing import pack, plan, split_over_ranks
 from rollart.training.policy import PolicyModel
 
 ARCHITECTURES = ("qwen3", "llama", "qwen3_moe")
@@ -116,7 +116,7 @@ def test_a_plan_holds_every_sequence_once_within_the_bound(lengths: list[int], b
 
 @given(st.lists(st.integers(1, 500), max_size=40), st.integers(1, 2000), st.integers(1, 5))
 def test_ranks_are_dealt_as_many_passes_and_about_as_many_tokens(lengths: list[int], bound: int, ranks: int) -> None:
-    hands = deal(lengths, bound, ranks)
+    hands = split_over_ranks(lengths, bound, ranks)
     assert sorted(index for passes in hands for part in passes for index in part) == list(range(len(lengths)))
     assert len({len(passes) for passes in hands}) == 1
     for part in (part for passes in hands for part in passes):
@@ -127,4 +127,4 @@ def test_ranks_are_dealt_as_many_passes_and_about_as_many_tokens(lengths: list[i
 
 @given(st.lists(st.integers(1, 500), max_size=40), st.integers(1, 2000))
 def test_one_rank_is_dealt_the_plan(lengths: list[int], bound: int) -> None:
-    assert deal(lengths, bound, 1) == [plan(lengths, bound)]
+    assert split_over_ranks(lengths, bound, 1) == [plan(lengths, bound)]

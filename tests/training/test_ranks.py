@@ -110,7 +110,7 @@ def test_what_is_not_finite_on_one_rank_is_skipped_by_all(tmp_path: Path) -> Non
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    with pytest.raises(RollartError, match=r"rank 1 of 2 did not come to 127\.0\.0\.1:\d+ within 0\.2 s"):
+    with pytest.raises(RollartError, match=r"rank 1 of 2 did not join at 127\.0\.0\.1:\d+ within 0\.2 s"):
         Ranks.join(RankAddress(0, 2, free_address()), patience=1.0, deadline=0.2)
 
 

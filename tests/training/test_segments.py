@@ -1,4 +1,4 @@
-"""What a trajectory in several pieces is to the trainer: one member of its group, with all its tokens."""
+"""What a trajectory in several segments is to the trainer: one member of its group, with all its tokens."""
 
 import random
 from dataclasses import replace
@@ -8,31 +8,35 @@ from tiny_models import make_sample
 
 from rollart.core.types import Batch, Sample, SampleGroup
 from rollart.training.logprob_gap import Cells
-from rollart.training.microbatch import deal_samples
+from rollart.training.microbatch import plan_passes
 
 
 def weight_of(items: list[list[list[object]]]) -> float:
     return sum(item.weight * sum(item.mask) for rank in items for part in rank for item in part)  # type: ignore[attr-defined]
 
 
-def pieces(count: int, reward: float, draw: random.Random, name: str) -> list[Sample]:
+def segments(count: int, reward: float, draw: random.Random, name: str) -> list[Sample]:
     made = [make_sample(reward, draw) for _ in range(count)]
     return [replace(sample, id=f"{name}/{number}", trajectory=name) for number, sample in enumerate(made)]
 
 
 @pytest.mark.parametrize("aggregate", ["token", "sequence", "group"])
-def test_pieces_share_the_advantage_of_their_trajectory(aggregate: str) -> None:
+def test_segments_share_the_advantage_of_their_trajectory(aggregate: str) -> None:
     draw = random.Random(0)
-    group = SampleGroup("g", "t", (*pieces(3, 1.0, draw, "long"), *pieces(1, 0.0, draw, "short")))
-    (passes,) = deal_samples(Batch(0, (group,)), [[0.5, -0.5]], Cells(0), aggregate, 10**6, keep_all=False)
+    group = SampleGroup("g", "t", (*segments(3, 1.0, draw, "long"), *segments(1, 0.0, draw, "short")))
+    (passes,) = plan_passes(
+        Batch(0, (group,)), [[0.5, -0.5]], Cells(0), aggregate=aggregate, pack_tokens=10**6, keep_all=False
+    )
     items = [item for part in passes for item in part]
     assert sorted(item.advantage for item in items) == [-0.5, 0.5, 0.5, 0.5]
     assert weight_of([[items]]) == pytest.approx(1.0)  # type: ignore[list-item]
 
 
-def test_by_sequence_a_trajectory_weighs_the_same_in_however_many_pieces() -> None:
+def test_by_sequence_a_trajectory_weighs_the_same_in_any_number_of_segments() -> None:
     draw = random.Random(0)
-    group = SampleGroup("g", "t", (*pieces(3, 1.0, draw, "long"), *pieces(1, 0.0, draw, "short")))
-    (passes,) = deal_samples(Batch(0, (group,)), [[0.5, -0.5]], Cells(0), "sequence", 10**6, keep_all=False)
+    group = SampleGroup("g", "t", (*segments(3, 1.0, draw, "long"), *segments(1, 0.0, draw, "short")))
+    (passes,) = plan_passes(
+        Batch(0, (group,)), [[0.5, -0.5]], Cells(0), aggregate="sequence", pack_tokens=10**6, keep_all=False
+    )
     long = [item for part in passes for item in part if item.advantage > 0]
     assert weight_of([[long]]) == pytest.approx(0.5)  # type: ignore[list-item]

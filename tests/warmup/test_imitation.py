@@ -15,7 +15,7 @@ EXAMPLES = [([1, start, (start * 5) % VOCABULARY], [0, 0, 1]) for start in range
 def test_a_warmup_learns_what_the_masks_show_and_saves_a_model_folder(tmp_path: Path) -> None:
     source = save_tiny(tmp_path / "model")
     reports: list[tuple[int, int, float]] = []
-    last = imitate(source, tmp_path / "warm", EXAMPLES, CONFIG, report=lambda *report: reports.append(report))
+    last = imitate(source, tmp_path / "warm", EXAMPLES, CONFIG, on_step=lambda *report: reports.append(report))
     assert [step for step, _, _ in reports] == list(range(1, 81))
     assert last == reports[-1][2] < 0.2 < 2.0 < reports[0][2]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "warm")

@@ -37,4 +37,4 @@ def play(
     tokenizer_of_run = tokens and player in ("human", "scripted")
     run = preflight.load_run(run_file, overrides or [], need_model=tokenizer_of_run, only_task=task)
     console = Console(highlight=False)
-    asyncio.run(episode(run, task, seed=seed, held_out=held_out, who=player, tokens=tokens, console=console))
+    asyncio.run(episode(run, task, seed=seed, held_out=held_out, player=player, tokens=tokens, console=console))

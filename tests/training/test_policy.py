@@ -3,7 +3,7 @@ import torch
 from tiny_models import tiny_model
 from torch import nn
 
-from rollart.training.kernels import rms_norm, use_fast_norms
+from rollart.training.policy import rms_norm, use_fast_norms
 
 
 class PlusOneNorm(nn.Module):
