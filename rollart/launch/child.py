@@ -1,10 +1,9 @@
-"""A command as a child process of this one.
+"""A command as a child process.
 
-The invariants:
-- Each child has a session of its own, so Ctrl-C reaches only the controller, which then ends its children in order.
-- A child that did not end well may have left descendants behind, wherever they moved to: all carry its mark in their
-  environment or, if they overwrote that to give themselves a title, are of its session; they are killed before anybody
-  is told that it ended.
+Invariants:
+- Each child has its own session, so Ctrl-C reaches only the controller, which then stops its children in order.
+- A child that crashed may leave descendants in other process groups. All of them have its mark in their environment or,
+  if they overwrote that with a process title, its session id; they are killed before the end of the child is reported.
 - A start that fails leaves no process, and its error has the last lines of the child's log.
 """
 
@@ -25,13 +24,13 @@ from rollart.launch.launcher import Command
 
 MARK = "ROLLART_MARK"
 PACKAGE = Path(__file__).parents[1]
-PROCESSES = Path("/proc")  # of Linux
+PROCESSES = Path("/proc")  # Linux
 STOP_DEADLINE = 10.0
-CLEAN_LOOKS, LOOK_AGAIN_S, SWEEP_DEADLINE = 3, 0.03, 10.0
+CLEAN_SCANS, SCAN_PERIOD_S, SWEEP_DEADLINE = 3, 0.03, 10.0
 
 
 class Child:
-    """Implements `rollart.launch.launcher.Started`. Made by `start`."""
+    """Implements `rollart.launch.launcher.ServiceHandle`. Created by `start`."""
 
     def __init__(self, command: Command, process: asyncio.subprocess.Process, mark: str) -> None:
         self.name = command.name
@@ -45,7 +44,7 @@ class Child:
 
     @classmethod
     async def start(cls, command: Command, more: Mapping[str, Any]) -> Self:
-        """Hand it its spec and `more`, and wait until it is ready. Raises ServiceError."""
+        """Send it its spec and `more`, and wait until it is ready. Raises ServiceError."""
         python, mark = command.python or sys.executable, uuid.uuid4().hex
         command.log.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -89,8 +88,7 @@ class Child:
         return answer
 
     async def _answer(self, output: asyncio.StreamReader) -> dict[str, Any] | None:
-        """Its first line that is an object; None if it ended without. What libraries print before that goes to the
-        log."""
+        """Its first line that is a JSON object, or None if it ended. Other lines, printed by libraries, are logged."""
         while line := await _line(output):
             try:
                 answer = json.loads(line)
@@ -112,7 +110,7 @@ class Child:
         return await asyncio.shield(self.ended)
 
     async def stop(self) -> None:
-        """Close its stdin, which asks it to end; kill its whole process group if it does not."""
+        """Close its stdin, which ends it; kill its process group if it has not ended by the deadline."""
         if self.process.stdin is not None:
             with contextlib.suppress(ConnectionError):  # it may have ended by itself
                 self.process.stdin.close()
@@ -132,26 +130,26 @@ class Child:
 async def _line(output: asyncio.StreamReader) -> bytes:
     try:
         return await output.readline()
-    except ValueError:  # longer than any answer of ours; readline has thrown away what it read of it
+    except ValueError:  # longer than any answer of ours; readline discarded it
         return b"(a line too long to keep)\n"
 
 
 async def sweep(mark: str, session: int) -> None:
-    """Kill every process that carries this mark or is of this session."""
-    wanted = f"{MARK}={mark}".encode()
+    """Kill every process with this mark or of this session."""
+    marked = f"{MARK}={mark}".encode()
     clean, deadline = 0, time.monotonic() + SWEEP_DEADLINE
-    while clean < CLEAN_LOOKS and time.monotonic() < deadline:  # in the middle of an exec, a process shows no mark
+    while clean < CLEAN_SCANS and time.monotonic() < deadline:  # during an exec, a process has no mark
         clean += 1
         for entry in PROCESSES.iterdir():
             with contextlib.suppress(OSError):
-                if entry.name.isdigit() and (_is_of(session, entry) or wanted in (entry / "environ").read_bytes()):
+                if entry.name.isdigit() and (_in_session(session, entry) or marked in (entry / "environ").read_bytes()):
                     os.kill(int(entry.name), signal.SIGKILL)
                     clean = 0
-        await asyncio.sleep(LOOK_AGAIN_S)
+        await asyncio.sleep(SCAN_PERIOD_S)
 
 
-def _is_of(session: int, entry: Path) -> bool:
-    """Whether a process that has not ended is of the session."""
+def _in_session(session: int, entry: Path) -> bool:
+    """Whether the process is in the session, and no zombie."""
     state, _, _, its, *_ = (entry / "stat").read_bytes().rpartition(b")")[2].split()
     return int(its) == session and state != b"Z"
 

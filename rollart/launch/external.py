@@ -1,4 +1,4 @@
-"""An engine that someone else runs: known by its URL, reached and left, never started or stopped."""
+"""An engine that someone else runs: reached by its URL, never started or stopped."""
 
 import os
 from collections.abc import Mapping
@@ -7,11 +7,11 @@ from typing import Any
 
 from rollart.launch import rpc
 
-KEY = "ROLLART_ENGINE_KEY"  # of the environment; what the engines of others want to be shown
+KEY = "ROLLART_ENGINE_KEY"  # environment variable: the key of external engines
 
 
 class ExternalService:
-    """Implements `rollart.launch.launcher.Started`: it has ended when its connection is lost."""
+    """Implements `rollart.launch.launcher.ServiceHandle`; it ends when its connection is lost."""
 
     pid = 0
     node_lost = False
@@ -33,6 +33,6 @@ class ExternalService:
         """It is not ours to stop."""
 
     def kill(self) -> None:
-        """It is not ours to kill; leaving it is, to come back when it is better."""
+        """Disconnect: the supervisor connects again later."""
         if self._client is not None:
-            self._client.leave(f"{self.address} was given up")
+            self._client.fail(f"{self.address} was disconnected")

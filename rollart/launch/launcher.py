@@ -1,9 +1,9 @@
-"""Launchers place processes. The controller speaks to what they started in the same way, wherever it runs.
+"""Launchers start commands on nodes. The controller talks to a started command in the same way, wherever it runs.
 
-A command gets one JSON line on its standard input and answers with one on its standard output once it is ready, or with
-`{"error": why}` if it never will be; it ends when its standard input does. Services and worker hosts are both such
-commands. To what the command is told, a launcher adds `bind`, the address to listen on, and `key`, the secret that
-callers must show. `{rollart}` in the arguments is the folder of this package on the node.
+A command reads its spec, one JSON line, from standard input and prints one JSON line when it is ready, or
+`{"error": why}` if it cannot start; it ends with its standard input. Services and worker hosts are such commands. The
+launcher adds to the spec `bind`, the address to listen on, and `key`, the secret that callers must show. `{rollart}` in
+the arguments is the folder of this package on the node.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ NOWHERE = Path(os.devnull)
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """`argv` follows the Python interpreter `python` (None: the one of the node). Its standard error goes to `log`; on
-    a node that has no such folder, to a file of that name in a temporary one."""
+    """`argv` are the arguments of the interpreter `python` (None: the node's). Standard error goes to `log`, or on a
+    node without its folder to a file of that name in a temporary folder."""
 
     name: str
     argv: tuple[str, ...]
@@ -33,15 +33,15 @@ class Command:
 
 
 def service_command(module: str, spec: Mapping[str, Any], *, name: str, logs: Path, threads: int = 1) -> Command:
-    """The command that runs a service of ours, `python -m module`."""
+    """The command of one of our services, `python -m module`."""
     count = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     return Command(name, ("-m", module), spec, logs / f"{name}.log", environment=count)
 
 
 @dataclass(frozen=True, slots=True)
 class ResourceRequest:
-    """Where a command should run: device classes in order of preference, and how many of them it takes. `avoid` from
-    the nodes named, because they are suspected or already used."""
+    """Where a command should run: `count` devices of one of the classes, in order of preference, on any node but those
+    to `avoid`."""
 
     devices: tuple[str, ...] = ("cpu",)
     count: float = 1
@@ -54,7 +54,7 @@ class ResourceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """`free` and `total` devices by class; `address` is where its services can be reached."""
+    """`free` and `total` devices by class; its services listen on `address`."""
 
     name: str
     address: str
@@ -67,8 +67,8 @@ class Node:
 
 
 class ServiceHandle(Protocol):
-    """A running command. `answer` is the JSON line that it gave; `device` is the class that it got, `address` that of
-    its node. `node_lost` tells, once it has ended, whether its node went silent rather than the process alone."""
+    """A running command. `answer` is the JSON line that it printed, `device` the class that it got, `address` its
+    node's. Once it has ended, `node_lost` is whether its whole node is gone, not just the process."""
 
     name: str
     pid: int
@@ -79,11 +79,11 @@ class ServiceHandle(Protocol):
     node_lost: bool
 
     async def wait(self) -> str:
-        """Why it ended, once it has."""
+        """Wait until it has ended; returns why."""
         ...
 
     async def stop(self) -> None:
-        """End it in order, within a deadline."""
+        """End it in order; kill it after a deadline."""
         ...
 
     def kill(self) -> None: ...
@@ -93,8 +93,7 @@ S = TypeVar("S", bound=ServiceHandle)
 
 
 class Launcher(Protocol):
-    """`key` is the secret of everything that it starts; `here` tells whether that runs on this machine, as its files
-    and Unix sockets are ours too."""
+    """`key` is the secret of all that it starts; `here`: on this machine, with shared files and Unix sockets."""
 
     key: str
     here: bool
@@ -102,12 +101,12 @@ class Launcher(Protocol):
     async def nodes(self) -> Sequence[Node]: ...
 
     async def launch(self, command: Command, request: ResourceRequest) -> ServiceHandle:
-        """Raises ServiceError: at once if no node could ever satisfy the request, saying what there is."""
+        """Raises ServiceError, or at once Unsatisfiable if no node could ever satisfy the request."""
         ...
 
     async def launch_together(self, commands: Sequence[Command], request: ResourceRequest) -> Sequence[ServiceHandle]:
-        """All or none, each with as many devices as wished, all of one class. Each is told its `rank`, the size of
-        their `world` and a `rendezvous` (`address:port`, free on the node of rank 0)."""
+        """All or none, each with the devices of the request, all of one class. Their specs get the `rank`, the `world`
+        size and a `rendezvous` (a free `address:port` on the node of rank 0)."""
         ...
 
     async def close(self) -> None: ...
@@ -127,7 +126,7 @@ async def relaunch(
 
 
 async def all_or_none(starts: Iterable[Coroutine[Any, Any, S]]) -> list[S]:
-    """What all of them started. After a failure the others are given up: they may wait for the one that failed."""
+    """Start all. If one fails the others are stopped: they may be waiting for it."""
     tasks = [asyncio.create_task(start) for start in starts]
     try:
         return list(await asyncio.gather(*tasks))
@@ -140,8 +139,8 @@ async def all_or_none(starts: Iterable[Coroutine[Any, Any, S]]) -> list[S]:
 
 
 class Unsatisfiable(ServiceError):
-    """No node could ever do it."""
+    """No node could ever satisfy the request."""
 
     def __init__(self, what: str, request: ResourceRequest, nodes: Sequence[Node]) -> None:
-        there = "; ".join(map(str, nodes)) or "no node at all"
-        super().__init__(f"{what} needs {request}, which no node has. There is: {there}")
+        available = "; ".join(map(str, nodes)) or "no node at all"
+        super().__init__(f"{what} needs {request}, which no node has. Available: {available}")

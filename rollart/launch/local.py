@@ -1,7 +1,7 @@
 """The local launcher: commands as child processes of the controller, on the devices of this machine.
 
-CPUs may be promised more often than there are: processes share them well. A GPU belongs to one command, or to a few
-that wished for a part of it, until they end.
+CPUs may be overcommitted: processes share them well. A GPU belongs to one command, or to a few that requested fractions
+of it, until they end.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class LocalLauncher:
         self._name = socket.gethostname()
         self._devices = gpus() if devices is None else tuple(devices)
         self._free = [1.0] * len(self._devices)  # of each GPU
-        self._started: set[Child] = set()
+        self._children: set[Child] = set()
 
     async def nodes(self) -> Sequence[Node]:
         return [self._node()]
@@ -65,13 +65,13 @@ class LocalLauncher:
             self._release(taken)
             raise
         child.node, child.address, child.device = self._name, LOOPBACK, device
-        self._started.add(child)
-        child.ended.add_done_callback(lambda _: self._started.discard(child))
+        self._children.add(child)
+        child.ended.add_done_callback(lambda _: self._children.discard(child))
         child.ended.add_done_callback(lambda _: self._release(taken))
         return child
 
     def _reserve(self, name: str, request: ResourceRequest) -> tuple[str, dict[int, float]]:
-        """The class and the GPUs, each with the part of it that is taken. Raises ServiceError."""
+        """The class, and the fraction taken of each GPU. Raises ServiceError."""
         node = self._node()
         for device in request.devices if self._name not in request.avoid else ():
             if device == "cpu":
@@ -94,12 +94,12 @@ class LocalLauncher:
             self._free[gpu] += part
 
     async def close(self) -> None:
-        """End what is still running."""
-        await asyncio.gather(*(child.stop() for child in list(self._started)))
+        """Stop what is still running."""
+        await asyncio.gather(*(child.stop() for child in list(self._children)))
 
 
 def free_port(address: str) -> int:
-    """A port that nobody listens on right now."""
+    """A TCP port that nothing listens on right now."""
     with socket.socket() as probe:
         probe.bind((address, 0))
         port: int = probe.getsockname()[1]

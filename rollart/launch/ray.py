@@ -1,11 +1,11 @@
-"""The Ray launcher: commands on the nodes of a Ray cluster, each looked after by a small actor.
+"""The Ray launcher: commands on the nodes of a Ray cluster, each run by a small actor.
 
-The invariants:
-- Ray decides which node of a class; which class is tried is decided here, for Ray would wait in silence for one that is
-  not there. A request that no node could ever satisfy is refused at once; one that finds all nodes busy waits for
-  `patience` seconds, while the preferred class is looked at first each time.
-- Commands that belong together are placed by one placement group, so that all of them are or none is. It is packed: the
-  ranks of a trainer talk to each other all the time, and links within a node are faster than those between nodes.
+Invariants:
+- The class is chosen here, because Ray would wait silently for one that does not exist; Ray chooses the node. A request
+  that no node could ever satisfy is refused at once. If all nodes are busy it is retried for `patience` seconds, each
+  time with the preferred class first.
+- Commands launched together share one placement group, so all of them are placed or none. It is packed: the ranks of a
+  trainer exchange data all the time, and links within a node are faster.
 - A launch that fails or is cancelled leaves nothing in the cluster.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-# Ray prints pages about every node that dies. What matters about it is told by the launcher.
+# Ray prints pages about every node that dies; the launcher reports what matters.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "(?s).*")
 
 try:
@@ -33,21 +33,21 @@ except ImportError as error:
 
 from rollart.core.errors import ServiceError
 from rollart.launch.launcher import Command, Node, ResourceRequest, ServiceHandle, Unsatisfiable, all_or_none
-from rollart.launch.ray_caretaker import SILENT_S, Caretaker, RayLocation, RayServiceHandle, answer
+from rollart.launch.ray_actor import SILENT_S, CommandActor, RayLocation, RayServiceHandle, answer
 from rollart.launch.ray_nodes import NodeChoice, RayNode, choices, described, ray_nodes
 
 JOIN_S, REACH_S, ASK_S = 30.0, 3.0, 10.0
-PLACE_S = 15.0  # for Ray to place what there was room for a moment ago
-LOOK_AGAIN_S = 1.0
+PLACE_S = 15.0  # for Ray to place what had room a moment ago
+RETRY_S = 1.0
 ATTEMPTS = 3
-MANY_CALLS = 100
+MAX_CALLS = 100
 
 Release = Callable[[], Awaitable[None]]
 
 
 class RayLauncher:
     """Implements `rollart.launch.launcher.Launcher`. `address` is `auto` or `head:6379` on a node of the cluster, or
-    `ray://head:10001` from anywhere; the cluster is joined when it is first needed."""
+    `ray://head:10001` from anywhere; it joins the cluster on first use."""
 
     here = False
 
@@ -58,24 +58,24 @@ class RayLauncher:
         self._folder = f"rollart-{uuid.uuid4().hex[:8]}"
         self._joining = asyncio.Lock()
         self._joined = self._ours = False
-        self._started: set[RayServiceHandle] = set()
+        self._handles: set[RayServiceHandle] = set()
 
     async def _join(self) -> None:
-        if not ray.is_initialized():  # by the program that we are part of
+        if not ray.is_initialized():  # else the program that we are part of did it
             await self._init()
             self._ours = True
-        self._actor = ray.remote(max_restarts=0, max_concurrency=MANY_CALLS)(Caretaker)
+        self._actor = ray.remote(max_restarts=0, max_concurrency=MAX_CALLS)(CommandActor)
         self._joined = True
 
     async def _init(self) -> None:
         if self._address != "auto":
             await _reach(self._address)
         try:
-            # In a thread it leaves our handler of SIGTERM alone.
+            # In a thread, Ray does not replace our SIGTERM handler.
             async with asyncio.timeout(JOIN_S):
                 await asyncio.to_thread(ray.init, self._address, log_to_driver=False, logging_level=logging.ERROR)
         except TimeoutError:
-            raise ServiceError(f"the Ray cluster at {self._address} let nobody join within {JOIN_S:g} s") from None
+            raise ServiceError(f"the Ray cluster at {self._address} could not be joined within {JOIN_S:g} s") from None
         except (RayError, ConnectionError, RuntimeError, ValueError) as error:
             raise ServiceError(f"the Ray cluster at {self._address} cannot be joined: {error}") from error
 
@@ -89,35 +89,35 @@ class RayLauncher:
                 await self._join()
         try:
             async with asyncio.timeout(ASK_S):
-                told = await asyncio.to_thread(ray.nodes)
-                if self._address.startswith("ray://"):  # the state of the cluster is only known inside it
+                listed = await asyncio.to_thread(ray.nodes)
+                if self._address.startswith("ray://"):  # only a process inside the cluster knows its state
                     free = await answer(ray.remote(num_cpus=0)(available_resources_per_node).remote(), ASK_S)
                 else:
                     free = await asyncio.to_thread(available_resources_per_node)
         except (TimeoutError, RayError, ConnectionError) as error:
-            raise ServiceError(f"the Ray cluster at {self._address} does not tell its nodes: {error}") from error
-        return ray_nodes(told, free)
+            raise ServiceError(f"the Ray cluster at {self._address} does not list its nodes: {error}") from error
+        return ray_nodes(listed, free)
 
     async def launch(self, command: Command, request: ResourceRequest) -> ServiceHandle:
-        actor, where, resource = await self._placed(command.name, request)
+        actor, location, resource = await self._place_actor(command.name, request)
 
         async def release() -> None:
             await asyncio.to_thread(ray.kill, actor)
 
         try:
-            return await self._start(actor, where, resource, command, {}, release)
+            return await self._start(command, actor, location, resource, more={}, release=release)
         except BaseException:
             await asyncio.shield(release())
             raise
 
     async def launch_together(self, commands: Sequence[Command], request: ResourceRequest) -> Sequence[ServiceHandle]:
         name = " and ".join(command.name for command in commands)
-        group = await self._grouped(name, request, len(commands))
-        left = set(range(len(commands)))
+        group = await self._place_group(name, request, len(commands))
+        running = set(range(len(commands)))
 
         async def release(rank: int) -> None:
-            left.discard(rank)
-            if not left:
+            running.discard(rank)
+            if not running:
                 await asyncio.to_thread(remove_placement_group, group)  # its actors end with it
 
         try:
@@ -137,39 +137,51 @@ class RayLauncher:
             ).remote()
             for rank, bundle in enumerate(group.bundle_specs)
         ]
-        places: list[RayLocation] = await asyncio.gather(*(answer(actor.where.remote(), PLACE_S) for actor in actors))
-        port = await answer(actors[0].free_port.remote(places[0].address), ASK_S)
-        common = {"world": len(commands), "rendezvous": f"{places[0].address}:{port}"}
+        located = (answer(actor.locate.remote(), PLACE_S) for actor in actors)
+        locations: list[RayLocation] = await asyncio.gather(*located)
+        port = await answer(actors[0].free_port.remote(locations[0].address), ASK_S)
+        common = {"world": len(commands), "rendezvous": f"{locations[0].address}:{port}"}
         return await all_or_none(
-            self._start(actor, where, next(iter(bundle)), command, common | {"rank": rank}, partial(release, rank))
-            for rank, (actor, where, bundle, command) in enumerate(
-                zip(actors, places, group.bundle_specs, commands, strict=True)
+            self._start(
+                *(command, actor, location, next(iter(bundle))),
+                more=common | {"rank": rank},
+                release=partial(release, rank),
+            )
+            for rank, (command, actor, location, bundle) in enumerate(
+                zip(commands, actors, locations, group.bundle_specs, strict=True)
             )
         )
 
     async def _start(
-        self, actor: Any, where: RayLocation, resource: str, command: Command, more: Mapping[str, Any], release: Release
+        self,
+        command: Command,
+        actor: Any,
+        location: RayLocation,
+        resource: str,
+        *,
+        more: Mapping[str, Any],
+        release: Release,
     ) -> RayServiceHandle:
-        asked = (where.node_id, resource)
-        node = next((node for node in await self._nodes() if (node.id, node.resource) == asked), None)
+        placed_on = (location.node_id, resource)
+        node = next((node for node in await self._nodes() if (node.id, node.resource) == placed_on), None)
         if node is None:
-            raise ServiceError(f"{command.name} was placed on a node that has gone since")
-        told = {**more, "bind": where.address, "key": self.key}
+            raise ServiceError(f"{command.name} was placed on a node that has died since")
+        more = {**more, "bind": location.address, "key": self.key}
         try:
-            result = await answer(actor.start.remote(command, told, self._folder), command.start_deadline + SILENT_S)
+            result = await answer(actor.start.remote(command, more, self._folder), command.start_deadline + SILENT_S)
         except (RayError, TimeoutError) as error:
             raise ServiceError(f"{command.name} was lost while it started on {node.name}: {error}") from error
         if isinstance(result, str):
             raise ServiceError(result)
-        pid, said = result
-        started = RayServiceHandle(command.name, actor, node, pid=pid, answer=said, release=release)
-        self._started.add(started)
-        started.ended.add_done_callback(lambda _: self._started.discard(started))
-        return started
+        pid, first_line = result
+        handle = RayServiceHandle(command.name, actor, node, pid=pid, answer=first_line, release=release)
+        self._handles.add(handle)
+        handle.ended.add_done_callback(lambda _: self._handles.discard(handle))
+        return handle
 
     # Placing
 
-    async def _placed(self, name: str, request: ResourceRequest) -> tuple[Any, RayLocation, str]:
+    async def _place_actor(self, name: str, request: ResourceRequest) -> tuple[Any, RayLocation, str]:
         async def attempt(first: NodeChoice, rest: list[NodeChoice]) -> tuple[Any, RayLocation, str]:
             actor = self._actor.options(
                 **_resources({first.resource: request.count}),
@@ -177,15 +189,15 @@ class RayLauncher:
                 fallback_strategy=[{"label_selector": dict(choice.selector)} for choice in rest] or None,
             ).remote()
             try:
-                return actor, await answer(actor.where.remote(), PLACE_S), first.resource
+                return actor, await answer(actor.locate.remote(), PLACE_S), first.resource
             except BaseException:
                 await asyncio.shield(asyncio.to_thread(ray.kill, actor))
                 raise
 
-        placed: tuple[Any, RayLocation, str] = await self._patiently(name, request, 1, attempt)
+        placed: tuple[Any, RayLocation, str] = await self._retry(name, request, 1, attempt)
         return placed
 
-    async def _grouped(self, name: str, request: ResourceRequest, times: int) -> PlacementGroup:
+    async def _place_group(self, name: str, request: ResourceRequest, times: int) -> PlacementGroup:
         async def attempt(first: NodeChoice, rest: list[NodeChoice]) -> PlacementGroup:
             group = placement_group(
                 [{first.resource: request.count}] * times,
@@ -200,16 +212,16 @@ class RayLauncher:
                 raise
             return group
 
-        return await self._patiently(name, request, times, attempt)
+        return await self._retry(name, request, times, attempt)
 
-    async def _patiently(
+    async def _retry(
         self,
         name: str,
         request: ResourceRequest,
         times: int,
         attempt: Callable[[NodeChoice, list[NodeChoice]], Awaitable[Any]],
     ) -> Any:
-        """What the first attempt gives that succeeds. Raises ServiceError."""
+        """The result of the first attempt that succeeds within the patience. Raises ServiceError."""
         clock = asyncio.get_running_loop().time
         deadline, failures = clock() + self._patience, 0
         while True:
@@ -223,20 +235,20 @@ class RayLauncher:
                 try:
                     return await attempt(free[0], same)
                 except TimeoutError:
-                    pass  # somebody else took the room; look again
+                    pass  # another job took the room; try again
                 except RayError as error:
-                    failures += 1  # its node may have died just now, but not every time
+                    failures += 1  # its node may have died just now, but hardly three times
                     if failures == ATTEMPTS:
                         hint = "is this version of rollart installed on its nodes?"
                         raise ServiceError(f"Ray could not start {name}; {hint} {error}") from error
             if clock() >= deadline:
-                there = "; ".join(map(str, described(nodes)))
-                raise ServiceError(f"{name} needs {request}, but after {self._patience:g} s they are in use: {there}")
-            await asyncio.sleep(LOOK_AGAIN_S)
+                busy = "; ".join(map(str, described(nodes)))
+                raise ServiceError(f"{name} needs {request}, but after {self._patience:g} s they are in use: {busy}")
+            await asyncio.sleep(RETRY_S)
 
     async def close(self) -> None:
-        """End what is still running, and leave the cluster."""
-        await asyncio.gather(*(started.stop() for started in list(self._started)))
+        """Stop what is still running, and leave the cluster."""
+        await asyncio.gather(*(handle.stop() for handle in list(self._handles)))
         if self._ours:
             await asyncio.to_thread(ray.shutdown)
 
@@ -246,7 +258,7 @@ def _resources(bundle: Mapping[str, float]) -> dict[str, float]:
 
 
 async def _reach(address: str) -> None:
-    """Ray would try for a minute. Raises ServiceError."""
+    """Fail early: Ray itself would try for a minute. Raises ServiceError."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         async with asyncio.timeout(REACH_S):

@@ -1,8 +1,8 @@
 """The nodes of a Ray cluster, by device class.
 
-A node's class is its label `rollart.io/device` (`ray start --labels rollart.io/device=H20`), or else the accelerator
-that Ray found there, or else cpu. It has as many devices as it has GPUs, or without any, CPUs. The CPUs beside GPUs are
-offered too, after those of nodes that have nothing else.
+A node's class is its label `rollart.io/device` (`ray start --labels rollart.io/device=H20`), else the accelerator that
+Ray detected, else cpu. Its devices are its GPUs, or its CPUs if it has none. The CPUs of nodes with GPUs are offered
+too, after those of other nodes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,8 +17,8 @@ Resource = Literal["GPU", "CPU"]
 
 @dataclass(frozen=True, slots=True)
 class RayNode:
-    """A node, as far as one class of devices goes. `label` is the one that gave it its class, None for a node that has
-    none; `port` is Ray's own there; `beside` GPUs are CPUs that are a second offer of their node."""
+    """One class of devices of a node. `label` is the label that gave the class, if any; `port` is Ray's own there;
+    `second`: the CPUs of a node that has GPUs."""
 
     id: str
     name: str
@@ -30,22 +30,22 @@ class RayNode:
     resource: Resource
     total: float
     free: float
-    beside: bool = False
+    second: bool = False
 
 
-def ray_nodes(told: Iterable[Mapping[str, Any]], free: Mapping[str, Mapping[str, float]]) -> list[RayNode]:
-    """Of what `ray.nodes()` tells, those alive; `free` has the resources by node."""
-    alive = [(node, free.get(node["NodeID"], {})) for node in told if node["Alive"]]
-    beside = [
-        replace(_node(node, left, "CPU"), label=None, device="cpu", beside=True)
+def ray_nodes(listed: Iterable[Mapping[str, Any]], free: Mapping[str, Mapping[str, float]]) -> list[RayNode]:
+    """The live nodes of `ray.nodes()`; `free` has their free resources."""
+    alive = [(node, free.get(node["NodeID"], {})) for node in listed if node["Alive"]]
+    second = [
+        replace(_node(node, left, "CPU"), label=None, device="cpu", second=True)
         for node, left in alive
         if node["Resources"].get("GPU") and node["Resources"].get("CPU")
     ]
-    return [_node(node, left, "GPU" if node["Resources"].get("GPU") else "CPU") for node, left in alive] + beside
+    return [_node(node, left, "GPU" if node["Resources"].get("GPU") else "CPU") for node, left in alive] + second
 
 
 def described(nodes: Iterable[RayNode]) -> list[Node]:
-    """With all that each offers."""
+    """Each node with all its classes."""
     merged: dict[str, Node] = {}
     for node in nodes:
         seen = merged.get(node.id, Node(node.name, node.address, {}, {}))
@@ -54,14 +54,14 @@ def described(nodes: Iterable[RayNode]) -> list[Node]:
     return list(merged.values())
 
 
-def _node(told: Mapping[str, Any], free: Mapping[str, float], resource: Resource) -> RayNode:
-    labels, total = told["Labels"], told["Resources"]
+def _node(info: Mapping[str, Any], free: Mapping[str, float], resource: Resource) -> RayNode:
+    labels, total = info["Labels"], info["Resources"]
     label = next((label for label in (DEVICE, ACCELERATOR) if labels.get(label)), None)
     return RayNode(
-        id=told["NodeID"],
-        name=f"{told['NodeName']}-{told['NodeID'][:6]}",  # several nodes may share a machine
-        address=told["NodeManagerAddress"],
-        port=told["NodeManagerPort"],
+        id=info["NodeID"],
+        name=f"{info['NodeName']}-{info['NodeID'][:6]}",  # several nodes may share a machine
+        address=info["NodeManagerAddress"],
+        port=info["NodeManagerPort"],
         labels=labels,
         label=label,
         device=labels[label] if label else "cpu",
@@ -73,7 +73,7 @@ def _node(told: Mapping[str, Any], free: Mapping[str, float], resource: Resource
 
 @dataclass(frozen=True, slots=True)
 class NodeChoice:
-    """Nodes of one class that Ray can be asked for by one label selector and one resource."""
+    """Nodes of one class that one label selector and one resource select in Ray."""
 
     device: str
     resource: Resource
@@ -81,11 +81,11 @@ class NodeChoice:
     nodes: tuple[RayNode, ...]
 
     def holds(self, count: float, times: int = 1) -> bool:
-        """Whether it could ever."""
+        """Whether it could, if all were free."""
         return _times((node.total for node in self.nodes), count) >= times
 
     def has_room(self, count: float, times: int = 1) -> bool:
-        """Whether it could now."""
+        """Whether it can now."""
         return _times((node.free for node in self.nodes), count) >= times
 
 
@@ -97,9 +97,9 @@ def choices(request: ResourceRequest, nodes: Sequence[RayNode]) -> list[NodeChoi
     """In order of preference."""
     found = []
     for device in request.devices:
-        wanted = [node for node in nodes if node.device == device and node.name not in request.avoid]
-        for kind in dict.fromkeys((node.label, node.resource, node.beside) for node in wanted):
-            group = tuple(node for node in wanted if (node.label, node.resource, node.beside) == kind)
+        suitable = [node for node in nodes if node.device == device and node.name not in request.avoid]
+        for kind in dict.fromkeys((node.label, node.resource, node.second) for node in suitable):
+            group = tuple(node for node in suitable if (node.label, node.resource, node.second) == kind)
             found.append(NodeChoice(device, kind[1], _selector(kind[0], device, group, nodes), group))
     return found
 

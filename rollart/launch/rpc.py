@@ -1,9 +1,8 @@
 """Calls between the controller and a service: one WebSocket, msgpack, many small messages in one frame.
 
-Invariants: a connection's calls run at the same time and answer in any order; everything put on a connection within
-one turn of the event loop leaves in one frame; a lost connection fails every open call at once; a cancelled or
-timed-out call is forgotten by the caller and cancelled at the service; what a handler tells before it answers arrives
-before the answer, in order; a service that has a key lets nobody in who does not show it.
+Invariants: calls on a connection run concurrently and return in any order; all messages of one turn of the event loop
+leave in one frame; a lost connection fails every open call at once; a call that is cancelled or times out is cancelled
+at the service too; streamed values arrive in order, before the answer; a service with a key refuses callers without it.
 """
 
 import asyncio
@@ -35,7 +34,7 @@ MAX_FRAME = 1 << 30
 # many seconds without a message and waits half as long for the answer.
 PING_S = 20.0
 _CANCEL = "$cancel"
-_ITEM = None  # in place of good or bad: not the answer yet
+_ITEM = None  # neither success nor failure: a streamed value
 
 _encoder = msgspec.msgpack.Encoder()
 _calls = msgspec.msgpack.Decoder(list[tuple[int, str, msgspec.Raw]])
@@ -44,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Outbox:
-    """Collects messages and sends all that are there as one frame."""
+    """Collects messages and sends all pending ones as one frame."""
 
     def __init__(self, send: Callable[[bytes], Awaitable[None]]) -> None:
         self._send = send
@@ -73,9 +72,9 @@ def application(handlers: Mapping[str, Handler], key: str | None = None) -> Star
         return JSONResponse({"ok": True})
 
     async def connection(socket: WebSocket) -> None:
-        shown = socket.headers.get("authorization", "").encode()
-        if key is not None and not hmac.compare_digest(shown, _credential(key).encode()):
-            await socket.send_denial_response(PlainTextResponse("show the key of this run", 401))
+        credential = socket.headers.get("authorization", "").encode()
+        if key is not None and not hmac.compare_digest(credential, _credential(key).encode()):
+            await socket.send_denial_response(PlainTextResponse("the key of this run is missing", 401))
             return
         await socket.accept()
         outbox = _Outbox(socket.send_bytes)
@@ -92,7 +91,7 @@ def application(handlers: Mapping[str, Handler], key: str | None = None) -> Star
                     running[call] = task
                     task.add_done_callback(lambda _, call=call: running.pop(call, None))  # type: ignore[misc]
         except WebSocketDisconnect:
-            pass  # the ordinary end of a connection
+            pass  # the normal end of a connection
         finally:
             sender.cancel()
             for task in list(running.values()):
@@ -125,26 +124,26 @@ async def _answer(methods: Mapping[str, _Method], outbox: _Outbox, call: int, me
         value = await methods[method](body, lambda item: outbox.put(call, _ITEM, item))
         if call > 0:
             outbox.put(call, True, value)
-    except Exception as error:  # the boundary: every failure of a handler is the caller's to judge
+    except Exception as error:  # the boundary: every failure of a handler goes to the caller
         if call < 0:
-            logger.exception("%s failed, and nobody waits for its answer", method)
+            logger.exception("%s failed; its caller does not wait for the answer", method)
         else:
             outbox.put(call, False, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
 
 def ignore_item(item: msgspec.Raw) -> None:
-    """What nobody asked to on_item."""
+    """The default of `on_item`."""
 
 
 class RpcClient:
-    """The calling side of one connection. Make it with `connect`."""
+    """The calling side of one connection, created by `connect`."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse) -> None:
         self.url = url
         self._session = session
         self._socket = socket
         self._outbox = _Outbox(socket.send_bytes)
-        self._numbers = itertools.count(1)  # negative: nobody waits for the answer
+        self._numbers = itertools.count(1)  # negated: no answer is expected
         self._open: dict[int, tuple[asyncio.Future[msgspec.Raw], Callable[[msgspec.Raw], None]]] = {}
         self._lost: str | None = None
         self._gone = asyncio.Event()
@@ -155,7 +154,7 @@ class RpcClient:
         return self._lost is None
 
     async def lost(self) -> str:
-        """Why the connection ended, once it has."""
+        """Wait until the connection has ended; returns why."""
         await self._gone.wait()
         return self._lost or ""
 
@@ -169,7 +168,7 @@ class RpcClient:
         on_item: Callable[[msgspec.Raw], None] = ignore_item,
     ) -> T:
         """Raises ServiceError when the service fails, is lost, or does not answer within `deadline` seconds. `on_item`
-        gets what the service streams before it answers, still encoded; it must not raise."""
+        gets each streamed value, still encoded; it must not raise."""
         if self._lost is not None:
             raise ServiceError(self._lost)
         number = next(self._numbers)
@@ -180,21 +179,21 @@ class RpcClient:
             async with asyncio.timeout(deadline):
                 body = await future
         except TimeoutError:
-            self._forget(number)
+            self._cancel(number)
             raise ServiceError(f"{self.url} did not answer {method!r} within {deadline:g} s") from None
         except asyncio.CancelledError:
-            self._forget(number)
+            self._cancel(number)
             raise
         finally:
             self._open.pop(number, None)
         return msgspec.msgpack.decode(body, type=returns)
 
     def send(self, method: str, argument: object) -> None:
-        """A call that nobody waits for: it is begun, after those before it, if the connection lasts."""
+        """A call without an answer. It starts after earlier ones, unless the connection is lost."""
         if self._lost is None:
             self._outbox.put(-next(self._numbers), method, argument)
 
-    def _forget(self, number: int) -> None:
+    def _cancel(self, number: int) -> None:
         if self._lost is None:
             self._outbox.put(number, _CANCEL, None)
 
@@ -203,32 +202,29 @@ class RpcClient:
             async for message in self._socket:
                 if message.type is not aiohttp.WSMsgType.BINARY:
                     break
-                for number, good, body in _answers.decode(message.data):
+                for number, ok, body in _answers.decode(message.data):
                     future, on_item = self._open.get(number, (None, ignore_item))
                     if future is None or future.done():
                         continue
-                    if good is _ITEM:
+                    if ok is _ITEM:
                         on_item(body)
-                    elif good:
+                    elif ok:
                         future.set_result(body)
                     else:
                         future.set_exception(ServiceError(msgspec.msgpack.decode(body, type=str)))
         finally:
-            self._lose(f"the connection to {self.url} was lost")
+            self.fail(f"the connection to {self.url} was lost")
 
-    def _lose(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
+        """Treat the connection as lost: open calls fail with `reason`."""
         self._lost = self._lost or reason
         self._gone.set()
         for future, _ in self._open.values():
             if not future.done():
                 future.set_exception(ServiceError(self._lost))
 
-    def leave(self, reason: str) -> None:
-        """Take it for lost."""
-        self._lose(reason)
-
     async def close(self) -> None:
-        self._lose(f"the connection to {self.url} was closed")
+        self.fail(f"the connection to {self.url} was closed")
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -247,7 +243,7 @@ async def connect(url: str, *, key: str | None = None, deadline: float = 10.0) -
         enable_keepalive(socket.get_extra_info("socket"))
     except aiohttp.WSServerHandshakeError as error:
         await session.close()
-        refused = "it wants the key of the run that started it" if error.status == 401 else str(error)
+        refused = "it needs the key of the run that started it" if error.status == 401 else str(error)
         raise ServiceError(f"the service at {url} refused the connection: {refused}") from error
     except (TimeoutError, aiohttp.ClientError) as error:
         await session.close()

@@ -1,7 +1,7 @@
-"""A service as a child process: spec on stdin, address on stdout, end of stdin is the end of the service.
+"""A service as a child process: it reads its spec from stdin, prints its address to stdout and ends with stdin.
 
-The parent keeps the write end of stdin open; when it goes, for whatever reason, kill -9 included, the service ends.
-`bind` in the spec is the address to listen on, `key` the secret that callers must show.
+The parent holds the write end of stdin, so the service ends with its parent, even after kill -9. `bind` in the spec is
+the address to listen on, `key` the secret that callers must show.
 """
 
 import asyncio
@@ -31,21 +31,21 @@ def main(build: Build) -> None:
     try:
         asyncio.run(_serve(build, spec))
     except asyncio.CancelledError:
-        pass  # it was told to end before it had started
+        pass  # stopped before it had started
     except BaseException:
         traceback.print_exc()
         code = 1
-    # Threads of native libraries must not hold up the end of a process that has already closed everything.
+    # Everything is closed; threads of native libraries must not delay the exit.
     os._exit(code)
 
 
 async def _serve(build: Build, spec: dict[str, Any]) -> None:
     loop = asyncio.get_running_loop()
-    over, started = asyncio.Event(), asyncio.Event()
+    stopped, started = asyncio.Event(), asyncio.Event()
     starting = asyncio.current_task()
 
     def end() -> None:
-        over.set()
+        stopped.set()
         if not started.is_set() and starting is not None:
             starting.cancel()
 
@@ -69,8 +69,8 @@ async def _serve(build: Build, spec: dict[str, Any]) -> None:
         )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         print(json.dumps({"url": f"http://{host}:{port}", "pid": os.getpid()}), flush=True)
-        os.dup2(2, 1)  # nobody reads stdout from here on; what libraries print belongs in the log
-        await over.wait()
+        os.dup2(2, 1)  # the parent has stopped reading stdout; what libraries print goes to the log
+        await stopped.wait()
         server.should_exit = True
         await serving
 
@@ -78,7 +78,7 @@ async def _serve(build: Build, spec: dict[str, Any]) -> None:
 def _listen(spec: Mapping[str, Any]) -> socket.socket:
     address = spec.get("bind", LOOPBACK)
     if address != LOOPBACK and not spec.get("key"):
-        raise ServiceError(f"a service that listens on {address} needs a `key`: others can reach it there")
+        raise ServiceError(f"a service that listens on {address} needs a `key`: other machines can reach it")
     listener = socket.socket()
     enable_keepalive(listener)  # connections inherit it
     listener.bind((address, 0))
@@ -87,7 +87,7 @@ def _listen(spec: Mapping[str, Any]) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Without uvicorn's own signal handling: the end of stdin and our handlers decide."""
+    """Without uvicorn's signal handlers: it ends with stdin, or by our own handlers."""
 
     def capture_signals(self) -> Any:
         return nullcontext()

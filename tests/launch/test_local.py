@@ -63,7 +63,7 @@ def test_a_service_answers_only_those_who_have_the_key(tmp_path: Path) -> None:
         started = await launcher.launch(echo(tmp_path), ResourceRequest())
         assert (started.node, started.device) == ((await launcher.nodes())[0].name, "cpu")
         for key in (None, "wrong", "schlüssel"):
-            with pytest.raises(ServiceError, match="it wants the key of the run"):
+            with pytest.raises(ServiceError, match="it needs the key of the run"):
                 await rpc.connect(started.answer["url"], key=key)
         async with rpc.connected(started.answer["url"], key=launcher.key) as client:
             assert await client.call("word", returns=str, deadline=10) == "hello"
@@ -128,7 +128,7 @@ def test_the_end_of_the_log_is_part_of_a_failed_start(tmp_path: Path) -> None:
 
 def test_a_class_that_is_not_here_is_refused_with_what_there_is() -> None:
     async def check(launcher: LocalLauncher) -> None:
-        with pytest.raises(Unsatisfiable, match=r"mirror needs 1 x H800 or H20, which no node has. There is: .* cpu"):
+        with pytest.raises(Unsatisfiable, match=r"mirror needs 1 x H800 or H20, which no node has. Available: .* cpu"):
             await launcher.launch(mirror(), ResourceRequest(("H800", "H20")))
         here = (await launcher.nodes())[0].name
         with pytest.raises(Unsatisfiable, match=f"not on {here}"):

@@ -80,7 +80,7 @@ def test_a_service_runs_on_a_node_of_its_class_and_asks_for_the_key(cluster: Clu
             assert nodes[started.node].free == {"H800": 1}
             url = started.answer["url"]
             assert started.address in url
-            with pytest.raises(ServiceError, match="wants the key"):
+            with pytest.raises(ServiceError, match="needs the key"):
                 await rpc.connect(url)
             async with rpc.connected(url, key=launcher.key) as client:
                 assert await client.call("word", returns=str, deadline=10) == "hello"
@@ -108,7 +108,7 @@ def test_the_next_class_is_taken_when_the_first_is_absent_or_full(cluster: Clust
 def test_what_no_node_has_is_refused_with_what_there_is(cluster: Cluster) -> None:
     async def main() -> None:
         async with joined(cluster) as launcher:
-            with pytest.raises(Unsatisfiable, match=r"echo needs 1 x H20, which no node has. There is: .*H800 free"):
+            with pytest.raises(Unsatisfiable, match=r"echo needs 1 x H20, which no node has. Available: .*H800 free"):
                 await launcher.launch(echo(), ResourceRequest(("H20",)))
             with pytest.raises(Unsatisfiable, match="needs 3 x H800"):
                 await launcher.launch(echo(), ResourceRequest(("H800",), count=3))

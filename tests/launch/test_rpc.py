@@ -130,7 +130,7 @@ def test_a_service_ends_when_its_parent_lets_go_of_stdin(with_service: Callable[
 @pytest.mark.parametrize("key", [None, "another key", "schlüssel"])
 def test_a_caller_without_the_key_is_refused(with_service: Callable[[Test], None], key: str | None) -> None:
     async def check(child: Child, client: rpc.RpcClient) -> None:
-        with pytest.raises(ServiceError, match="it wants the key of the run"):
+        with pytest.raises(ServiceError, match="it needs the key of the run"):
             await rpc.connect(client.url, key=key)
 
     with_service(check)

@@ -1,12 +1,12 @@
-"""The actor that looks after one command on a node of a Ray cluster, and the controller's side of it.
+"""The actor that runs one command on a node of a Ray cluster, and the controller's handle of it.
 
-The invariants:
-- The actor holds the standard input of its child. When the actor goes, with its node or with the controller, the child
-  sees the end of it and ends.
-- The controller asks all the time whether the child still runs; an answer is due within `ASK_S`. It gives up once it is
-  `SILENT_S` late, or `LATE_S` if the node's port of Ray is closed too, whatever Ray itself believes: with its default
-  settings, that takes up to 15 s for a node that was killed and a minute for one that hangs.
-- Nothing here blocks the event loop, and no Ray call is cancelled: Ray's client does not expect it.
+Invariants:
+- The actor holds the standard input of its child. When the actor dies, with its node or with the controller, that input
+  ends, and so does the child.
+- The controller polls the child; a reply is due within `POLL_S`. The node counts as lost once a reply is `SILENT_S` late,
+  or `LATE_S` if Ray's port of the node is closed too. Ray itself, with its default settings, needs up to 15 s for a
+  killed node and a minute for one that hangs.
+- Nothing here blocks the event loop, and no Ray call is cancelled: Ray's client does not support it.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ from rollart.launch.launcher import Command
 from rollart.launch.local import free_port
 from rollart.launch.ray_nodes import RayNode
 
-ASK_S, LATE_S, SILENT_S = 2.0, 1.0, 8.0
-AGAIN_S = 2.0
-CLEAN_UP_S = 15.0
+POLL_S, LATE_S, SILENT_S = 2.0, 1.0, 8.0
+RECONNECT_S = 2.0
+RELEASE_S = 15.0
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +41,13 @@ class RayLocation:
     address: str
 
 
-class Caretaker:
+class CommandActor:
     """Runs on the node."""
 
     def __init__(self) -> None:
         self._child: Child | None = None
 
-    async def where(self) -> RayLocation:
+    async def locate(self) -> RayLocation:
         context = ray.get_runtime_context()
         return RayLocation(context.get_node_id(), ray.util.get_node_ip_address())
 
@@ -59,7 +59,7 @@ class Caretaker:
     ) -> tuple[int, Mapping[str, Any]] | str:
         """The process id and the answer, or why it did not start."""
         log = command.log
-        if not log.parent.is_dir():  # the controller's folder cannot be seen from here
+        if not log.parent.is_dir():  # this node does not share the controller's folder
             log = Path(tempfile.gettempdir()) / folder / log.name
         try:
             self._child = await Child.start(replace(command, log=log), more)
@@ -68,7 +68,7 @@ class Caretaker:
         return self._child.pid, self._child.answer
 
     async def wait(self, seconds: float) -> str | None:
-        """Why it ended; None if it has not."""
+        """Why it ended; None if it is still running."""
         assert self._child
         try:
             async with asyncio.timeout(seconds):
@@ -86,7 +86,7 @@ class Caretaker:
 
 
 async def answer(call: Any, deadline: float) -> Any:
-    """Of a Ray call. Raises TimeoutError, or what the call raised."""
+    """The result of a Ray call. Raises TimeoutError, or what the call raised."""
     future = _future(call)
     done, _ = await asyncio.wait({future}, timeout=deadline)
     if not done:
@@ -96,12 +96,12 @@ async def answer(call: Any, deadline: float) -> Any:
 
 def _future(call: Any) -> asyncio.Future[Any]:
     future: asyncio.Future[Any] = asyncio.wrap_future(call.future())
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, even if nobody waits any more
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved, even if unused
     return future
 
 
-async def listens(address: str, port: int) -> bool | None:
-    """Whether somebody takes connections there; None if that cannot be told in time."""
+async def is_listening(address: str, port: int) -> bool | None:
+    """Whether the port accepts connections; None after a timeout."""
     try:
         async with asyncio.timeout(LATE_S):
             _, writer = await asyncio.open_connection(address, port)
@@ -114,7 +114,7 @@ async def listens(address: str, port: int) -> bool | None:
 
 
 class RayServiceHandle:
-    """Implements `rollart.launch.launcher.Started`. `release` frees what it had in the cluster."""
+    """Implements `rollart.launch.launcher.ServiceHandle`. `release` frees its resources in the cluster."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class RayServiceHandle:
         if not self.ended.done():
             stopping = _future(self._actor.stop.remote())
             await asyncio.wait({stopping, self.ended}, timeout=STOP_DEADLINE + SILENT_S, return_when=FIRST_COMPLETED)
-            self.kill()  # whatever is left; the watch tells what became of it
+            self.kill()  # whatever is left; `_watch` reports the end
         await self.wait()
 
     def kill(self) -> None:
@@ -151,47 +151,47 @@ class RayServiceHandle:
     async def _watch(self) -> str:
         reason = await self._reason()
         try:
-            async with asyncio.timeout(CLEAN_UP_S):
+            async with asyncio.timeout(RELEASE_S):
                 await self._release()
         except (RayError, TimeoutError) as error:
-            logger.warning("what %s had in the cluster may still be taken: %r", self.name, error)
+            logger.warning("the resources of %s in the cluster may still be reserved: %r", self.name, error)
         return reason
 
     async def _reason(self) -> str:
-        reachable = bool(await listens(self.address, self._port))  # not through every firewall
+        reachable = bool(await is_listening(self.address, self._port))  # a firewall may block it
         while True:
             try:
-                reason = await self._ask(reachable)
+                reason = await self._poll(reachable)
                 if reason is not None:
                     return f"{reason} (on {self.node})"
             except ActorUnavailableError:
-                # Most often the process behind it is gone, but it may answer on a new connection.
-                if await self._closed(reachable) or not await self._answers():
+                # Usually its process is gone, but it may reply on a new connection.
+                if await self._port_closed(reachable) or not await self._replies():
                     return self._lost("the connection to it was closed")
             except TimeoutError:
-                return self._lost("nothing is heard from it")
+                return self._lost("it does not reply")
             except RayError as error:
                 return self._lost(str(error))
 
-    async def _ask(self, reachable: bool) -> str | None:
+    async def _poll(self, reachable: bool) -> str | None:
         """Why the child ended; None if it runs. Raises TimeoutError, or what the call raised."""
         clock = asyncio.get_running_loop().time
-        asked, call = clock(), _future(self._actor.wait.remote(ASK_S))
-        done, _ = await asyncio.wait({call}, timeout=ASK_S + LATE_S)
+        began, call = clock(), _future(self._actor.wait.remote(POLL_S))
+        done, _ = await asyncio.wait({call}, timeout=POLL_S + LATE_S)
         while not done:
-            if clock() - asked > ASK_S + SILENT_S or await self._closed(reachable):
+            if clock() - began > POLL_S + SILENT_S or await self._port_closed(reachable):
                 raise TimeoutError
             done, _ = await asyncio.wait({call}, timeout=LATE_S)
         reason: str | None = call.result()
         return reason
 
-    async def _closed(self, reachable: bool) -> bool:
-        """Whether Ray's port there, which could be reached before, is closed now."""
-        return reachable and await listens(self.address, self._port) is False
+    async def _port_closed(self, reachable: bool) -> bool:
+        """Whether Ray's port of the node, which was `reachable` before, is closed now."""
+        return reachable and await is_listening(self.address, self._port) is False
 
-    async def _answers(self) -> bool:
+    async def _replies(self) -> bool:
         try:
-            await answer(self._actor.wait.remote(0), AGAIN_S)
+            await answer(self._actor.wait.remote(0), RECONNECT_S)
         except (RayError, TimeoutError):
             return False
         return True
