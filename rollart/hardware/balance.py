@@ -1,8 +1,8 @@
-"""Which part of each task's work goes to which pool when all pools are kept busy and end together.
+"""The split of tasks over pools that keeps all pools busy and finishes first (multiplicative weights).
 
-Every pool has a price that grows while it is given more than others. Round after round each task goes where its work
-is cheapest at the prices of the moment; the share of rounds that it spent on a pool approaches the split that ends
-first (multiplicative weights). So a pool serves what it is best at compared with the others, not all it is fast at.
+Every pool has a price, which grows with its load. In each round every task goes to the pool where its work is cheapest
+at the current prices; the share of rounds on each pool converges to the best split. So a pool serves what it is best at
+compared with the others, not everything it is fast at.
 """
 
 import math
@@ -13,7 +13,7 @@ _RATE = 0.05
 
 
 def balanced(seconds: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """From the seconds that each pool would take for all of a task, the share of the task that it should get.
+    """From the seconds that each pool would need for all of a task, the share of the task that it should get.
 
     >>> balanced({"read": {"new": 1.0, "old": 4.0}, "write": {"new": 1.5, "old": 1.0}})
     {'read': {'new': 1.0, 'old': 0.0}, 'write': {'new': 0.0, 'old': 1.0}}
@@ -24,14 +24,14 @@ def balanced(seconds: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, 
     tasks = [(list(pools.items()), rounds[task]) for task, pools in seconds.items()]
     for _ in range(_ROUNDS):
         load = dict.fromkeys(prices, 0.0)
-        for pools, told in tasks:
+        for pools, counts in tasks:
             cheapest, work = pools[0]
-            least = prices[cheapest] * work
+            lowest = prices[cheapest] * work
             for pool, each in pools:
-                if prices[pool] * each < least:
-                    cheapest, work, least = pool, each, prices[pool] * each
-            told[cheapest] += 1
+                if prices[pool] * each < lowest:
+                    cheapest, work, lowest = pool, each, prices[pool] * each
+            counts[cheapest] += 1
             load[cheapest] += work
-        for pool, given in load.items():
-            prices[pool] *= math.exp(_RATE * given / scale)
-    return {task: {pool: number / _ROUNDS for pool, number in told.items()} for task, told in rounds.items()}
+        for pool, seconds_given in load.items():
+            prices[pool] *= math.exp(_RATE * seconds_given / scale)
+    return {task: {pool: number / _ROUNDS for pool, number in counts.items()} for task, counts in rounds.items()}

@@ -1,10 +1,9 @@
 """Device classes: what a kind of device is good at.
 
-Vendors like to print the speed with structured sparsity, which is twice the dense one; here all are dense. Link speeds
-are in one direction, half of what is printed for both. Prices are ratios, meant to weigh one class against another:
-only those of H20 and H800 are published as such; the others are list prices of one public cloud and move every month.
-A node's network is the user's, not the device's: 25 GB/s is the Ethernet between the clusters of the RollArt paper.
-Put your own numbers in the run file.
+Vendors print the speed with structured sparsity, twice the dense one; here all speeds are dense. Link speeds are in one
+direction, half of what is printed for both. Prices are ratios between classes: only those of H20 and H800 are published
+as such; the others are list prices of one public cloud and change every month. The network belongs to the node, not the
+device: 25 GB/s is the Ethernet between the clusters of the RollArt paper. Put your own numbers in the run file.
 """
 
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from rollart.core.errors import ConfigError
 @dataclass(frozen=True, slots=True)
 class DeviceClass:
     """Dense bf16 `tflops`, memory `bandwidth` in GB/s and size `memory` in GB, `link` to other devices of its node in
-    GB/s, `network` out of its node in GB/s, and `price` relative to one H20. `source` tells where they are from."""
+    GB/s, `network` out of its node in GB/s, and `price` relative to one H20. `source` names where they are from."""
 
     name: str
     tflops: float

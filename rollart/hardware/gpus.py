@@ -18,15 +18,15 @@ def gpus() -> tuple[str, ...]:
     if tool is None:
         return ()
     try:
-        asked = [tool, "--query-gpu=name", "--format=csv,noheader"]
-        names = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=DEADLINE_S).stdout
+        command = [tool, "--query-gpu=name", "--format=csv,noheader"]
+        names = subprocess.run(command, capture_output=True, text=True, check=True, timeout=DEADLINE_S).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise ServiceError(f"nvidia-smi does not tell the GPUs of this machine: {error}") from error
+        raise ServiceError(f"nvidia-smi does not list the GPUs of this machine: {error}") from error
     return tuple(class_of(name) for name in names.splitlines() if name.strip())
 
 
 def class_of(product: str) -> str:
-    """`NVIDIA H100 80GB HBM3` is an H100. A product that the catalogue does not know is a class of its own."""
+    """`NVIDIA H100 80GB HBM3` is an H100. An unknown product is a class of its own."""
     words = re.findall(r"[A-Za-z0-9]+", product)
     known = {name.lower(): name for name in CATALOGUE}
     for word in words:

@@ -1,4 +1,4 @@
-"""What a forward pass of a decoder costs on a device: the slower of computing and of reading memory.
+"""The time of a decoder's forward pass on a device: the slower of computing and reading memory.
 
 Plain arithmetic, so that the router, placement, emulated engines and the simulator all predict with the same formula.
 Two efficiencies are the only constants; they are set once, not per experiment.
@@ -19,9 +19,9 @@ MEMORY_EFFICIENCY = 0.75
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The numbers of a decoder that decide what it costs. Parameters of experts are counted apart: a pass reads only
-    the experts that its tokens are sent to. So are those of an input embedding of its own (`lookup`), which take memory
-    but no time: a pass reads only the rows of its tokens."""
+    """The numbers of a decoder that decide its cost. Parameters of experts are counted separately: a pass reads only
+    the experts of its tokens. So are those of an untied input embedding (`lookup`), which take memory but no time: a
+    pass reads only the rows of its tokens."""
 
     dense: int
     layers: int
@@ -41,12 +41,12 @@ class ModelShape:
 
     @property
     def token_flops(self) -> float:
-        """Matrix work for one token, attention to its context apart."""
+        """Matrix work for one token, without attention to its context."""
         return 2.0 * (self.dense + self.expert * self.experts_per_token)
 
     @property
     def attention_flops(self) -> float:
-        """For one token that attends to one other."""
+        """Of one token attending to one other."""
         return 4.0 * self.layers * self.heads * self.head_dim
 
     @property
@@ -55,7 +55,7 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.number_bytes
 
     def weight_bytes(self, tokens: int) -> float:
-        """What a pass over `tokens` tokens reads of the weights."""
+        """Bytes of weights that a pass over `tokens` tokens reads."""
         if not self.experts:
             return float(self.dense * self.number_bytes)
         touched = 1.0 - (1.0 - self.experts_per_token / self.experts) ** tokens
@@ -97,7 +97,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one forward pass has to do: `tokens` computed, `attended` pairs of a computed token and one it looks at,
+    """The work of one forward pass: `tokens` computed, `attended` pairs of a computed token and one it attends to,
     `kv_tokens` whose KV is read."""
 
     tokens: int
@@ -109,7 +109,7 @@ class Work:
 
 
 def prefill(new: int, context: int) -> Work:
-    """`new` tokens after `context` that are already computed."""
+    """`new` tokens after `context` tokens that are cached."""
     return Work(new, new * context + new * (new + 1) // 2, context + new)
 
 
@@ -140,5 +140,5 @@ class Roofline:
         return max(self.compute_seconds(work), self.memory_seconds(work)) if work.tokens else 0.0
 
     def transfer_seconds(self, tokens: int) -> float:
-        """To hand the KV of `tokens` tokens to another device."""
+        """To send the KV of `tokens` tokens to another device."""
         return self.slowdown * tokens * self.shape.kv_bytes / (self.device.link * 1e9 * MEMORY_EFFICIENCY)

@@ -3,7 +3,7 @@
 Invariants:
 - The actor holds the standard input of its child. When the actor dies, with its node or with the controller, that input
   ends, and so does the child.
-- The controller polls the child; a reply is due within `POLL_S`. The node counts as lost once a reply is `SILENT_S` late,
+- The controller polls the child; it must reply within `POLL_S`. The node counts as lost once that is `SILENT_S` late,
   or `LATE_S` if Ray's port of the node is closed too. Ray itself, with its default settings, needs up to 15 s for a
   killed node and a minute for one that hangs.
 - Nothing here blocks the event loop, and no Ray call is cancelled: Ray's client does not support it.

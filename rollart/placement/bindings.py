@@ -1,9 +1,9 @@
-"""Placement: which worker goes to which node, on which device class. Pure functions of what is asked and what there is.
+"""Binds workers to nodes and device classes: pure functions of the requests and the inventory.
 
-A pool gets its first class while that has room, then the next of its list. Engines are spread over the nodes, so that
-one dead node costs few of them; the trainer's ranks are packed, on devices of one class, because they wait for each
-other at every step. Workers on CPUs keep away from nodes with accelerators while others have room. The same arguments
-always give the same bindings, whatever the order of the nodes.
+A pool gets its first class while that has room, then the next of its list. Engines are spread over the nodes, so that a
+dead node costs few of them; the trainer's ranks are packed on devices of one class, because they wait for each other at
+every step. Workers on CPUs avoid nodes with accelerators while others have room. The same arguments give the same
+bindings, whatever the order of the nodes.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ _AS_NAMED = "as named"
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """One worker and its place. `choices` are the classes it may move to, best first; it takes `units` of `got`, and
-    its work is shared by `devices`. `url`: someone else runs it there."""
+    """One worker on one node. `choices` are the classes it may use, best first, `wanted` the first of them; it takes
+    `units` of the class `device`, and `devices` share its work. With a `url`, someone else runs it there."""
 
     pool: str
     role: str
@@ -42,44 +42,44 @@ class Binding:
     def request(self, avoid: frozenset[str] = frozenset()) -> ResourceRequest:
         return ResourceRequest(self.choices, self.units, avoid)
 
-    def placed(self, started: ServiceHandle, pool: str | None = None) -> Placed:
-        """The event that tells where the worker really runs; `pool` is what the router calls its pool."""
+    def placed(self, handle: ServiceHandle, pool: str | None = None) -> Placed:
+        """The event of where the worker really runs; `pool` is the router's name of its pool."""
         return Placed(
             role=self.role,
             pool=pool or self.pool,
-            name=started.name,
+            name=handle.name,
             wanted=self.wanted,
-            device=started.device,
-            node=started.node,
+            device=handle.device,
+            node=handle.node,
             why=self.why,
         )
 
 
 def place(requests: Sequence[PlacementRequest], inventory: Inventory) -> tuple[Binding, ...]:
     """One binding for each worker, in the order of the requests. Raises PlacementError."""
-    placed = _all_placed(requests, inventory)
+    placed = _bind_all(requests, inventory)
     if not isinstance(placed, _NoRoom):
         return placed
-    refused, most, too_many = placed.request, 0, placed.request.workers
-    while too_many - most > 1:
-        fewer = (most + too_many) // 2
-        fits = not isinstance(_all_placed(_with_workers(requests, refused.pool, fewer), inventory), _NoRoom)
-        most, too_many = (fewer, too_many) if fits else (most, fewer)
-    raise PlacementError(refusal_of(refused, placed.placed, most, inventory, placed.taken), refused.pool)
+    refused, fitting, too_many = placed.request, 0, placed.request.workers
+    while too_many - fitting > 1:
+        middle = (fitting + too_many) // 2
+        fits = not isinstance(_bind_all(_with_workers(requests, refused.pool, middle), inventory), _NoRoom)
+        fitting, too_many = (middle, too_many) if fits else (fitting, middle)
+    raise PlacementError(refusal_of(refused, placed.placed, fitting, inventory, placed.taken), refused.pool)
 
 
-def _all_placed(requests: Sequence[PlacementRequest], inventory: Inventory) -> "tuple[Binding, ...] | _NoRoom":
-    """Pools with fewer choices go first. One that finds no place goes before all others, once: those before it may do
-    with a fallback. If that does not help either, the first that found no place."""
+def _bind_all(requests: Sequence[PlacementRequest], inventory: Inventory) -> "tuple[Binding, ...] | _NoRoom":
+    """Pools with fewer choices go first. A pool without room is moved to the front, once: the others may have a
+    fallback. If that does not help, returns the first refusal."""
     order = sorted(requests, key=lambda request: (len(request.choices), list(ROLES).index(request.role)))
     first: _NoRoom | None = None
     for _ in range(len(order) + 1):
-        room = _Room(inventory)
+        free = _FreeDevices(inventory)
         try:
-            bound = {request.pool: room.bind(request) for request in order}
+            bound = {request.pool: free.bind(request) for request in order}
         except _NoRoom as error:
             first, refused = first or error, error.request
-            if refused is order[0]:  # nobody was before it
+            if refused is order[0]:  # no other pool was before it
                 break
             order = [refused, *(request for request in order if request is not refused)]
         else:
@@ -95,23 +95,23 @@ def _with_workers(requests: Sequence[PlacementRequest], pool: str, workers: int)
 def replace(
     binding: Binding, nodes: Iterable[Node], avoid: frozenset[str] = frozenset(), *, overcommit: bool = False
 ) -> Binding:
-    """The best place now for a worker that lost its own, on the `nodes` that are left. Raises PlacementError."""
-    left = Inventory(tuple(node for node in nodes if node.name not in avoid), "what is left", overcommit)
+    """A new binding on the remaining `nodes` for a worker whose node is gone. Raises PlacementError."""
+    left = Inventory(tuple(node for node in nodes if node.name not in avoid), "the remaining nodes", overcommit)
     request = PlacementRequest(binding.pool, binding.role, 1, binding.choices, binding.threads, devices=binding.devices)
-    found = place([request], left)[0]
-    why = f"{binding.node} is gone" if found.why == _AS_NAMED else f"{binding.node} is gone; {found.why}"
-    return dataclasses.replace(found, worker=binding.worker, wanted=binding.wanted, choices=binding.choices, why=why)
+    new = place([request], left)[0]
+    why = f"{binding.node} is gone" if new.why == _AS_NAMED else f"{binding.node} is gone; {new.why}"
+    return dataclasses.replace(new, worker=binding.worker, wanted=binding.wanted, choices=binding.choices, why=why)
 
 
 class _NoRoom(Exception):
-    """Only so many workers of a request found a place, after other pools had `taken` theirs."""
+    """Only `placed` workers of the request fit, after other pools have `taken` devices."""
 
     def __init__(self, request: PlacementRequest, placed: int, taken: Mapping[str, Counter[str]]) -> None:
         super().__init__(request.pool)
         self.request, self.placed, self.taken = request, placed, taken
 
 
-class _Room:
+class _FreeDevices:
     """What is free on each node while pools are bound one after the other."""
 
     def __init__(self, inventory: Inventory) -> None:
@@ -121,7 +121,7 @@ class _Room:
         self._taken: dict[str, Counter[str]] = {}
 
     def bind(self, request: PlacementRequest) -> list[Binding]:
-        places = self._together(request) if request.role == "train" else self._spread(request)
+        places = self._pack(request) if request.role == "train" else self._spread(request)
         if len(places) < request.workers:
             raise _NoRoom(request, len(places), self._taken)
         bindings = []
@@ -145,45 +145,45 @@ class _Room:
         return bindings
 
     def _spread(self, request: PlacementRequest) -> list[tuple[str, str]]:
-        """As many workers as find a place, each on the best node of the first class that has one."""
+        """As many workers as fit, each on the best node of the first class with room."""
         places: list[tuple[str, str]] = []
         own: Counter[str] = Counter()
 
-        def badness(node: Node, device: str) -> tuple[bool, int, float, str]:
-            spoilt = device == "cpu" and _accelerated(node)
+        def rank(node: Node, device: str) -> tuple[bool, int, float, str]:
+            wasteful = device == "cpu" and _accelerated(node)
             used = 1 - (self._free[node.name].get(device, 0.0) - request.takes(device)) / node.total[device]
-            return spoilt, own[node.name] if request.role == "generate" else 0, used, node.name
+            return wasteful, own[node.name] if request.role == "generate" else 0, used, node.name
 
         for device in request.choices:
             able = [node for node in self._nodes if self._holds(node, device, request)]
-            heap = [(badness(node, device), at) for at, node in enumerate(able)]
+            heap = [(rank(node, device), at) for at, node in enumerate(able)]
             heapify(heap)
             while heap and len(places) < request.workers:
                 node = able[heap[0][1]]
                 self._take(node, device, request)
                 own[node.name] += 1
                 places.append((device, node.name))
-                if self._holds(node, device, request):  # only its own badness has changed
-                    heapreplace(heap, (badness(node, device), heap[0][1]))
+                if self._holds(node, device, request):  # only its own rank has changed
+                    heapreplace(heap, (rank(node, device), heap[0][1]))
                 else:
                     heappop(heap)
         return places
 
-    def _together(self, request: PlacementRequest) -> list[tuple[str, str]]:
-        """All ranks on the first class that has room for them, on few nodes; else as many as one class holds."""
-        most: list[tuple[str, Node]] = []
+    def _pack(self, request: PlacementRequest) -> list[tuple[str, str]]:
+        """All ranks on the first class with room, on few nodes; else as many as one class holds."""
+        best: list[tuple[str, Node]] = []
         for device in request.choices:
             holds = {node.name: self._holds(node, device, request) for node in self._nodes}
             enough = [node for node in self._nodes if holds[node.name] >= request.workers]
             fullest = sorted(self._nodes, key=lambda node: (device == "cpu" and _accelerated(node), -holds[node.name]))
             nodes = [min(enough, key=lambda node: holds[node.name])] if enough else fullest
-            seats = [(device, node) for node in nodes for _ in range(min(holds[node.name], request.workers))]
-            if len(seats) >= request.workers:
-                for _, node in seats[: request.workers]:
+            places = [(device, node) for node in nodes for _ in range(min(holds[node.name], request.workers))]
+            if len(places) >= request.workers:
+                for _, node in places[: request.workers]:
                     self._take(node, device, request)
-                return [(device, node.name) for _, node in seats[: request.workers]]
-            most = max(most, seats, key=len)
-        return [(device, node.name) for device, node in most]
+                return [(device, node.name) for _, node in places[: request.workers]]
+            best = max(best, places, key=len)
+        return [(device, node.name) for device, node in best]
 
     def _holds(self, node: Node, device: str, request: PlacementRequest) -> int:
         """How many workers fit on the node."""

@@ -1,6 +1,6 @@
-"""What there is to place workers on: this machine, a Ray cluster, or a file that describes one.
+"""The nodes to place workers on: this machine, a Ray cluster, or a file that describes one.
 
-Looking at a cluster never takes longer than the `patience`: a process of its own asks (`python -m` this module), for a
+Listing a cluster never takes longer than the `patience`: a child process does it (`python -m` this module), because a
 connection to Ray that hangs can only be killed.
 """
 
@@ -29,7 +29,7 @@ PATIENCE = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """`nodes` as they are `where`. `overcommit`: more threads than cores may share the CPUs, as on a laptop."""
+    """The `nodes` of `where`. `overcommit`: threads may outnumber the cores, as on a laptop."""
 
     nodes: tuple[Node, ...]
     where: str
@@ -43,7 +43,7 @@ class Inventory:
 
     @property
     def classes(self) -> list[str]:
-        """Of which there is at least one, `cpu` last."""
+        """Device classes with at least one device, `cpu` last."""
         found = {name for node in self.nodes for name, number in node.total.items() if number > 0}
         return sorted(found, key=lambda name: (name == "cpu", name))
 
@@ -53,7 +53,7 @@ def inventory_of(run: RunFile, file: Path | None = None, patience: float = PATIE
     if file is not None:
         return Inventory(read(file), str(file))
     if run.cluster is None:
-        return Inventory(asyncio.run(_ask(LocalLauncher())), "this machine", overcommit=True)
+        return Inventory(asyncio.run(_list_nodes(LocalLauncher())), "this machine", overcommit=True)
     return Inventory(nodes_of(run.cluster, patience), f"the cluster {run.cluster}")
 
 
@@ -63,32 +63,32 @@ def inventory_of(run: RunFile, file: Path | None = None, patience: float = PATIE
 def nodes_of(address: str, patience: float = PATIENCE) -> tuple[Node, ...]:
     """The nodes of a Ray cluster, within `patience` seconds. Raises ServiceError."""
     until = time.monotonic() + patience
-    ways_out = "or remove `cluster` to run on this machine, or plan without one with `rollart check --nodes FILE`"
+    remedies = "or remove `cluster` to run on this machine, or plan without one with `rollart check --nodes FILE`"
     if find_spec("ray") is None:
         raise ServiceError(
-            f"cluster: {address} needs Ray, which is not installed: pip install 'rollart[ray]', {ways_out}"
+            f"cluster: {address} needs Ray, which is not installed: pip install 'rollart[ray]', {remedies}"
         )
-    silent = f"cluster: no Ray cluster answers at {address}; start one with `ray start --head`, {ways_out}"
+    silent = f"cluster: no Ray cluster answers at {address}; start one with `ray start --head`, {remedies}"
     if not _listens(address, patience / 2):
         raise ServiceError(silent)
-    asking = [sys.executable, "-m", __name__, address]
+    command = [sys.executable, "-m", __name__, address]
     try:
-        asked = subprocess.run(
-            asking, capture_output=True, text=True, timeout=max(0.0, until - time.monotonic()), check=False
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=max(0.0, until - time.monotonic()), check=False
         )
     except subprocess.TimeoutExpired:
         raise ServiceError(
-            f"cluster: {address} takes connections but did not tell its nodes within {patience:g} s; if a Ray cluster "
-            f"is there, give it longer with `rollart check --patience {4 * patience:g}`, {ways_out}"
+            f"cluster: {address} accepts connections but did not list its nodes within {patience:g} s; if it is a Ray "
+            f"cluster, give it longer with `rollart check --patience {4 * patience:g}`, {remedies}"
         ) from None
-    if asked.returncode:
-        reason = asked.stderr.strip().splitlines() or ["it gave no reason"]
+    if result.returncode:
+        reason = result.stderr.strip().splitlines() or ["no reason given"]
         raise ServiceError(f"{silent} ({reason[-1]})")
-    return tuple(Node(**node) for node in json.loads(asked.stdout.splitlines()[-1]))
+    return tuple(Node(**node) for node in json.loads(result.stdout.splitlines()[-1]))
 
 
 def _listens(address: str, deadline: float) -> bool:
-    """Whether anything takes connections there; `auto` has no port to try."""
+    """Whether the port accepts connections; `auto` has none to try."""
     parts = urlsplit(address if "://" in address else f"//{address}")
     if parts.hostname is None or parts.port is None:
         return True
@@ -99,7 +99,7 @@ def _listens(address: str, deadline: float) -> bool:
     return True
 
 
-async def _ask(launcher: Launcher) -> tuple[Node, ...]:
+async def _list_nodes(launcher: Launcher) -> tuple[Node, ...]:
     try:
         return tuple(await launcher.nodes())
     finally:
@@ -121,7 +121,7 @@ _NODES = TypeAdapter(list[_NodeFile])
 
 
 def read(file: Path) -> tuple[Node, ...]:
-    """A list of {name, devices: {H800: 8, cpu: 64}}; with `count`, so many that are alike. Raises ConfigError."""
+    """A list of {name, devices: {H800: 8, cpu: 64}}; with `count`, several of the same. Raises ConfigError."""
     try:
         tree = parse(file.read_text(encoding="utf-8"), str(file))
     except (OSError, UnicodeDecodeError) as error:
@@ -146,7 +146,7 @@ def _main(address: str) -> None:
     from rollart.launch.ray import RayLauncher
 
     try:
-        nodes = asyncio.run(_ask(RayLauncher(address)))
+        nodes = asyncio.run(_list_nodes(RayLauncher(address)))
     except RollartError as error:
         sys.exit(str(error))
     print(json.dumps([asdict(node) for node in nodes]))

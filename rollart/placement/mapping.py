@@ -1,8 +1,8 @@
 """Automatic device mapping: which class each pool with `device: auto` gets, and why.
 
-Everything is compared per price, by the roofline. Training is compute-bound, unless its ranks wait for the link between
-them. Generation is as its tasks are: what a turn adds to the context is prefilled, and its answer is decoded in a batch
-with others. Environments want CPUs. A class that cannot hold the work is never chosen.
+Classes are compared by speed per price, on the roofline. Training is compute-bound, unless its ranks wait for the link
+between them. Generation depends on the tasks: what a turn adds to the context is prefilled, its answer is decoded in a
+batch with others. Environments run on CPUs. A class with too little memory is never chosen.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,12 +25,12 @@ from rollart.placement.workload import (
     turn_seconds,
 )
 
-_OWN = 1e-3  # weight of what suits a pool itself, below what suits the tasks
-_MOST_MAPPINGS = 20_000  # nine classes for four pools, and then some
+_POOL_WEIGHT = 1e-3  # breaks ties between mappings that are equal for the tasks
+_MAX_MAPPINGS = 20_000  # more than nine classes for four pools
 
 
 class Mapper:
-    """Chooses for one run on one inventory."""
+    """Chooses the classes of one run on one inventory."""
 
     def __init__(
         self,
@@ -41,22 +41,20 @@ class Mapper:
         measured: Mapping[str, WorkloadShape] | None = None,
     ) -> None:
         self._run, self._inventory, self._model = run, inventory, model
-        there = [classes[name] for name in inventory.classes if name in classes]
-        # A model on CPUs beside accelerators is never what was meant.
-        self._there = {device.name: device for device in there if device.name != "cpu"} or {
-            device.name: device for device in there
-        }
+        known = {name: classes[name] for name in inventory.classes if name in classes}
+        # Where there are accelerators, models never run on CPUs.
+        self._devices = {name: device for name, device in known.items() if name != "cpu"} or known
         self._shapes = {task.name: shape_of(task, measured) for task in run.tasks}
         batch, chunk = expected_batch(run), run.engine.prefill_chunk
-        self._cost = {  # of one turn
+        self._cost = {  # seconds x price of one turn
             (task.name, device.name): device.price
             * turn_seconds(Roofline(device, model), self._shapes[task.name], batch, chunk)
             for task in run.tasks
-            for device in self._there.values()
+            for device in self._devices.values()
         }
 
     def choices(self) -> dict[str, DeviceChoice]:
-        """For every pool with `device: auto`. Raises ConfigError if nothing that is there can hold the work of one."""
+        """For every pool with `device: auto`. Raises ConfigError if no device has enough memory for one."""
         left = {name: self._inventory.free(name) for name in self._inventory.classes}
         if self._inventory.overcommit:
             left["cpu"] = float("inf")
@@ -74,20 +72,18 @@ class Mapper:
                 left[chosen[name].devices[0]] -= pool.takes
         return chosen | self._for_generation({n: pool for n, pool in auto.items() if pool.role == "generate"}, left)
 
-    def _able(self, name: str, pool: PoolConfig) -> list[str]:
+    def _fitting(self, name: str, pool: PoolConfig) -> list[str]:
         need = need_of(self._run, pool, self._model)
-        able = [device.name for device in self._there.values() if need.fits(device)]
+        able = [device.name for device in self._devices.values() if need.fits(device)]
         if not able:
-            tried = "; ".join(need.told(device) for device in self._there.values()) or "no known device is there"
-            raise ConfigError(
-                f"pool {name!r} finds no class that can hold its work in {self._inventory.where}: {tried}"
-            )
+            tried = "; ".join(need.shortfall(device) for device in self._devices.values()) or "it has no known device"
+            raise ConfigError(f"pool {name!r}: no device of {self._inventory.where} has enough memory: {tried}")
         return able
 
     def _for_training(self, name: str, pool: PoolConfig, left: Mapping[str, float]) -> DeviceChoice:
         rates, moving = {}, []
-        for each in self._able(name, pool):
-            device, tokens = self._there[each], self._run.training.pack_tokens
+        for each in self._fitting(name, pool):
+            device, tokens = self._devices[each], self._run.training.pack_tokens
             compute, move = training_seconds(device, self._model, pool.count, tokens)
             rates[each] = 1 / (device.price * max(compute, move))
             if move > compute:
@@ -97,13 +93,13 @@ class Mapper:
         return DeviceChoice(tuple(order), f"{bound}: {_compared(order, rates)}")
 
     def _for_generation(self, pools: Mapping[str, PoolConfig], left: Mapping[str, float]) -> dict[str, DeviceChoice]:
-        """The mapping that serves each task best on the pool that suits it best, of those that have most room."""
+        """The best mapping for the tasks, of those that exceed the free devices least."""
         if not pools:
             return {}
-        able = {name: self._able(name, pool) for name, pool in pools.items()}
-        every = islice(product(*able.values()), _MOST_MAPPINGS)
+        able = {name: self._fitting(name, pool) for name, pool in pools.items()}
+        every = islice(product(*able.values()), _MAX_MAPPINGS)
         mappings = [dict(zip(pools, classes, strict=True)) for classes in every]
-        best = max(mappings, key=lambda mapping: (-_missing(mapping, pools, left), self._worth(mapping)))
+        best = max(mappings, key=lambda mapping: (-_missing(mapping, pools, left), self._score(mapping)))
         chosen = {}
         for name in pools:
             rates = {each: self._rate(name, each) for each in able[name]}
@@ -111,21 +107,21 @@ class Mapper:
             chosen[name] = DeviceChoice(tuple(order), f"{self._described(name)}: {_compared(order, rates)}")
         return chosen
 
-    def _worth(self, mapping: Mapping[str, str]) -> float:
+    def _score(self, mapping: Mapping[str, str]) -> float:
         """1.0 if every task may use a pool on the class that is best for it."""
         tasks = 0.0
         for task, share in shares(self._run.tasks):
             costs = [self._cost[task.name, device] for name, device in mapping.items() if may_use(task, name)]
             if costs:
-                tasks += share * min(self._cost[task.name, device] for device in self._there) / min(costs)
+                tasks += share * min(self._cost[task.name, device] for device in self._devices) / min(costs)
         own = [
-            self._rate(name, device) / max(self._rate(name, each) for each in self._there)
+            self._rate(name, device) / max(self._rate(name, each) for each in self._devices)
             for name, device in mapping.items()
         ]
-        return tasks + _OWN * sum(own)
+        return tasks + _POOL_WEIGHT * sum(own)
 
     def _rate(self, pool: str, device: str) -> float:
-        """Turns per price of the mix of tasks that may use the pool."""
+        """Turns per price, for the mix of tasks that may use the pool."""
         return 1 / sum(share * self._cost[task.name, device] for task, share in shares(self._users(pool)))
 
     def _users(self, pool: str) -> list[TaskConfig]:
@@ -140,7 +136,7 @@ class Mapper:
 
 
 def _missing(mapping: Mapping[str, str], pools: Mapping[str, PoolConfig], left: Mapping[str, float]) -> float:
-    """Devices that the mapping wants beyond those that are left."""
+    """Devices that the mapping needs beyond those that are left."""
     used = dict.fromkeys(mapping.values(), 0.0)
     for name, device in mapping.items():
         used[device] += pools[name].takes

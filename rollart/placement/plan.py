@@ -1,4 +1,4 @@
-"""A run before it starts: where each worker goes and why, how batches are filled, and what to beware of."""
+"""The plan of a run before it starts: where each worker goes and why, the batch, and warnings."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ EXTERNAL = "external"
 
 @dataclass(frozen=True, slots=True)
 class TaskPlacement:
-    """`pools` have the share of it that each should serve while all are busy, as far as its `shape` is known. The
-    router measures, and looks at the load."""
+    """`pools` has the share of the task that each should serve while all are busy, predicted from its `shape`; the
+    router itself measures."""
 
     task: str
     environments: int
@@ -42,7 +42,7 @@ class TaskPlacement:
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
-    """`devices` tells what each pool is called on a screen, emulated ones as such."""
+    """`devices` has the label of each emulated or external pool."""
 
     inventory: Inventory
     bindings: tuple[Binding, ...]
@@ -58,8 +58,8 @@ class PlacementPlan:
 
 
 def plan(run: RunFile, inventory: Inventory, measured: Mapping[str, WorkloadShape] | None = None) -> PlacementPlan:
-    """`measured` are the shapes of tasks, if they are known otherwise than by the run that the run file names. Raises
-    RollartError if the run cannot be placed."""
+    """`measured` are the shapes of tasks; by default those of the run file's `measured` run. Raises RollartError if the
+    run cannot be placed."""
     classes, model = run.device_classes(), model_shape(run)
     if measured is None and run.measured is not None:
         measured = measured_shapes(run.measured)
@@ -90,7 +90,7 @@ def plan(run: RunFile, inventory: Inventory, measured: Mapping[str, WorkloadShap
 
 
 def acts_as(run: RunFile, binding: Binding) -> tuple[str, float]:
-    """The device class that a worker behaves like, and how many times slower."""
+    """The device class that a worker behaves like, and its slowdown."""
     pool = run.all_pools()[binding.pool]
     return (pool.devices[0], pool.emulate) if pool.emulate else (binding.device, 1.0)
 
@@ -103,7 +103,7 @@ def _named(
     model: ModelShape,
     warnings: list[str],
 ) -> DeviceChoice:
-    """The classes that the user named, without those whose memory is too small."""
+    """The classes that the user named, without those with too little memory."""
     if pool.emulate:
         return DeviceChoice(("cpu",), "a CPU engine, paced")
     if name not in run.pools:
@@ -111,7 +111,7 @@ def _named(
     need = need_of(run, pool, model)
     small = [classes[each] for each in pool.devices if not need.fits(classes[each])]
     fitting = tuple(each for each in pool.devices if need.fits(classes[each]))
-    problems = [f"pool {name!r}: {need.told(device)}" for device in small]
+    problems = [f"pool {name!r}: {need.shortfall(device)}" for device in small]
     if not fitting:
         more = "more ranks, " if pool.role == "train" else "a smaller engine.kv_megabytes, engine.dtype: bfloat16, "
         raise PlacementError(f"{'; '.join(problems)}. What to do: {more}a larger class, or a smaller model.", name)
@@ -184,6 +184,6 @@ def _warnings(bindings: tuple[Binding, ...], inventory: Inventory, classes: Mapp
     unknown = [name for name in inventory.classes if name not in classes]
     if unknown:
         yield (
-            f"nobody knows what {', '.join(unknown)} can do, so nothing is placed there; define it in `devices`, "
-            f"or call it by one of {', '.join(classes)}"
+            f"the device class {', '.join(unknown)} is unknown, so nothing is placed there; define it in `devices`, "
+            f"or label it as one of {', '.join(classes)}"
         )

@@ -15,7 +15,7 @@ from rollart.placement.plan import PlacementPlan
 from rollart.placement.request import described
 
 _NAMED_NODES = 3
-_WORTH_TELLING = 0.05
+_MIN_SHARE = 0.05
 
 
 def placed(run: RunFile, plan: PlacementPlan) -> RenderableType:
@@ -81,7 +81,7 @@ def _tasks(plan: PlacementPlan) -> Table:
 
 
 def _split(pools: Mapping[str, float]) -> str:
-    large = sorted((name for name in pools if pools[name] >= _WORTH_TELLING), key=lambda name: -pools[name])
+    large = sorted((name for name in pools if pools[name] >= _MIN_SHARE), key=lambda name: -pools[name])
     return large[0] if len(large) == 1 else ", ".join(f"{pools[name]:.0%} {name}" for name in large)
 
 

@@ -1,4 +1,4 @@
-"""What a pool asks of placement, and the sentences that tell when it is not there."""
+"""What a pool requests of placement, and the error message when there is no room."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ _EXAMPLE_SLOWDOWN = 20000
 
 
 class PlacementError(ConfigError):
-    """What is asked for is not there; `pool` is the first that finds no place."""
+    """There is no room for a pool; `pool` is the first that does not fit."""
 
     def __init__(self, message: str, pool: str) -> None:
         super().__init__(message)
@@ -32,7 +32,7 @@ class DeviceChoice:
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
     """`workers` of one pool, on the classes of `choices` in order of preference. A worker takes `devices` of one node,
-    or on CPUs so many for each of its `threads`. `why` these choices, if the user did not name them."""
+    or on CPUs `devices` x `threads`. `why` explains choices that the user did not name."""
 
     pool: str
     role: str
@@ -47,10 +47,10 @@ class PlacementRequest:
 
 
 def refusal_of(
-    request: PlacementRequest, placed: int, most: int, inventory: Inventory, taken: Mapping[str, Counter[str]]
+    request: PlacementRequest, placed: int, fitting: int, inventory: Inventory, taken: Mapping[str, Counter[str]]
 ) -> str:
-    """`placed` of its workers found a place after other pools had `taken` theirs; with `most`, all pools would."""
-    wants = " or ".join(request.choices)
+    """`placed` of its workers fit after other pools have `taken` devices; with `fitting` workers, all pools would."""
+    classes = " or ".join(request.choices)
     each = f" of {request.threads} threads each" if "cpu" in request.choices and request.threads > 1 else ""
     if request.devices > 1:
         each = f", {request.devices} of one node for each{each}"
@@ -62,7 +62,7 @@ def refusal_of(
     if request.role == "train" and len(request.choices) > 1:
         room += " on devices of one class, which ranks need because they wait for each other"
     lines = [
-        f"pool {request.pool!r} wants {request.workers} {unit} on {wants}{each}, but {room}.",
+        f"pool {request.pool!r} wants {request.workers} {unit} on {classes}{each}, but {room}.",
         f"  There is, in {inventory.where}: " if inventory.where != "this machine" else "  This machine has: ",
     ]
     lines[-1] += "; ".join(described(inventory.nodes)) or "nothing"
@@ -73,11 +73,11 @@ def refusal_of(
     ]
     if shares:
         lines.append(f"  Taken already: {', '.join(shares)}.")
-    return "\n".join([*lines, f"  What to do: {'; or '.join(_ways_out(request, placed, most, inventory, taken))}."])
+    return "\n".join([*lines, f"  What to do: {'; or '.join(_remedies(request, placed, fitting, inventory, taken))}."])
 
 
 def described(nodes: Iterable[Node]) -> list[str]:
-    """Each node with its devices; nodes that have the same are told once."""
+    """Each node with its devices; nodes with the same devices share a line."""
 
     def devices(node: Node) -> str:
         has = []
@@ -87,37 +87,35 @@ def described(nodes: Iterable[Node]) -> list[str]:
         return ", ".join(has) or "no devices"
 
     groups = groupby(sorted(nodes, key=lambda node: (devices(node), node.name)), key=devices)
-    told = []
+    lines = []
     for what, alike in groups:
         names = [node.name for node in alike]
         who = names[0] if len(names) == 1 else f"{len(names)} nodes such as {names[0]}"
-        told.append(f"{who}: {what}")
-    return told
+        lines.append(f"{who}: {what}")
+    return lines
 
 
-def _ways_out(
-    request: PlacementRequest, placed: int, most: int, inventory: Inventory, taken: Mapping[str, Counter[str]]
+def _remedies(
+    request: PlacementRequest, placed: int, fitting: int, inventory: Inventory, taken: Mapping[str, Counter[str]]
 ) -> list[str]:
-    """What would help, the nearest thing first."""
-    key, first, ways = f"pools.{request.pool}", request.choices[0], []
-    if most:
-        ways.append(f"set {key}.count to {most}")
-    lacks = request.workers - (0 if request.role == "train" else placed)
+    """What would help, the smallest change first."""
+    key, first, remedies = f"pools.{request.pool}", request.choices[0], []
+    if fitting:
+        remedies.append(f"set {key}.count to {fitting}")
+    needed = request.devices * (request.workers - (0 if request.role == "train" else placed))
     left = {name: inventory.free(name) - sum(taken.get(name, {}).values()) for name in inventory.classes}
-    spare = [
-        name for name in left if name != "cpu" and name not in request.choices and left[name] >= lacks * request.devices
-    ]
+    spare = [name for name in left if name != "cpu" and name not in request.choices and left[name] >= needed]
     if spare and request.role != "environment":
         best = max(spare, key=lambda name: left[name])
         listed = ", ".join([*request.choices, best])
-        ways.append(f"allow a fallback, {key}.device: [{listed}] ({left[best]:g} {best} are free)")
+        remedies.append(f"allow a fallback, {key}.device: [{listed}] ({left[best]:g} {best} are free)")
     if "cpu" not in request.choices and request.role == "generate":
-        ways.append(f"try it without such devices, {key}: {{device: {first}, emulate: {_EXAMPLE_SLOWDOWN}, ...}}")
+        remedies.append(f"try it without such devices, {key}: {{device: {first}, emulate: {_EXAMPLE_SLOWDOWN}, ...}}")
     if inventory.overcommit:
-        ways.append(f"use this machine's CPUs with {key}.device: cpu")
-        ways.append(f"name a `cluster` that has {first}")
+        remedies.append(f"use this machine's CPUs with {key}.device: cpu")
+        remedies.append(f"name a `cluster` that has {first}")
     else:
-        ways.append(f"add nodes with {first}")
+        remedies.append(f"add nodes with {first}")
     if "cpu" in request.choices:
-        ways.append("remove `cluster`: on this machine CPUs may be shared")
-    return ways
+        remedies.append("remove `cluster`: on this machine CPUs may be shared")
+    return remedies

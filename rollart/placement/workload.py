@@ -1,4 +1,4 @@
-"""What the tasks of a run ask of engines and trainer, in numbers that a roofline can price."""
+"""The workload of a run: turns of its tasks and passes of its trainer, priced by the roofline."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -14,12 +14,12 @@ from rollart.hardware.roofline import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY, Mod
 from rollart.models import tiny
 
 MEASURED = "measured"
-_LIKELY = 0.5  # of the limits in the run file, until something was measured
+_LIKELY = 0.5  # fraction of the limits in the run file that is assumed before anything is measured
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadShape:
-    """An average turn: the tokens that it adds to the `context` before it, and those that it answers with."""
+    """An average turn: `prompt` tokens added to the `context`, and `decode` tokens of the answer."""
 
     prompt: float
     decode: float
@@ -28,7 +28,7 @@ class WorkloadShape:
 
     @property
     def kind(self) -> str:
-        """By tokens; one that is decoded costs more than one of a prompt."""
+        """By tokens; a decoded token costs more than a prompt token."""
         if self.decode >= self.prompt:
             return "decode-heavy"
         return "prefill-heavy" if self.prompt >= 2 * self.decode else "mixed"
@@ -50,7 +50,7 @@ def model_shape(run: RunFile) -> ModelShape:
 
 
 def shape_of(task: TaskConfig, measured: Mapping[str, WorkloadShape] | None = None) -> WorkloadShape:
-    """As measured; else half of what the run file allows, and of that only the part that a declared affinity names."""
+    """As measured; else half of the limits, and of that only the part that a declared affinity names."""
     if measured and task.name in measured:
         return measured[task.name]
     turn = task.max_context / task.max_turns
@@ -78,8 +78,8 @@ def measured_shapes(run_dir: Path) -> dict[str, WorkloadShape]:
 
 
 def turn_seconds(roofline: Roofline, shape: WorkloadShape, batch: int, chunk: int) -> float:
-    """An engine's time for one turn of many, while `batch` sequences are there: a pass decodes all of them, or prefills
-    as many as fill a `chunk`, so that they share the reading of the weights."""
+    """Engine time of one turn while `batch` sequences run: a pass decodes all of them, or prefills as many as fill a
+    `chunk`, and they share the reading of the weights."""
     new, mean = round(shape.prompt), shape.context + shape.prompt + shape.decode / 2
     shared = max(1, min(batch, chunk // max(new, 1)))
     work = prefill(new, round(shape.context))
@@ -88,28 +88,28 @@ def turn_seconds(roofline: Roofline, shape: WorkloadShape, batch: int, chunk: in
 
 
 def training_seconds(device: DeviceClass, model: ModelShape, ranks: int, tokens: int) -> tuple[float, float]:
-    """Of one pass over `tokens` on each rank: computing, and moving float32 weights and gradients at the same time. The
-    network between nodes is left out: it is the same for every class."""
+    """Of one pass over `tokens` on each rank: computing, and at the same time moving float32 weights and gradients. The
+    network between nodes is ignored: it is the same for every class."""
     compute = 3 * tokens * model.token_flops / (device.tflops * 1e12 * COMPUTE_EFFICIENCY)
     moved = 3 * 4 * model.parameters * (ranks - 1) / ranks
     return compute, moved / (device.link * 1e9 * MEMORY_EFFICIENCY)
 
 
 def may_use(task: TaskConfig, pool: str) -> bool:
-    """A pin names pools; any other affinity leaves all of them open."""
+    """A pin names pools; any other affinity allows all."""
     if isinstance(task.affinity, str):
         return task.affinity == pool or task.affinity in AFFINITIES
     return pool in task.affinity
 
 
 def shares(tasks: Iterable[TaskConfig]) -> list[tuple[TaskConfig, float]]:
-    """Of all turns, if each takes as many as it may."""
+    """The share of each task in all turns, at its limit of turns."""
     turns = [(task, task.weight * task.max_turns) for task in tasks]
     return [(task, number / sum(each for _, each in turns)) for task, number in turns]
 
 
 def in_flight(run: RunFile) -> int:
-    """Trajectories in the pipeline at most."""
+    """The maximum number of trajectories in the pipeline."""
     schedule = run.rollout.schedule()
     batches = 1 if schedule.one_batch else schedule.alpha + 1
     groups = batches * run.training.batch_groups + schedule.extra_groups * len(run.tasks)
@@ -117,6 +117,6 @@ def in_flight(run: RunFile) -> int:
 
 
 def expected_batch(run: RunFile) -> int:
-    """Sequences that decode together on an engine, if all that may run at once are spread evenly."""
+    """Sequences that decode together on an engine, if the maximum in flight is spread evenly."""
     engines = sum(pool.workers for pool in run.pools_of("generate").values())
     return max(1, min(run.engine.max_batch, in_flight(run) // engines))

@@ -267,16 +267,16 @@ def listens(port: int) -> bool:
 
 THROUGH_A_CLIENT = """
 import asyncio, json, sys
-from rollart.launch.launcher import Command, Wish
+from rollart.launch.launcher import Command, ResourceRequest
 from rollart.launch.ray import RayLauncher
-from rollart.services import rpc
+from rollart.launch import rpc
 
 async def main(address, services):
     launcher = RayLauncher(address)
     try:
         async with asyncio.timeout(90):
             command = Command("echo", ("-m", "echo_service"), {"word": "hello"}, environment={"PYTHONPATH": services})
-            started = await launcher.launch(command, Wish(("H800",)))
+            started = await launcher.launch(command, ResourceRequest(("H800",)))
             async with rpc.connected(started.answer["url"], key=launcher.key) as client:
                 word = await client.call("word", returns=str, deadline=10)
             print(json.dumps([started.device, word, sorted(d for node in await launcher.nodes() for d in node.total)]))

@@ -62,7 +62,7 @@ def test_a_cluster_that_is_not_there_is_told_with_what_to_do() -> None:
 def test_something_that_listens_but_is_no_cluster_is_given_up_at_the_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"ray://127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(ServiceError, match=r"did not tell its nodes within 0\.5 s.*--patience 2"):
+        with pytest.raises(ServiceError, match=r"did not list its nodes within 0\.5 s.*--patience 2"):
             nodes_of(address, patience=0.5)
 
 

@@ -91,9 +91,7 @@ def test_a_class_that_cannot_hold_the_model_is_not_chosen(model: dict[str, str])
     assert choices(made, there(L40S=8, B200=8))["t"].devices == ("B200",)
     tight = made.model_copy(update={"engine": made.engine.model_copy(update={"kv_megabytes": 40000})})
     assert choices(tight, there(L40S=8, B200=8))["p"].devices == ("B200",)
-    with pytest.raises(
-        ConfigError, match=r"pool 't' finds no class that can hold its work in the cluster: .*L40S has 48"
-    ):
+    with pytest.raises(ConfigError, match=r"pool 't': no device of the cluster has enough memory: .*L40S has 48"):
         choices(made, there(L40S=8))
 
 
@@ -106,10 +104,10 @@ def test_models_stay_off_cpus_beside_accelerators_and_use_them_on_a_laptop(model
     assert chosen["e"].why == "environments run on CPUs"
 
 
-def test_a_class_nobody_described_is_left_alone(model: dict[str, str]) -> None:
+def test_an_unknown_device_class_is_never_chosen(model: dict[str, str]) -> None:
     made = run(model, pools={"p": generate()})
     assert choices(made, there(TPU=8, H20=8))["p"].devices == ("H20",)
-    with pytest.raises(ConfigError, match="no known device is there"):
+    with pytest.raises(ConfigError, match="it has no known device"):
         choices(made, there(TPU=8))
 
 

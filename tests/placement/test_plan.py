@@ -97,5 +97,5 @@ def test_a_pinned_task_stays_on_its_pool() -> None:
     assert plan(run(pools=EMULATED, tasks=tasks), HERE).tasks[0].pools == {"bandwidth": 1.0}
 
 
-def test_a_class_that_nobody_described_is_warned_of() -> None:
-    assert "nobody knows what TPU can do" in plan(run(), there(TPU=4, cpu=8)).warnings[0]
+def test_an_unknown_device_class_is_a_warning() -> None:
+    assert "the device class TPU is unknown" in plan(run(), there(TPU=4, cpu=8)).warnings[0]
