@@ -88,7 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3, help="the best of so many counts")
     repeats = parser.parse_args().repeats
-    gc_tuning.calm()  # as every run does
+    gc_tuning.collect_rarely()  # as every run does
     measure(200)  # imports and caches
     seconds: dict[int, float] = {}
     for trajectories in (1_000, 3_000, 10_000, 30_000):

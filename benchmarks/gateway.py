@@ -130,7 +130,7 @@ async def direct(client: EngineClient, number: int, turns: int, spread: float) -
 
 
 async def agents(spec: dict[str, Any]) -> dict[str, Any]:
-    gc_tuning.calm()
+    gc_tuning.collect_rarely()
     connector = aiohttp.TCPConnector(limit=0)
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
@@ -237,7 +237,7 @@ def quantile(values: list[float], share: float) -> float:
 async def bench() -> dict[str, Any]:
     from rollart.gateway.template import ChatTemplate
 
-    gc_tuning.calm()
+    gc_tuning.collect_rarely()
     load = round(os.getloadavg()[0], 1)
     with tempfile.TemporaryDirectory() as made:
         folder, launcher = Path(made) / "model", LocalLauncher()

@@ -1,6 +1,6 @@
-"""What an agent is given: where to ask for generations, and which episode it plays. Standard library only.
+"""What an agent gets: the endpoint for completions and the episode it plays. Standard library only.
 
-A Python that has neither rollart nor its dependencies can import this, so agents may live in environments of their own.
+A Python without rollart and its dependencies can import this, so agents can run in their own environments.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Endpoint:
-    """`url` is the gateway, without a path. The key is valid until the episode ends. `tokenizer` is the policy's, a
-    folder, for clients that send tokens."""
+    """`url` is the gateway, without a path. The key is valid until the episode ends. `tokenizer` is the folder of the
+    policy's tokenizer, for clients that send tokens."""
 
     url: str
     key: str = field(repr=False)
@@ -31,11 +31,11 @@ class Endpoint:
 
     @property
     def keyed_url(self) -> str:
-        """For clients that cannot send a key: it is in the path. Add `/v1` for OpenAI's."""
+        """For clients that cannot send a key: it is in the path. OpenAI clients add `/v1`."""
         return f"{self.url}/k/{self.key}"
 
     def environ(self) -> dict[str, str]:
-        """The variables that clients look for."""
+        """The environment variables that clients read."""
         return {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_BASE": self.base_url,

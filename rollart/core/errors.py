@@ -18,7 +18,7 @@ class EngineFailed(RollartError):
 
 
 class EngineLost(EngineFailed):
-    """The engine itself is gone, and with it every request that it had."""
+    """The engine itself is gone, with all its requests."""
 
 
 class EnvironmentFailed(RollartError):

@@ -1,4 +1,4 @@
-"""The event log: one JSON line for each event, append-only, whole up to the last line that a kill cut short."""
+"""The event log: one JSON line per event, append-only. A kill can truncate only the last line."""
 
 from collections.abc import Callable, Iterator
 from errno import ENOSPC
@@ -11,17 +11,17 @@ from rollart.core.events import AnyEvent, Warned
 
 
 class EventLog:
-    """Appends to a file and tells listeners. Lines are flushed to the system at once, so a killed run keeps them."""
+    """Appends to a file and calls listeners. Lines are written unbuffered, so a killed run keeps them."""
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._encoder = msgspec.json.Encoder()
-        self._origin = clock() - _mend(path)
+        self._origin = clock() - _repair(path)
         self._file: BinaryIO = open(path, "ab", buffering=0)  # noqa: SIM115
         self._listeners: list[Callable[[AnyEvent], None]] = []
 
     def emit(self, event: AnyEvent) -> None:
-        """Raises OSError when the disk is full. A listener that fails is let go: a view never stops a run."""
+        """Raises OSError when the disk is full. A listener that fails is removed: a view never stops a run."""
         event.t = round(self._clock() - self._origin, 6)
         line = self._encoder.encode(event) + b"\n"
         if self._file.write(line) != len(line):
@@ -41,7 +41,7 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[AnyEvent]:
-    """A last line cut short by a kill is left out."""
+    """Leaves out a truncated last line."""
     decoder = msgspec.json.Decoder(AnyEvent)
     with open(path, "rb") as file:
         for line in file:
@@ -49,8 +49,8 @@ def read_events(path: Path) -> Iterator[AnyEvent]:
                 yield decoder.decode(line)
 
 
-def _mend(path: Path) -> float:
-    """Cut off a last line that a kill left unfinished; the time of the last event, or 0."""
+def _repair(path: Path) -> float:
+    """Remove a truncated last line; returns the time of the last event, or 0."""
     if not path.exists():
         return 0.0
     with open(path, "rb+") as file:

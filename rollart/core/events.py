@@ -1,4 +1,4 @@
-"""What can happen in a run: every state change is one typed event, and all views derive from them.
+"""The events of a run: every state change is one typed event, and all views derive from them.
 
 `t` is seconds since the run began, across resumes; the log sets it. Durations end at `t`.
 """
@@ -16,7 +16,7 @@ class Event(msgspec.Struct, tag_field="kind", tag=True, kw_only=True):
 
 
 class RunStarted(Event):
-    """`wall` is the wall-clock time, in seconds since 1970. `emulated` tells the pools whose devices are not real."""
+    """`wall` is the wall-clock time, in seconds since 1970. `emulated` are the pools whose devices are emulated."""
 
     name: str
     preset: str
@@ -43,7 +43,7 @@ class ServiceStarted(Event):
 
 
 class Placed(Event):
-    """Where a worker of a pool runs: the device class that was wanted and the one it got, its node, and why there."""
+    """Where a worker runs: the device class that its pool `wanted`, the one it got, its node, and why."""
 
     role: str
     pool: str
@@ -55,7 +55,7 @@ class Placed(Event):
 
 
 class RolledBack(Event):
-    """The trainer was lost and goes on from its checkpoint of `version`."""
+    """The trainer was lost and continues from its checkpoint of `version`."""
 
     version: int
     reason: str
@@ -90,7 +90,7 @@ class GroupReady(Event):
 
 
 class GroupDropped(Event):
-    """A group that will not be trained, with the trainable trajectories that go with it."""
+    """A group that will not be trained, and the number of its trainable trajectories."""
 
     group: str
     task: str
@@ -99,7 +99,7 @@ class GroupDropped(Event):
 
 
 class Quarantined(Event):
-    """A task that keeps failing is left out of the mixture; it is tried again after `wait_s`."""
+    """A task that keeps failing leaves the mixture; it is probed after `wait_s`."""
 
     task: str
     reason: str
@@ -107,7 +107,7 @@ class Quarantined(Event):
 
 
 class Released(Event):
-    """A task that was left out for `seconds` works again and is back in the mixture."""
+    """A task that was quarantined for `seconds` works again and is back in the mixture."""
 
     task: str
     seconds: float
@@ -128,14 +128,14 @@ class EnvironmentReset(Event):
 
 
 class ResetHedged(Event):
-    """A reset was so slow that a second one began beside it; whether that one was the first to answer well."""
+    """A slow reset got a second one in parallel; `won` if the second succeeded first."""
 
     task: str
     won: bool
 
 
 class EnvironmentLost(Event):
-    """A call of an environment failed or missed its deadline, and its process with all that it started is gone. A reset
+    """A call of an environment failed or missed its deadline; its process and all that it started were killed. A reset
     may be `retried` on a fresh one."""
 
     task: str
@@ -146,8 +146,8 @@ class EnvironmentLost(Event):
 
 class TurnDone(Event):
     """Generation of `generate_s`, ended `env_s` before `t`, then an environment step of `env_s`. `why` the request went
-    to this engine, and the `predicted_s` of it; `fetched` of the cached tokens came from the engine `prefilled_by`, or
-    from wherever the conversation was before."""
+    to this engine, and its predicted time; `fetched` of the cached tokens came from the engine `prefilled_by`, or from
+    the one that had the conversation before."""
 
     trajectory: str
     task: str
@@ -175,12 +175,12 @@ class Scored(Event):
     seconds: float
 
 
-CANCELLED = "it was cancelled"  # the reason of a call that nobody wanted any more, which is no failure
+CANCELLED = "it was cancelled"  # the reason of a cancelled call, which is not a failure
 
 
 class RewardCalled(Event):
-    """What a score has cost, whether it was had or not. `billed_s` is what the function's side charges for; `cold` that
-    it had to start first, `first_byte_s` how long the last answer took to begin; `hedges` are second requests."""
+    """The cost of one score, successful or not. `billed_s` is what the platform charges for; `cold`: the function
+    had to start first; `first_byte_s` of the last response; `hedges` are second requests."""
 
     trajectory: str
     task: str
@@ -196,9 +196,7 @@ class RewardCalled(Event):
 
 
 class AgentPlayed(Event):
-    """What an agent asked for in an episode: its `completions` lie in so many `segments`. `forks` continued no
-    conversation to its end, `retries` asked the same again; `undelivered` answers met a client that was gone;
-    `mismatches` are answers whose text, tokenized again, would have given other tokens than were sampled."""
+    """The requests of an agent in one episode; see `rollart.core.types.CaptureCounts`."""
 
     trajectory: str
     task: str
@@ -239,8 +237,8 @@ class BatchTaken(Event):
 
 
 class StepDone(Event):
-    """The optimizer step that made `version`. `gaps` between the engine's logprobs and the trainer's. Values that are
-    not finite are left out: a step that is skipped for them has said so."""
+    """The optimizer step that gave `version`. `gaps` between the engine's logprobs and the trainer's. Values that are
+    not finite are left out: the trainer warns of the step that it skips for them."""
 
     version: int
     seconds: float
@@ -260,9 +258,7 @@ class Published(Event):
 
 
 class EngineSwapped(Event):
-    """`seconds` from the order to the swap; of these, `transfer_s` to get and check the weights while generation went
-    on, and `exposed_s` in which no step could run, or ran emptier because requests were waited for. `recomputed` tokens
-    in flight needed KV of the new weights; `recompute_s` went into making such KV after the swap before this one."""
+    """`seconds` from the order to the swap; the other fields are those of `rollart.core.types.LoadResult`."""
 
     engine: str
     version: int
@@ -290,12 +286,12 @@ class EngineSample(Event):
 
     @classmethod
     def of(cls, engine: str, status: EngineStatus) -> "EngineSample":
-        told = {name: getattr(status, name) for name in cls.__struct_fields__ if name not in ("t", "engine")}
-        return cls(engine=engine, **told)
+        counters = {name: getattr(status, name) for name in cls.__struct_fields__ if name not in ("t", "engine")}
+        return cls(engine=engine, **counters)
 
 
 class PipelineSample(Event):
-    """Trajectories by where they are, environments in use and processes for them, sampled."""
+    """Trajectories by stage, environments in use and processes for them, sampled."""
 
     running: int
     scoring: int
@@ -306,8 +302,8 @@ class PipelineSample(Event):
 
 
 class Evaluated(Event):
-    """Held-out episodes, begun at `version`; beside training, later versions may play the rest. `failed` could not be
-    played and are not in `success`."""
+    """Held-out episodes, started at `version`; while training goes on, later versions may play the rest. `failed` ones
+    could not be played and do not count in `success`."""
 
     version: int
     task: str

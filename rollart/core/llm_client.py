@@ -1,6 +1,6 @@
-"""One question to a language model behind any endpoint that speaks OpenAI's chat completions.
+"""A chat completion from any endpoint that speaks OpenAI's API.
 
-For judges and opponents, which run in other Pythons and on other platforms: standard library only, from 3.9 on.
+For judges and opponents, which run in other Pythons and on other platforms: standard library only, Python 3.9 or later.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-ANSWER_BYTES = 1_000_000
+MAX_RESPONSE_BYTES = 1_000_000
 
 
 class NoReply(RuntimeError):
-    """The end of a sentence that begins with whom we asked."""
+    """The message ends a sentence that begins with the name of the model."""
 
 
 def ask(
@@ -28,25 +28,25 @@ def ask(
     timeout: float = 60.0,
     whole: bool = True,
 ) -> str:
-    """What the model says. `url` ends before `/chat/completions`; `key` is the environment variable that may hold the
-    API key; `options` go into the request. With `whole`, an answer that was cut off is none. Raises NoReply."""
+    """The model's reply. `url` ends before `/chat/completions`; `key` is the environment variable that may hold the API
+    key; `options` are added to the request. With `whole`, a truncated reply is an error. Raises NoReply."""
     body = {"model": model, "messages": messages, **(options or {})}
     return reply_in(_post(f"{url.rstrip('/')}/chat/completions", body, key, timeout), whole)
 
 
 def reply_in(answer: Any, whole: bool = True) -> str:
-    """Raises NoReply if nothing was said, or it was cut off or refused."""
+    """The text of a response. Raises NoReply if it is empty, truncated or a refusal."""
     try:
         choice = answer["choices"][0]
         content, refusal = choice["message"].get("content"), choice["message"].get("refusal")
     except (KeyError, IndexError, TypeError, AttributeError):
-        raise NoReply(f"answered what is no chat completion: {str(answer)[:200]!r}") from None
+        raise NoReply(f"did not return a chat completion: {str(answer)[:200]!r}") from None
     if refusal or choice.get("finish_reason") == "content_filter":
         raise NoReply(f"refused: {str(refusal or content)[:200]!r}")
     if whole and choice.get("finish_reason") == "length":
-        raise NoReply("was cut off before it was done; give it more `max_tokens` in `options`")
+        raise NoReply("was cut off; give it more `max_tokens` in `options`")
     if not isinstance(content, str) or (whole and not content.strip()):
-        raise NoReply("said nothing")
+        raise NoReply("gave an empty reply")
     return content
 
 
@@ -58,9 +58,9 @@ def _post(url: str, body: dict[str, Any], key: str, timeout: float) -> Any:
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=timeout) as response:
-            return json.loads(response.read(ANSWER_BYTES))
+            return json.loads(response.read(MAX_RESPONSE_BYTES))
     except urllib.error.HTTPError as error:
         with error:
             raise NoReply(f"answered HTTP {error.code}: {error.read(300)!r}") from None
     except (OSError, ValueError) as error:
-        raise NoReply(f"gave no answer at {url}: {error}") from error
+        raise NoReply(f"did not reply at {url}: {error}") from error

@@ -1,4 +1,4 @@
-"""What the control plane needs from the world. Real services and modelled ones implement the same protocols."""
+"""What the control plane needs: protocols that real and simulated services implement."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -31,8 +31,8 @@ class Engine(Protocol):
         ...
 
     async def prefill(self, request: GenerationRequest) -> int:
-        """Compute the KV of the request's context and keep it for another engine to fetch; how many tokens were
-        computed. Raises EngineFailed."""
+        """Compute the KV of the context and keep it for another engine to fetch; returns the number of tokens computed.
+        Raises EngineFailed."""
         ...
 
     async def abort(self, request_id: str) -> None: ...
@@ -58,19 +58,19 @@ class TokenStream:
 
 @runtime_checkable
 class StreamingEngine(Protocol):
-    """An engine that tells of tokens before the answer is complete; one that is not gives its answers whole."""
+    """An engine that can stream tokens; the others return whole answers."""
 
     async def stream(self, request: GenerationRequest, listener: TokenStream) -> Completion:
-        """As `generate`. An answer that ended because it was enough has the finish `length`, and perhaps more tokens
-        than were heard of."""
+        """As `generate`. An answer that `on_tokens` ended has the finish `length`, and may have more tokens than were
+        streamed."""
         ...
 
 
 class Environment(Protocol):
     """What an environment author writes: synchronous, one episode at a time, isolated by our worker.
 
-    An observation is the text of a user message, or a list of `{"role": ..., "content": ...}`. `step` answers with
-    `(observation, reward or None, done)` or with a dict of the fields of `rollart.core.types.Step`.
+    An observation is the text of a user message, or a list of `{"role": ..., "content": ...}`. `step` returns
+    `(observation, reward or None, done)` or a dict of the fields of `rollart.core.types.Step`.
     """
 
     def reset(self, seed: int) -> object: ...
@@ -81,7 +81,7 @@ class Environment(Protocol):
 
 
 class ClaimedEnvironment(Protocol):
-    """One environment, ours alone until the claim is released. Every call has a deadline; raises EnvironmentFailed."""
+    """One environment, exclusive until the claim is released. Every call has a deadline; raises EnvironmentFailed."""
 
     async def reset(self, seed: int) -> tuple[Message, ...]: ...
 
@@ -99,13 +99,13 @@ class Generate(Protocol):
 
 
 class ClaimedAgent(Protocol):
-    """A program that drives one episode itself, asking for generations as it likes."""
+    """A program that drives one episode itself and requests completions."""
 
     async def play(
         self, id: str, seed: int, held_out: bool, generate: Generate, captured: Callable[[CapturedEpisode], None]
     ) -> Step:
-        """The whole episode: its reward, if the program gives one. `captured` hears, however it ends, what was sampled.
-        Raises EnvironmentFailed, EngineFailed or RewardFailed."""
+        """The whole episode; returns its reward, if the program gives one. `captured` is called with what was sampled,
+        however it ends. Raises EnvironmentFailed, EngineFailed or RewardFailed."""
         ...
 
 
@@ -115,12 +115,12 @@ class AgentPool(Protocol):
 
 class RewardInvoker(Protocol):
     async def score(self, task: str, episode: Episode) -> RewardResult:
-        """Raises RewardFailed, never answers 0 for a failure."""
+        """Raises RewardFailed; a failure is never a reward of 0."""
         ...
 
 
 class Renderer(Protocol):
-    """Turns messages into tokens, increment by increment, so that generated tokens are never rendered again."""
+    """Turns messages into tokens incrementally, so that generated tokens are never tokenized again."""
 
     stop: tuple[int, ...]
 
@@ -133,7 +133,7 @@ class Renderer(Protocol):
         ...
 
     def may_fit(self, messages: Sequence[Message], tokens: int) -> bool:
-        """False if the messages have more than so many tokens; found out without rendering much more than that."""
+        """False if the messages have more than `tokens` tokens; cheap even for long messages."""
         ...
 
     def text(self, tokens: Sequence[int]) -> str:

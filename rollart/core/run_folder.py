@@ -1,4 +1,4 @@
-"""Where a run keeps its things: `<output>/<name>-<n>`."""
+"""The folder of a run: `<output>/<name>-<n>`."""
 
 import re
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""Sequences of numbers that are only counted: equal numbers in a row are kept once.
+"""Run-length encoded integer sequences: equal numbers in a row are stored once.
 
-A simulated answer of ten thousand tokens has no tokens to speak of, only their number and the versions that made them.
-Such sequences go through the control plane in the place of lists. The helpers here treat both alike.
+A simulated answer of ten thousand tokens has no token values, only their number and the versions that sampled them. The
+control plane handles such sequences in place of lists; the helpers here accept both.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class RunLength(Struct, frozen=True, gc=False):
-    """`spans` are pairs of a number and how often it comes; `length` is the length of all.
+    """`spans` are pairs of a value and its count; `length` is the total.
 
     >>> list(RunLength.of(7, 2) + RunLength.of(8, 1)), len(RunLength.of(7, 3) + RunLength.of(7, 4))
     ([7, 7, 8], 7)
@@ -40,7 +40,7 @@ class RunLength(Struct, frozen=True, gc=False):
     def __getitem__(self, index: int | slice) -> "int | RunLength":
         if isinstance(index, slice):
             if index != slice(None):
-                raise TypeError("a compact sequence can be copied whole, not in part")
+                raise TypeError("a run-length sequence has no slices but [:]")
             return self
         if index == -1:
             return self.spans[-1][0]
@@ -60,27 +60,27 @@ class RunLength(Struct, frozen=True, gc=False):
 
 @lru_cache(maxsize=1 << 16)
 def run_of(value: int, count: int) -> RunLength:
-    """The same object for the same run: short ones come again and again."""
+    """Cached: short runs occur again and again."""
     return RunLength.of(value, count)
 
 
 def lowest(values: "Sequence[int] | RunLength") -> int:
-    """The least of them; raises ValueError if there is none."""
+    """The minimum. Raises ValueError if there is none."""
     return values.lowest if isinstance(values, RunLength) else min(values)
 
 
-def kept(values: Sequence[T]) -> tuple[T, ...]:
-    """To be kept as it is: a list as a tuple; a compact sequence never changes."""
+def frozen(values: Sequence[T]) -> tuple[T, ...]:
+    """An immutable copy: a list as a tuple; a run-length sequence is immutable already."""
     return tuple(values) if isinstance(values, list) else values  # type: ignore[return-value]
 
 
 def fingerprint(values: Sequence[int]) -> int:
-    """Equal sequences have equal ones."""
+    """A hash of the content."""
     return hash(tuple(values)) if isinstance(values, list) else hash(values)
 
 
 def joined(context: list[int], more: list[int]) -> list[int]:
-    """`context` and then `more`. A list grows in place."""
+    """`context` followed by `more`. A list grows in place."""
     if isinstance(more, list):
         context += more
         return context

@@ -1,11 +1,11 @@
-"""Which freedoms a run has. The five presets are settings of one scheduler, so that they can be compared honestly."""
+"""Settings of the scheduler. The five presets are settings of the same scheduler, so comparisons are fair."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`alpha` is the staleness bound in versions; the flags take freedoms away from the full `rollart` schedule."""
+    """`alpha` is the staleness bound in versions; each flag restricts the full `rollart` schedule."""
 
     alpha: int = 1
     lockstep: bool = False  # all trajectories of a task generate together, then step together, turn by turn
@@ -18,10 +18,10 @@ class Schedule:
     extra_groups: int = 0
 
     def within(self, oldest: int | None, version: int) -> bool:
-        """May tokens as old as `oldest` be trained on `version`?
+        """Whether tokens as old as `oldest` may be trained on `version`.
 
-        After a resume from an earlier checkpoint tokens can be newer than the policy: the bound is on age, and the
-        importance weights answer for the rest."""
+        After a resume from an earlier checkpoint tokens can be newer than the policy: the bound is on age only, and
+        importance weights correct the rest."""
         return oldest is None or not self.enforce or version - oldest <= self.alpha
 
 
@@ -36,13 +36,13 @@ def preset(name: str, alpha: int, window: float, extra_members: int, extra_group
         return Schedule(alpha=alpha, enforce=False, window=alpha + 1.0)
     if name == "rollart":
         return Schedule(alpha=alpha, window=window, extra_members=extra_members, extra_groups=extra_groups)
-    raise ValueError(f"no preset is named {name!r}")
+    raise ValueError(f"there is no preset {name!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class QuarantineRule:
-    """A task is quarantined when `rate` of its last `window` trajectories failed, with at least `min_count` of them
-    seen, or when `groups` in a row were given up. The first probe comes after `wait` seconds."""
+    """A task is quarantined when `rate` of its last `window` trajectories failed, of at least `min_count`, or when
+    `groups` in a row were dropped. The first probe comes after `wait` seconds."""
 
     rate: float = 0.5
     window: int = 50

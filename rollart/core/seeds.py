@@ -1,4 +1,4 @@
-"""Seeds from names: the same run asks for the same episodes and the same random numbers, in whatever order."""
+"""Seeds from names: a run has the same episodes and random numbers, whatever the order of events."""
 
 from hashlib import blake2b
 

@@ -1,7 +1,7 @@
-"""The nouns. Everything in rollart speaks in these; none of them does anything.
+"""The vocabulary of rollart: records without behaviour.
 
 All are plain records of plain values, so msgspec can carry each of them over a wire or into a file unchanged. Messages
-and turns are kept by the million, so they are structs of tuples, which the garbage collector never has to visit.
+and turns are kept by the million, so they are structs of tuples, which the garbage collector does not scan.
 """
 
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ class Message(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What an environment answers to an action. `truncated`: it ended by a limit, not by its own rules."""
+    """What an environment returns for an action. `truncated`: it ended by a limit, not by its own rules."""
 
     messages: tuple[Message, ...]
     reward: float | None = None
@@ -92,9 +92,9 @@ class Completion(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """Counters grow from the engine's start; `busy_s` is the time spent inside forward passes, and `late_s`, for an
-    emulated device, how much longer they took here than they would have there. `kv_reserved` is what running and
-    waiting requests need at their full possible length; `emulated` says which device is emulated, if one is."""
+    """Counters since the engine's start; `busy_s` is the time inside forward passes, and `late_s`, for an emulated
+    device, how much longer they took here than on the device. `kv_reserved` is what running and waiting requests need
+    at their maximum length; `emulated` is the emulated device, if any."""
 
     version: int
     running: int
@@ -123,11 +123,10 @@ class Publication(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """Weights that an engine has taken: `transfer_s` is what it took to get and check them, while generation went on,
-    and `exposed_s` how long no step could run for it, or was emptier because requests in flight were waited for.
-    `transport` is how they came. `recomputed` tokens of requests in flight had KV of the old weights, which has to be
-    made anew; `recompute_s` is what that has cost after the swap before this one, kept sessions' KV included, where the
-    engine can tell."""
+    """An engine's weight swap: `transfer_s` to fetch and check the weights while generation went on, and `exposed_s` in
+    which no step could run, or ran with a smaller batch because requests were drained. `recomputed` tokens of running
+    requests had KV of the old weights; `recompute_s` is what recomputing it cost after the previous swap, cached
+    sessions included, where the engine measures it."""
 
     version: int
     transfer_s: float = 0.0
@@ -141,7 +140,7 @@ class LoadResult:
 class Turn(Struct, frozen=True, gc=False):
     """Observation in, action out. `prompt` holds only the tokens that this observation added to the context.
 
-    Turns of one `segment` continue each other. An agent that alters its history, or has several conversations, begins
+    Turns of one `segment` continue each other. An agent that rewrites its history, or has several conversations, starts
     another segment, whose first prompt is the whole context: what it shares with an earlier one is trained there."""
 
     messages: tuple[Message, ...]
@@ -166,7 +165,7 @@ class EpisodeTurn:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """What a reward function sees: the conversation, what the environment said, and nothing of the machinery."""
+    """What a reward function gets: the conversation and the environment's rewards and info."""
 
     id: str
     task: str
@@ -188,9 +187,9 @@ class RewardResult:
 
 
 class CaptureCounts(Struct):
-    """What a client did. A fork is a request whose context continues no conversation to its end, after the first; a
-    retry is one whose messages had been answered before. `undelivered` answers met a client that was gone, and are
-    never trained. `mismatches` are answers whose text, tokenized again, gives other tokens than were sampled."""
+    """What a client did. A fork is a request, after the first, whose context continues no conversation to its end; a
+    retry has the same messages as an earlier request. `undelivered` answers, whose client was gone, are never trained.
+    `mismatches` are answers whose text, tokenized again, gives other tokens than were sampled."""
 
     requests: int = 0
     completions: int = 0
@@ -203,7 +202,7 @@ class CaptureCounts(Struct):
 
 class CapturedEpisode(Struct, frozen=True):
     """An episode as it was sampled, in the order of delivery. `truncated`: a limit refused a request; `cut`: the last
-    answer ended at a limit of its length."""
+    answer reached its maximum length."""
 
     turns: tuple[Turn, ...]
     counts: CaptureCounts
@@ -212,7 +211,7 @@ class CapturedEpisode(Struct, frozen=True):
 
     @property
     def limited(self) -> bool:
-        """Whether a program that ends here may do so because of a limit."""
+        """Whether a limit may be why the program ended."""
         return self.truncated or self.cut
 
 
@@ -237,7 +236,7 @@ class Trajectory(Struct, frozen=True):
 
     @property
     def oldest(self) -> int | None:
-        """The oldest policy version that made one of its tokens."""
+        """The oldest policy version that sampled one of its tokens."""
         return min((lowest(turn.versions) for turn in self.turns if turn.versions), default=None)
 
     @property
@@ -251,9 +250,9 @@ class Trajectory(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A trajectory as the trainer sees it: one token sequence. `mask` is 1 where the policy made the token, by sampling
-    at `temperature`: logprobs are those of the distribution that it was drawn from. Where a trajectory has several
-    segments, each is a sample, and `trajectory` says of what; their reward counts once."""
+    """A trajectory as the trainer gets it: one token sequence. `mask` is 1 where the policy sampled the token, at
+    `temperature`; logprobs are those of that distribution. Each segment of a trajectory is a sample, with the id of its
+    `trajectory`; their reward counts once."""
 
     id: str
     task: str
@@ -280,7 +279,7 @@ class SampleGroup:
 
     @property
     def rewards(self) -> dict[str, float]:
-        """By trajectory, each once."""
+        """By trajectory."""
         return {sample.owner: sample.reward for sample in self.samples}
 
 
@@ -306,7 +305,7 @@ class LogprobGap:
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """`version` is the one that the step made. `warnings` are sentences about what the trainer finds suspect."""
+    """`version` is the new version. `warnings` are sentences about what looks wrong to the trainer."""
 
     version: int
     seconds: float

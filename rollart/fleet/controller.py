@@ -39,7 +39,7 @@ _LOSSES = 3
 
 async def train(run: RunFile, directory: Path, *, resume: bool = False, on_log: OnLog | None = None) -> dict[str, Any]:
     """Train as the run file says and leave everything in `directory`. Answers with the summary."""
-    gc_tuning.calm()
+    gc_tuning.collect_rarely()
     if resume:
         _check_same_run(run, directory)
     directory.mkdir(parents=True, exist_ok=True)

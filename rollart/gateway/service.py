@@ -43,7 +43,7 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
     async def close(key: str) -> CapturedEpisode:
         return tenants.close(key)
 
-    gc_tuning.calm()
+    gc_tuning.collect_rarely()
     async with served(app, spec.get("bind", LOOPBACK), spec["port"]) as url:
 
         async def address() -> str:

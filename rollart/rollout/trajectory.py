@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from rollart.core.errors import EngineFailed, EnvironmentFailed, RewardFailed
 from rollart.core.events import NULL_SINK, EnvironmentReset, EventSink, Scored, TrajectoryEnded, TrajectoryStarted
 from rollart.core.protocols import AgentPool, ClaimedEnvironment, EnvironmentPool, Renderer, RewardInvoker
-from rollart.core.run_length import joined, kept, lowest
+from rollart.core.run_length import frozen, joined, lowest
 from rollart.core.seeds import seed_of
 from rollart.core.types import (
     Completion,
@@ -313,11 +313,11 @@ def _turn(
 ) -> Turn:
     return Turn(
         messages=messages,
-        prompt=kept(prompt),
+        prompt=frozen(prompt),
         action=action,
-        tokens=kept(completion.tokens),
-        logprobs=kept(completion.logprobs),
-        versions=kept(completion.versions),
+        tokens=frozen(completion.tokens),
+        logprobs=frozen(completion.logprobs),
+        versions=frozen(completion.versions),
         finish=completion.finish,
         reward=step.reward,
         generate_s=seconds[0],

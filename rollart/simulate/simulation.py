@@ -58,7 +58,7 @@ def simulate(
     `on_progress` gets the number of steps done and the virtual time."""
     if seed is not None:
         scenario = scenario.model_copy(update={"seed": seed})
-    with gc_tuning.off():  # a simulation makes no reference cycles
+    with gc_tuning.disabled():  # a simulation makes no reference cycles
         return clock.run(Simulation(scenario, folder, until, on_progress).run())
 
 

@@ -3,7 +3,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.core.run_length import RunLength, fingerprint, joined, kept, lowest
+from rollart.core.run_length import RunLength, fingerprint, frozen, joined, lowest
 
 spans = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), min_size=1, max_size=5)
 
@@ -38,8 +38,8 @@ def test_a_list_grows_in_place_and_runs_replace_an_empty_one() -> None:
 
 def test_lists_are_kept_as_tuples_and_runs_as_they_are() -> None:
     compact = RunLength.of(1, 2)
-    assert kept([1, 2]) == (1, 2)
-    assert kept(compact) is compact  # type: ignore[arg-type, comparison-overlap]
+    assert frozen([1, 2]) == (1, 2)
+    assert frozen(compact) is compact  # type: ignore[arg-type, comparison-overlap]
 
 
 def test_only_equal_sequences_share_a_fingerprint() -> None:

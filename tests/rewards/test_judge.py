@@ -75,7 +75,7 @@ def test_the_last_score_that_the_judge_gives_is_the_reward(reply, score):
         ("Score: very good", 200, "gave no score"),
         ("Score: 11", 200, "gave 11, which is not between 0 and 10"),
         ("Score: -1", 200, "gave -1, which is not between"),
-        ("", 200, "said nothing"),
+        ("", 200, "gave an empty reply"),
         (
             {"choices": [{"message": {"content": None, "refusal": "I would rather not"}}]},
             200,
@@ -83,10 +83,10 @@ def test_the_last_score_that_the_judge_gives_is_the_reward(reply, score):
         ),
         ({"choices": [{"message": {"content": "Score: 1"}, "finish_reason": "content_filter"}]}, 200, "refused"),
         ({"choices": [{"message": {"content": "Score: 1"}, "finish_reason": "length"}]}, 200, "was cut off"),
-        ({"choices": []}, 200, "no chat completion"),
-        ({"choices": [{"message": {"content": ["Score: 1"]}}]}, 200, "said nothing"),
-        (["Score: 1"], 200, "no chat completion"),
-        (b"<html>Score: 1", 200, "gave no answer"),
+        ({"choices": []}, 200, "did not return a chat completion"),
+        ({"choices": [{"message": {"content": ["Score: 1"]}}]}, 200, "gave an empty reply"),
+        (["Score: 1"], 200, "did not return a chat completion"),
+        (b"<html>Score: 1", 200, "did not reply"),
         ("Score: 1", 500, "HTTP 500"),
         ("Score: 1", 429, "HTTP 429"),
     ],
@@ -99,7 +99,7 @@ def test_a_judge_that_gives_no_clear_score_is_a_failure_and_never_a_reward(answe
 def test_a_judge_that_is_not_there_is_a_failure():
     with endpoint("") as (url, _):
         pass
-    with pytest.raises(JudgeFailed, match="gave no answer"):
+    with pytest.raises(JudgeFailed, match="did not reply"):
         judge(EPISODE, url=url, model="judge")
 
 

@@ -214,7 +214,7 @@ def test_a_frozen_policy_of_ours_can_be_the_opponent(
         games = asyncio.run(play(url))
     assert all(step.reward == 1.0 and "does not follow the correct format" in step.info["reason"] for _, step in games)
     assert {step.info["seat"] for _, step in games} == {0}
-    with pytest.raises(EnvironmentFailed, match="the opponent rival gave no answer at"):
+    with pytest.raises(EnvironmentFailed, match="the opponent rival did not reply at"):
         asyncio.run(play(url))
 
 
