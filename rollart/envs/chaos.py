@@ -53,6 +53,7 @@ class Chaos:
         self,
         env: str,
         args: dict[str, Any] | None = None,
+        *,
         hang: float = 0.0,
         crash: float = 0.0,
         wrong: float = 0.0,

@@ -20,6 +20,7 @@ class GuessNumber:
 
     def __init__(
         self,
+        *,
         top: int = 99,
         min_width: int = 11,
         max_width: int = 15,

@@ -67,7 +67,7 @@ class EnvironmentProcess:
         return str(load(player)(self._environment, random.Random(seed), **args))
 
     def demonstrate(
-        self, env: str, args: dict[str, Any], player: str, player_args: dict[str, Any], seed: int, turns: int
+        self, *, env: str, args: dict[str, Any], player: str, player_args: dict[str, Any], seed: int, turns: int
     ) -> tuple[Any, list[tuple[str, Any]]]:
         """A training episode by the scripted player: the reply of `reset`, then each action and the reply of `step`."""
         first = self.reset(env, args, False, seed)

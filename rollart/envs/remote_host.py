@@ -11,7 +11,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rollart.core.errors import ServiceError
-from rollart.launch.keepalive import enable_keepalive
 from rollart.launch.launcher import Command, Node, ResourceRequest, ServiceHandle, Unsatisfiable
 from rollart.workers.host import KEY
 from rollart.workers.worker_process import CallRaised, ProcessLost, WorkerProcess
@@ -67,10 +66,7 @@ class RemoteHost:
         process = WorkerProcess(command.spec["limit"])
         try:
             async with asyncio.timeout(CONNECT_S):
-                transport, _ = await asyncio.get_running_loop().create_connection(lambda: process, *self._address)
-                enable_keepalive(transport.get_extra_info("socket"))
-                transport.write(self.key.encode() + b"\n")
-                await process.started
+                await process.connect(self._address, self.key)
                 for path in command.spec["imports"]:
                     if ".py:" not in path:
                         await process.call("find", {"env": path}, CONNECT_S)

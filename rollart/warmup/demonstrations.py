@@ -75,7 +75,14 @@ async def _in_process(task: TaskConfig) -> AsyncIterator[PlayEpisode]:
     process = EnvironmentProcess()
 
     async def play(seed: int, deadline: float) -> Any:
-        return process.demonstrate(task.env, task.args, str(task.player), task.player_args, seed, task.max_turns)
+        return process.demonstrate(
+            env=task.env,
+            args=task.args,
+            player=str(task.player),
+            player_args=task.player_args,
+            seed=seed,
+            turns=task.max_turns,
+        )
 
     try:
         yield play

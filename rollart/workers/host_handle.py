@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from rollart.core.errors import ServiceError
-from rollart.launch.keepalive import enable_keepalive
 from rollart.launch.launcher import NOWHERE, Command, Launcher, ResourceRequest, ServiceHandle, relaunch
 from rollart.workers.worker_process import HOST_LOST, ProcessLost, WorkerProcess
 
@@ -124,8 +123,7 @@ class HostHandle:
         deadline = self._spec.start_deadline
         try:
             async with asyncio.timeout(deadline), self._forking:
-                await self._connect(process)
-                await process.started
+                await process.connect(self._address, self._location.launcher.key)
         except TimeoutError:
             self.kill()  # a host that cannot fork in time is useless
             process.kill(f"the host started no process within {deadline:g} s and was killed")
@@ -141,15 +139,6 @@ class HostHandle:
             process.kill("its start was cancelled")
             raise
         return process
-
-    async def _connect(self, process: WorkerProcess) -> None:
-        loop = asyncio.get_running_loop()
-        if isinstance(self._address, str):
-            await loop.create_unix_connection(lambda: process, self._address)
-        else:
-            transport, _ = await loop.create_connection(lambda: process, *self._address)
-            enable_keepalive(transport.get_extra_info("socket"))
-            transport.write(self._location.launcher.key.encode() + b"\n")
 
     def kill(self) -> None:
         self._unreachable = True

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from rollart.core.errors import RollartError
+from rollart.launch.keepalive import enable_keepalive
 
 HOST_LOST = "the process ended, and its host with it"
 
@@ -43,6 +44,16 @@ class WorkerProcess(asyncio.Protocol):
     def used(self) -> bool:
         """Whether it was ever called."""
         return self._calls > 0
+
+    async def connect(self, address: str | tuple[str, int], key: str) -> None:
+        """To a host at a Unix socket or a port, which wants the key; the host forks. Raises OSError or ProcessLost."""
+        if isinstance(address, str):
+            await self._loop.create_unix_connection(lambda: self, address)
+        else:
+            transport, _ = await self._loop.create_connection(lambda: self, *address)
+            enable_keepalive(transport.get_extra_info("socket"))
+            transport.write(key.encode() + b"\n")
+        await self.started
 
     async def call(self, name: str, args: Mapping[str, object], deadline: float) -> Any:
         """Raises ProcessLost or CallRaised."""

@@ -47,6 +47,7 @@ class Gymnasium:
         self,
         id: str,
         options: dict[str, Any] | None = None,
+        *,
         picture: bool | None = None,
         actions: list[str] | None = None,
         success: float | None = None,

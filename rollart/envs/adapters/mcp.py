@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rollart.envs.adapters import instance
-from rollart.envs.adapters.mcp_client import HttpTransport, McpClient, McpRefused, StdioTransport
+from rollart.envs.adapters.mcp_client import McpClient, McpHttp, McpRefused, McpStdio
 
 RULES = (
     'You can use tools. To call one, answer with {"name": its name, "arguments": {...}} and nothing else; several '
@@ -55,6 +55,7 @@ class McpTools:
         self,
         job: str,
         job_args: dict[str, Any] | None = None,
+        *,
         command: list[str] | None = None,
         url: str | None = None,
         environment: dict[str, str] | None = None,
@@ -67,9 +68,7 @@ class McpTools:
             raise ValueError("McpTools needs either `command` (of a server to start) or `url` (of one that runs)")
         module, _, name = job.partition(":")
         self.job: Job = getattr(importlib.import_module(module), name)(**(job_args or {}))
-        self.client = McpClient(
-            StdioTransport(command, environment) if command else HttpTransport(str(url), headers), seconds
-        )
+        self.client = McpClient(McpStdio(command, environment) if command else McpHttp(str(url), headers), seconds)
         self.max_calls, self.held_out = max_calls, held_out
         self.tools: dict[str, dict[str, Any]] = {}
         self.calls: list[McpCall] = []

@@ -41,7 +41,7 @@ class McpTransport(Protocol):
     def close(self) -> None: ...
 
 
-class StdioTransport:
+class McpStdio:
     """A server that we start: one JSON message per line on its stdin and stdout."""
 
     def __init__(self, command: list[str], environment: dict[str, str] | None = None) -> None:
@@ -89,7 +89,7 @@ class StdioTransport:
         self._process.stdout.close()
 
 
-class HttpTransport:
+class McpHttp:
     """A server at a URL, which replies with one JSON object or a stream of events."""
 
     def __init__(self, url: str, headers: dict[str, str] | None = None) -> None:

@@ -27,6 +27,7 @@ class OpenEnv:
     def __init__(
         self,
         url: str,
+        *,
         field: str | None = None,
         shown: str | None = None,
         options: dict[str, Any] | None = None,

@@ -28,6 +28,7 @@ class Served:
         self,
         url: str,
         model: str,
+        *,
         key: str = "OPENAI_API_KEY",
         system: str = "",
         options: dict[str, Any] | None = None,

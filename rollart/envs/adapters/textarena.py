@@ -28,6 +28,7 @@ class TextArena:
     def __init__(
         self,
         game: str,
+        *,
         players: int = 1,
         opponent: str = "rollart.envs.adapters.opponents:AnyMove",
         opponent_args: dict[str, Any] | None = None,

@@ -36,6 +36,7 @@ class TextWorld:
 
     def __init__(
         self,
+        *,
         rooms: int = 3,
         objects: int = 5,
         quest_length: int = 3,

@@ -44,6 +44,7 @@ class Terminal:
 
     def __init__(
         self,
+        *,
         kinds: Sequence[str] = tuple(KINDS),
         difficulty: int = 1,
         turns: int = 10,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollart.envs.adapters import mcp, openenv
-from rollart.envs.adapters.mcp_client import McpClient, McpError, StdioTransport
+from rollart.envs.adapters.mcp_client import McpClient, McpError, McpStdio
 from rollart.envs.adapters.websocket import WebSocketLost
 
 HERE = Path(__file__).parent
@@ -83,10 +83,10 @@ def test_wrong_calls_are_answered_and_do_not_break_the_episode(shop: mcp.McpTool
 
 def test_an_mcp_server_that_is_gone_is_an_error_and_not_an_observation(family: Callable[[str], str]) -> None:
     with pytest.raises(McpError, match="cannot be started"):
-        StdioTransport(["/no/such/server"])
+        McpStdio(["/no/such/server"])
     with pytest.raises(McpError, match="ended with exit code 3"):
-        McpClient(StdioTransport([sys.executable, "-c", "import sys; sys.stdin.readline(); sys.exit(3)"]))
-    silent = StdioTransport([sys.executable, "-c", "import sys; sys.stdin.read()"])
+        McpClient(McpStdio([sys.executable, "-c", "import sys; sys.stdin.readline(); sys.exit(3)"]))
+    silent = McpStdio([sys.executable, "-c", "import sys; sys.stdin.read()"])
     with contextlib.closing(silent), pytest.raises(McpError, match="did not reply in time"):
         McpClient(silent, seconds=0.2)
 
