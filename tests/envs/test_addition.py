@@ -24,7 +24,7 @@ def test_training_and_held_out_sums_never_meet_in_any_order(held_out: bool) -> N
         assert belongs_to_held_out(first, second) == belongs_to_held_out(second, first) == held_out
 
 
-def test_the_same_seed_asks_for_the_same_sum() -> None:
+def test_the_same_seed_gives_the_same_sum() -> None:
     assert Addition().reset(4) == Addition().reset(4) != Addition().reset(5)
 
 

@@ -28,7 +28,7 @@ def said(environment, seed, turns=5):
     return [environment.reset(seed), *(environment.step("x") for _ in range(turns))]
 
 
-def test_without_rates_the_environment_is_itself_and_can_be_looked_into():
+def test_without_rates_the_environment_is_unchanged_and_its_attributes_are_visible():
     environment = chaos()
     assert said(environment, 1)[-1][2] is True
     assert environment.turns == 5
@@ -46,7 +46,7 @@ def test_faults_come_at_their_rates():
         assert drawn.count(name) / 10_000 == pytest.approx(rate, abs=0.02)
 
 
-def test_held_out_episodes_are_left_alone():
+def test_held_out_episodes_have_no_faults():
     environment = Chaos(SHAPED, crash=1.0, held_out=True)
     assert isinstance(environment.reset(1), str) and environment.held_out
 
@@ -76,7 +76,7 @@ def test_a_crash_or_a_hang_costs_the_attempt_and_nothing_else(rates):
     asyncio.run(run())
 
 
-def test_each_way_to_crash_is_told_apart(monkeypatch):
+def test_each_way_to_crash_has_its_own_reason(monkeypatch):
     reasons = {"exit": "exit code 3", "segfault": f"signal {signal.SIGSEGV:d}", "kill": f"signal {signal.SIGKILL:d}"}
     reasons |= {"raise": "chaos raised this", "interrupt": "KeyboardInterrupt"}
 
@@ -140,7 +140,7 @@ def renderer(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_ten_thousand_hostile_answers_end_as_messages_or_as_a_failed_environment(renderer):
+def test_ten_thousand_hostile_replies_end_as_messages_or_as_a_failed_environment(renderer):
     """Through all that real ones pass: a worker process, its connection, the checks, the chat template, the events and
     the encoding of the ledger."""
     args = {"env": SHAPED, "args": {"turns": 40}, "wrong": 0.04, "hostile": 0.9, "crash": 0.004, "seed": 11}

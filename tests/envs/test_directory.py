@@ -7,7 +7,7 @@ from rollart.envs.directory import RULES, Directory, belongs_to_held_out, player
 from rollart.warmup.demonstrations import demonstrate
 
 
-def test_a_look_up_and_the_city_it_gave_win() -> None:
+def test_a_look_up_and_its_city_win() -> None:
     env = Directory()
     opening = env.reset(0)
     assert opening[-1] == {"role": "user", "content": f"Where does {env.person} live?"}

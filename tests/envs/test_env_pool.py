@@ -62,7 +62,7 @@ def test_the_environment_object_is_kept_for_the_next_claim_but_not_across_held_o
     assert first[3] == second[3] == str(random.Random(7).random())
 
 
-def test_a_reset_is_tried_again_on_a_fresh_process(tmp_path):
+def test_a_reset_is_retried_on_a_fresh_process(tmp_path):
     async def run():
         async with claimed(task("Bad", what="once", marker=str(tmp_path / "tried"))) as environment:
             return await environment.reset(1)

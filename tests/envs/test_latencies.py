@@ -12,13 +12,13 @@ LENGTHS = st.lists(st.floats(1.0, 4.0), min_size=MIN_CALLS, max_size=300)
 
 
 @given(LENGTHS)
-def test_of_ordinary_calls_that_all_ended_it_is_the_plain_quantile(lengths):
+def test_for_ordinary_calls_that_all_ended_it_is_the_plain_quantile(lengths):
     found = quantile([(seconds, True) for seconds in lengths], 0.95)
     assert sum(seconds <= found for seconds in lengths) >= 0.95 * len(lengths) - 1e-6
     assert sum(seconds < found for seconds in lengths) < 0.95 * len(lengths) + 1e-6
 
 
-def test_calls_of_a_second_mode_do_not_move_it_whether_they_ended_or_were_given_up():
+def test_calls_of_a_second_mode_do_not_move_the_quantile_whether_they_ended_or_were_given_up():
     ordinary = [(1 + n / 1000, True) for n in range(960)]
     wanted = quantile(ordinary, 0.95)
     for rare in [(400.0, True)] * 40, [(2.5, False)] * 40, [(400.0, True)] * 20 + [(3.0, False)] * 20:
@@ -32,7 +32,7 @@ def test_a_call_that_was_given_up_never_makes_the_others_look_faster(lengths, gi
     assert after is None or after >= before
 
 
-def test_nothing_is_known_of_few_calls_nor_while_many_are_not_over():
+def test_there_is_no_estimate_from_few_calls_nor_while_many_have_not_ended():
     few = [(1.0, True)] * (MIN_CALLS - 1)
     assert quantile(few, 0.95) is None
     assert quantile([*few, (1.0, True)], 0.95) == 1.0
@@ -40,7 +40,7 @@ def test_nothing_is_known_of_few_calls_nor_while_many_are_not_over():
     assert quantile(first_wave, 0.95) is None
 
 
-def test_more_than_a_few_that_do_not_end_are_no_exception_but_unknown():
+def test_more_than_a_few_calls_that_do_not_end_leave_no_estimate():
     ends = [(1 + n / 1000, True) for n in range(900)]
     assert quantile([*ends, *[(9.0, False)] * 90], 0.95) is not None
     assert quantile([*ends, *[(9.0, False)] * 110], 0.95) is None

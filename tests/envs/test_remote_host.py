@@ -47,7 +47,7 @@ async def pool(url, env="Plain"):
         await environments.close()
 
 
-def test_episodes_are_played_there_and_nothing_of_them_stays(monkeypatch):
+def test_episodes_run_in_the_remote_host_and_leave_nothing_behind(monkeypatch):
     monkeypatch.setenv(KEY, "secret")
 
     async def run(host, url):
@@ -129,7 +129,7 @@ def test_a_host_without_a_key_does_not_start():
     assert f"set {KEY}" in ended.stderr
 
 
-def test_a_family_that_only_the_host_has_need_not_be_here(monkeypatch, tmp_path):
+def test_a_family_of_a_remote_host_need_not_be_installed_here(monkeypatch, tmp_path):
     monkeypatch.setenv("ROLLART_ENVS", str(tmp_path))
     task = TaskConfig(name="t", env="hostile_envs:Plain", family="textarena")
     with pytest.raises(ConfigError, match="rollart envs add textarena"):

@@ -86,7 +86,7 @@ def test_a_program_that_ends_the_check_early_fails_it():
 
 
 @pytest.mark.parametrize("mischief", ["mkdir x; chmod 0 x", "kill -9 -1; kill -9 $$", "exec 9>&-; set -e; false"])
-def test_mischief_costs_the_reward_and_not_the_environment(mischief):
+def test_mischief_costs_the_reward_but_does_not_break_the_environment(mischief):
     environment = Terminal(kinds=["config"], deadline=2.0)
     environment.reset(1)
     environment.step(mischief)
@@ -94,7 +94,7 @@ def test_mischief_costs_the_reward_and_not_the_environment(mischief):
     assert play(environment, 2, solve)["reward"] == 1.0
 
 
-def test_what_a_command_did_is_told():
+def test_the_observation_shows_output_and_exit_code():
     assert observation(CommandResult("a\n", 0)) == "a\n[exit 0]"
     assert observation(CommandResult("a", 2)) == "a\n[exit 2]"
     assert observation(CommandResult("", None, "it was killed")) == "[it was killed]"
@@ -119,7 +119,7 @@ def test_an_action_is_a_command_in_plain_text_or_in_a_block(action, command):
     assert parse(action) == command
 
 
-def test_what_cannot_be_is_refused_with_a_sentence(monkeypatch, tmp_path):
+def test_invalid_arguments_are_refused_with_a_reason(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match=r"no kind \['dance'\]; the kinds are find"):
         Terminal(kinds=["dance"])
     with pytest.raises(ValueError, match="difficulty of 1, 2 or 3"):

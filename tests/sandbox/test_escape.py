@@ -135,7 +135,7 @@ def test_a_fork_bomb_stays_within_its_limit_and_is_killed(sandbox, bomb):
     "daemon",
     [
         "(setsid nohup sh -c 'trap \"\" TERM HUP; while :; do sleep 0.01; done' >/dev/null 2>&1 &); disown -a",
-        "f() { (f &); }; f",  # always somebody else
+        "f() { (f &); }; f",  # always another process
         "python3 -c 'import os\nwhile True:\n  if os.fork(): os._exit(0)'",
     ],
 )
@@ -197,7 +197,7 @@ def test_the_disk_cannot_be_filled(sandbox):
         assert used <= SMALL.disk, place
 
 
-def test_files_without_content_cannot_be_made_without_end(sandbox):
+def test_the_number_of_empty_files_is_limited(sandbox):
     code = "import itertools\nfor n in itertools.count(): open(f'/tmp/{n}', 'w').close()"
     assert python(sandbox, code).note == "it was killed: there are more than 2,000 files"
     assert sandbox.run("find /tmp -type f -delete").exit_code == 0

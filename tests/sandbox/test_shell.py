@@ -30,7 +30,7 @@ def test_folder_variables_and_functions_survive_from_command_to_command(shared):
     assert shared.run("pwd; echo $x; twice 4").output == "/tmp\n3\n8\n"
 
 
-def test_a_syntax_error_and_an_empty_command_are_only_told(shared):
+def test_a_syntax_error_and_an_empty_command_are_only_reported(shared):
     assert shared.run("echo 'never closed").exit_code != 0
     assert shared.run("").exit_code == 0
     assert shared.run("if").exit_code != 0

@@ -30,7 +30,7 @@ def test_any_python_without_our_packages_can_be_the_host(python):
     assert asyncio.run(run()) == [1, "ä"]
 
 
-def test_numbers_of_other_libraries_travel_as_plain_ones():
+def test_numbers_of_other_libraries_are_sent_as_plain_ones():
     numpy = pytest.importorskip("numpy")
     value = {"a": numpy.int64(3), "b": numpy.bool_(True), "c": numpy.array([1.5]), "d": numpy.float32(0.5)}
     assert host.encode(value) == b'{"a": 3, "b": true, "c": [1.5], "d": 0.5}\n'

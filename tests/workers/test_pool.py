@@ -142,7 +142,7 @@ def test_a_call_that_raises_leaves_its_process_alive(name, args, reason):
     asyncio.run(run())
 
 
-def test_what_is_printed_never_reaches_the_wire_and_stdin_is_empty():
+def test_printed_text_never_reaches_the_connection_and_stdin_is_empty():
     async def run():
         async with pool() as workers:
             return await call(workers, "chatter"), await call(workers, "echo", value=5)
@@ -150,7 +150,7 @@ def test_what_is_printed_never_reaches_the_wire_and_stdin_is_empty():
     assert asyncio.run(run()) == ("", 5)
 
 
-def test_what_is_printed_is_kept_in_the_log(tmp_path):
+def test_printed_text_is_kept_in_the_log(tmp_path):
     async def run():
         workers = ProcessPool(HostSpec(TARGET, log=tmp_path / "log"), 1)
         try:

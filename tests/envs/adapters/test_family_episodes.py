@@ -190,9 +190,9 @@ def test_two_players_take_turns_and_either_may_begin(family: Callable[[str], str
     for seen, step in games:
         assert step.info["success"] == (step.reward == 1.0)
         mine, other = step.info["seat"], 1 - step.info["seat"]
-        told = "\n".join(message.content for message in seen)
-        assert f"You are Player {mine}" in told and f"You are Player {other}" not in told
-        assert f"Player {other}: [" in told and f"Player {mine}: [" not in told
+        shown = "\n".join(message.content for message in seen)
+        assert f"You are Player {mine}" in shown and f"You are Player {other}" not in shown
+        assert f"Player {other}: [" in shown and f"Player {mine}: [" not in shown
 
 
 def test_a_frozen_policy_of_ours_can_be_the_opponent(
@@ -218,7 +218,7 @@ def test_a_frozen_policy_of_ours_can_be_the_opponent(
         asyncio.run(play(url))
 
 
-def test_a_warmup_has_its_demonstrations_from_the_family_of_the_task(family: Callable[[str], str]) -> None:
+def test_demonstrations_of_a_warmup_come_from_the_family_of_the_task(family: Callable[[str], str]) -> None:
     case = next(case for case in CASES if case.family == "gem")
     family(case.family)
     assert importlib.util.find_spec("gem") is None, "the test shows nothing if our own Python has the package"
@@ -256,7 +256,7 @@ def test_a_tool_that_was_missed_is_shown_when_it_comes_and_cannot_be_called_befo
         assert last.info["success"] is True and last.reward == 1.0
 
 
-def test_bfcl_rewards_the_state_that_was_asked_for_and_nothing_less(family: Callable[[str], str]) -> None:
+def test_bfcl_rewards_the_requested_state_and_nothing_less(family: Callable[[str], str]) -> None:
     case = Case("bfcl", "bfcl:Bfcl", {"max_calls": 6})
 
     async def play(action: str) -> Step:

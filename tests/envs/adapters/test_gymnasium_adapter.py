@@ -27,7 +27,7 @@ def test_a_toy_text_game_is_shown_as_its_picture_with_the_player_marked() -> Non
     }
 
 
-def test_the_taxi_its_passenger_and_the_destination_can_be_told_apart() -> None:
+def test_the_taxi_its_passenger_and_the_destination_look_different() -> None:
     seen = Gymnasium("Taxi-v4").reset(1)
     picture = seen.splitlines()[1:]
     assert "\x1b" not in seen
@@ -112,6 +112,6 @@ def test_no_action_breaks_it(action) -> None:
         assert isinstance(env.step(action)["reward"], float)
 
 
-def test_a_wrong_number_of_names_is_refused_in_words() -> None:
+def test_a_wrong_number_of_names_is_refused_with_a_reason() -> None:
     with pytest.raises(ValueError, match="`actions` has 2 names"):
         Gymnasium("FrozenLake-v1", actions=["left", "right"])

@@ -71,7 +71,7 @@ def test_tools_are_described_called_and_the_job_is_scored(shop: mcp.McpTools) ->
     assert shop.reset(0) == shop.reset(0) != shop.reset(1)
 
 
-def test_wrong_calls_are_answered_and_do_not_break_the_episode(shop: mcp.McpTools) -> None:
+def test_wrong_calls_get_a_reply_and_do_not_break_the_episode(shop: mcp.McpTools) -> None:
     shop.reset(0)
     assert "no tool 'steal'" in shop.step('{"name": "steal"}')["messages"]
     assert "count" in shop.step('{"name": "put", "arguments": {"item": "pears"}}')["messages"]

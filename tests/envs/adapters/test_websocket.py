@@ -48,7 +48,7 @@ def test_pings_are_answered_and_fragments_joined() -> None:
         assert socket.receive() == "bye"
 
 
-def test_a_server_that_closes_or_stays_silent_is_told_in_words() -> None:
+def test_a_server_that_closes_or_stays_silent_is_an_error_with_a_reason() -> None:
     with server(lambda connection: connection.close(reason="full")) as url:
         socket = WebSocket(url)
         with pytest.raises(WebSocketLost, match="closed the connection: full"):
@@ -59,6 +59,6 @@ def test_a_server_that_closes_or_stays_silent_is_told_in_words() -> None:
         socket.receive()
 
 
-def test_nobody_there_is_told_in_words() -> None:
+def test_a_server_that_is_not_there_is_an_error_with_a_reason() -> None:
     with pytest.raises(WebSocketLost, match="cannot be reached"):
         WebSocket("ws://127.0.0.1:1/ws")

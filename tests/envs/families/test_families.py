@@ -65,7 +65,7 @@ def test_adapters_import_nothing_but_their_package_and_the_standard_library() ->
             assert top in packages | sys.stdlib_module_names or module.startswith(ours), (path, module)
 
 
-def test_a_missing_family_is_told_with_the_command_that_makes_it(tmp_path: Path) -> None:
+def test_a_missing_family_is_reported_with_the_command_that_installs_it(tmp_path: Path) -> None:
     env = "rollart.envs.adapters.textarena:TextArena"
     assert load(tmp_path, env, "textarena").endswith(
         "run.yaml:5: tasks.game.family 'textarena' is not installed; run: rollart envs add textarena"
@@ -105,7 +105,7 @@ def test_names_that_are_taken_or_wrong_are_refused() -> None:
         families.choose("mine", None)
 
 
-def test_a_family_of_ones_own_is_made_listed_used_and_removed(home: Path, tmp_path: Path) -> None:
+def test_a_user_family_is_installed_listed_used_and_removed(home: Path, tmp_path: Path) -> None:
     (tmp_path / "requirements.txt").write_text("# nothing but Python\n")
     code, text = command("add", "mine", "-r", str(tmp_path / "requirements.txt"))
     assert code == 0 and "mine is there: Python 3." in text
@@ -130,7 +130,7 @@ def test_a_failed_installation_leaves_nothing_and_shows_why(home: Path) -> None:
     assert [path.name for path in home.iterdir() if path.is_dir()] == []
 
 
-def test_a_killed_installation_is_not_taken_for_one_and_swept_up_by_the_next(home: Path, tmp_path: Path) -> None:
+def test_a_killed_installation_does_not_count_and_is_deleted_by_the_next(home: Path, tmp_path: Path) -> None:
     (tmp_path / "requirements.txt").write_text("")
     code = (
         "import os, signal\nfrom rollart.envs import families\nfrom rollart.envs.families import install\n"
