@@ -28,7 +28,7 @@ from rich.console import Console
 from rollart.config import TinyModelConfig, TrainingConfig
 from rollart.core.types import Batch, Sample, SampleGroup
 from rollart.models import tiny
-from rollart.observe.tables import table
+from rollart.observe.draw import table
 from rollart.training.trainer import Trainer
 from rollart.weights.delta import changed_shares, decode, encode
 from rollart.weights.delta_cost import Codec, break_even, predicted_bytes

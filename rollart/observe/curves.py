@@ -110,7 +110,7 @@ def _staleness(axes: Any, shot: Snapshot) -> None:
 def _speed(axes: Any, shot: Snapshot) -> None:
     _panel(axes, "Generated tokens per second")
     steps = [point.version for point in shot.history]
-    values = [point.tokens_per_s for point in shot.history]
+    values = [point.metrics["tokens_per_s"] for point in shot.history]
     axes.plot(steps, values, color=_COLOURS[2], linewidth=0.7, alpha=0.3)
     axes.plot(steps, _smooth(values), color=_COLOURS[2], linewidth=1.6)
     axes.set_ylim(bottom=0)

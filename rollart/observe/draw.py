@@ -1,11 +1,15 @@
-"""Small drawings in text: bars, sparklines, times and numbers."""
+"""Small drawings in text: bars, sparklines, tables, times and numbers."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
 from rich.text import Text
 
 _LEVELS = "▁▂▃▄▅▆▇█"
+_TEXT_COLUMNS = {"task", "trajectory", "role", "name", "reason", "outcome", "about", "device", "mostly"}
+_TEXT_COLUMNS |= {"pool", "node", "affinity", "tokens per turn"}
 TASK_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
@@ -83,3 +87,11 @@ def percent(share: float) -> str:
 def fit(text: str, width: int) -> str:
     """Exactly `width` cells: padded, or cut with an ellipsis."""
     return text.ljust(width) if len(text) <= width else text[: max(0, width - 1)] + "…"
+
+
+def table(*columns: str) -> Table:
+    """An empty table; columns of numbers are right-aligned."""
+    made = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    for column in columns:
+        made.add_column(column, justify="left" if column in _TEXT_COLUMNS else "right", no_wrap=column != "about")
+    return made

@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.live import Live
 
 from rollart.core import events as ev
-from rollart.observe.draw import clock, count
+from rollart.observe.draw import clock
+from rollart.observe.metric_table import METRICS
 from rollart.observe.metrics import Metrics
 from rollart.observe.screen import screen
 from rollart.observe.snapshot import Snapshot
@@ -155,8 +156,9 @@ def status(shot: Snapshot) -> str:
     if shot.phase != "training":
         return shot.phase
     rewards = " ".join(f"{task.name} {task.reward:.2f}" for task in shot.tasks if task.reward is not None)
+    speed = next(metric.text(shot.metrics) for metric in METRICS)
     label = " on EMULATED devices" if shot.emulated else ""
-    line = f"step {shot.step}/{shot.steps}{label}, reward {rewards or '-'}, {count(shot.tokens_per_s)} tokens/s"
+    line = f"step {shot.step}/{shot.steps}{label}, reward {rewards or '-'}, {speed}"
     return line if shot.eta_s is None else f"{line}, ETA {clock(shot.eta_s)}"
 
 

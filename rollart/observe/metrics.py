@@ -6,12 +6,13 @@ evaluations. A resume takes back the steps after the version it starts from: the
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from rollart.core import events as ev
-from rollart.observe.reliability import EnvironmentMetrics, RewardMetrics
-from rollart.observe.routes import RouteMetrics
+from rollart.observe.aggregates import Rate, mean
+from rollart.observe.metric_table import MetricValues
+from rollart.observe.service_metrics import EnvironmentMetrics, RewardMetrics, RouteMetrics, SwapMetrics
 from rollart.observe.snapshot import (
     STAGES,
     EndedTrajectory,
@@ -22,9 +23,7 @@ from rollart.observe.snapshot import (
     Utilisation,
     WorkerPlacement,
 )
-from rollart.observe.swaps import SwapMetrics
 from rollart.observe.task_metrics import TaskMetrics
-from rollart.observe.windows import Rate, mean
 
 _SLOWEST = 10
 _REASONS = 64
@@ -35,18 +34,6 @@ class _Open(NamedTuple):
 
     started: float
     stages: dict[str, float]
-
-
-class _Totals(NamedTuple):
-    """Totals at one moment. RL is what lies between two of them: from the first rollout to the last step."""
-
-    t: float = 0.0
-    tokens: float = 0.0
-    trajectories: float = 0.0
-    engine: float = 0.0
-    trainer: float = 0.0
-    environments: float = 0.0
-    sampled_s: float = 0.0
 
 
 class Metrics:
@@ -67,16 +54,17 @@ class Metrics:
         self.warnings: deque[str] = deque(maxlen=5)
         self.warmup: tuple[int, int, float] | None = None
         self.pipeline = PipelineCounts()
-        self._tokens, self._trajectories = Rate(), Rate()
-        self._engine, self._trainer, self._waiting, self._environments = Rate(), Rate(), Rate(), Rate()
+        self.waited_s = 0.0
+        self._values = MetricValues()
+        self._engine, self._trainer, self._environments = Rate(), Rate(), Rate()
         self._engines: dict[str, ev.EngineSample] = {}
         self._sampled: ev.PipelineSample | None = None
         self._sampled_s = 0.0
         self._batches: dict[int, ev.BatchTaken] = {}
         self._open: dict[str, _Open] = {}
-        self._rl_before = _Totals()
-        self._rl_start: _Totals | None = None
-        self._rl_end: _Totals | None = None
+        self._rl_before: Mapping[str, float] = {}
+        self._rl_start: Mapping[str, float] | None = None
+        self._rl_end: Mapping[str, float] | None = None
         self._step_times: deque[float] = deque(maxlen=20)
         self._slowest: list[tuple[float, int, EndedTrajectory]] = []
         self._count = 0
@@ -115,20 +103,24 @@ class Metrics:
 
     def fold(self, event: ev.AnyEvent) -> None:
         self.t = event.t
+        self._values.fold(event)
         fold = self._folds.get(type(event))
         if fold:
             fold(event)
 
-    def _totals(self) -> _Totals:
-        rates = (self._tokens, self._trajectories, self._engine, self._trainer, self._environments)
-        return _Totals._make((self.t, *(rate.total for rate in rates), self._sampled_s))
+    def _totals(self) -> dict[str, float]:
+        """Totals at this moment. RL is what lies between two of them: from the first rollout to the last step."""
+        busy = {"engine": self._engine, "trainer": self._trainer, "environments": self._environments}
+        totals = {f"{name}_busy_s": rate.total for name, rate in busy.items()}
+        return self._values.totals() | totals | {"seconds": self.t, "sampled_s": self._sampled_s}
 
-    def _rl(self) -> _Totals:
+    def _rl(self) -> Counter[str]:
         """What RL took so far, without the starts and evaluations around it."""
-        if self._rl_start is None or self._rl_end is None:
-            return self._rl_before
-        parts = zip(self._rl_before, self._rl_start, self._rl_end, strict=True)
-        return _Totals._make(before + end - start for before, start, end in parts)
+        rl = Counter(self._rl_before)
+        if self._rl_start is not None and self._rl_end is not None:
+            rl.update(self._rl_end)
+            rl.subtract(self._rl_start)
+        return rl
 
     def _task(self, name: str) -> TaskMetrics:
         if name not in self.tasks:
@@ -184,6 +176,7 @@ class Metrics:
         self.phase = "training"
         if self._rl_start is None:
             self._rl_start = self._rl_end = self._totals()
+            self._values.since_step(event.t)
 
     def _drop(self, reason: str, count: int) -> None:
         known = reason in self.drops or len(self.drops) < _REASONS
@@ -206,7 +199,6 @@ class Metrics:
             stages["reset"] += event.seconds
 
     def _turn_done(self, event: ev.TurnDone) -> None:
-        self._tokens.add(event.t - event.env_s, event.tokens, event.generate_s)
         self._routes.add(event)
         if event.trajectory in self._open:
             stages = self._open[event.trajectory].stages
@@ -231,7 +223,6 @@ class Metrics:
             return
         stages["other"] = max(0.0, event.seconds - sum(stages.values()))
         ended = self._task(event.task).ended(event, stages)
-        self._trajectories.add(event.t, 1)
         self._count += 1
         slow = (event.seconds, self._count, ended)
         if len(self._slowest) < _SLOWEST:
@@ -242,7 +233,7 @@ class Metrics:
             self._drop(event.outcome.value, 1)
 
     def _batch_taken(self, event: ev.BatchTaken) -> None:
-        self._waiting.add(event.t, event.waited_s, event.waited_s)
+        self.waited_s += event.waited_s
         self._batches[event.step] = event
 
     def _step_done(self, event: ev.StepDone) -> None:
@@ -250,7 +241,6 @@ class Metrics:
         self._step_times.append(event.t)
         self._trainer.add(event.t, event.seconds, event.seconds)
         batch = self._batches.pop(event.version - 1, None)
-        before = self._rl_end or _Totals()
         self._rl_end = self._totals()
         rewards = {task.name: mean(task.since_step) for task in self.tasks.values()}
         for task in self.tasks.values():
@@ -264,7 +254,7 @@ class Metrics:
                 tokens=event.tokens,
                 trajectories=batch.trajectories if batch else 0,
                 staleness=batch.staleness if batch else {},
-                tokens_per_s=(self._tokens.total - before.tokens) / max(1e-9, event.t - before.t),
+                metrics=self._values.since_step(event.t),
                 rewards={name: value for name, value in rewards.items() if value is not None},
                 values=event.values,
                 gaps=event.gaps,
@@ -318,7 +308,7 @@ class Metrics:
         now = self.t if now is None else max(now, self.t)
         run = self.run or ev.RunStarted(name="", preset="", alpha=0, seed=0, steps=0, tasks=[])
         rl = self._rl()
-        seconds, engines = max(rl.t, 1e-9), max(1, len(self._engines))
+        seconds, engines = max(rl["seconds"], 1e-9), max(1, len(self._engines))
         return Snapshot(
             name=run.name,
             preset=run.preset,
@@ -340,19 +330,16 @@ class Metrics:
                 environments=min(1.0, self._environments.per_second(now)),
             ),
             use=Utilisation(
-                engine=min(1.0, rl.engine / engines / seconds),
-                trainer=min(1.0, rl.trainer / seconds),
-                environments=rl.environments / rl.sampled_s if rl.sampled_s else 0.0,
+                engine=min(1.0, rl["engine_busy_s"] / engines / seconds),
+                trainer=min(1.0, rl["trainer_busy_s"] / seconds),
+                environments=rl["environments_busy_s"] / rl["sampled_s"] if rl["sampled_s"] else 0.0,
             ),
-            waited_s=self._waiting.total,
-            rl_s=rl.t,
+            waited_s=self.waited_s,
+            rl_s=rl["seconds"],
             staleness={age: count for age, count in sorted(self.staleness.items()) if count},
             drops=dict(self.drops.most_common()),
             trained=sum(self.staleness.values()),
-            tokens_per_s=self._tokens.per_second(now),
-            trajectories_per_s=self._trajectories.per_second(now),
-            mean_tokens_per_s=rl.tokens / seconds,
-            mean_trajectories_per_s=rl.trajectories / seconds,
+            metrics=self._values.snapshot(now, rl, seconds),
             values=self.history[-1].values if self.history else {},
             history=tuple(self.history),
             slowest=tuple(ended for _, _, ended in sorted(self._slowest, reverse=True)),

@@ -3,13 +3,14 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rollart.observe.draw import bar, clock, colour, count, label, number, percent, span, sparkline, stacked
-from rollart.observe.logprob_gap_table import gaps
+from rollart.observe.draw import bar, clock, colour, count, label, number, percent, span, sparkline, stacked, table
+from rollart.observe.metric_table import METRICS
 from rollart.observe.snapshot import (
     AGENT,
     STAGES,
@@ -19,11 +20,11 @@ from rollart.observe.snapshot import (
     RewardSummary,
     RouteSummary,
     Snapshot,
+    StepPoint,
+    SwapSummary,
     WorkerPlacement,
     failure_ratio,
 )
-from rollart.observe.swaps import weights
-from rollart.observe.tables import table
 
 _STAGE_STYLES = dict(zip(STAGES, ("red", "blue", "bright_black", "cyan", "magenta", "yellow", "white"), strict=True))
 
@@ -37,9 +38,9 @@ def report(shot: Snapshot, width: int = 100) -> RenderableType:
         parts += [Text(), _title("Learning curves"), *_curves(shot, width)]
         parts += [Text(), _title("Machinery during RL"), *_machinery(shot, width)]
     if shot.swaps:
-        parts += [Text(), _title("New weights, while generation went on"), weights(shot.swaps)]
+        parts += [Text(), _title("New weights, while generation went on"), swaps(shot.swaps)]
     if any(point.gaps for point in shot.history):
-        parts += [Text(), _title("Logprobs of the engine against the trainer's"), gaps(shot.history)]
+        parts += [Text(), _title("Logprobs of the engine against the trainer's"), logprob_gaps(shot.history)]
     if any(sum(task.stages.values()) for task in shot.tasks):
         parts += [Text(), _title("WorkerPlacement the time of a trajectory went"), *_stages(shot, width)]
     pools = {place.pool for place in shot.places if place.role == "generate"} | {route.pool for route in shot.routes}
@@ -145,7 +146,7 @@ def _machinery(shot: Snapshot, width: int) -> Iterator[Text]:
     for name, share in (
         ("engine busy", shot.use.engine),
         ("trainer busy", shot.use.trainer),
-        ("trainer waiting", shot.waited_s / shot.rl_s if shot.rl_s else 0.0),
+        *((metric.bar, shot.metrics[metric.name].overall or 0.0) for metric in METRICS if metric.bar),
         ("environments", shot.use.environments),
     ):
         yield (
@@ -153,7 +154,8 @@ def _machinery(shot: Snapshot, width: int) -> Iterator[Text]:
             .append(bar(share, min(30, width - 30), "cyan"))
             .append(f" {percent(share)}")
         )
-    speed = f"{count(shot.mean_tokens_per_s)} tokens/s, {shot.mean_trajectories_per_s:.1f} trajectories/s"
+    overall = ((metric, shot.metrics[metric.name].overall) for metric in METRICS if not metric.bar)
+    speed = ", ".join(metric.show(value) for metric, value in overall if value is not None)
     yield label("speed", 16).append(f"{speed} over {clock(shot.rl_s)}")
     ages = ", ".join(f"{percent(n / max(1, shot.trained))} of age {age}" for age, n in shot.staleness.items())
     trained = label("trained", 16).append(f"{shot.trained} trajectories")
@@ -263,4 +265,39 @@ def trajectories(ended: Sequence[EndedTrajectory]) -> Table:
             span(each.seconds),
             mostly,
         )
+    return rows
+
+
+def swaps(found: Sequence[SwapSummary]) -> Table:
+    """New weights, by engine and transport."""
+    rows = table("name", "by", "swaps", "MB", "transfer ms", "exposed ms", "KV again ms", "tokens in flight")
+    for swap in found:
+        times = f"{1000 * swap.transfer_s:.1f}", f"{1000 * swap.exposed_s:.2f}", f"{1000 * swap.recompute_s:.1f}"
+        size = f"{swap.bytes / 2**20:.1f}"
+        rows.add_row(swap.engine, swap.transport, str(swap.number), size, *times, f"{swap.recomputed:.0f}")
+    return rows
+
+
+@dataclass(slots=True)
+class _GapTotal:
+    tokens: int = 0
+    size: float = 0.0
+    most: float = 0.0
+    last: float = 0.0
+
+
+def logprob_gaps(history: Sequence[StepPoint]) -> Table:
+    """By task and age: the mean over all trained tokens, the largest, and the mean of the last step that had any."""
+    cells: dict[tuple[str, int], _GapTotal] = {}
+    for point in history:
+        for gap in point.gaps:
+            whole = cells.setdefault((gap.task, gap.age), _GapTotal())
+            whole.tokens += gap.tokens
+            whole.size += gap.mean * gap.tokens
+            whole.most = max(whole.most, gap.max)
+            whole.last = gap.mean
+    rows = table("task", "versions old", "tokens", "mean gap", "largest", "last step")
+    for (task, age), whole in sorted(cells.items()):
+        sizes = (whole.size / whole.tokens, whole.most, whole.last)
+        rows.add_row(task, str(age), count(float(whole.tokens)), *(f"{size:.2g}" for size in sizes))
     return rows

@@ -1,6 +1,6 @@
 """The live screen as a pure function of a snapshot. Lines are laid out by hand: tables cost ten times the CPU."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
 from rich.console import Group, RenderableType
@@ -8,6 +8,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from rollart.observe.draw import bar, clock, colour, count, fit, label, number, percent, sparkline, stacked
+from rollart.observe.metric_table import METRICS
 from rollart.observe.snapshot import Snapshot, TaskSnapshot
 
 MAX_WIDTH = 120
@@ -92,7 +93,7 @@ def _machinery(shot: Snapshot, width: int) -> list[Text]:
         _line(_pipeline(shot, width), width),
         _line(_use(shot, width), width),
         _line(_ages(shot), width),
-        _line(_speed(shot), width),
+        *(_line(text, width) for text in _speed(shot, width)),
         _line(_drops(shot), width),
     ]
 
@@ -125,12 +126,17 @@ def _ages(shot: Snapshot) -> Text:
     return text.append(f"of {count(shot.trained)} trained (bound {shot.alpha})", style="dim")
 
 
-def _speed(shot: Snapshot) -> Text:
-    text = label("speed", _LABEL).append(
-        f"{count(shot.tokens_per_s)} tokens/s  {count(shot.trajectories_per_s)} trajectories/s  "
-    )
-    waited = shot.waited_s / shot.rl_s if shot.rl_s else 0.0
-    return text.append(f"trainer waits {percent(min(1.0, waited))} of the time", style="dim")
+def _speed(shot: Snapshot, width: int) -> Iterator[Text]:
+    """The metrics of the table, in as many lines as they need."""
+    text = label("speed", _LABEL)
+    for metric in METRICS:
+        if shown := metric.text(shot.metrics):
+            if len(text) > _LABEL and len(text) + len(shown) + 2 > width:
+                yield text
+                text = label("", _LABEL)
+            gap = "  " if len(text) > _LABEL else ""
+            text.append(gap + shown, style="dim" if metric.bar else "")
+    yield text
 
 
 def _drops(shot: Snapshot) -> Text:

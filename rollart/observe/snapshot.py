@@ -33,7 +33,7 @@ class StepPoint:
     tokens: int
     trajectories: int
     staleness: dict[int, int]
-    tokens_per_s: float
+    metrics: dict[str, float]
     rewards: dict[str, float]
     values: dict[str, float]
     gaps: tuple[LogprobGap, ...] = ()
@@ -169,6 +169,14 @@ class RewardSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class MetricValue:
+    """A metric of the table in `metric_table`: over about the last half minute, and over all of RL."""
+
+    recent: float | None
+    overall: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class SwapSummary:
     """New weights of one engine, by one transport; bytes, seconds and tokens are those of the mean swap."""
 
@@ -207,10 +215,7 @@ class Snapshot:
     staleness: dict[int, int]
     drops: dict[str, int]
     trained: int
-    tokens_per_s: float
-    trajectories_per_s: float
-    mean_tokens_per_s: float
-    mean_trajectories_per_s: float
+    metrics: dict[str, MetricValue]
     values: dict[str, float]
     history: tuple[StepPoint, ...] = field(repr=False)
     slowest: tuple[EndedTrajectory, ...]

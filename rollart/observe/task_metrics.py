@@ -3,8 +3,8 @@
 from collections import Counter, deque
 
 from rollart.core import events as ev
+from rollart.observe.aggregates import MovingMean
 from rollart.observe.snapshot import AGENT, STAGES, EndedTrajectory, HeldOutPoint, TaskSnapshot
-from rollart.observe.windows import Moving
 
 _EXAMPLES = 3
 
@@ -13,8 +13,8 @@ class TaskMetrics:
     def __init__(self, name: str) -> None:
         self.name = name
         self.held_out: list[HeldOutPoint] = []
-        self.reward, self.success = Moving(), Moving()
-        self.turns, self.tokens, self.seconds = Moving(), Moving(), Moving()
+        self.reward, self.success = MovingMean(), MovingMean()
+        self.turns, self.tokens, self.seconds = MovingMean(), MovingMean(), MovingMean()
         self.outcomes: Counter[str] = Counter()
         self.stages = dict.fromkeys(STAGES, 0.0)
         self.since_step: list[float] = []

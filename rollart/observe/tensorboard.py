@@ -10,6 +10,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from rollart.core import events as ev
+from rollart.observe.metric_table import METRICS
 from rollart.observe.metrics import Metrics
 
 
@@ -57,11 +58,11 @@ class TensorBoard:
         scalars |= {f"logprob_gap/{gap.task}, {gap.age} old": gap.mean for gap in event.gaps}
         scalars |= {f"reward/{task}": value for task, value in point.rewards.items()}
         scalars |= {f"dropped/{reason}": float(dropped) for reason, dropped in shot.drops.items()}
+        tags = {metric.name: metric.tag for metric in METRICS}
+        scalars |= {tags[name]: value for name, value in point.metrics.items()}
         return scalars | {
             "time/step_s": point.seconds,
             "time/waited_s": point.waited_s,
-            "speed/tokens_per_s": point.tokens_per_s,
-            "speed/trajectories_per_s": shot.trajectories_per_s,
             "rollout/staleness": point.mean_staleness,
             "busy/engine": shot.recent_use.engine,
             "busy/trainer": shot.recent_use.trainer,

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollart.config import RewardConfig, RunFile
-from rollart.observe.tables import table
+from rollart.observe.draw import table
 from rollart.placement.bindings import Binding
 from rollart.placement.plan import PlacementPlan
 from rollart.placement.request import described

@@ -52,7 +52,7 @@ def test_the_fold_agrees_with_plain_recomputation(seed: int, steps: int) -> None
     assert shot.waited_s == pytest.approx(sum(event.waited_s for event in batches))
     at = log.index(of(log, ev.GroupStarted)[0]), log.index(done[-1])
     turns = of(log[at[0] : at[1]], ev.TurnDone)
-    assert shot.mean_tokens_per_s == pytest.approx(sum(turn.tokens for turn in turns) / (end - begin))
+    assert shot.metrics["tokens_per_s"].overall == pytest.approx(sum(turn.tokens for turn in turns) / (end - begin))
     assert [point.version for point in shot.history] == [event.version for event in done]
     slowest = sorted((event.seconds for event in ended), reverse=True)[:10]
     assert [each.seconds for each in shot.slowest] == slowest

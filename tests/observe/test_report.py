@@ -5,9 +5,11 @@ import pytest
 from rich.console import Console, RenderableType
 from sample_run import sample_run
 
+from rollart.core.types import LogprobGap
 from rollart.observe import curves
 from rollart.observe.metrics import Metrics, measure
-from rollart.observe.report import report, results, scores, wilson
+from rollart.observe.report import logprob_gaps, report, results, scores, wilson
+from rollart.observe.snapshot import StepPoint
 
 
 def text(renderable: RenderableType, width: int = 80) -> str:
@@ -73,3 +75,23 @@ def test_a_run_without_a_step_still_has_a_picture(tmp_path: Path) -> None:
 def test_labels_of_equal_curves_do_not_lie_on_each_other() -> None:
     placed = sorted(curves._spread([0.9, 0.9, 0.91], 0.06))
     assert all(high - low >= 0.06 - 1e-9 for low, high in pairwise(placed))
+
+
+def point(version: int, *rows: LogprobGap) -> StepPoint:
+    return StepPoint(version, float(version), 1.0, 0.0, 10, 1, {}, {}, {}, {}, rows)
+
+
+def gap_rows(history: list[StepPoint]) -> list[list[str]]:
+    return [line.split() for line in text(logprob_gaps(history)).splitlines()[2:]]
+
+
+def test_mean_gaps_are_over_tokens_and_the_last_step_is_the_last_that_had_any() -> None:
+    history = [point(1, LogprobGap("a", 0, 300, 0.2, 0.5)), point(2, LogprobGap("a", 0, 100, 0.6, 0.4)), point(3)]
+    assert gap_rows(history) == [["a", "0", "400", "0.3", "0.5", "0.6"]]
+
+
+def test_each_task_and_age_has_a_row_of_gaps() -> None:
+    rows = gap_rows(list(measure(sample_run(steps=3)).history))
+    names = [(task, age) for task in ("arithmetic", "frozen_lake", "sokoban") for age in ("0", "1")]
+    assert [tuple(row[:2]) for row in rows] == names
+    assert all(row[2] == "600" for row in rows)

@@ -1,8 +1,10 @@
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.observe.windows import Moving, Rate
+from rollart.observe.aggregates import LastValue, MeanValue, MovingMean, QuantileSketch, Rate, RateValue
 
 amounts = st.lists(st.tuples(st.floats(0, 200), st.floats(0, 10), st.floats(0, 40)), min_size=1, max_size=30)
 
@@ -42,8 +44,29 @@ def test_a_rate_with_nothing_is_zero() -> None:
 
 
 def test_a_moving_mean_is_over_the_last_values_only() -> None:
-    moving = Moving(2)
+    moving = MovingMean(2)
     assert moving.mean is None
     for value in (9, 1, 2):
         moving.add(value)
     assert moving.mean == 1.5
+
+
+@given(st.lists(st.floats(1e-4, 1e4), min_size=1, max_size=200), st.floats(0.01, 1.0))
+def test_a_quantile_is_within_a_bucket_of_the_true_one(durations: list[float], share: float) -> None:
+    sketch = QuantileSketch()
+    for seconds in durations:
+        sketch.add(seconds)
+    true = sorted(durations)[math.ceil(share * len(durations)) - 1]
+    assert sketch.at(share) == pytest.approx(true, rel=0.02)
+
+
+def test_aggregates_differ_in_what_counts() -> None:
+    rate, average, last = RateValue(), MeanValue(), LastValue()
+    assert (average.recent(0), average.since_step(0), last.overall(0, 1)) == (None, None, None)
+    for aggregate in (rate, average, last):
+        aggregate.since_step(0.0)
+        for t, value in ((1.0, 6.0), (2.0, 3.0)):
+            aggregate.add(t, value, 0.0)
+    assert (rate.since_step(3.0), average.since_step(3.0), last.since_step(3.0)) == (3.0, 4.5, 3.0)
+    assert (rate.since_step(4.0), average.since_step(4.0), last.since_step(4.0)) == (0.0, None, 3.0)
+    assert (rate.overall(9.0, 2.0), average.overall(9.0, 2.0), last.overall(9.0, 2.0)) == (4.5, 4.5, 3.0)
