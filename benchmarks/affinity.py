@@ -288,6 +288,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=60, help=f"of {GROUP} trajectories, in each rollout")
     parser.add_argument("--slowdown", type=float, default=40_000, help="of the emulated devices")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
     options = parser.parse_args()
+    if options.smoke:
+        options.groups, options.slowdown = 2, 1_000
+        FLEETS.update(compute_only={"H800": 1}, bandwidth_only={"H20": 1}, mixed={"H800": 1, "H20": 1})
     logging.basicConfig(level=logging.WARNING)
     print(json.dumps(asyncio.run(main(options.groups, options.slowdown))))

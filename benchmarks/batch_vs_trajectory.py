@@ -11,13 +11,13 @@ The last line is one JSON object: `speedup` for each sigma, and the seconds of b
 import argparse
 import asyncio
 import json
-import tempfile
 import time
 from contextlib import closing
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.scratch import scratch_folder
 from rollart.config import RunFile, TinyModelConfig
 from rollart.core.event_log import EventLog
 from rollart.core.schedule import Schedule
@@ -123,9 +123,12 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--mean", type=float, default=0.25, help="seconds of an environment step")
     parser.add_argument("--rounds", type=int, default=1)
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="batch-") as folder:
-        result = asyncio.run(compare(Path(folder), given.trajectories, given.turns, given.mean, given.rounds))
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
+    options = parser.parse_args()
+    if options.smoke:
+        options.trajectories, options.turns, options.mean = GROUP, 2, 0.01
+    with scratch_folder("batch") as folder:
+        result = asyncio.run(compare(folder, options.trajectories, options.turns, options.mean, options.rounds))
     print(json.dumps(result))
 
 

@@ -13,7 +13,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.scratch import scratch_folder
 from rollart.core.event_log import read_events
 from rollart.core.events import BatchTaken, GroupDropped, GroupReady, GroupStarted, RolledBack, RunEnded, RunStarted
 
@@ -123,7 +123,7 @@ def crash_and_resume(kills: int, steps: int, seed: int, scratch: Path) -> dict[s
         life = len(lives(folder))
         process = start(run, folder)
         wait_for_rollout(process, folder, life)
-        time.sleep(rng.uniform(0.0, 4.0))
+        time.sleep(rng.uniform(0.0, min(4.0, steps / 4)))
         if process.poll() is not None:
             break
         left_behind += kill(process)
@@ -159,9 +159,11 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="crash-") as scratch:
-        print(json.dumps(crash_and_resume(given.kills, given.steps, given.seed, Path(scratch))))
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
+    options = parser.parse_args()
+    kills, steps = (1, 4) if options.smoke else (options.kills, options.steps)
+    with scratch_folder("crash") as scratch:
+        print(json.dumps(crash_and_resume(kills, steps, options.seed, scratch)))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What telling a version as a delta to the one before saves, for real training steps at several learning rates.
+"""What sending a version as a delta to the one before saves, for real training steps at several learning rates.
 
     python benchmarks/delta.py
 
-A model is trained with the trainer of a run, on batches whose rewards are a function of their tokens. Between one step
-and the next it is counted which numbers changed, and which bytes of them, as published in bfloat16 and in float32; the
-delta of each pair is made, applied and compared. Speeds are per CPU second of one core. A link is better served with
+A model is trained with the trainer of a run, on batches whose rewards are a function of their tokens. Between two
+steps it counts which numbers changed, and which of their bytes, as published in bfloat16 and in float32; the delta of
+each pair is encoded, applied and compared. Speeds are per CPU second of one core. A link is better served with
 the delta if it is slower than `pays below`. The last line is one JSON object.
 """
 
@@ -94,7 +94,7 @@ def measure(old: torch.Tensor, new: torch.Tensor) -> Pair:
     changed, planes = changed_shares(base, made, item)
     encoding, delta = timed(lambda: encode(base, made, item))
     if delta is None:
-        raise SystemExit("a delta is longer than what it tells: this should not happen between two steps")
+        raise SystemExit("a delta is longer than the version: this should not happen between two steps")
     into = np.zeros(size, np.uint8)
     decoding, _ = timed(lambda: decode(delta, base, into.data))
     assert into.data == made
@@ -126,13 +126,17 @@ def main(
     model: Annotated[Path | None, typer.Option(help="A Hugging Face folder; absent: a tiny model.")] = None,
     pairs: Annotated[int, typer.Option(help="Pairs of versions for each learning rate.")] = 2,
     rates: Annotated[str, typer.Option(help="Learning rates, with commas.")] = RATES,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes, to check that it runs.")] = False,
 ) -> None:
+    if smoke:
+        pairs, rates = 1, "1e-5"
     torch.set_num_threads(1)
     shown = table("name", "lr", "changed", "of bytes", "delta", "predicted", "encode", "decode", "pays below")
     results: dict[str, dict[str, dict[str, float]]] = {name: {} for name in DTYPES}
     parameters = 0
     with tempfile.TemporaryDirectory() as place:
-        folder = model or tiny.make(TinyModelConfig(hidden=256, layers=4), Path(place) / "model", seed=0)
+        config = TinyModelConfig(hidden=64, layers=1) if smoke else TinyModelConfig(hidden=256, layers=4)
+        folder = model or tiny.make(config, Path(place) / "model", seed=0)
         for rate in rates.split(","):
             made = list(islice(versions(folder, float(rate)), pairs + 1))
             parameters = made[0].numel()

@@ -3,8 +3,8 @@
 `python benchmarks/engine.py` prints what it measures and, on its last line, one JSON object. Ratios are of CPU time
 of one thread, best of the rounds on both sides. Both sides sample the same number of tokens for each request;
 transformers ends each row of its left-padded batch at that number, makes no logprobs, and its best batch size counts.
-`decode_vs_hf_sorted` is against a transformers that could see the output lengths beforehand and sort by them, which
-nobody can: it tells how much of the gain is from not waiting for the longest of a batch.
+`decode_vs_hf_sorted` is against a transformers that knew the output lengths beforehand and sorted by them, which is not
+possible: it shows how much of the gain is from not waiting for the longest of a batch.
 """
 
 import argparse
@@ -200,8 +200,8 @@ def interleaved(rounds: int, sides: dict[str, Callable[[], object]]) -> dict[str
     return best
 
 
-def compare(pair: Pair, rounds: int, talking: int) -> dict[str, Any]:
-    asks, talks = ragged(pair, 1), conversations(pair, 2, talking)
+def compare(pair: Pair, rounds: int, talking: int, requests: int = 64) -> dict[str, Any]:
+    asks, talks = ragged(pair, 1, requests), conversations(pair, 2, talking)
     answers: Answers = []
 
     def keep(made: Answers) -> None:
@@ -295,17 +295,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="of the small model; the best counts")
     parser.add_argument("--small", action="store_true", help="leave out the model of 14 million parameters")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
     options = parser.parse_args()
     logging.set_verbosity_error()
     torch.set_num_threads(1)
     pair = Pair.make(small())
-    result = compare(pair, options.rounds, talking=24)
-    result["step_us"] = {size: steps(pair, size) for size in (1, 16, 64)}
+    sizes, requests, count = ((1, 2), 2, 3) if options.smoke else ((1, 16, 64), 64, 60)
+    rounds, talking = (1, 1) if options.smoke else (options.rounds, 24)
+    result = compare(pair, rounds, talking, requests)
+    result["step_us"] = {size: steps(pair, size, count=count) for size in sizes}
     show(result)
     if not options.small:
-        pair = Pair.make(medium())
-        result["medium"] = compare(pair, 1, talking=8)
-        result["medium"]["step_us"] = {size: steps(pair, size, count=10) for size in (1, 16, 64)}
+        pair = Pair.make(small() if options.smoke else medium())
+        result["medium"] = compare(pair, 1, talking=min(8, talking), requests=requests)
+        result["medium"]["step_us"] = {size: steps(pair, size, count=min(10, count)) for size in sizes}
         show(result["medium"])
     print(json.dumps(result))
 

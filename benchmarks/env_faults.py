@@ -1,4 +1,4 @@
-"""Environments that hang, crash and reset slowly, in real processes: what it costs everybody else.
+"""Environments that hang, crash and reset slowly, in real processes: what they cost the others.
 
     python benchmarks/env_faults.py [--processes 200] [--seconds 80]
 
@@ -13,7 +13,7 @@ is known to 0.09; processes that have to wait for a core add to it.
 
 The last line is one JSON object: `kept` is the throughput (finished episodes) of `faulty` against `calm`, and
 `reset_p99_over_p50` its resets, each also for `unhedged`; `blocked_others` is how often an episode had to
-wait for a place (there are as many as players, so only another's failure could keep it); `left_behind` are processes
+wait for a process (there are as many as players, so only another's failure could take it); `left_behind` are processes
 after the end; `uncounted` are episodes without an outcome, and failures that pool and players count differently.
 """
 
@@ -36,7 +36,7 @@ HANG = CRASH = 0.02
 SLOW, SLOW_S = 0.021, 400.0
 RESET_DEADLINE_S, STEP_DEADLINE_S = 600.0, 100.0
 START_S = 150.0  # all episodes begin at once: until they are well mixed, and their processes have started
-PROMPT_S = 1.0  # for a place that is free to be given
+PROMPT_S = 1.0  # for claiming a free process
 
 
 @dataclass
@@ -69,14 +69,14 @@ def pool(name: str, scale: float, processes: int, faults: bool = True, hedged: b
 
 
 async def play(environments: EnvironmentPool, name: str, processes: int, begin: float, end: float) -> Played:
-    """Episode after episode in each process until the end, when the rest is given up; measured from `begin` on."""
+    """Episode after episode in each process until the end, when the rest is cancelled; measured from `begin` on."""
     played = Played()
     clock = asyncio.get_running_loop().time
 
     async def player() -> None:
         while clock() < end:
             played.started += 1
-            outcome = "given up at the end"
+            outcome = "cancelled at the end"
             try:
                 asked = clock()
                 async with environments.claim(name, held_out=False) as environment:
@@ -153,8 +153,11 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=80.0)
     parser.add_argument("--scale", type=float, default=0.08, help="of the paper's seconds")
-    given = parser.parse_args()
-    print(json.dumps(asyncio.run(run(given.processes, given.seconds, given.scale))))
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
+    options = parser.parse_args()
+    if options.smoke:
+        options.processes, options.seconds, options.scale = 8, 4.0, 0.01
+    print(json.dumps(asyncio.run(run(options.processes, options.seconds, options.scale))))
 
 
 if __name__ == "__main__":

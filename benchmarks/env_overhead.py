@@ -73,7 +73,7 @@ def memory(pid: int) -> tuple[float, float]:
     return (kilobytes["Private_Clean"] + kilobytes["Private_Dirty"]) / 1024, kilobytes["Pss"] / 1024
 
 
-async def processes_at_once(pool: EnvironmentPool, count: int) -> tuple[int, float, list[tuple[float, float]]]:
+async def concurrent_processes(pool: EnvironmentPool, count: int) -> tuple[int, float, list[tuple[float, float]]]:
     """How many answered while all were held, the seconds until the last was ready, and the memory of each."""
     ready = asyncio.Barrier(count + 1)
     measured = asyncio.Event()
@@ -103,7 +103,7 @@ async def run(count: int, steps: int) -> dict[str, object]:
     try:
         await pool.start()
         inside, outside = await step_cost(pool, steps)
-        alive, seconds, sizes = await processes_at_once(pool, count)
+        alive, seconds, sizes = await concurrent_processes(pool, count)
     finally:
         await pool.close()
     return {
@@ -123,7 +123,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--processes", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
     options = parser.parse_args()
+    if options.smoke:
+        options.processes, options.steps = 8, 100
     print(json.dumps(asyncio.run(run(options.processes, options.steps))))
 
 

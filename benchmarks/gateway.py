@@ -9,7 +9,7 @@ First an engine of fixed pace: each answer takes it the same time and costs it n
 between two latencies is the way and not the work. All agents hold 10-turn conversations over HTTP; beside them some
 callers ask the same engine directly, over the connection that the controller would use. `overhead_ms` is the
 difference between both latencies at the same quantile; it holds for a machine that has CPU to spare, and `load_before`
-tells whether this one had. `gateway_cpu_ms` and `controller_cpu_ms` are CPU time per request, which does not depend on
+shows whether this one had. `gateway_cpu_ms` and `controller_cpu_ms` are CPU time per request, which does not depend on
 that. The engine's answers are a function of their context, so every
 token that was captured can be checked: against the engine (`token_mismatches`), and for the words of another agent
 (`cross_talk`).
@@ -18,6 +18,7 @@ Then the embedded engine on a tiny model, for `prefix_reuse`: of the tokens that
 the share that was not prefilled again.
 """
 
+import argparse
 import asyncio
 import json
 import os
@@ -52,8 +53,20 @@ from rollart.rollout.engine_registry import EngineRegistry
 from rollart.rollout.router import Router
 from rollart.rollout.samples import samples
 
-AGENTS, TURNS, DIRECT = 500, 10, 50
-ANSWER, PACE_S = 60, 6.0  # tokens and seconds of an answer: 10 tokens a second
+ANSWER = 60  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """`answer_s` seconds for `ANSWER` tokens: 10 tokens a second."""
+
+    agents: int = 500
+    turns: int = 10
+    direct: int = 50
+    answer_s: float = 6.0
+
+
+SMOKE = Load(agents=4, turns=3, direct=2, answer_s=0.1)
 LETTERS = range(7 + 34, 7 + 34 + 57)  # of the tiny tokenizer
 DEADLINE_S = 600.0
 
@@ -68,7 +81,7 @@ def answer_to(context: list[int]) -> list[int]:
 async def paced_engine(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
     async def generate(request: GenerationRequest) -> Completion:
         tokens = answer_to(request.tokens)
-        await asyncio.sleep(PACE_S)
+        await asyncio.sleep(spec["answer_s"])
         return Completion(tokens, [-1.0] * len(tokens), [0] * len(tokens), "stop", len(request.tokens))
 
     yield {"generate": generate}
@@ -143,7 +156,7 @@ async def agents(spec: dict[str, Any]) -> dict[str, Any]:
             client = EngineClient(
                 await stack.enter_async_context(rpc.connected(spec["engine"], key=spec["engine_key"]))
             )
-            beside = [direct(client, number, spec["turns"], spec["spread"]) for number in range(DIRECT)]
+            beside = [direct(client, number, spec["turns"], spec["spread"]) for number in range(spec["direct"])]
         played, asked = await asyncio.gather(asyncio.gather(*plays), asyncio.gather(*beside))
     return {"agents": played, "direct": asked}
 
@@ -174,8 +187,9 @@ class Bench:
     launcher: LocalLauncher
     folder: Path
     logs: Path
+    load: Load
 
-    async def play(self, command: Command, turns: int, spread: float, sampling: Sampling, beside: bool) -> Any:
+    async def play(self, command: Command, spread: float, sampling: Sampling, beside: bool) -> Any:
         """What the agents saw and what was captured of each."""
         engine = await self.launcher.launch(command, ResourceRequest())
         url = str(engine.answer["url"])
@@ -186,18 +200,26 @@ class Bench:
                 await gateway.start()
                 router = Router(EngineRegistry({"engine": EngineClient(client)}))
                 keys, opened = [], []
-                for number in range(AGENTS):
+                for number in range(self.load.agents):
                     terms = EpisodeLimits(f"agent-{number}", "bench", number, sampling, 8192)
                     runner = AgentEpisodeRunner(terms.id, "bench", router, NULL_SINK, lambda version: None)
                     episode = await stack.enter_async_context(gateway.episode(terms, runner.generate))
                     opened.append(episode)
                     keys.append(episode.endpoint.key)
-                spec = {"url": gateway.url, "keys": keys, "turns": turns, "spread": spread}
+                spec = {
+                    "url": gateway.url,
+                    "keys": keys,
+                    "turns": self.load.turns,
+                    "spread": spread,
+                    "direct": self.load.direct,
+                }
                 spec |= {"engine": url if beside else "", "engine_key": self.launcher.key if beside else ""}
                 before = cpu_ms(gateway.pid), cpu_ms(os.getpid())
                 seen = await run_agents(spec)
                 used = cpu_ms(gateway.pid) - before[0], cpu_ms(os.getpid()) - before[1]
-                seen["gateway_cpu_ms"], seen["controller_cpu_ms"] = (ms / (AGENTS * turns) for ms in used)
+                seen["gateway_cpu_ms"], seen["controller_cpu_ms"] = (
+                    ms / (self.load.agents * self.load.turns) for ms in used
+                )
                 await stack.aclose()
                 captured = [episode.captured for episode in opened if episode.captured is not None]
         finally:
@@ -234,34 +256,36 @@ def quantile(values: list[float], share: float) -> float:
     return statistics.quantiles(values, n=1000)[int(share * 1000) - 1] * 1000
 
 
-async def bench() -> dict[str, Any]:
+async def bench(load: Load) -> dict[str, Any]:
     from rollart.gateway.template import ChatTemplate
 
     gc_tuning.collect_rarely()
-    load = round(os.getloadavg()[0], 1)
+    load_before = round(os.getloadavg()[0], 1)
     with tempfile.TemporaryDirectory() as made:
         folder, launcher = Path(made) / "model", LocalLauncher()
         tiny.make(TinyModelConfig(hidden=32, layers=1, heads=1, kv_heads=1, context=8192), folder, seed=0)
         template = ChatTemplate(folder)
-        bench = Bench(launcher, folder, Path(made))
+        bench = Bench(launcher, folder, Path(made), load)
         try:
-            paced = Command("paced engine", (__file__, "engine"), {}, Path(made) / "engine.log")
-            seen, captured = await bench.play(paced, TURNS, PACE_S, Sampling(max_tokens=ANSWER), beside=True)
+            paced = Command(
+                "paced engine", (__file__, "engine"), {"answer_s": load.answer_s}, Path(made) / "engine.log"
+            )
+            seen, captured = await bench.play(paced, load.answer_s, Sampling(max_tokens=ANSWER), beside=True)
             checked = check(seen["agents"], captured, template.text)
             config = EngineConfig(kv_megabytes=1024, max_batch=128)
             spec = {"model": str(folder), "weights": f"{made}/weights", "seed": 0, "version": 0}
             spec["config"] = config.model_dump(mode="json")
             torch = service_command("rollart.engines.torch.service", spec, name="engine", logs=Path(made))
-            reuse, _ = await bench.play(torch, TURNS, 1.0, Sampling(max_tokens=8), beside=False)
+            reuse, _ = await bench.play(torch, min(1.0, load.answer_s), Sampling(max_tokens=8), beside=False)
         finally:
             await launcher.close()
     through = [second for agent in seen["agents"] for second in agent["seconds"]]
     asked = [second for caller in seen["direct"] for second in caller]
     history = sum(agent["history"] for agent in reuse["agents"])
     return {
-        "agents": AGENTS,
+        "agents": load.agents,
         "requests": len(through),
-        "requests_per_s": round(AGENTS / statistics.fmean(through), 1),
+        "requests_per_s": round(load.agents / statistics.fmean(through), 1),
         **{
             f"overhead_ms_p{share}": round(quantile(through, share / 100) - quantile(asked, share / 100), 2)
             for share in (50, 95, 99)
@@ -269,7 +293,7 @@ async def bench() -> dict[str, Any]:
         "direct_ms_p50": round(quantile(asked, 0.5), 2),
         "gateway_cpu_ms": round(seen["gateway_cpu_ms"], 3),
         "controller_cpu_ms": round(seen["controller_cpu_ms"], 3),
-        "load_before": load,
+        "load_before": load_before,
         **checked,
         "prefix_reuse": round(sum(agent["cached"] for agent in reuse["agents"]) / history, 4),
     }
@@ -282,7 +306,9 @@ def main() -> None:
         case ["agents"]:
             print(json.dumps(asyncio.run(agents(json.load(sys.stdin)))))
         case _:
-            print(json.dumps(asyncio.run(bench())))
+            parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+            parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
+            print(json.dumps(asyncio.run(bench(SMOKE if parser.parse_args().smoke else Load()))))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Environments that take their time, for benchmarks. Standard library only."""
+"""Slow environments for benchmarks. Standard library only."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class Paced:
 
     def __init__(self, steps: int = 10, scale: float = 0.01, reusable: bool = True) -> None:
         self.steps, self.scale, self.reusable = steps, scale, reusable
-        self.luck = random.SystemRandom()
+        self.rng = random.SystemRandom()
         self.left = 0
 
     def reset(self, seed: int) -> str:
-        time.sleep(self.scale * draw(FIRST_MODE, self.luck))
+        time.sleep(self.scale * draw(FIRST_MODE, self.rng))
         self.left = self.steps
         return "begin"
 
     def step(self, action: str) -> tuple[str, float, bool]:
-        time.sleep(self.scale * draw(STEP_QUANTILES, self.luck))
+        time.sleep(self.scale * draw(STEP_QUANTILES, self.rng))
         self.left -= 1
         return "go on", 1.0 if self.left == 0 else 0.0, self.left == 0
 
@@ -35,13 +35,13 @@ class Paced:
 
 
 class Gaussian:
-    """`turns` turns that take `mean` seconds, give or take `sigma` of it; never less than none."""
+    """`turns` turns of `mean` seconds, with a standard deviation of `sigma` times that, never negative."""
 
     reusable = True
 
     def __init__(self, turns: int, mean: float, sigma: float) -> None:
         self.turns, self.mean, self.sigma = turns, mean, sigma
-        self.luck = random.SystemRandom()
+        self.rng = random.SystemRandom()
         self.left = 0
 
     def reset(self, seed: int) -> str:
@@ -49,7 +49,7 @@ class Gaussian:
         return "begin"
 
     def step(self, action: str) -> tuple[str, float, bool]:
-        time.sleep(max(0.0, self.luck.gauss(self.mean, self.sigma * self.mean)))
+        time.sleep(max(0.0, self.rng.gauss(self.mean, self.sigma * self.mean)))
         self.left -= 1
         return "go on", 0.0, self.left == 0
 

@@ -11,13 +11,13 @@ import argparse
 import asyncio
 import json
 import os
-import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from benchmarks.scratch import scratch_folder
 from rollart.config import RunFile
 from rollart.core.event_log import read_events
 from rollart.core.events import StepDone
@@ -49,6 +49,7 @@ class Setting:
 
 
 CALIBRATION = Setting(steps=20)
+SMOKE = Setting(steps=3, groups=2, processes=8)
 SETTINGS = {
     "sync": Setting(5, preset="sync"),
     "sync_plus": Setting(10, preset="sync_plus"),
@@ -77,7 +78,7 @@ def run_file(folder: Path, setting: Setting, delay: float, model: Path | None) -
             "sampling": {"max_tokens": tokens},
         }
 
-    warmup = {"demonstrations": 400, "steps": 80}
+    warmup = {"demonstrations": 20 * setting.steps, "steps": 4 * setting.steps}
     return RunFile.model_validate(
         {
             "name": "predict",
@@ -123,26 +124,31 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=4, help="simulations of each setting")
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=SETTINGS)
     parser.add_argument("--keep", type=Path, help="keep the runs in this folder")
-    given = parser.parse_args()
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
+    options = parser.parse_args()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="predict-") as scratch:
-        folder = given.keep or Path(scratch)
+    calibration, settings = CALIBRATION, {name: SETTINGS[name] for name in options.settings}
+    if options.smoke:
+        calibration, settings = SMOKE, {"sync": replace(SMOKE, preset="sync")}
+        options.delay, options.seeds = 0.01, 1
+    with scratch_folder("predict") as scratch:
+        folder = options.keep or scratch
         model = folder / "model"
         if not model.exists():
-            prepare(run_file(folder, CALIBRATION, 0.0, None), model, lambda progress: None)
-        first = measure(folder / "calibration", CALIBRATION, given.delay, model)
+            prepare(run_file(folder, calibration, 0.0, None), model, lambda progress: None)
+        first = measure(folder / "calibration", calibration, options.delay, model)
         calibrated = calibrate(folder / "calibration").scenario
         section = calibrated.simulate
         print(f"calibrated: {section.engines} train {section.train} contention {section.contention}", flush=True)
-        predicted = {name: predict(calibrated, SETTINGS[name], given.seeds) for name in given.settings}
-        again = predict(calibrated, CALIBRATION, given.seeds)
+        predicted = {name: predict(calibrated, setting, options.seeds) for name, setting in settings.items()}
+        again = predict(calibrated, calibration, options.seeds)
         print(f"{'':32} predicted  measured  error   load", flush=True)
         print(_line("the calibrated run itself", again, first), flush=True)
         measured = {}
-        for number, name in enumerate(given.settings):
-            measured[name] = measure(folder / f"run-{number}", SETTINGS[name], given.delay, model)
+        for number, (name, setting) in enumerate(settings.items()):
+            measured[name] = measure(folder / f"run-{number}", setting, options.delay, model)
             print(_line(name, predicted[name], measured[name]), flush=True)
-    errors = {name: abs(predicted[name] / measured[name] - 1) for name in given.settings}
+    errors = {name: abs(predicted[name] / measured[name] - 1) for name in settings}
     print(
         json.dumps(
             {

@@ -13,16 +13,16 @@ import argparse
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ray.cluster_utils import Cluster
 
 from benchmarks.crash import surviving
+from benchmarks.scratch import scratch_folder
 from rollart.config import RunFile, loading
 from rollart.core.event_log import read_events
 from rollart.core.events import AnyEvent, Placed, StepDone, TrajectoryEnded, TrajectoryStarted, TurnDone
@@ -62,14 +62,14 @@ def run_file(address: str, steps: int) -> RunFile:
 
 
 class Saboteur:
-    """Follows the run by its event log. Every few steps it kills the node of the next role, once the last loss is
-    made good."""
+    """Follows the event log of the run. Every few steps it kills the node of the next role, once the last one has been
+    replaced."""
 
-    def __init__(self, cluster: Cluster, nodes: dict[str, list[Any]]) -> None:
+    def __init__(self, cluster: Cluster, nodes: dict[str, list[Any]], roles: Sequence[str]) -> None:
         self.cluster, self.nodes = cluster, nodes
         self.recovery: dict[str, float] = {}
         self.placed: dict[str, Placed] = {}
-        self.roles = list(ROLES)
+        self.roles = list(roles)
         self.role: str | None = None
         self.victims: set[str] = set()
         self.returned: set[str] = set()
@@ -133,14 +133,14 @@ def follow(log: Path, process: subprocess.Popen[bytes]) -> Iterator[AnyEvent]:
         time.sleep(0.2)
 
 
-def faults(steps: int, scratch: Path) -> dict[str, Any]:
+def faults(steps: int, scratch: Path, roles: Sequence[str] = ROLES) -> dict[str, Any]:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": HEALTH, **NODE})
     folder, file = scratch / "run", scratch / "run.yaml"
     try:
         nodes: dict[str, list[Any]] = {}
         for device in ("H800", "H20", "H20", "cpu", "cpu"):
             nodes.setdefault(device, []).append(add(cluster, device))
-        saboteur = Saboteur(cluster, nodes)
+        saboteur = Saboteur(cluster, nodes, roles)
         file.write_text(loading.dump(run_file(cluster.address, steps)))
         command = [sys.executable, "-m", "rollart.app.cli", "train", str(file), "--run-dir", str(folder), "--json"]
         with open(scratch / "out", "wb") as out, open(scratch / "log", "wb") as log:
@@ -179,6 +179,8 @@ def faults(steps: int, scratch: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="ray-faults-") as place:
-        print(json.dumps(faults(options.steps, Path(place))))
+    steps, roles = (16, ("environment",)) if options.smoke else (options.steps, ROLES)
+    with scratch_folder("ray-faults") as folder:
+        print(json.dumps(faults(steps, folder, roles)))

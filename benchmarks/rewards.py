@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -38,14 +39,28 @@ from rollart.rewards.invokers import Rewards
 from rollart.rewards.runtime import Runtime
 
 FUNCTION = "rollart.rewards.functions:env_return"
-STEPS, EPISODES, ENDING_S, TRAIN_S, PEAK = 4, 128, 1.0, 4.0, 16
-IDLE_S, BURST, WARM, START_S = 1.0, 500, 50, 60.0
+IDLE_S, ENDING_S, START_S = 1.0, 1.0, 60.0
 KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "ALIBABA_CLOUD_ACCESS_KEY_ID", "ALIBABA_CLOUD_ACCESS_KEY_SECRET")
 ids = itertools.count()
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Scores in a burst and one after the other; steps, episodes, seconds of training and peak workers of the trace."""
+
+    burst: int = 500
+    warm: int = 50
+    steps: int = 4
+    episodes: int = 128
+    train_s: float = 4.0
+    peak: int = 16
+
+
+SMOKE = Load(burst=8, warm=3, steps=1, episodes=8, train_s=0.2, peak=2)
+
+
 def episode() -> Episode:
-    """Never twice the same: whoever remembers answers must compute this one."""
+    """Never the same twice, so that no cache of scores helps."""
     return Episode(f"e-{next(ids)}", "t", 1, (EpisodeTurn((Message("user", "hi"),), "act", 0.25),))
 
 
@@ -57,7 +72,7 @@ def rewards(idle_s: float = IDLE_S, workers: int = 2, cluster: str | None = None
 # Each invoker
 
 
-async def measured(made: Rewards, idle: Callable[[], Awaitable[int | None]]) -> dict[str, Any]:
+async def measured(load: Load, made: Rewards, idle: Callable[[], Awaitable[int | None]]) -> dict[str, Any]:
     clock = time.perf_counter
 
     async def one() -> float:
@@ -66,9 +81,9 @@ async def measured(made: Rewards, idle: Callable[[], Awaitable[int | None]]) -> 
         return clock() - began
 
     cold = await one()
-    warm = statistics.median([await one() for _ in range(WARM)])
+    warm = statistics.median([await one() for _ in range(load.warm)])
     began = clock()
-    await asyncio.gather(*(one() for _ in range(BURST)))
+    await asyncio.gather(*(one() for _ in range(load.burst)))
     burst = clock() - began
     return {
         "cold_ms": round(cold * 1000, 1),
@@ -78,7 +93,7 @@ async def measured(made: Rewards, idle: Callable[[], Awaitable[int | None]]) -> 
     }
 
 
-async def pool() -> dict[str, Any]:
+async def pool(load: Load) -> dict[str, Any]:
     made = rewards()
 
     async def idle() -> int:
@@ -89,7 +104,7 @@ async def pool() -> dict[str, Any]:
         return made.processes
 
     try:
-        return await measured(made, idle)  # not started before: the first score starts all that it needs
+        return await measured(load, made, idle)  # not started before: the first score starts all that it needs
     finally:
         await made.close()
 
@@ -118,7 +133,7 @@ async def answers(url: str) -> None:
             await asyncio.sleep(0.02)
 
 
-async def served(argv: tuple[str, ...], **reward: Any) -> dict[str, Any]:
+async def served(load: Load, argv: tuple[str, ...], **reward: Any) -> dict[str, Any]:
     """Cold is from no process at all: the time until the service is there, and its first score."""
     began = time.perf_counter()
     with process(*argv) as port:
@@ -128,14 +143,14 @@ async def served(argv: tuple[str, ...], **reward: Any) -> dict[str, Any]:
         made = rewards(url=url, **reward)
         try:
             await made.start()
-            result = await measured(made, nobody_knows)
+            result = await measured(load, made, unknown)
         finally:
             await made.close()
     return {**result, "cold_ms": round(result["cold_ms"] + started * 1000, 1)}
 
 
-async def nobody_knows() -> None:
-    """Idle workers of a service are the platform's to end."""
+async def unknown() -> None:
+    """The platform ends idle workers of a service."""
     return
 
 
@@ -166,7 +181,7 @@ def ray_cluster() -> Iterator[str]:
         cluster.shutdown()
 
 
-async def ray() -> dict[str, Any]:
+async def ray(load: Load) -> dict[str, Any]:
     from ray import serve
 
     def replicas() -> int:
@@ -184,7 +199,7 @@ async def ray() -> dict[str, Any]:
         made = rewards(invoker="ray", cluster=address)
         try:
             await made.start()
-            return await measured(made, idle)
+            return await measured(load, made, idle)
         finally:
             await made.close()
 
@@ -192,8 +207,8 @@ async def ray() -> dict[str, Any]:
 # Elastic and dedicated workers under the same bursts
 
 
-async def trace(idle_s: float, warm: bool) -> dict[str, float]:
-    made = rewards(idle_s, PEAK, function="benchmarks.waiting_reward:waits")
+async def trace(load: Load, idle_s: float, warm: bool) -> dict[str, float]:
+    made = rewards(idle_s, load.peak, function="benchmarks.waiting_reward:waits")
     rng = random.Random(0)
     clock = time.perf_counter
     alive = 0.0
@@ -216,13 +231,13 @@ async def trace(idle_s: float, warm: bool) -> dict[str, float]:
     try:
         await made.start()
         if warm:
-            await asyncio.gather(*(made.score("t", episode()) for _ in range(PEAK)))
+            await asyncio.gather(*(made.score("t", episode()) for _ in range(load.peak)))
         busy = made.totals["pool"].billed_s
         watching = asyncio.create_task(watch())
         began = clock()
-        for _ in range(STEPS):
-            await asyncio.gather(*(one(rng.uniform(0, ENDING_S)) for _ in range(EPISODES)))
-            await asyncio.sleep(TRAIN_S)
+        for _ in range(load.steps):
+            await asyncio.gather(*(one(rng.uniform(0, ENDING_S)) for _ in range(load.episodes)))
+            await asyncio.sleep(load.train_s)
         seconds = clock() - began
         watching.cancel()
         busy = made.totals["pool"].billed_s - busy
@@ -230,32 +245,32 @@ async def trace(idle_s: float, warm: bool) -> dict[str, float]:
         await made.close()
     return {
         "seconds": round(seconds, 2),
-        "rollout_s": round(seconds - STEPS * TRAIN_S, 2),
+        "rollout_s": round(seconds - load.steps * load.train_s, 2),
         "score_ms": round(statistics.mean(late) * 1000, 1),
         "worker_s": round(alive, 1),
         "utilisation": round(busy / alive, 3),
     }
 
 
-async def run(with_ray: bool) -> dict[str, Any]:
+async def run(load: Load, with_ray: bool) -> dict[str, Any]:
     for key in KEYS:
         os.environ.setdefault(key, "local")
     serve = ("-m", "rollart.app.cli", "reward", "serve", FUNCTION, "--port", "{port}")
     local = ("-m", "benchmarks.rewards", "--endpoint", "{port}")
     invokers: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
-        "pool": pool,
-        "http": lambda: served(serve, invoker="http"),
-        "lambda": lambda: served(local, invoker="lambda", name="mine", region="eu-west-1"),
-        "fc": lambda: served(local, invoker="fc", name="mine"),
+        "pool": lambda: pool(load),
+        "http": lambda: served(load, serve, invoker="http"),
+        "lambda": lambda: served(load, local, invoker="lambda", name="mine", region="eu-west-1"),
+        "fc": lambda: served(load, local, invoker="fc", name="mine"),
     }
     if with_ray:
-        invokers["ray"] = ray
+        invokers["ray"] = lambda: ray(load)
     result: dict[str, Any] = {}
     for name, measure in invokers.items():
         result[name] = await measure()
         print(name, result[name], file=sys.stderr, flush=True)
-    elastic = await trace(IDLE_S, warm=False)
-    dedicated = await trace(3600.0, warm=True)
+    elastic = await trace(load, IDLE_S, warm=False)
+    dedicated = await trace(load, 3600.0, warm=True)
     saved = round(1 - elastic["worker_s"] / dedicated["worker_s"], 3)
     slower = round(elastic["rollout_s"] / dedicated["rollout_s"], 3)
     result["trace"] = {"elastic": elastic, "dedicated": dedicated, "worker_s_saved": saved, "rollout_ratio": slower}
@@ -265,12 +280,14 @@ async def run(with_ray: bool) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--without-ray", action="store_true")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
     parser.add_argument("--endpoint", type=int, metavar="PORT", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.endpoint:
         endpoint(options.endpoint)
     else:
-        print(json.dumps(asyncio.run(run(not options.without_ray))))
+        load = SMOKE if options.smoke else Load()
+        print(json.dumps(asyncio.run(run(load, not options.without_ray))))
 
 
 if __name__ == "__main__":

@@ -9,12 +9,14 @@ preset, the success that each reached on held-out episodes, and where the time o
 import argparse
 import asyncio
 import json
-import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.scratch import scratch_folder
 from rollart.config import RunFile
+from rollart.config.rollout import RolloutConfig
 from rollart.core.event_log import read_events
 from rollart.core.events import EngineSample, StepDone
 from rollart.fleet import controller as controller
@@ -25,7 +27,20 @@ MEAN_STEP_S = 4.7  # of the paper's distribution
 GAMES = "rollart.envs"
 
 
-def run_file(folder: Path, steps: int, delay: float, members: int) -> RunFile:
+@dataclass(frozen=True, slots=True)
+class Size:
+    steps: int
+    groups: int = 16
+    processes: int = 256
+    demonstrations: int = 1500
+    warmup: int = 250
+    episodes: int = 200
+
+
+SMOKE = Size(steps=2, groups=2, processes=16, demonstrations=40, warmup=2, episodes=2)
+
+
+def run_file(folder: Path, size: Size, delay: float) -> RunFile:
     """With no delay, the plain games, which the players of the warmup can look into."""
 
     def task(name: str, kind: str, turns: int, tokens: int, skill: float) -> dict[str, Any]:
@@ -41,26 +56,26 @@ def run_file(folder: Path, steps: int, delay: float, members: int) -> RunFile:
             "sampling": {"max_tokens": tokens},
         }
 
+    warmup = {"demonstrations": size.demonstrations, "steps": size.warmup}
     return RunFile.model_validate(
         {
             "name": "schedules",
             "output": folder,
-            "model": {"tiny": {"context": 512}, "warmup": {"demonstrations": 1500, "steps": 250}},
+            "model": {"tiny": {"context": 512}, "warmup": warmup},
             "tasks": [task("frozen_lake", "FrozenLake", 10, 4, 0.5), task("guess_number", "GuessNumber", 4, 6, 0.5)],
-            "rollout": {"extra_members": members},
-            "environments": {"processes": 256},
-            "training": {"steps": steps, "batch_groups": 16, "lr": 5e-4},
-            "evaluation": {"every": 0, "episodes": 1, "final_episodes": 200},
+            "environments": {"processes": size.processes},
+            "training": {"steps": size.steps, "batch_groups": size.groups, "lr": 5e-4},
+            "evaluation": {"every": 0, "episodes": 1, "final_episodes": size.episodes},
             "checkpoint": {"every": 1000},
         }
     )
 
 
-def play(run: RunFile, preset: str, model: Path, folder: Path) -> dict[str, Any]:
+def play(run: RunFile, rollout: dict[str, Any], model: Path, folder: Path) -> dict[str, Any]:
     ours = run.model_copy(
         update={
             "model": run.model.model_copy(update={"path": model, "tiny": None, "warmup": None}),
-            "rollout": run.rollout.model_copy(update={"preset": preset}),
+            "rollout": RolloutConfig(**rollout),
         }
     )
     summary = asyncio.run(controller.train(ours, folder))
@@ -85,14 +100,19 @@ def main() -> None:
     parser.add_argument("--delay", type=float, default=0.05, help="mean seconds of an environment step")
     parser.add_argument("--extra-members", type=int, default=1, help="redundancy of the rollart preset")
     parser.add_argument("--presets", nargs="*", default=PRESETS, choices=PRESETS)
-    given = parser.parse_args()
-    results: dict[str, list[dict[str, Any]]] = {name: [] for name in given.presets}
-    with tempfile.TemporaryDirectory(prefix="schedules-") as scratch:
-        run = run_file(Path(scratch), given.steps, given.delay, given.extra_members)
-        model = prepare(run_file(Path(scratch), 1, 0.0, 0), Path(scratch) / "model", lambda progress: None)
-        for number in range(given.rounds):
-            for name in given.presets:
-                result = play(run, name, model, Path(scratch) / f"{name}-{number}")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
+    options = parser.parse_args()
+    size = SMOKE if options.smoke else Size(options.steps)
+    if options.smoke:
+        options.rounds, options.delay, options.presets = 1, 0.01, ("sync", "rollart")
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in options.presets}
+    with scratch_folder("schedules") as scratch:
+        run = run_file(scratch, size, options.delay)
+        model = prepare(run_file(scratch, size, 0.0), scratch / "model", lambda progress: None)
+        for number in range(options.rounds):
+            for name in options.presets:
+                extra = {"extra_members": options.extra_members} if name == "rollart" else {}
+                result = play(run, {"preset": name, **extra}, model, scratch / f"{name}-{number}")
                 results[name].append(result)
                 print(f"{name:12} {result['seconds']:7.1f} s  {json.dumps(result)}", flush=True)
     seconds = {name: median(result["seconds"] for result in made) for name, made in results.items()}
@@ -102,9 +122,9 @@ def main() -> None:
             {
                 "speedup_vs": {name: round(s / ours, 2) for name, s in seconds.items() if ours and name != "rollart"},
                 "seconds": {name: round(s, 1) for name, s in seconds.items()},
-                "steps": given.steps,
+                "steps": size.steps,
                 "success": {name: made[-1]["success"] for name, made in results.items()},
-                "before": results[given.presets[0]][-1]["before"],
+                "before": results[options.presets[0]][-1]["before"],
             }
         )
     )

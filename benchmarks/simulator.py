@@ -60,7 +60,7 @@ def at_once(scenario: Scenario, result: SimulationResult) -> int:
     return round(result.environments_use * scenario.environments.processes * len(scenario.tasks))
 
 
-def told(gpus: int, running: int, result: SimulationResult) -> str:
+def line(gpus: int, running: int, result: SimulationResult) -> str:
     return (
         f"{gpus:5} GPUs, {running:6} trajectories at once: {result.seconds:6.0f} virtual s in "
         f"{result.cpu_s:6.1f} s, {result.all_turns:8} turns, {result.cpu_s / result.all_turns * 1e6:5.0f} us each, "
@@ -72,22 +72,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=3600.0, help="virtual time at each size")
     parser.add_argument("--shipped", action="store_true", help="the scenario as it is, with fewer trajectories at once")
-    asked = parser.parse_args()
-    span, changes = asked.seconds, () if asked.shipped else FULL
-    simulate(scaled(128, changes), until=60.0)  # imports and caches
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
+    options = parser.parse_args()
+    sizes = (16, 32, 64) if options.smoke else (128, 1000, WHOLE)
+    span, changes = 60.0 if options.smoke else options.seconds, () if options.shipped else FULL
+    simulate(scaled(sizes[0], changes), until=60.0)  # imports and caches
     results: dict[int, SimulationResult] = {}
     running: dict[int, int] = {}
-    for gpus in (128, 1000, WHOLE):
+    for gpus in sizes:
         scenario = scaled(gpus, changes)
         results[gpus] = simulate(scenario, until=span)
         running[gpus] = at_once(scenario, results[gpus])
-        print(told(gpus, running[gpus], results[gpus]), flush=True)
+        print(line(gpus, running[gpus], results[gpus]), flush=True)
     cost = {gpus: result.cpu_s / result.events for gpus, result in results.items()}
     print(
         json.dumps(
             {
-                "hour_at_3000_s": round(results[WHOLE].cpu_s * 3600 / span, 1),
-                "event_cost_growth": round(cost[WHOLE] / cost[128], 3),
+                "hour_at_3000_s": round(results[sizes[-1]].cpu_s * 3600 / span, 1),
+                "event_cost_growth": round(cost[sizes[-1]] / cost[sizes[0]], 3),
                 "virtual_per_real_s": {gpus: round(span / result.cpu_s, 1) for gpus, result in results.items()},
                 "events_per_s": {gpus: round(1 / each) for gpus, each in cost.items()},
                 "trajectories_at_once": running,

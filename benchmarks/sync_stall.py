@@ -4,31 +4,31 @@
 three times, with real processes and the same asynchronous schedule. Only what an engine does with its requests at a
 swap differs (`engine.on_swap`):
 
-- rollart: they go on with the new weights, and their KV is made anew;
-- keep: they go on, on KV that the old weights made, which costs nothing and is not exact;
+- rollart: they continue with the new weights, and their KV is recomputed;
+- keep: they continue on KV of the old weights, which costs nothing and is not exact;
 - drain: the swap waits for them to end, and nothing new begins before it, as where updates block.
 
 From the event logs, as shares of the time in which engines generated:
 
 - stalled: no step could run because the engine was swapping, or a step was emptier because the engine was draining;
-- recompute: KV was made anew that had been there before a swap, of requests in flight and of sessions between two
-  turns: what steps took for it beyond the tokens decoded in them;
+- recompute: KV from before a swap was recomputed, of requests in flight and of sessions between two turns: what steps
+  took for it beyond the tokens decoded in them;
 - exposed_fraction: both together. `stalled_vs_transfer` is what stalled as a share of the time that the weights took.
 
 A batch is several times the trajectories in flight (256 against 32): with tiny batches, swaps would come faster than in
-any real run. What is made anew grows as that proportion shrinks, which `--groups` shows. Answers are long enough that
-generation, not training, is what a step takes its time for: else engines would be idle when new weights come. KV made
-anew is dearer here than elsewhere: on a CPU a token of prefill costs a fifth to half of one that is decoded, on a GPU
-far less. The last line is one JSON object.
+any real run. The share that is recomputed grows as that ratio shrinks, which `--groups` shows. Answers are long enough
+that generation, not training, limits a step: else engines would be idle when new weights come. Recomputing KV costs
+more here than usual: on a CPU a token of prefill costs a fifth to half of one that is decoded, on a GPU far less. The
+last line is one JSON object.
 """
 
 import argparse
 import asyncio
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.scratch import scratch_folder
 from rollart.config import RunFile
 from rollart.core.event_log import read_events
 from rollart.core.events import AnyEvent, BatchTaken, EngineSample, EngineSwapped, StepDone
@@ -77,7 +77,7 @@ def cost(events: list[AnyEvent]) -> dict[str, float]:
     swaps = [event for event in events if isinstance(event, EngineSwapped) and event.t <= end]
     busy = sum(generating(events, engine, begin, end) for engine in {swap.engine for swap in swaps})
     stalled, transfer = sum(swap.exposed_s for swap in swaps), sum(swap.transfer_s for swap in swaps)
-    # Each tells of the one before it, so that the last one's cost is not known.
+    # Each event has the recomputation of the swap before it, so the last one's is not known.
     recompute = sum(swap.recompute_s for swap in swaps) * len(swaps) / (len(swaps) - 1)
     period = busy + stalled
     return {
@@ -101,12 +101,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--groups", type=int, default=32, help=f"in a batch, of {GROUP} trajectories each")
-    given = parser.parse_args()
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
+    options = parser.parse_args()
+    if options.smoke:
+        options.steps, options.hidden, options.groups = 3, 32, 1
+        WAYS.pop("keep")
     costs: dict[str, dict[str, float]] = {}
-    with tempfile.TemporaryDirectory(prefix="sync-stall-") as scratch:
+    with scratch_folder("sync-stall") as scratch:
         for way, on_swap in WAYS.items():
-            folder = Path(scratch) / way
-            run = run_file(Path(scratch), on_swap, given.steps, given.hidden, given.groups)
+            folder = scratch / way
+            run = run_file(scratch, on_swap, options.steps, options.hidden, options.groups)
             asyncio.run(controller.train(run, folder))
             costs[way] = cost(list(read_events(folder / "events.jsonl")))
             print(f"{way:8}", ", ".join(f"{key} {value:.4g}" for key, value in costs[way].items()), flush=True)

@@ -75,13 +75,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--processes", type=int, default=20)
-    given = parser.parse_args()
-    start, plain = starts(given.rounds)
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
+    options = parser.parse_args()
+    if options.smoke:
+        options.rounds, options.processes = 2, 2
+    start, plain = starts(options.rounds)
     with Sandbox() as sandbox:
-        command = median_ms(10 * given.rounds, lambda: sandbox.run("true"))
-        process = median_ms(2 * given.rounds, lambda: sandbox.run("/bin/true"))
-    environment, seeds = Terminal(), iter(range(given.rounds))
-    played = median_ms(given.rounds, lambda: episode(environment, next(seeds)))
+        command = median_ms(10 * options.rounds, lambda: sandbox.run("true"))
+        process = median_ms(2 * options.rounds, lambda: sandbox.run("/bin/true"))
+    environment, seeds = Terminal(), iter(range(options.rounds))
+    played = median_ms(options.rounds, lambda: episode(environment, next(seeds)))
     print(
         json.dumps(
             {
@@ -90,7 +93,7 @@ def main() -> None:
                 "command_ms": round(command, 2),
                 "process_ms": round(process, 2),
                 "episode_ms": round(played, 1),
-                "mb_per_process": round(memory(given.processes), 2),
+                "mb_per_process": round(memory(options.processes), 2),
             }
         )
     )

@@ -95,7 +95,11 @@ class PlainStep:
         self.optimizer.zero_grad()
 
 
-def main(sequences: int = 128, rounds: int = 5, threads: int = 1, pack_tokens: int = 0, rows: int = 16) -> None:
+def main(
+    sequences: int = 128, rounds: int = 5, threads: int = 1, pack_tokens: int = 0, rows: int = 16, smoke: bool = False
+) -> None:
+    if smoke:  # tiny sizes, to check that it runs
+        sequences, rounds = 16, 1
     torch.set_num_threads(threads)
     groups = make_groups(sequences)
     tokens = sum(len(sample.tokens) for group in groups for sample in group.samples)

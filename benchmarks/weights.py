@@ -1,24 +1,26 @@
 """Weights from a trainer to two engine processes, against plain copies of the same bytes.
 
-`python benchmarks/weights.py [--sizes 100,1000,4000] [--rounds 5]` publishes versions of so many megabytes and lets two
-engine processes take them: by shared memory, where each checks every byte and then computes with the memory as it is,
+`python benchmarks/weights.py [--sizes 100,1000,4000] [--rounds 5]` publishes versions of these megabytes and lets two
+engine processes fetch them: by shared memory, where each checks every byte and then computes with the memory as it is,
 and by HTTP, as if each were a host of its own, the second fed by the first. In the same rounds the same processes do
 what it is measured against: a memcpy of the same bytes in each, at the same time, and a copy of them through a bare
 loopback socket. Rates are wall-clock GB/s, ratios are medians over the rounds; the first two versions, whose pages are
-new, are told apart. `cpu` has the same ratios in CPU seconds of all processes that take part, which other work on the
-machine disturbs less. The last line is one JSON object.
+new, are reported separately. `cpu` has the same ratios in CPU seconds of all processes that take part, which other work
+on the machine disturbs less. The last line is one JSON object.
 
-A publisher and each host keep two versions in memory, which for 4 GB of weights is all that a small machine has. So the
-trainer's tensors are cut from half a gigabyte, and copies go to as much, which is more than caches hold; and the
-second host is left out where it does not fit.
+A publisher and each host keep two versions in memory: 20 GB for 4 GB of weights. So the trainer's tensors are cut from
+half a gigabyte, and copies go to as much, which is more than caches hold. Sizes and hosts for which there is not enough
+free memory are left out, and shared memory is cleaned up at the end.
 """
 
 import argparse
 import json
 import multiprocessing
 import shutil
+import signal
 import socket
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -110,7 +112,7 @@ class Engine:
     def take(self, publication: Publication, far: bool) -> Cost:
         cost = timed(lambda: self._hold((self.far if far else self.near).fetch(publication)))
         if self.held is None or self.held.transport != ("http" if far else "shared memory"):
-            raise RuntimeError("it came by another way")
+            raise RuntimeError(f"it came by {self.held and self.held.transport}")
         return cost
 
     def _hold(self, held: LoadedVersion) -> None:
@@ -196,7 +198,7 @@ class Bench:
 
     def publish(self) -> tuple[Cost, Publication]:
         self.version, id = self.version + 1, new_id()
-        # Every byte, so that there is nothing to save by telling differences.
+        # Every byte, so that a delta saves nothing.
         self.pool.view(torch.int32).bitwise_xor_(0x01020304 * (1 + self.version % 7))
         shares = [TensorShard(f"t{i}", tuple(tensor.shape), tensor) for i, tensor in enumerate(self.tensors)]
         cost = timed(lambda: self.publisher.publish(self.version, id, shares))
@@ -299,9 +301,9 @@ def measure(size: int, count: int) -> dict[str, Any]:
 def over_http(bench: Bench, count: int) -> dict[str, Any]:
     """As far as there is memory for it: a host keeps the version that it computes with and the one that comes."""
     host = 2 * bench.size + MARGIN
-    hosts = min(2, psutil.virtual_memory().available // host)
+    hosts = min(2, available() // host)
     for left_out in ("over HTTP", "to a second host")[hosts:]:
-        print(f"{bench.size // MB} MB {left_out} needs {host / 1e9:.0f} GB of free memory more; left out")
+        print(f"{bench.size // MB} MB {left_out} needs {host / 1e9:.0f} GB of free memory; left out")
     if not hosts:
         return {}
     for _ in range(FRESH):
@@ -315,26 +317,46 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", default="100,1000,4000", help="megabytes of weights")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
     options = parser.parse_args()
+    if options.smoke:
+        options.sizes, options.rounds = "16", 1
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that shared memory is cleaned up
     results = {}
     for megabytes in map(int, options.sizes.split(",")):
+        if (missing := needed(megabytes * MB) - available()) > 0:
+            print(f"{megabytes} MB needs {missing / 1e9:.1f} GB more of free memory; left out", flush=True)
+            continue
         results[megabytes] = result = measure(megabytes * MB, options.rounds)
         for key, value in result.items():
-            print(f"{megabytes:>5} MB  {key:<26} {told(value)}", flush=True)
+            print(f"{megabytes:>5} MB  {key:<26} {shown(value)}", flush=True)
+    if not results:
+        raise SystemExit("there is not enough free memory for any size; name smaller ones with --sizes")
     print(json.dumps(worst(results) | {"megabytes": {str(size): bars(result) for size, result in results.items()}}))
+
+
+def needed(size: int) -> int:
+    """Bytes without HTTP: two versions in shared memory, and private buffers of this process and two engines."""
+    return 2 * size + min(size, POOL) + 3 * min(size, WINDOW) + MARGIN
+
+
+def available() -> int:
+    """Bytes of memory, as far as shared memory may use it."""
+    free = shutil.disk_usage(shared_folder("bench").parent).free
+    return min(int(psutil.virtual_memory().available), free)
 
 
 def worst(results: dict[int, dict[str, Any]]) -> dict[str, float]:
     """Of all sizes."""
     ratios = ("publish_vs_memcpy", "fetch_vs_memcpy", "http_vs_socket")
-    told = {key: [one[key].wall for one in results.values() if key in one] for key in ratios}
-    return {key: round(min(values), 3) for key, values in told.items() if values} | {
+    values_of = {key: [one[key].wall for one in results.values() if key in one] for key in ratios}
+    return {key: round(min(values), 3) for key, values in values_of.items() if values} | {
         "peak_extra_bucket_sets": round(max(one["peak_extra_bucket_sets"] for one in results.values()), 3)
     }
 
 
-def told(value: Any) -> str:
+def shown(value: Any) -> str:
     if isinstance(value, Cost):
         return f"{value.wall:.2f} (cpu {value.cpu:.2f})"
     return ", ".join(f"{k} {v:.2f}" for k, v in value.items()) if isinstance(value, dict) else f"{value:.2f}"
