@@ -192,7 +192,7 @@ def test_an_agent_that_hangs_is_killed_at_its_deadline(run: Run) -> None:
     async def test(made: World) -> None:
         played = await made.play("late")
         assert played.outcome is Outcome.ENV_FAILED
-        assert "did not answer within 1 s" in played.reason
+        assert "did not return within 1 s" in played.reason
 
     run(test)
 

@@ -67,7 +67,7 @@ def test_a_reward_that_hangs_fails_at_its_deadline_and_its_worker_is_replaced():
     async def run():
         config = RewardsConfig(workers=1, deadline=0.3, retries=0)
         async with pool("hang", "whole", config=config) as rewards:
-            with pytest.raises(RewardFailed, match=r"`score` did not answer within 0.3 s"):
+            with pytest.raises(RewardFailed, match=r"`score` did not return within 0.3 s"):
                 await rewards.score("hang", episode())
         async with pool("hang", "whole", config=RewardsConfig(workers=1)) as rewards:
             hanging = asyncio.create_task(rewards.score("hang", episode()))
