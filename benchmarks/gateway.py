@@ -43,7 +43,7 @@ from rollart.core.events import NULL_SINK
 from rollart.core.types import CapturedEpisode, Completion, GenerationRequest, Outcome, Sampling, Trajectory
 from rollart.engines.client import EngineClient
 from rollart.gateway.client import Gateway
-from rollart.gateway.messages import EpisodeLimits
+from rollart.gateway.limits import EpisodeLimits
 from rollart.launch import rpc, service
 from rollart.launch.launcher import Command, ResourceRequest, service_command
 from rollart.launch.local import LocalLauncher
@@ -201,9 +201,9 @@ class Bench:
                 router = Router(EngineRegistry({"engine": EngineClient(client)}))
                 keys, opened = [], []
                 for number in range(self.load.agents):
-                    terms = EpisodeLimits(f"agent-{number}", "bench", number, sampling, 8192)
-                    runner = AgentEpisodeRunner(terms.id, "bench", router, NULL_SINK, lambda version: None)
-                    episode = await stack.enter_async_context(gateway.episode(terms, runner.generate))
+                    limits = EpisodeLimits(f"agent-{number}", "bench", number, sampling, 8192)
+                    runner = AgentEpisodeRunner(limits.id, "bench", router, NULL_SINK, lambda version: None)
+                    episode = await stack.enter_async_context(gateway.episode(limits, runner.generate))
                     opened.append(episode)
                     keys.append(episode.endpoint.key)
                 spec = {

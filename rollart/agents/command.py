@@ -30,7 +30,7 @@ class CommandAgent:
     """A driver: `run` plays one episode. It raises if the program ends with another exit code than 0."""
 
     def run(self, agent: dict[str, Any], endpoint: dict[str, Any], episode: dict[str, Any]) -> dict[str, Any]:
-        limits, mounts = SandboxLimits(**agent["limits"]), ExtraMounts(folders=tuple(agent["see"]))
+        limits, mounts = SandboxLimits(**agent["limits"]), ExtraMounts(folders=tuple(agent["mounts"]))
         files = archive_paths([(Path(agent["files"]), ".")]) if agent["files"] else b""
         with Sandbox(files, limits, OUTPUT, mounts) as sandbox:
             variables = {"ROLLART_EPISODE": json.dumps(episode), "ROLLART_REWARD": REWARD}

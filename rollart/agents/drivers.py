@@ -46,7 +46,7 @@ def command_of(task: TaskConfig, agent: AgentConfig) -> dict[str, Any]:
     return {
         "command": agent.command,
         "files": None if agent.files is None else str(agent.files.absolute()),
-        "see": [str(path.absolute()) for path in agent.see] + (family.mounts if family else []),
+        "mounts": [str(path.absolute()) for path in agent.mounts] + (family.mounts if family else []),
         "path": [str(family.python.parent)] if family else [],
         "limits": agent.limits,
         "deadline": agent.deadline or LONGEST_S,

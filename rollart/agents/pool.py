@@ -22,7 +22,7 @@ from rollart.core.errors import EngineFailed, EnvironmentFailed, RewardFailed, S
 from rollart.core.protocols import Generate, TokenStream
 from rollart.core.types import CapturedEpisode, Completion, GenerationRequest, Sampling, Step
 from rollart.gateway.client import Gateway
-from rollart.gateway.messages import EpisodeLimits
+from rollart.gateway.limits import EpisodeLimits
 from rollart.launch.launcher import Launcher, ResourceRequest
 from rollart.workers.host_handle import HostLocation
 from rollart.workers.pool import ProcessClaim, ProcessPool
@@ -114,7 +114,7 @@ class AgentClaim:
         opened, raised = None, None
         answer: dict[str, Any] = {}
         try:
-            async with self._gateway.episode(self._terms(id, seed), watched.generate) as opened:
+            async with self._gateway.episode(self._limits(id, seed), watched.generate) as opened:
                 endpoint = asdict(opened.endpoint)
                 args = {"agent": driver_of(self._task).agent, "endpoint": endpoint, "episode": asdict(episode)}
                 try:
@@ -128,11 +128,19 @@ class AgentClaim:
             raise raised
         return self._step(answer, opened.captured, raised)
 
-    def _terms(self, id: str, seed: int) -> EpisodeLimits:
+    def _limits(self, id: str, seed: int) -> EpisodeLimits:
         agent, asked = self._task.agent, self._task.sampling
         assert agent is not None
         sampling = Sampling(asked.temperature, asked.top_p, asked.top_k, asked.max_tokens)
-        return EpisodeLimits(id, self._task.name, seed, sampling, self._task.max_context, agent.calls, agent.parallel)
+        return EpisodeLimits(
+            id,
+            self._task.name,
+            seed,
+            sampling,
+            self._task.max_context,
+            max_calls=agent.max_calls,
+            max_parallel=agent.max_parallel,
+        )
 
     async def _run(self, args: dict[str, Any], watched: "_Watched") -> dict[str, Any]:
         try:
@@ -175,9 +183,9 @@ class _Watched:
         self._generate = generate
         self.failure: EngineFailed | None = None
 
-    async def generate(self, request: GenerationRequest, listener: TokenStream | None = None, /) -> Completion:
+    async def generate(self, request: GenerationRequest, stream: TokenStream | None = None, /) -> Completion:
         try:
-            return await self._generate(request, listener)
+            return await self._generate(request, stream)
         except EngineFailed as error:
             self.failure = error
             raise

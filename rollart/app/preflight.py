@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rollart.config import RunFile, TaskConfig, import_check
+from rollart.config import INVOKERS, RunFile, TaskConfig, import_check
 from rollart.config.loading import read, validated
 from rollart.config.yaml_tree import Tree
 from rollart.core.errors import ConfigError
@@ -50,10 +50,10 @@ def _missing_for_task(task: TaskConfig, elsewhere: bool) -> Iterator[tuple[str, 
     targets: dict[str, str | None] = {} if elsewhere else {"env": task.env, "player": task.player}
     if task.agent is not None:
         targets["agent"] = task.agent.function
-        for folder in (task.agent.files, *task.agent.see):
+        for folder in (task.agent.files, *task.agent.mounts):
             if folder and not folder.is_dir():
                 yield "agent", f"needs the folder {str(folder)!r}, which is not there"
-    if task.reward.invoker in ("pool", "ray"):  # elsewhere it may need what is not installed here
+    if INVOKERS[task.reward.invoker].imported:  # others may need what is not installed here
         targets["reward"] = task.reward.function
     for key, target in targets.items():
         if target and (wrong := _missing_target(task, key, target)):

@@ -5,11 +5,12 @@ from rollart.config.hardware import AFFINITIES, DeviceConfig, EngineConfig, Pool
 from rollart.config.model import ModelConfig, TinyModelConfig, WarmupConfig
 from rollart.config.rollout import EnvironmentsConfig, QuarantineConfig, RewardsConfig, RolloutConfig
 from rollart.config.run import RunFile
-from rollart.config.task import AgentConfig, RewardConfig, TaskConfig
+from rollart.config.task import INVOKERS, AgentConfig, RewardConfig, TaskConfig
 from rollart.config.training import AlgorithmConfig, CheckpointConfig, EvaluationConfig, TrainingConfig
 
 __all__ = [
     "AFFINITIES",
+    "INVOKERS",
     "AgentConfig",
     "AlgorithmConfig",
     "CheckpointConfig",

@@ -18,7 +18,7 @@ from rollart.config.hardware import (
 )
 from rollart.config.model import ModelConfig
 from rollart.config.rollout import EnvironmentsConfig, RewardsConfig, RolloutConfig
-from rollart.config.task import TaskConfig
+from rollart.config.task import INVOKERS, TaskConfig
 from rollart.config.training import CheckpointConfig, EvaluationConfig, TrainingConfig
 from rollart.config.yaml_tree import did_you_mean
 from rollart.hardware.devices import CATALOGUE, DeviceClass
@@ -140,8 +140,9 @@ class RunFile(Section):
             )
 
     def _check_task(self, index: int, task: TaskConfig) -> None:
-        if task.reward.invoker == "ray" and self.cluster is None:
-            raise Conflict("invoker ray needs `cluster`, the address of a Ray cluster", "tasks", index, "reward")
+        if INVOKERS[task.reward.invoker].cluster and self.cluster is None:
+            what = f"invoker {task.reward.invoker} needs `cluster`, the address of a Ray cluster"
+            raise Conflict(what, "tasks", index, "reward")
         if self.model.warmup and task.player is None:
             raise Conflict(f"task {task.name!r} has no `player`, which model.warmup needs", "tasks", index)
         if self.model.tiny and task.max_context > self.model.tiny.context:

@@ -1,9 +1,11 @@
 """`tasks`: what the policy learns, and how an episode is scored."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_core import PydanticKnownError
 
 from rollart.config.base import Conflict, ImportPath, Natural, Positive, Seconds, Section
 from rollart.config.yaml_tree import did_you_mean
@@ -19,14 +21,46 @@ class SamplingConfig(Section):
     max_tokens: Positive = Field(64, description="tokens generated per turn")
 
 
+@dataclass(frozen=True, slots=True)
+class Invoker:
+    """How reward functions are called: by `build` of `rollart.rewards.transports.TRANSPORT`, or without a transport in
+    local processes. `keys` are the keys of a reward that it takes, `extra` is the extra of rollart that it needs.
+    `imported`: `rollart check` looks for the function on this machine, because it runs here or on nodes like it."""
+
+    transport: str = ""
+    keys: tuple[str, ...] = ()
+    required: str = ""
+    extra: str = ""
+    title: str = ""
+    imported: bool = False
+    cluster: bool = False
+
+
+INVOKERS = {
+    "pool": Invoker(imported=True),
+    "http": Invoker("http", ("url", "secret"), required="url"),
+    "lambda": Invoker("aws", ("url", "name", "region"), required="name", extra="lambda", title="AWS Lambda"),
+    "fc": Invoker("alibaba", ("url", "name", "region"), required="name", extra="fc", title="Function Compute"),
+    "ray": Invoker("ray", ("device",), extra="ray", title="Ray Serve", imported=True, cluster=True),
+}
+
+
+def _known_invoker(name: str) -> str:
+    if name not in INVOKERS:
+        raise PydanticKnownError("literal_error", {"expected": ", ".join(f"'{known}'" for known in INVOKERS)})
+    return name
+
+
 class RewardConfig(Section):
     """A reward function and how it is called. `module:function` alone runs in local processes."""
 
     function: ImportPath = Field("rollart.rewards.functions:env_return", description="module:function of an episode")
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
     version: str = Field("", description="refuse any other version of the function")
-    invoker: Literal["pool", "http", "lambda", "fc", "ray"] = Field(
-        "pool", description="local processes, a URL, AWS Lambda, Alibaba Function Compute, or Ray Serve"
+    invoker: Annotated[str, AfterValidator(_known_invoker)] = Field(
+        "pool",
+        description="local processes, a URL, AWS Lambda, Alibaba Function Compute, or Ray Serve",
+        json_schema_extra={"enum": list(INVOKERS)},
     )
     url: str | None = Field(None, description="http: URL of the function; lambda, fc: another endpoint of the platform")
     name: str | None = Field(None, description="lambda, fc: name of the function")
@@ -44,17 +78,16 @@ class RewardConfig(Section):
 
     @model_validator(mode="after")
     def _fits_its_invoker(self) -> "RewardConfig":
-        takes = {"url": ("http", "lambda", "fc"), "secret": ("http",), "device": ("ray",)}
-        takes |= {"name": ("lambda", "fc"), "region": ("lambda", "fc")}
-        for key, invokers in takes.items():
-            if getattr(self, key) is not None and self.invoker not in invokers:
-                raise Conflict(f"`{key}` is for the invoker {' or '.join(invokers)}, not {self.invoker}", key)
+        invoker = INVOKERS[self.invoker]
+        for key in dict.fromkeys(key for each in INVOKERS.values() for key in each.keys):
+            if getattr(self, key) is not None and key not in invoker.keys:
+                takers = " or ".join(name for name, each in INVOKERS.items() if key in each.keys)
+                raise Conflict(f"`{key}` is for the invoker {takers}, not {self.invoker}", key)
         for key in ("hedge", "batch", "batch_window"):
-            if self.invoker == "pool" and getattr(self, key) != type(self).model_fields[key].default:
-                raise Conflict(f"`{key}` is for remote calls; the invoker pool calls local processes", key)
-        needed = {"http": "url", "lambda": "name", "fc": "name"}.get(self.invoker)
-        if needed and getattr(self, needed) is None:
-            raise Conflict(f"the invoker {self.invoker} needs `{needed}`", "invoker")
+            if not invoker.transport and getattr(self, key) != type(self).model_fields[key].default:
+                raise Conflict(f"`{key}` is for remote calls; the invoker {self.invoker} calls local processes", key)
+        if invoker.required and getattr(self, invoker.required) is None:
+            raise Conflict(f"the invoker {self.invoker} needs `{invoker.required}`", "invoker")
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise Conflict(f"url {self.url!r} must begin with http:// or https://", "url")
         return self
@@ -77,19 +110,19 @@ class AgentConfig(Section):
         None, min_length=1, description="instead of `function`, a program and its arguments, which runs in a sandbox"
     )
     files: Path | None = Field(None, description="command: a folder, copied into its working directory")
-    see: list[Path] = Field(default=[], description="command: folders of this machine that it sees, read-only")
+    mounts: list[Path] = Field(default=[], description="command: folders of this machine, mounted read-only")
     limits: dict[str, Positive] = Field(
         default_factory=dict, description="command: sandbox limits: " + ", ".join(SandboxLimits.__dataclass_fields__)
     )
     deadline: Seconds | None = Field(None, description="seconds for one episode; default: rollout.trajectory_deadline")
-    calls: Positive = Field(200, description="completions per episode")
-    parallel: Positive = Field(16, description="requests of one episode at the same time; more are told to wait")
+    max_calls: Positive = Field(200, description="completions per episode; more are refused")
+    max_parallel: Positive = Field(16, description="concurrent requests of one episode; more get a 429")
 
     @model_validator(mode="after")
     def _function_or_command(self) -> "AgentConfig":
         if (self.function is None) == (self.command is None):
             raise Conflict("an agent needs either `function` or `command`", *(["command"] if self.command else []))
-        for key in ("files", "see", "limits"):
+        for key in ("files", "mounts", "limits"):
             if self.command is None and getattr(self, key):
                 raise Conflict(f"`{key}` is for an agent with a `command`", key)
         for key in self.limits:

@@ -1,11 +1,11 @@
-"""The gateway over HTTP: which API a path is, whose key it shows, and what becomes of the answer.
+"""The gateway over HTTP: finds the API of a path and the session of a key, and delivers the response.
 
 The invariants:
-- Nothing but `/health` is answered without a key, and a key sees its own tenant only. Keys are never logged or echoed.
-- An answer has a deadline; there are at most `requests` under way, more are told when to come back.
-- A client that is gone has its request cancelled, and its answer counts as undelivered: an answer was delivered if the
-  connection stood until the last of it was handed to the system.
-- A stream begins with the first text that there is to show, so what fails before that still fails by its status.
+- Only `/health` works without a key, and a key sees its own session only. Keys are never logged or echoed.
+- A response has a deadline; at most `requests` are under way, more get a 429 with Retry-After.
+- When a client disconnects, its request is cancelled and the response counts as undelivered: a response is delivered
+  if the connection stood until the last of it was handed to the operating system.
+- A stream begins with the first text to send, so what fails before that still fails by its status.
 """
 
 import asyncio
@@ -14,21 +14,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rollart.gateway.apis.base import Api, Writer, encode, event
+from rollart.gateway.apis.base import Api, StreamWriter, encode, event
 from rollart.gateway.apis.chat import ChatCompletions
 from rollart.gateway.apis.completions import Completions
 from rollart.gateway.apis.generate import Generate
 from rollart.gateway.apis.messages import CountTokens, Messages
 from rollart.gateway.apis.responses import Responses
 from rollart.gateway.errors import ApiError, busy
-from rollart.gateway.http import Exchange, Gone
+from rollart.gateway.http import ClientGone, Exchange
 from rollart.gateway.limits import GatewayLimits
 from rollart.gateway.messages import CompletionRequest, CompletionResponse
+from rollart.gateway.session import EpisodeSession, OnText, PendingResponse, SessionTable
 from rollart.gateway.template import ChatTemplate
-from rollart.gateway.tenant import Hear, Served, Tenant
-from rollart.gateway.tenants import Tenants
 
-Headers = dict[bytes, bytes]
 JSON = b"application/json"
 EVENTS = b"text/event-stream; charset=utf-8"
 
@@ -36,22 +34,22 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
-    """Where a request goes: to an API, or, without one, it gets what is `there`."""
+class ApiRoute:
+    """A request goes to `api`; without one the response is `listing`."""
 
-    tenant: Tenant
+    session: EpisodeSession
     api: Api | None = None
-    there: Any = None
+    listing: Any = None
 
 
 class App:
-    """`model` is the name that is offered; `any_model`: agents may ask for whatever name they were written for."""
+    """`model` is the name that is offered; `any_model`: requests may name any other model as well."""
 
     def __init__(
-        self, template: ChatTemplate, tenants: Tenants, limits: GatewayLimits, model: str, any_model: bool = True
+        self, template: ChatTemplate, sessions: SessionTable, limits: GatewayLimits, model: str, any_model: bool = True
     ) -> None:
         self.limits = limits
-        self._tenants, self._model, self._any_model = tenants, model, any_model
+        self._sessions, self._model, self._any_model = sessions, model, any_model
         chat, messages, count = ChatCompletions(template), Messages(), CountTokens()
         self._chat, self._messages, self._count = chat, messages, count
         self._apis: dict[str, Api] = {
@@ -64,25 +62,25 @@ class App:
         }
         self._open = 0
 
-    # Whose request it is, and for what
+    # Routing
 
-    def route(self, request: Exchange) -> Route | None:
-        """None: it asks for the gateway's health. Raises ApiError."""
-        key, path = _key(request.path, request.headers)
+    def route(self, exchange: Exchange) -> ApiRoute | None:
+        """None: a health check. Raises ApiError."""
+        key, path = _key(exchange.path, exchange.headers)
         if path == "/health":
             return None
-        tenant = self._tenants.find(key) if key else None
-        if tenant is None:
-            said = "this key is not known, or its episode is over" if key else "show a key: Authorization: Bearer ..."
-            raise ApiError(401, said, code="invalid_api_key")
+        session = self._sessions.find(key) if key else None
+        if session is None:
+            reason = "this key is not known, or its episode is over" if key else "send a key: Authorization: Bearer ..."
+            raise ApiError(401, reason, code="invalid_api_key")
         api = self._apis.get(path)
         if api is None:
-            return Route(tenant, there=self._listed(path))
-        if request.method != "POST":
-            raise ApiError(405, f"{path} takes POST, not {request.method}", code="method_not_allowed")
-        return Route(tenant, api)
+            return ApiRoute(session, listing=self._listing(path))
+        if exchange.method != "POST":
+            raise ApiError(405, f"{path} takes POST, not {exchange.method}", code="method_not_allowed")
+        return ApiRoute(session, api)
 
-    def _listed(self, path: str) -> Any:
+    def _listing(self, path: str) -> Any:
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "rollart"}
         if path == "/models":
             return {"object": "list", "data": [model]}
@@ -90,120 +88,126 @@ class App:
             raise ApiError(404, f"there is nothing at {path}", code="not_found")
         return model
 
-    def refuse(self, request: Exchange, error: ApiError) -> None:
-        _, path = _key(request.path, request.headers)
-        anthropic = b"anthropic-version" in request.headers
+    def refuse(self, exchange: Exchange, error: ApiError) -> None:
+        _, path = _key(exchange.path, exchange.headers)
+        anthropic = b"anthropic-version" in exchange.headers
         shape = self._apis.get(path) or (self._messages if anthropic else self._chat)
-        if request.ended:
+        if exchange.ended:
             return
-        if request.begun:
-            request.write(event(shape.error(error), "error"))
-            request.end()
+        if exchange.begun:
+            exchange.write(event(shape.error(error), "error"))
+            exchange.end()
             return
-        more = [(b"retry-after", b"%d" % error.retry_after)] if error.retry_after else []
-        _answer(request, error.status, shape.error(error), more)
+        headers = [(b"retry-after", b"%d" % error.retry_after)] if error.retry_after else []
+        _respond(exchange, error.status, shape.error(error), headers)
 
-    # The answer
+    # Responses
 
-    async def handle(self, request: Exchange) -> None:
-        route: Route | None = request.route
+    async def handle(self, exchange: Exchange) -> None:
+        route: ApiRoute | None = exchange.route
         try:
             if route is None:
-                _answer(request, 200, {"ok": True})
+                _respond(exchange, 200, {"ok": True})
             elif route.api is None:
-                _answer(request, 200, route.there)
+                _respond(exchange, 200, route.listing)
             else:
-                await self._admitted(route.api, route.tenant, request)
+                await self._admit(route.api, route.session, exchange)
         except ApiError as error:
-            self.refuse(request, error)
-        except Gone:
+            self.refuse(exchange, error)
+        except ClientGone:
             pass
         except Exception as error:  # the boundary: one request that fails must not end the others
-            self.refuse(request, self._failed(request, error))
+            logger.error("a request to %s failed", _key(exchange.path, exchange.headers)[1], exc_info=error)
+            self.refuse(exchange, ApiError(500, "the gateway failed; its log has the reason", code="internal_error"))
 
-    def _failed(self, request: Exchange, error: Exception) -> ApiError:
-        logger.error("a request to %s failed", _key(request.path, request.headers)[1], exc_info=error)
-        return ApiError(500, "the gateway failed at this request; its log has the reason", code="internal_error")
-
-    async def _admitted(self, api: Api, tenant: Tenant, request: Exchange) -> None:
+    async def _admit(self, api: Api, session: EpisodeSession, exchange: Exchange) -> None:
         if self._open >= self.limits.requests:
-            raise busy(f"{self._open} requests are under way, as many as the gateway takes")
+            raise busy(f"the gateway has its limit of {self._open} requests under way")
         self._open += 1
         try:
-            await self._serve(api, tenant, request)
+            await self._serve(api, session, exchange)
         finally:
             self._open -= 1
 
-    async def _serve(self, api: Api, tenant: Tenant, request: Exchange) -> None:
-        ask = api.parse(request.body, tenant)
-        if not self._any_model and ask.model not in ("", self._model):
+    async def _serve(self, api: Api, session: EpisodeSession, exchange: Exchange) -> None:
+        request = api.parse(exchange.body, session)
+        if not self._any_model and request.model not in ("", self._model):
             raise ApiError(
                 404,
-                f"there is no model {ask.model!r} here, only {self._model!r}",
+                f"there is no model {request.model!r} here, only {self._model!r}",
                 param="model",
                 code="model_not_found",
             )
-        ask.model = ask.model or self._model
+        request.model = request.model or self._model
         if api is self._count:
-            _answer(request, 200, {"input_tokens": tenant.count_tokens(ask)})
-        elif ask.stream:
-            await self._stream(api, api.writer(ask), ask, tenant, request)
+            _respond(exchange, 200, {"input_tokens": session.count_tokens(request)})
+        elif request.stream:
+            await self._stream(api, api.writer(request), request, session, exchange)
         else:
-            served = await self._served(tenant, ask)
-            await self._deliver(api, tenant, served, request, lambda: encode(api.whole(ask, served.answer)))
+            pending = await self._generate(session, request)
+            await self._deliver(
+                api, session, pending, exchange, lambda: encode(api.response_body(request, pending.response))
+            )
 
     async def _stream(
-        self, api: Api, writer: Writer, ask: CompletionRequest, tenant: Tenant, request: Exchange
+        self,
+        api: Api,
+        writer: StreamWriter,
+        request: CompletionRequest,
+        session: EpisodeSession,
+        exchange: Exchange,
     ) -> None:
-        def hear(answer: CompletionResponse, index: int, piece: str) -> bool:
-            if not request.ready:
+        def on_text(response: CompletionResponse, index: int, piece: str) -> bool:
+            if not exchange.ready:
                 return False
-            _write(request, answer, writer.text(answer, index, piece))
+            _write(exchange, response, writer.text(response, index, piece))
             return True
 
-        served = await self._served(tenant, ask, hear if api.speaks else None)
-        shown = [draft.shown for draft in served.drafts]
-        await self._deliver(api, tenant, served, request, lambda: writer.end(served.answer, shown))
+        pending = await self._generate(session, request, on_text if api.streams_text else None)
+        sent = [choice.sent for choice in pending.choices]
+        await self._deliver(api, session, pending, exchange, lambda: writer.end(pending.response, sent))
 
-    async def _served(self, tenant: Tenant, ask: CompletionRequest, hear: Hear | None = None) -> Served:
+    async def _generate(
+        self, session: EpisodeSession, request: CompletionRequest, on_text: OnText | None = None
+    ) -> PendingResponse:
         try:
-            async with asyncio.timeout(self.limits.answer_s):
-                return await tenant.serve(ask, hear)
+            async with asyncio.timeout(self.limits.response_s):
+                return await session.serve(request, on_text)
         except TimeoutError:
             raise ApiError(
-                504, f"there was no answer within {self.limits.answer_s:g} s", code="deadline_exceeded"
+                504, f"there was no answer within {self.limits.response_s:g} s", code="deadline_exceeded"
             ) from None
 
     async def _deliver(
-        self, api: Api, tenant: Tenant, served: Served, request: Exchange, last: Callable[[], bytes]
+        self, api: Api, session: EpisodeSession, pending: PendingResponse, exchange: Exchange, body: Callable[[], bytes]
     ) -> None:
-        """`last` gives all of the answer, or of a stream what it still lacks."""
-        answer = served.answer
+        """`body` returns the whole response, or the end of a stream."""
+        response = pending.response
         try:
-            if served.ask.stream:
-                _write(request, answer, last())
-                request.end()
+            if pending.request.stream:
+                _write(exchange, response, body())
+                exchange.end()
             else:
-                request.answer(200, JSON, last(), [(b"x-request-id", answer.id.encode())])
-            await request.drained()
+                exchange.respond(200, JSON, body(), [(b"x-request-id", response.id.encode())])
+            await exchange.drained()
         except BaseException:
-            tenant.lost(served)
+            session.discard(pending)
             raise
-        tenant.delivered(served)
-        api.served(served.ask, answer, tenant)
+        session.delivered(pending)
+        api.on_delivered(pending.request, response, session)
 
 
-def _write(request: Exchange, answer: CompletionResponse, piece: bytes) -> None:
-    if not request.begun:
-        request.begin(EVENTS, [(b"x-request-id", answer.id.encode()), (b"cache-control", b"no-cache")])
-    request.write(piece)
+def _write(exchange: Exchange, response: CompletionResponse, piece: bytes) -> None:
+    if not exchange.begun:
+        exchange.begin(EVENTS, [(b"x-request-id", response.id.encode()), (b"cache-control", b"no-cache")])
+    exchange.write(piece)
 
 
-def _answer(request: Exchange, status: int, value: Any, more: Iterable[tuple[bytes, bytes]] = ()) -> None:
-    request.answer(status, JSON, encode(value), more)
+def _respond(exchange: Exchange, status: int, value: Any, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    exchange.respond(status, JSON, encode(value), headers)
 
 
-def _key(path: str, headers: Headers) -> tuple[str | None, str]:
+def _key(path: str, headers: dict[bytes, bytes]) -> tuple[str | None, str]:
     """The key, from the path or a header, and the path without it and without `/v1`."""
     key: str | None = None
     if path.startswith("/k/"):

@@ -1,11 +1,9 @@
-"""The gateway of a run, from the controller's side: its process, the episodes that are open at it, and their requests.
+"""The controller's client of the gateway: starts its process, opens episodes there, and generates for them.
 
 The invariants:
-- A key is made for one episode and revoked when it ends, however it ends; requests that are under way then are
-  cancelled.
-- A request that the gateway hands over goes to the `generate` of its own episode, and is answered once.
-- A gateway that dies takes its episodes with it: they fail, and others begin at the one started in its place, which
-  happens at most `RESTARTS` times in a row.
+- A key is made for one episode and revoked when it ends, however it ends; requests under way are cancelled then.
+- A pulled request goes to the `generate` of its own episode, and gets one final reply.
+- A gateway that dies takes its episodes with it: they fail. It is restarted at most `RESTARTS` times in a row.
 """
 
 import asyncio
@@ -23,9 +21,8 @@ from rollart.core.errors import EngineFailed, EnvironmentFailed, ServiceError
 from rollart.core.events import EventSink, ServiceEnded, ServiceStarted
 from rollart.core.protocols import Generate, TokenStream
 from rollart.core.types import CapturedEpisode, GenerationRequest
-from rollart.gateway.limits import GatewayLimits
-from rollart.gateway.messages import EpisodeLimits
-from rollart.gateway.service import Opening
+from rollart.gateway.limits import EpisodeLimits, GatewayLimits
+from rollart.gateway.service import OpenEpisode
 from rollart.gateway.upstream import PULL_S, PullReply, PullRequest
 from rollart.launch import rpc
 from rollart.launch.launcher import Launcher, ResourceRequest, ServiceHandle, service_command
@@ -35,19 +32,19 @@ NAME = "policy"  # of the model, for clients
 CALL_S = 30.0
 START_S = 60.0
 RESTARTS, HEALTHY_S = 3, 60.0
-_wanted = msgspec.msgpack.Decoder(PullRequest)
+_pull_request = msgspec.msgpack.Decoder(PullRequest)
 
 
 @dataclass(slots=True)
-class Opened:
-    """An episode at the gateway. `captured` is there once the episode has ended, unless the gateway was lost."""
+class GatewayEpisode:
+    """An episode at the gateway. `captured` is set when the episode has ended, unless the gateway was lost."""
 
     endpoint: Endpoint
     captured: CapturedEpisode | None = None
 
 
 class Gateway:
-    """`model` is the folder whose tokenizer and chat template are used; `port` is for clients, 0: any that is free."""
+    """`model` is the folder of tokenizer and chat template; `port` is for HTTP clients, 0: any that is free."""
 
     def __init__(
         self,
@@ -61,22 +58,17 @@ class Gateway:
     ) -> None:
         self._launcher, self._sink, self._logs = launcher, sink, logs
         limits = limits or GatewayLimits()
-        self._spec = {
-            "model": str(model),
-            "name": NAME,
-            "port": port,
-            "limits": msgspec.to_builtins(limits),
-        }
+        self._spec = {"model": str(model), "name": NAME, "port": port, "limits": msgspec.to_builtins(limits)}
         self._stack = AsyncExitStack()
         self._started: ServiceHandle | None = None
         self._client: rpc.RpcClient | None = None
         self._up = asyncio.Event()
         self._pulling: asyncio.Task[None] | None = None
         self._episodes: dict[str, Generate] = {}
-        self._alive: set[asyncio.Timeout] = set()  # what ends the episodes of a gateway that is lost
+        self._alive: set[asyncio.Timeout] = set()  # expire when the gateway is lost, which ends the episodes
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._enough: set[int] = set()  # of these, those whose callers want no more tokens
-        self._given: list[PullReply] = []
+        self._stopped: set[int] = set()  # of these, those whose callers want no more tokens
+        self._replies: list[PullReply] = []
         self.url = ""
 
     async def start(self) -> None:
@@ -100,18 +92,18 @@ class Gateway:
         self._up.set()
 
     async def watch(self) -> None:
-        """Returns never; raises ServiceError when the gateway cannot be kept up."""
+        """Restarts the gateway when it ends. Raises ServiceError after too many restarts."""
         restarts = 0
         while True:
             assert self._started is not None
             began = asyncio.get_running_loop().time()
             reason = await self._started.wait()
             self._sink.emit(ServiceEnded(role="gateway", name="gateway", reason=reason))
-            await self._down()
+            await self._shut_down()
             lived = asyncio.get_running_loop().time() - began
             restarts = 0 if lived > HEALTHY_S else restarts + 1
             if restarts > RESTARTS:
-                raise ServiceError(f"the gateway ended {restarts} times soon after its start, the last: {reason}")
+                raise ServiceError(f"the gateway ended {restarts} times soon after its start; the last time: {reason}")
             await self.start()
 
     @property
@@ -123,42 +115,42 @@ class Gateway:
             self._started.kill()
 
     async def close(self) -> None:
-        await self._down()
+        await self._shut_down()
 
-    async def _down(self) -> None:
+    async def _shut_down(self) -> None:
         self._lose()
         tasks = [*self._running.values(), *([self._pulling] if self._pulling else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._given.clear()
+        self._replies.clear()
         await self._stack.aclose()
 
     # Episodes
 
     @asynccontextmanager
-    async def episode(self, terms: EpisodeLimits, generate: Generate) -> AsyncIterator[Opened]:
+    async def episode(self, limits: EpisodeLimits, generate: Generate) -> AsyncIterator[GatewayEpisode]:
         """Raises EnvironmentFailed if the gateway is lost."""
-        client, key = await self._reached(), secrets.token_urlsafe(32)
-        await self._call(client, "open", Opening(key, terms), type(None))
-        self._episodes[terms.id] = generate
-        opened = Opened(Endpoint(self.url, key, NAME, str(self._spec["model"])))
+        client, key = await self._wait_until_up(), secrets.token_urlsafe(32)
+        await self._call(client, "open", OpenEpisode(key, limits), type(None))
+        self._episodes[limits.id] = generate
+        episode = GatewayEpisode(Endpoint(self.url, key, NAME, str(self._spec["model"])))
         alive = asyncio.timeout(None)
         self._alive.add(alive)
         try:
             async with alive:
-                yield opened
+                yield episode
         except TimeoutError:
             if alive.expired():
                 raise EnvironmentFailed("the gateway was lost, and the episode with it") from None
             raise
         finally:
             self._alive.discard(alive)
-            del self._episodes[terms.id]
-            with suppress(EnvironmentFailed):  # then nothing is captured, and whoever asks is told
-                opened.captured = await self._call(client, "close", key, CapturedEpisode)
+            del self._episodes[limits.id]
+            with suppress(EnvironmentFailed):  # then nothing is captured
+                episode.captured = await self._call(client, "close", key, CapturedEpisode)
 
-    async def _reached(self) -> rpc.RpcClient:
+    async def _wait_until_up(self) -> rpc.RpcClient:
         with suppress(TimeoutError):
             async with asyncio.timeout(START_S):
                 await self._up.wait()
@@ -175,10 +167,10 @@ class Gateway:
     # Requests
 
     async def _pull(self, client: rpc.RpcClient) -> None:
-        """Until the connection is lost or silent; the process is then ended, which `watch` hears of."""
+        """Until the connection is lost or silent; then the process is killed, and `watch` restarts it."""
 
         def on_item(item: msgspec.Raw) -> None:
-            self._take(client, _wanted.decode(item))
+            self._on_pulled(client, _pull_request.decode(item))
 
         with suppress(ServiceError):
             while True:
@@ -194,48 +186,48 @@ class Gateway:
         for alive in self._alive:
             alive.reschedule(now)
 
-    def _take(self, client: rpc.RpcClient, wanted: PullRequest) -> None:
-        number = wanted.number
-        if wanted.request is not None:
-            task = asyncio.create_task(self._serve(client, wanted, wanted.request))
+    def _on_pulled(self, client: rpc.RpcClient, pulled: PullRequest) -> None:
+        number = pulled.number
+        if pulled.request is not None:
+            task = asyncio.create_task(self._serve(client, pulled, pulled.request))
             self._running[number] = task
-            task.add_done_callback(lambda _: self._ended(number))
+            task.add_done_callback(lambda _: self._on_done(number))
         elif number in self._running:
-            if wanted.enough:
-                self._enough.add(number)
+            if pulled.stop:
+                self._stopped.add(number)
             else:
                 self._running[number].cancel()
 
-    def _ended(self, number: int) -> None:
+    def _on_done(self, number: int) -> None:
         del self._running[number]
-        self._enough.discard(number)
+        self._stopped.discard(number)
 
-    async def _serve(self, client: rpc.RpcClient, wanted: PullRequest, request: GenerationRequest) -> None:
-        generate, number = self._episodes.get(wanted.episode), wanted.number
+    async def _serve(self, client: rpc.RpcClient, pulled: PullRequest, request: GenerationRequest) -> None:
+        generate, number = self._episodes.get(pulled.episode), pulled.number
 
         def on_tokens(tokens: list[int]) -> bool:
-            self._give(client, PullReply(number, tokens=tokens))
-            return number in self._enough
+            self._reply(client, PullReply(number, tokens=tokens))
+            return number in self._stopped
 
         def on_restart() -> None:
-            self._enough.discard(number)
-            self._give(client, PullReply(number, restart=True))
+            self._stopped.discard(number)
+            self._reply(client, PullReply(number, restart=True))
 
         try:
             if generate is None:
                 raise EngineFailed("the episode is over")
-            listener = TokenStream(wanted.every, on_tokens, on_restart) if wanted.every else None
-            given = PullReply(number, await generate(request, listener))
+            stream = TokenStream(pulled.every, on_tokens, on_restart) if pulled.every else None
+            reply = PullReply(number, await generate(request, stream))
         except EngineFailed as error:
-            given = PullReply(number, error=str(error))
-        self._give(client, given)
+            reply = PullReply(number, error=str(error))
+        self._reply(client, reply)
 
-    def _give(self, client: rpc.RpcClient, given: PullReply) -> None:
-        """All that is there at the end of this turn of the event loop goes in one message."""
-        if not self._given:
+    def _reply(self, client: rpc.RpcClient, reply: PullReply) -> None:
+        """All replies of one turn of the event loop go in one message."""
+        if not self._replies:
             asyncio.get_running_loop().call_soon(self._send, client)
-        self._given.append(given)
+        self._replies.append(reply)
 
     def _send(self, client: rpc.RpcClient) -> None:
-        given, self._given = self._given, []
-        client.send("answer", given)
+        replies, self._replies = self._replies, []
+        client.send("reply", replies)

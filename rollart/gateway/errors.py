@@ -1,10 +1,10 @@
-"""What a client did wrong, or could not have. Every API tells it in a shape of its own."""
+"""Errors that are sent to clients; each API has its own JSON for them."""
 
 from rollart.core.errors import RollartError
 
 
 class ApiError(RollartError):
-    """`param` is the field that is wrong, `code` a word for programs, `retry_after` seconds that are worth waiting."""
+    """`param` is the field that is wrong, `code` is for programs, `retry_after` is in seconds."""
 
     def __init__(
         self, status: int, message: str, *, code: str | None = None, param: str | None = None, retry_after: int = 0

@@ -1,20 +1,21 @@
-"""HTTP/1.1 on one connection: bytes become requests, answers become bytes.
+"""A small HTTP/1.1 server: httptools parses, and an `Application` responds.
 
-A web framework around each request costs more CPU than all that the gateway does with it. This is the parser that
-they use, and next to nothing around it.
+A web framework around each request costs more CPU than all that the gateway does with it.
 
 The invariants:
-- A connection answers one request at a time, in one task, which is cancelled when the client leaves. What a client
-  sends before it has its answer is not read any further: the connection ends after that answer.
-- A request is looked at when its head is there: the body of one that will be refused is read and dropped.
-- A head and a body have a size and a time limit, silence and the taking of an answer a time limit.
-- What is written is with the system, or in a buffer that is small unless the answer came in one piece; `drained` tells
-  when it is.
+- A connection serves one request at a time, in one task, which is cancelled when the client disconnects. A client that
+  sends more before it has its response is not read any further: the connection is closed after that response.
+- A request is routed when its head is complete: the body of one that will be refused is read and dropped.
+- Head and body have a size limit and a timeout, idle connections and the sending of a response a timeout.
+- What is written is with the operating system, or in a buffer that is small unless the response is one piece; `drained`
+  waits for it.
 """
 
 import asyncio
+import socket
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from functools import lru_cache
 from http import HTTPStatus
 from typing import Any, Protocol
@@ -23,34 +24,37 @@ from wsgiref.handlers import format_date_time
 
 import httptools
 
+from rollart.core.errors import ServiceError
 from rollart.gateway.errors import ApiError, invalid
 from rollart.gateway.limits import GatewayLimits
 
 HEAD_BYTES = 64 << 10
-Fields = Iterable[tuple[bytes, bytes]]
+BACKLOG = 2048
+END_S = 2.0
+Headers = Iterable[tuple[bytes, bytes]]
 _STATUS = {int(each): b"HTTP/1.1 %d %s\r\n" % (each, each.phrase.encode()) for each in HTTPStatus}
 
 
-class Gone(Exception):
-    """The client has left."""
+class ClientGone(Exception):
+    """The client has disconnected."""
 
 
 class Application(Protocol):
     limits: GatewayLimits
 
-    def route(self, request: "Exchange") -> Any:
-        """What `handle` will need. Raises ApiError for a request that is refused whatever its body says."""
+    def route(self, exchange: "Exchange") -> Any:
+        """What `handle` will need. Raises ApiError for a request that is refused whatever its body is."""
         ...
 
-    async def handle(self, request: "Exchange") -> None: ...
+    async def handle(self, exchange: "Exchange") -> None: ...
 
-    def refuse(self, request: "Exchange", error: ApiError) -> None:
-        """Answers it with the error."""
+    def refuse(self, exchange: "Exchange", error: ApiError) -> None:
+        """Respond with the error."""
         ...
 
 
 class Exchange:
-    """A request, and the way to answer it: `answer` once, or `begin`, `write` as often as there is something, `end`."""
+    """A request and its response: `respond` once, or `begin`, `write` any number of times, `end`."""
 
     __slots__ = ("_connection", "begun", "body", "ended", "headers", "method", "path", "route")
 
@@ -66,17 +70,17 @@ class Exchange:
         """Whether the client has taken most of what was written."""
         return self._connection.writable.is_set()
 
-    def answer(self, status: int, kind: bytes, body: bytes, fields: Fields = ()) -> None:
+    def respond(self, status: int, kind: bytes, body: bytes, headers: Headers = ()) -> None:
         self.begun = self.ended = True
-        head = _head(status, kind, fields, b"content-length: %d\r\n" % len(body), self._connection.closing)
+        head = _head(status, kind, headers, b"content-length: %d\r\n" % len(body), self._connection.closing)
         self._connection.write(head if self.method == "HEAD" else head + body)
 
-    def begin(self, kind: bytes, fields: Fields = ()) -> None:
-        """An answer in pieces. A client that does not know pieces knows the end by that of the connection."""
+    def begin(self, kind: bytes, headers: Headers = ()) -> None:
+        """A chunked response. For a client of HTTP/1.0, the end of the connection is the end of the response."""
         self.begun = True
         connection = self._connection
         framing = b"transfer-encoding: chunked\r\n" if connection.chunks else b""
-        connection.write(_head(200, kind, fields, framing, connection.closing))
+        connection.write(_head(200, kind, headers, framing, connection.closing))
 
     def write(self, piece: bytes) -> None:
         self._connection.write(b"%x\r\n%s\r\n" % (len(piece), piece) if self._connection.chunks else piece)
@@ -87,12 +91,12 @@ class Exchange:
             self._connection.write(b"0\r\n\r\n")
 
     async def drained(self) -> None:
-        """All but a little is with the system. Raises Gone."""
+        """Wait until all but a little is with the operating system. Raises ClientGone."""
         await self._connection.drained()
 
 
 class Connection(asyncio.Protocol):
-    """`connections` is the set of all of a server's, in which this one is while it lasts."""
+    """`connections` are the open ones of the server."""
 
     def __init__(self, app: Application, connections: "set[Connection]") -> None:
         self._app, self._limits, self._connections = app, app.limits, connections
@@ -102,18 +106,18 @@ class Connection(asyncio.Protocol):
         self.task: asyncio.Task[None] | None = None
         self.writable = asyncio.Event()
         self.writable.set()
-        self.lost = self.closing = False  # closing: there is nothing after the answer that is under way
-        self._deaf = False
+        self.lost = self.closing = False  # closing: after the response that is under way
+        self._ignoring = False
         self.chunks = True
         self._parser: Any = httptools.HttpRequestParser(self)
-        self._renew()
+        self._reset()
 
-    def _renew(self) -> None:
-        self._reading = self._hurried = False
+    def _reset(self) -> None:
+        self._reading = self._timed = False
         self._exchange: Exchange | None = None
         self._refused: ApiError | None = None
         self._url = b""
-        self._fields: dict[bytes, bytes] = {}
+        self._headers: dict[bytes, bytes] = {}
         self._pieces: list[bytes] = []
         self._size = 0
 
@@ -122,12 +126,12 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
         self._connections.add(self)
-        self._wait(self._limits.idle_s)
+        self._set_timer(self._limits.idle_s)
 
     def connection_lost(self, reason: Exception | None) -> None:
         self.lost = self.closing = True
         self._connections.discard(self)
-        self._wait(None)
+        self._set_timer(None)
         self.writable.set()
         if self.task is not None:
             self.task.cancel()
@@ -149,12 +153,12 @@ class Connection(asyncio.Protocol):
                     await self.writable.wait()
             except TimeoutError:
                 self._transport.abort()
-                raise Gone from None
+                raise ClientGone from None
         if self.lost:
-            raise Gone
+            raise ClientGone
 
     def shut(self) -> None:
-        """After the answer that is under way, if there is one."""
+        """Close after the response that is under way, if there is one."""
         self.closing = True
         if self.task is None:
             self._transport.close()
@@ -162,81 +166,81 @@ class Connection(asyncio.Protocol):
     def abort(self) -> None:
         self._transport.abort()
 
-    def _wait(self, seconds: float | None) -> None:
-        """At most so long for whatever comes next."""
+    def _set_timer(self, seconds: float | None) -> None:
+        """Restart the timer; None stops it."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if seconds is None else self._loop.call_later(seconds, self._late)
+        self._timer = None if seconds is None else self._loop.call_later(seconds, self._on_timeout)
 
-    def _late(self) -> None:
-        self._deaf = self.closing = True
+    def _on_timeout(self) -> None:
+        self._ignoring = self.closing = True
         if self._exchange is not None:
             self._refused = self._refused or ApiError(
-                408, f"the request did not come within {self._limits.read_s:g} s", code="request_timeout"
+                408, f"the request was not complete within {self._limits.read_s:g} s", code="request_timeout"
             )
             self._app.refuse(self._exchange, self._refused)
         self._transport.close()
 
-    # A request comes
+    # Reading a request
 
     def data_received(self, data: bytes) -> None:
         if self.task is not None:
-            self._deaf = self.closing = True
-        if self._deaf:
+            self._ignoring = self.closing = True
+        if self._ignoring:
             return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._deaf = self.closing = True  # it was refused; what follows is in another protocol
+            self._ignoring = self.closing = True  # it is refused; what follows is in another protocol
         except httptools.HttpParserError as error:
-            self._give_up(f"this is not HTTP: {error}")
-        if self._reading and not self._deaf:
-            self._partly(len(data))
+            self._reject(f"this is not HTTP: {error}")
+        if self._reading and not self._ignoring:
+            self._read_more(len(data))
 
-    def _partly(self, size: int) -> None:
-        """More of a request than these bytes is still to come."""
-        if not self._hurried:
-            self._hurried = True
-            self._wait(self._limits.read_s)
+    def _read_more(self, size: int) -> None:
+        """The request is not complete after these `size` bytes."""
+        if not self._timed:
+            self._timed = True
+            self._set_timer(self._limits.read_s)
         if self._exchange is None:
             self._size += size
             if self._size > HEAD_BYTES:
-                self._give_up(f"the head of the request has more than {HEAD_BYTES:,} bytes")
+                self._reject(f"the head of the request has more than {HEAD_BYTES:,} bytes")
 
-    def _give_up(self, message: str) -> None:
-        if self.task is None and not self._deaf:
-            self._deaf = self.closing = True
+    def _reject(self, message: str) -> None:
+        if self.task is None and not self._ignoring:
+            self._ignoring = self.closing = True
             self._app.refuse(self._exchange or Exchange(self, "", "", {}), invalid(message))
             self._transport.close()
 
     def on_message_begin(self) -> None:
         self._reading = True
         if self.task is not None:
-            self._deaf = self.closing = True
+            self._ignoring = self.closing = True
 
     def on_url(self, url: bytes) -> None:
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._fields[name.lower()] = value
+        self._headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
-        if self._deaf:
+        if self._ignoring:
             return
         path = unquote(self._url.partition(b"?")[0].decode("latin-1"))
-        self._exchange = Exchange(self, self._parser.get_method().decode("ascii"), path, self._fields)
+        self._exchange = Exchange(self, self._parser.get_method().decode("ascii"), path, self._headers)
         self.chunks = self._parser.get_http_version() == "1.1"
         upgrade = self._parser.should_upgrade()
         self.closing = upgrade or not self._parser.should_keep_alive()
         self._size = 0
         try:
             self._exchange.route = self._app.route(self._exchange)
-            self._within(int(self._fields.get(b"content-length", b"0")))
+            self._check_size(int(self._headers.get(b"content-length", b"0")))
             if upgrade:
-                raise invalid("this server speaks HTTP/1.1 and nothing else; send no Upgrade header")
+                raise invalid("this server speaks HTTP/1.1 only; send no Upgrade header")
         except ApiError as error:
             self._refused = error
-        if self._fields.get(b"expect", b"").lower() == b"100-continue":
+        if self._headers.get(b"expect", b"").lower() == b"100-continue":
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, piece: bytes) -> None:
@@ -245,23 +249,23 @@ class Connection(asyncio.Protocol):
         self._size += len(piece)
         self._pieces.append(piece)
         try:
-            self._within(self._size)
+            self._check_size(self._size)
         except ApiError as error:
             self._refused = error
             self._pieces.clear()
 
-    def _within(self, size: int) -> None:
-        most = self._limits.body_bytes
-        if size > most:
-            raise ApiError(413, f"the body is larger than {most:,} bytes", code="request_too_large")
+    def _check_size(self, size: int) -> None:
+        limit = self._limits.body_bytes
+        if size > limit:
+            raise ApiError(413, f"the body is larger than {limit:,} bytes", code="request_too_large")
 
     def on_message_complete(self) -> None:
         exchange, refused = self._exchange, self._refused
         if exchange is None:
             return
         exchange.body = b"".join(self._pieces)
-        self._wait(None)
-        self._renew()
+        self._set_timer(None)
+        self._reset()
         if refused is not None:
             self._app.refuse(exchange, refused)
             self._next()
@@ -279,16 +283,50 @@ class Connection(asyncio.Protocol):
         if self.lost:
             return
         if self.closing:
-            self._deaf = True
+            self._ignoring = True
             self._transport.close()
         else:
-            self._wait(self._limits.idle_s)
+            self._set_timer(self._limits.idle_s)
 
 
-def _head(status: int, kind: bytes, fields: Fields, framing: bytes, closing: bool) -> bytes:
-    said = b"".join([b"%s: %s\r\n" % field for field in fields])
+@asynccontextmanager
+async def listening(app: Application, host: str, port: int = 0) -> AsyncIterator[str]:
+    """Serve `app` while the block runs; yields the URL. Raises ServiceError if it cannot listen there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        server_socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ServiceError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another port") from error
+    connections: set[Connection] = set()
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Connection(app, connections), sock=server_socket, backlog=BACKLOG)
+    address, number = server_socket.getsockname()[:2]
+    try:
+        yield f"http://[{address}]:{number}" if family == socket.AF_INET6 else f"http://{address}:{number}"
+    finally:
+        server.close()
+        await _close_all(connections)
+
+
+async def _close_all(connections: set[Connection]) -> None:
+    """Each after the response that is under way, for at most END_S."""
+    under_way = [connection.task for connection in connections if connection.task is not None]
+    for connection in list(connections):
+        connection.shut()
+    if under_way:
+        _, late = await asyncio.wait(under_way, timeout=END_S)
+        for task in late:
+            task.cancel()
+        if late:
+            await asyncio.wait(late)
+    for connection in list(connections):
+        connection.abort()
+
+
+def _head(status: int, kind: bytes, headers: Headers, framing: bytes, closing: bool) -> bytes:
+    lines = b"".join([b"%s: %s\r\n" % header for header in headers])
     end = b"connection: close\r\n\r\n" if closing else b"\r\n"
-    return b"".join((_STATUS[status], _date(int(time.time())), b"content-type: ", kind, b"\r\n", said, framing, end))
+    return b"".join((_STATUS[status], _date(int(time.time())), b"content-type: ", kind, b"\r\n", lines, framing, end))
 
 
 @lru_cache(maxsize=1)

@@ -1,13 +1,8 @@
-"""The nouns of the gateway: a request and its answer, whichever API they came by, and what an episode is allowed.
-
-Nothing here knows HTTP or a model. What crosses the wire to the controller is plain for msgspec.
-"""
+"""Requests and responses of the gateway, whichever API they came by. Nothing here knows HTTP or a model."""
 
 from typing import Any, Literal
 
 from msgspec import Struct
-
-from rollart.core.types import Sampling
 
 
 class ToolCall(Struct, frozen=True):
@@ -19,12 +14,12 @@ class ToolCall(Struct, frozen=True):
 
 
 class ChatMessage(Struct, frozen=True):
-    """One message. `answers` is the id of the call that a tool's message is the result of."""
+    """One message. `call_id` names the call that a tool's message is the result of."""
 
     role: str
     text: str = ""
     calls: tuple[ToolCall, ...] = ()
-    answers: str = ""
+    call_id: str = ""
 
 
 class Tool(Struct, frozen=True):
@@ -34,10 +29,10 @@ class Tool(Struct, frozen=True):
 
 
 class CompletionRequest(Struct, kw_only=True):
-    """What a client wants. The context is `messages`, or `text` as it stands, or `tokens`.
+    """The context is `messages`, or `text` as it stands, or `tokens`.
 
-    `force`: the model must call this tool, or any if it is empty; `calls`: what looks like a call is one. `prefix` is
-    how the answer has to begin.
+    `force`: the model must call this tool, or any if it is empty. `parse_calls`: tool calls are parsed from the text.
+    `prefix` is how the response has to begin.
     """
 
     model: str = ""
@@ -46,7 +41,7 @@ class CompletionRequest(Struct, kw_only=True):
     tokens: list[int] | None = None
     tools: tuple[Tool, ...] = ()
     force: str | None = None
-    calls: bool = True
+    parse_calls: bool = True
     prefix: str = ""
     n: int = 1
     seed: int | None = None
@@ -74,8 +69,8 @@ class CompletionChoice(Struct):
 
 
 class CompletionResponse(Struct):
-    """`cached` of the `prompt` tokens needed no prefill, for the first choice. While it is being made it has no choices
-    and nothing is known to be cached."""
+    """`cached` of the `prompt` tokens needed no prefill, for the first choice. Until generation ends there are no
+    choices and `cached` is 0."""
 
     id: str
     created: int
@@ -85,21 +80,5 @@ class CompletionResponse(Struct):
     cached: int = 0
 
     @property
-    def made(self) -> int:
+    def completion_tokens(self) -> int:
         return sum(len(choice.tokens) for choice in self.choices)
-
-
-class EpisodeLimits(Struct, frozen=True):
-    """What the holder of a key may do. `fixed`: `sampling` decides how tokens are drawn, not the client, because what
-    is trained must have been sampled as the trainer thinks. `calls` is the number of completions in all, `parallel` at
-    the same time. Without `record` nothing is kept to be trained."""
-
-    id: str
-    task: str
-    seed: int
-    sampling: Sampling
-    max_context: int
-    calls: int = 1_000_000
-    parallel: int = 64
-    fixed: bool = True
-    record: bool = True

@@ -1,11 +1,11 @@
 """What was sampled, as segments: token sequences that only ever grew at their end.
 
 The invariants:
-- A request whose context begins with all of a segment, and which nobody else continues at this moment, continues that
-  segment. Any other request begins a new one, with its whole context as prompt: so what an earlier segment holds of the
-  same beginning is context there, and is trained once, where it was sampled.
-- Only delivered answers are kept. Within a segment, every token is either a prompt of one of its turns or was sampled
-  by the engine in exactly the context that stands before it.
+- A request whose context begins with all tokens of a segment continues it, unless another request is doing so at the
+  moment. Any other request begins a new segment, with its whole context as prompt: tokens that two segments share are
+  trained once, where they were sampled.
+- Only delivered responses are kept. Within a segment, every token is either a prompt of one of its turns or was sampled
+  by the engine in exactly the context before it.
 """
 
 from collections import OrderedDict
@@ -20,7 +20,7 @@ class Segment:
     number: int
     tokens: list[int] = field(default_factory=list)
     turns: int = 0
-    busy: bool = False  # somebody is continuing it
+    busy: bool = False  # a request is continuing it
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """The right to add one answer to `segment`, after `context`, of which `known` tokens are there already. `branch_of`
-    is the segment that a new one left."""
+class SegmentClaim:
+    """The right to add one response to `segment`, after `context`, whose first `known` tokens the segment has already.
+    `branch_of` is the segment that a new one branched off from."""
 
     segment: Segment
     context: list[int]
@@ -52,7 +52,7 @@ class Claim:
 
 
 class Segments:
-    """Keeps at most `limit`; the one unused for longest goes first."""
+    """Keeps at most `limit`; the least recently used is evicted."""
 
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit
@@ -62,12 +62,12 @@ class Segments:
     def has(self, segment: Segment) -> bool:
         return segment.number in self._kept
 
-    def claim(self, context: list[int], after: Segment | None = None, *, anew: bool = False) -> Claim:
-        """`after` is what the context was made from, if anything; `anew`: not to continue it, nor anything else."""
-        best = None if anew else self._continued(context)
+    def claim(self, context: list[int], after: Segment | None = None, *, new: bool = False) -> SegmentClaim:
+        """`after` is the segment that the context was made from, if any; `new`: continue no segment."""
+        best = None if new else self._continued(context)
         segment = best or Segment(next(self._numbers))
         segment.busy = True
-        return Claim(segment, context, len(segment.tokens), after if best is None else None)
+        return SegmentClaim(segment, context, len(segment.tokens), after if best is None else None)
 
     def _continued(self, context: list[int]) -> Segment | None:
         """The longest free segment that the context begins with."""
@@ -80,7 +80,7 @@ class Segments:
                 best = segment
         return best
 
-    def keep(self, claim: Claim, completion: Completion, tokens: int) -> Position:
+    def keep(self, claim: SegmentClaim, completion: Completion, tokens: int) -> Position:
         """The first `tokens` of the completion were delivered."""
         segment = claim.segment
         segment.tokens += claim.prompt
@@ -94,5 +94,5 @@ class Segments:
         whole = tokens == len(completion.tokens)
         return Position(segment, len(segment.tokens), whole and completion.finish == "stop")
 
-    def drop(self, claim: Claim) -> None:
+    def drop(self, claim: SegmentClaim) -> None:
         claim.segment.busy = False

@@ -1,8 +1,8 @@
 """The gateway of a run as a process: `python -m rollart.gateway.service`, spec on stdin.
 
-The spec: `model` (the folder whose tokenizer and template are used), `name` (the model's name for clients), `port` for
-clients to connect to (0: any), and `limits`. It listens where its launcher says: on this machine's loopback, or where
-the nodes of a cluster reach each other. The controller speaks to it on another port, which has the run's key.
+The spec: `model` (the folder of tokenizer and chat template), `name` (the model's name for clients), `port` for HTTP
+clients (0: any), and `limits`. It listens where its launcher says: on this machine's loopback, or where the nodes of a
+cluster reach each other. The controller connects by RPC to another port, with the run's key.
 """
 
 from collections.abc import AsyncIterator, Mapping
@@ -15,36 +15,35 @@ import msgspec
 from rollart.core import gc_tuning
 from rollart.core.types import CapturedEpisode
 from rollart.gateway.app import App
-from rollart.gateway.limits import GatewayLimits
-from rollart.gateway.messages import EpisodeLimits
-from rollart.gateway.server import served
+from rollart.gateway.http import listening
+from rollart.gateway.limits import EpisodeLimits, GatewayLimits
+from rollart.gateway.session import SessionTable
 from rollart.gateway.template import ChatTemplate
-from rollart.gateway.tenants import Tenants
 from rollart.gateway.upstream import Upstream
 from rollart.launch.rpc import Handler
 from rollart.launch.service import LOOPBACK, main
 
 
-class Opening(msgspec.Struct, frozen=True):
+class OpenEpisode(msgspec.Struct, frozen=True):
     key: str
-    terms: EpisodeLimits
+    limits: EpisodeLimits
 
 
 @asynccontextmanager
 async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
     template = ChatTemplate(Path(spec["model"]))
     upstream = Upstream()
-    tenants = Tenants(template, upstream.generate)
-    app = App(template, tenants, msgspec.convert(spec.get("limits", {}), GatewayLimits), str(spec["name"]))
+    sessions = SessionTable(template, upstream.generate)
+    app = App(template, sessions, msgspec.convert(spec.get("limits", {}), GatewayLimits), str(spec["name"]))
 
-    async def open_(opening: Opening) -> None:
-        tenants.open(opening.key, opening.terms)
+    async def open_(opening: OpenEpisode) -> None:
+        sessions.open(opening.key, opening.limits)
 
     async def close(key: str) -> CapturedEpisode:
-        return tenants.close(key)
+        return sessions.close(key)
 
     gc_tuning.collect_rarely()
-    async with served(app, spec.get("bind", LOOPBACK), spec["port"]) as url:
+    async with listening(app, spec.get("bind", LOOPBACK), spec["port"]) as url:
 
         async def address() -> str:
             return url
@@ -53,13 +52,13 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
             "open": open_,
             "close": close,
             "pull": upstream.pull,
-            "answer": upstream.answer,
+            "reply": upstream.reply,
             "address": address,
         }
 
 
 def fast_loop() -> None:
-    """uvloop where it is installed: a request costs a quarter less CPU."""
+    """Use uvloop if it is installed: a request costs a quarter less CPU."""
     try:
         import uvloop
     except ImportError:

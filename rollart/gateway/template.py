@@ -1,8 +1,8 @@
-"""Messages with tools to tokens, by the model's own chat template.
+"""Renders messages and tools to tokens with the model's own chat template.
 
-A template that knows tools is given them. To one that does not, they are explained in the system message, and calls and
-results are written out as the text that the model would have produced. Either way a conversation is opened once and
-then extended: what the model generated is never rendered again.
+If the template does not support tools, they are explained in the system message, and calls and results are written as
+the text that the model would have produced. Either way a conversation is rendered once and then extended: what the
+model generated is never rendered again.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class ChatTemplate(ChatRenderer):
         return self._encode(text)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Without control tokens, but for those that calls of tools are written with."""
+        """Without control tokens, except those of tool calls."""
         if not self._marks or self._marks.keys().isdisjoint(tokens):
             return super().text(tokens)
         pieces, begin = [], 0
@@ -41,35 +41,34 @@ class ChatTemplate(ChatRenderer):
                 begin = at + 1
         return "".join([*pieces, super().text(tokens[begin:])])
 
-    def opening(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[int]:
-        """Raises ApiError for what the template refuses."""
+    def first_prompt(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[int]:
+        """Raises ApiError if the template refuses the messages."""
         if not messages:
             raise invalid("there must be at least one message", "messages")
         try:
             if self._plain(messages, tools):
-                return self.open(self.flat(messages, tools))
+                return self.open(self.plain_messages(messages, tools))
             return self._encode(self._native(messages, tools))
         except ApiError:
             raise
-        except Exception as error:  # whatever a template raises, it is about these messages
+        except Exception as error:  # a template may raise anything; it is about these messages
             raise _refused(error) from error
 
-    def following(self, ended: bool, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[int]:
-        """What comes after an action, which `ended` by its own end of turn or not. Raises ApiError."""
+    def next_prompt(self, ended: bool, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[int]:
+        """The tokens that follow an action; `ended`: it has its end-of-turn token. Raises ApiError."""
         try:
             if self._plain(messages, tools):
-                return self.extend("stop" if ended else "length", self.flat(messages, ()))
-            _, _, after = self._native(
-                [_said(FIRST_MESSAGE), ChatMessage("assistant", ACTION_MARKER), *messages], tools
-            ).partition(ACTION_MARKER)
+                return self.extend("stop" if ended else "length", self.plain_messages(messages, ()))
+            before = [ChatMessage(FIRST_MESSAGE.role, FIRST_MESSAGE.content), ChatMessage("assistant", ACTION_MARKER)]
+            _, _, after = self._native([*before, *messages], tools).partition(ACTION_MARKER)
             rest = after.partition(self._end)[2]
             return self._encode(rest if ended else self._close + rest)
         except Exception as error:
             raise _refused(error) from error
 
-    def flat(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> tuple[Message, ...]:
-        """As plain messages: calls written out, tools explained at the top."""
-        plain = [Message(role_of(said), self.written(said)) for said in messages]
+    def plain_messages(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> tuple[Message, ...]:
+        """Calls written as text, tools explained in the system message."""
+        plain = [Message(role_of(message), self._with_calls(message)) for message in messages]
         if tools and plain:
             explained = self.format.explain(tools)
             if plain[0].role == "system":
@@ -78,41 +77,37 @@ class ChatTemplate(ChatRenderer):
                 plain.insert(0, Message("system", explained))
         return tuple(plain)
 
-    def written(self, said: ChatMessage) -> str:
-        calls = [self.format.write(call.name, call.arguments) for call in said.calls]
-        return "\n".join([said.text, *calls] if said.text else calls)
+    def _with_calls(self, message: ChatMessage) -> str:
+        calls = [self.format.write(call.name, call.arguments) for call in message.calls]
+        return "\n".join([message.text, *calls] if message.text else calls)
 
     def _plain(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> bool:
-        return not self.native or not (tools or any(said.calls for said in messages))
+        return not self.native or not (tools or any(message.calls for message in messages))
 
     def _native(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> str:
         text: str = self._tokenizer.apply_chat_template(
-            [self._message(said) for said in messages],
+            [self._native_message(message) for message in messages],
             tools=[described(tool) for tool in tools] or None,
             tokenize=False,
             add_generation_prompt=True,
         )
         return text
 
-    def _message(self, said: ChatMessage) -> dict[str, Any]:
-        (harmless,) = self._escape_special([Message(role_of(said), said.text)])
-        message: dict[str, Any] = {"role": harmless.role, "content": harmless.content}
-        if said.calls:
-            message["tool_calls"] = [
+    def _native_message(self, message: ChatMessage) -> dict[str, Any]:
+        (harmless,) = self._escape_special([Message(role_of(message), message.text)])
+        native: dict[str, Any] = {"role": harmless.role, "content": harmless.content}
+        if message.calls:
+            native["tool_calls"] = [
                 {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": value(call.arguments)}}
-                for call in said.calls
+                for call in message.calls
             ]
-        if said.answers:
-            message["tool_call_id"] = said.answers
-        return message
+        if message.call_id:
+            native["tool_call_id"] = message.call_id
+        return native
 
 
-def role_of(said: ChatMessage) -> str:
-    return ROLES.get(said.role, said.role)
-
-
-def _said(message: Message) -> ChatMessage:
-    return ChatMessage(message.role, message.content)
+def role_of(message: ChatMessage) -> str:
+    return ROLES.get(message.role, message.role)
 
 
 def _refused(error: Exception) -> ApiError:

@@ -1,4 +1,4 @@
-"""How a model writes the call of a tool, and how it is read back.
+"""Formats in which models write tool calls: writing and parsing.
 
 | | written as | by |
 |---|---|---|
@@ -8,7 +8,7 @@
 | Named | `[TOOL_CALLS]name[ARGS]{...}` | Mistral since |
 | Marked | `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>` | Qwen3-Coder, Qwen3.5 |
 
-What cannot be read as a call stays text: the model said it, and the agent may see it.
+What cannot be parsed as a call stays text.
 """
 
 import json
@@ -16,10 +16,10 @@ import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from rollart.gateway.detokenizer import overlap
 from rollart.gateway.messages import Tool
-from rollart.gateway.transcript import overlap
 
-Found = list[tuple[str, str]]
+NamedCalls = list[tuple[str, str]]
 _TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 _NAMED = re.compile(r"\[TOOL_CALLS\]\s*([^\s\[{]+)\s*(?:\[CALL_ID\][^\[]*)?\[ARGS\]\s*(?=\{)")
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
@@ -29,7 +29,7 @@ _decoder = json.JSONDecoder()
 
 class ToolFormat(Protocol):
     marks: tuple[str, ...]
-    """What must not be lost from a text, though it may be a control token of the model."""
+    """Kept when tokens are decoded, though the model may have control tokens for them."""
 
     def write(self, name: str, arguments: str) -> str:
         """A call as the model would have written it."""
@@ -39,16 +39,16 @@ class ToolFormat(Protocol):
         """How a call of this tool, or of any if it is empty, begins."""
         ...
 
-    def read(self, text: str, tools: Sequence[Tool] = ()) -> tuple[str, Found]:
-        """The text beside the calls, and each call's name and arguments. The text begins as it did with them."""
+    def read(self, text: str, tools: Sequence[Tool] = ()) -> tuple[str, NamedCalls]:
+        """The text without the calls, and each call's name and arguments. The text before a call is unchanged."""
         ...
 
-    def held(self, text: str) -> int:
-        """From where on this beginning of a text may belong to a call."""
+    def call_start(self, text: str) -> int:
+        """From where on this incomplete text may belong to a call."""
         ...
 
     def explain(self, tools: Sequence[Tool]) -> str:
-        """What to tell a model whose template knows no tools."""
+        """Instructions for a model whose template does not support tools."""
         ...
 
 
@@ -65,23 +65,23 @@ class Tagged:
             return f'{self.opening}{{"name": "'
         return f'{self.opening}{{"name": {_json(name)}, "{self.key}": '
 
-    def read(self, text: str, tools: Sequence[Tool] = ()) -> tuple[str, Found]:
-        calls: Found = []
+    def read(self, text: str, tools: Sequence[Tool] = ()) -> tuple[str, NamedCalls]:
+        calls: NamedCalls = []
 
-        def taken(match: re.Match[str]) -> str:
+        def take(match: re.Match[str]) -> str:
             call = self._call(match[1], tools)
             if call is None:
                 return match[0]
             calls.append(call)
             return ""
 
-        rest = _TAGGED.sub(taken, text)
+        rest = _TAGGED.sub(take, text)
         return (rest.rstrip() if calls else rest), calls
 
     def _call(self, inside: str, tools: Sequence[Tool]) -> tuple[str, str] | None:
         return _call(_parsed(inside), self.key)
 
-    def held(self, text: str) -> int:
+    def call_start(self, text: str) -> int:
         mark = self.opening.strip()
         at = text.find(mark)
         return at if at >= 0 else len(text) - overlap(text, mark)
@@ -96,11 +96,11 @@ class Tagged:
 class Bare(Tagged):
     key, opening, closing = "parameters", "", ""
 
-    def read(self, text: str, tools: Sequence[Tool] = ()) -> tuple[str, Found]:
+    def read(self, text: str, tools: Sequence[Tool] = ()) -> tuple[str, NamedCalls]:
         call = _call(_parsed(text.strip()), self.key)
         return ("", [call]) if call is not None else (text, [])
 
-    def held(self, text: str) -> int:
+    def call_start(self, text: str) -> int:
         return 0 if text.lstrip()[:1] in ("", "{") else len(text)
 
 
@@ -108,14 +108,14 @@ class Listed(Tagged):
     marks: tuple[str, ...] = ("[TOOL_CALLS]",)
     opening, closing = "[TOOL_CALLS][", "]"
 
-    def read(self, text: str, tools: Sequence[Tool] = ()) -> tuple[str, Found]:
+    def read(self, text: str, tools: Sequence[Tool] = ()) -> tuple[str, NamedCalls]:
         before, mark, after = text.partition(self.marks[0])
-        said = _parsed(after.strip()) if mark else None
-        calls = [_call(each, self.key) for each in said] if isinstance(said, list) else []
+        parsed = _parsed(after.strip()) if mark else None
+        calls = [_call(each, self.key) for each in parsed] if isinstance(parsed, list) else []
         whole = [call for call in calls if call is not None]
         return (before.rstrip(), whole) if whole and len(whole) == len(calls) else (text, [])
 
-    def held(self, text: str) -> int:
+    def call_start(self, text: str) -> int:
         at = text.find(self.marks[0])
         return at if at >= 0 else len(text) - overlap(text, self.marks[0])
 
@@ -129,24 +129,24 @@ class Named(Listed):
     def begin(self, name: str) -> str:
         return f"[TOOL_CALLS]{name}[ARGS]" if name else "[TOOL_CALLS]"
 
-    def read(self, text: str, tools: Sequence[Tool] = ()) -> tuple[str, Found]:
-        calls: Found = []
+    def read(self, text: str, tools: Sequence[Tool] = ()) -> tuple[str, NamedCalls]:
+        calls: NamedCalls = []
         rest, at = "", 0
         while (match := _NAMED.search(text, at)) is not None:
             try:
-                said, end = _decoder.raw_decode(text, match.end())
+                parsed, end = _decoder.raw_decode(text, match.end())
             except ValueError:
                 break
-            calls.append((match[1], _json(said)))
+            calls.append((match[1], _json(parsed)))
             rest, at = rest + text[at : match.start()], end
         return ((rest + text[at:]).rstrip(), calls) if calls else (text, [])
 
 
 class Marked(Tagged):
     def write(self, name: str, arguments: str) -> str:
-        said = value(arguments)
-        given = said.items() if isinstance(said, dict) else ()
-        inside = "".join(f"<parameter={key}>\n{_plain(each)}\n</parameter>\n" for key, each in given)
+        parsed = value(arguments)
+        pairs = parsed.items() if isinstance(parsed, dict) else ()
+        inside = "".join(f"<parameter={key}>\n{_plain(each)}\n</parameter>\n" for key, each in pairs)
         return f"{self.opening}<function={name}>\n{inside}</function>{self.closing}"
 
     def begin(self, name: str) -> str:
@@ -159,12 +159,12 @@ class Marked(Tagged):
         name = match[1].strip()
         known = next((tool.parameters.get("properties") for tool in tools if tool.name == name), None)
         kinds = known if isinstance(known, dict) else {}
-        given = {key.strip(): _typed(text, kinds.get(key.strip())) for key, text in _PARAMETER.findall(match[2])}
-        return name, _json(given)
+        arguments = {key.strip(): _typed(text, kinds.get(key.strip())) for key, text in _PARAMETER.findall(match[2])}
+        return name, _json(arguments)
 
 
 def format_of(template: str) -> ToolFormat:
-    """The one that a chat template speaks of; the tagged one if it speaks of none."""
+    """The format that a chat template mentions; Tagged if it mentions none."""
     if "[TOOL_CALLS]" in template:
         return Named() if "[ARGS]" in template else Listed()
     if "<function=" in template and "<parameter=" in template:
@@ -174,13 +174,13 @@ def format_of(template: str) -> ToolFormat:
 
 
 def described(tool: Tool) -> dict[str, Any]:
-    """As chat templates want it."""
+    """As chat templates expect it."""
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": function}
 
 
 def canonical(arguments: str) -> str:
-    """The same for arguments that differ in spaces and order only."""
+    """Equal for arguments that differ in spaces and order only."""
     try:
         return json.dumps(json.loads(arguments), sort_keys=True)
     except ValueError:
@@ -188,7 +188,7 @@ def canonical(arguments: str) -> str:
 
 
 def value(arguments: str) -> Any:
-    """What the JSON says; what is none stays text."""
+    """The parsed JSON; text that is not JSON is returned as it is."""
     try:
         return json.loads(arguments or "{}")
     except ValueError:
@@ -196,32 +196,32 @@ def value(arguments: str) -> Any:
 
 
 def _parsed(text: str) -> Any:
-    """None for what is no JSON."""
+    """None if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:
         return None
 
 
-def _call(said: Any, key: str) -> tuple[str, str] | None:
-    if not isinstance(said, dict) or not isinstance(said.get("name"), str):
+def _call(parsed: Any, key: str) -> tuple[str, str] | None:
+    if not isinstance(parsed, dict) or not isinstance(parsed.get("name"), str):
         return None
-    arguments = said.get(key, said.get("arguments", said.get("parameters", {})))
+    arguments = parsed.get(key, parsed.get("arguments", parsed.get("parameters", {})))
     if isinstance(arguments, str):
-        return said["name"], arguments
-    return (said["name"], _json(arguments)) if isinstance(arguments, dict) else None
+        return parsed["name"], arguments
+    return (parsed["name"], _json(arguments)) if isinstance(arguments, dict) else None
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """A parameter that is to be text is text; another is what its JSON says, if it is any."""
+    """Text if the schema says string; otherwise parsed as JSON, if it is JSON."""
     if isinstance(schema, dict) and schema.get("type") == "string":
         return text
-    said = _parsed(text)
-    return text if said is None and text.strip() != "null" else said
+    parsed = _parsed(text)
+    return text if parsed is None and text.strip() != "null" else parsed
 
 
-def _plain(given: Any) -> str:
-    return given if isinstance(given, str) else _json(given)
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else _json(value)
 
 
 def _json(value: Any) -> str:

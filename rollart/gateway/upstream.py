@@ -1,10 +1,10 @@
-"""Generation that somebody else does: the controller, which asks for work and answers it.
+"""Generation by the controller, which pulls requests from the gateway and sends replies back.
 
-The controller has the router and is the one who connects: it asks for work once in a while, is told of requests as they
-come, and sends answers back. Either way is one message a request, and what happens at the same time shares it.
+The controller has the router, and it connects to us: its `pull` call stays open and streams requests as they come.
+That is one message per request in each direction; concurrent ones share a message.
 
-The invariants: a request is told once; it is answered, or its caller gives up or has enough, which the controller is
-told in the same way; an answer that nobody waits for any more is dropped.
+The invariants: a request is sent once. It gets a reply, or its caller cancels it or stops it early, which is sent to
+the controller in the same way. A reply without a caller is dropped.
 """
 
 import asyncio
@@ -17,22 +17,22 @@ from rollart.core.errors import EngineFailed
 from rollart.core.protocols import TokenStream
 from rollart.core.types import Completion, GenerationRequest
 
-PULL_S = 20.0  # how long the controller is told, until it asks again
+PULL_S = 20.0  # how long one pull lasts
 
 
 class PullRequest(Struct, frozen=True):
-    """A request of an episode, whose caller wants to hear of `every` so many tokens, if not 0. Without a request, its
-    caller has given up; or has heard `enough`, and waits for what there is."""
+    """A request of an episode; its tokens are streamed `every` n, if n is not 0. Without a request, the caller has
+    cancelled number `number`; or, with `stop`, ends it early and waits for what there is."""
 
     number: int
     episode: str
     request: GenerationRequest | None = None
     every: int = 0
-    enough: bool = False
+    stop: bool = False
 
 
 class PullReply(Struct, frozen=True):
-    """An answer, an error, or the next `tokens` of an answer that is being made; `restart`: it begins again."""
+    """A completion, an error, or the next `tokens` of a completion under way; `restart`: it starts over."""
 
     number: int
     completion: Completion | None = None
@@ -41,73 +41,73 @@ class PullReply(Struct, frozen=True):
     restart: bool = False
 
 
-class _Open(Struct):
+class _Pending(Struct):
     episode: str
     future: "asyncio.Future[Completion]"
-    listener: TokenStream | None
-    enough: bool = False
+    stream: TokenStream | None
+    stopped: bool = False
 
 
 class Upstream:
     def __init__(self) -> None:
         self._numbers = count()
         self._queue: list[PullRequest] = []
-        self._tell: Callable[[object], None] | None = None
-        self._open: dict[int, _Open] = {}
+        self._send: Callable[[object], None] | None = None
+        self._pending: dict[int, _Pending] = {}
 
-    async def generate(self, request: GenerationRequest, listener: TokenStream | None = None, /) -> Completion:
+    async def generate(self, request: GenerationRequest, stream: TokenStream | None = None, /) -> Completion:
         """Raises EngineFailed."""
         number, episode = next(self._numbers), request.episode
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._open[number] = _Open(episode, future, listener)
-        self._put(PullRequest(number, episode, request, listener.every if listener is not None else 0))
+        self._pending[number] = _Pending(episode, future, stream)
+        self._put(PullRequest(number, episode, request, stream.every if stream is not None else 0))
         try:
             return await future
         except asyncio.CancelledError:
             self._put(PullRequest(number, episode))
             raise
         finally:
-            del self._open[number]
+            del self._pending[number]
 
-    def _put(self, wanted: PullRequest) -> None:
-        if self._tell is not None:
-            self._tell(wanted)
+    def _put(self, item: PullRequest) -> None:
+        if self._send is not None:
+            self._send(item)
         else:
-            self._queue.append(wanted)
+            self._queue.append(item)
 
-    async def pull(self, tell: Callable[[object], None]) -> None:
-        """Tells of all that waits, and of what comes, for a while. A later call takes over from an earlier one."""
-        self._tell = tell
+    async def pull(self, send: Callable[[object], None]) -> None:
+        """Sends all that is queued, and what comes within PULL_S. A later call replaces an earlier one."""
+        self._send = send
         queue, self._queue = self._queue, []
-        for wanted in queue:
-            tell(wanted)
+        for item in queue:
+            send(item)
         try:
             await asyncio.sleep(PULL_S)
         finally:
-            if self._tell is tell:
-                self._tell = None
+            if self._send is send:
+                self._send = None
 
-    async def answer(self, given: list[PullReply]) -> None:
-        for each in given:
-            opened = self._open.get(each.number)
-            if opened is None or opened.future.done():
+    async def reply(self, replies: list[PullReply]) -> None:
+        for reply in replies:
+            pending = self._pending.get(reply.number)
+            if pending is None or pending.future.done():
                 continue
-            if each.completion is not None:
-                opened.future.set_result(each.completion)
-            elif each.tokens is not None or each.restart:
-                self._heard(opened, each)
+            if reply.completion is not None:
+                pending.future.set_result(reply.completion)
+            elif reply.tokens is not None or reply.restart:
+                self._stream(pending, reply)
             else:
-                opened.future.set_exception(EngineFailed(each.error))
+                pending.future.set_exception(EngineFailed(reply.error))
 
-    def _heard(self, opened: _Open, given: PullReply) -> None:
-        assert opened.listener is not None
+    def _stream(self, pending: _Pending, reply: PullReply) -> None:
+        assert pending.stream is not None
         try:
-            if given.restart:
-                opened.listener.on_restart()
-                opened.enough = False
-            elif not opened.enough and opened.listener.on_tokens(given.tokens or []):
-                opened.enough = True
-                self._put(PullRequest(given.number, opened.episode, enough=True))
-        except Exception as error:  # the listener's own, so it is the one to be told
-            opened.future.set_exception(error)
-            self._put(PullRequest(given.number, opened.episode))
+            if reply.restart:
+                pending.stream.on_restart()
+                pending.stopped = False
+            elif not pending.stopped and pending.stream.on_tokens(reply.tokens or []):
+                pending.stopped = True
+                self._put(PullRequest(reply.number, pending.episode, stop=True))
+        except Exception as error:  # raised by the callback: its caller gets it
+            pending.future.set_exception(error)
+            self._put(PullRequest(reply.number, pending.episode))

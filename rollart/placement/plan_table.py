@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rollart.config import RewardConfig, RunFile
+from rollart.config import INVOKERS, RewardConfig, RunFile
 from rollart.observe.draw import table
 from rollart.placement.bindings import Binding
 from rollart.placement.plan import PlacementPlan
@@ -44,15 +44,11 @@ def _pools(run: RunFile, plan: PlacementPlan) -> Table:
 
 
 def _reward(run: RunFile, reward: RewardConfig) -> tuple[str, str, str, str]:
-    if reward.invoker == "pool":
+    invoker = INVOKERS[reward.invoker]
+    if not invoker.transport:
         return "rewards", f"up to {run.rewards.workers}", "cpu", "here"
-    where = {"lambda": f"AWS Lambda, {reward.name}", "fc": f"Function Compute, {reward.name}", "ray": "Ray Serve"}
-    return (
-        reward.invoker,
-        f"up to {reward.concurrency}",
-        reward.device or "cpu",
-        where.get(reward.invoker, str(reward.url)),
-    )
+    where = ", ".join(filter(None, [invoker.title, reward.name])) or str(reward.url)
+    return reward.invoker, f"up to {reward.concurrency}", reward.device or "cpu", where
 
 
 def _alike(bindings: list[Binding]) -> Iterator[tuple[str, str, str, list[Binding]]]:

@@ -1,7 +1,7 @@
-"""What a module needs to be imported elsewhere: the files that come along, and the packages to install there.
+"""The import closure of a module: the files to copy, and the packages to install.
 
-Found by reading source files and importing nothing. A module comes along as a file if it is not installed (it lies next
-to the user) or if it is a part of rollart, of which only the needed files go; everything else is a requirement.
+Found by reading source files and importing nothing. A module is copied as a file if it is not installed (it is the
+user's own) or if it is part of rollart, of which only the needed files are copied; all others are requirements.
 """
 
 import ast
@@ -19,19 +19,19 @@ OURS = "rollart"
 
 @dataclass(slots=True)
 class Closure:
-    """`files` by where they go, relative to the root; `packages` by the name that they are imported by."""
+    """`files` by their target, relative to the root; `packages` by their import names."""
 
     files: dict[Path, Path] = field(default_factory=dict)
     packages: set[str] = field(default_factory=set)
 
     def requirements(self) -> list[str]:
-        """Lines for pip, with the versions that are installed here."""
+        """Lines for pip, with the versions installed here."""
         names = packages_distributions()
         return sorted(_pinned(names.get(package, [package])[0]) for package in self.packages)
 
 
 def closure(module: str, *more: str) -> Closure:
-    """Everything that these modules need. Raises RollartError for a module that cannot be found."""
+    """Raises RollartError for a module that cannot be found."""
     found = Closure()
     todo, done = [module, *more], set[str]()
     while todo:
@@ -40,7 +40,7 @@ def closure(module: str, *more: str) -> Closure:
         if name in done or top in sys.stdlib_module_names:
             continue
         done.add(name)
-        if not _comes_along(top):
+        if not _is_copied(top):
             found.packages.add(top)
             continue
         if "." in name:
@@ -48,11 +48,12 @@ def closure(module: str, *more: str) -> Closure:
         path = _source(name)
         if path is not None:
             found.files[_target(name, path)] = path
-            todo += _imports(path, name)
+            if name != OURS:  # its __init__ imports lazily, and a reward needs none of that
+                todo += _imports(path, name)
     return found
 
 
-def _comes_along(top: str) -> bool:
+def _is_copied(top: str) -> bool:
     spec = find(top)
     if spec is None:
         raise RollartError(f"module {top!r}, which the reward needs, cannot be found")
@@ -61,12 +62,12 @@ def _comes_along(top: str) -> bool:
 
 
 def _source(name: str) -> Path | None:
-    """Its file; None for a folder without one."""
+    """The module's file; None for a namespace package."""
     spec = find(name)
     if spec is not None and spec.origin is None and spec.submodule_search_locations:
         return None
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        raise RollartError(f"module {name!r}, which the reward needs, is no Python file that could be packaged")
+        raise RollartError(f"module {name!r}, which the reward needs, is not a Python file, so it cannot be packaged")
     return Path(spec.origin)
 
 
@@ -76,17 +77,17 @@ def _target(name: str, path: Path) -> Path:
 
 
 def _imports(path: Path, name: str) -> Iterator[str]:
-    """Modules that a file imports, wherever in it; those in a `try` count only if they are there."""
+    """Modules that a file imports, anywhere in it; those in a `try` count only if they are installed."""
     tree = ast.parse(path.read_bytes())
     optional = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.Try) for inner in ast.walk(node)}
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(tree):
-        for wanted in _wanted(node, package):
-            if id(node) not in optional or find(wanted.partition(".")[0]):
-                yield wanted
+        for module in _imported(node, package):
+            if id(node) not in optional or find(module.partition(".")[0]):
+                yield module
 
 
-def _wanted(node: ast.AST, package: str) -> Iterator[str]:
+def _imported(node: ast.AST, package: str) -> Iterator[str]:
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):

@@ -8,22 +8,22 @@ NUMBER = re.compile(r"-?[0-9]+")
 
 
 def env_return(episode: Episode) -> RewardResult:
-    """What the environment gave, added up; success if the environment says so."""
+    """The sum of the environment's rewards; `success` as the environment reports it."""
     success = episode.info.get("success")
     return RewardResult(episode.env_return, success=success if isinstance(success, bool) else None)
 
 
 def column_sum(episode: Episode) -> RewardResult:
-    """0.8 for the right last number, and 0.2 shared by the columns that are written, in order and right.
+    """0.8 for the right last number, and 0.2 for the share of columns that are right and in order.
 
-    Columns beyond those the sum has take the place of right ones, so writing more cannot pay.
+    Columns beyond those of the sum lower that share, so writing more cannot pay.
     """
     *written, last = episode.turns[-1].action.split(";")
-    wanted = _columns(str(episode.info["expression"]))
-    right = sum(one.strip() == column for one, column in zip(written, wanted, strict=False))
+    expected = _columns(str(episode.info["expression"]))
+    right = sum(one.strip() == column for one, column in zip(written, expected, strict=False))
     numbers = NUMBER.findall(last)
     answer = bool(numbers) and numbers[-1] == episode.info["answer"]
-    parts = {"answer": float(answer), "columns": right / max(len(wanted), len(written))}
+    parts = {"answer": float(answer), "columns": right / max(len(expected), len(written))}
     return RewardResult(0.8 * parts["answer"] + 0.2 * parts["columns"], parts=parts, success=answer)
 
 

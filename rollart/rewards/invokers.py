@@ -1,28 +1,29 @@
-"""Every reward of a run, each behind the invoker that its task names.
+"""The rewards of a run, each called through the invoker that its task names.
 
-Invariants: tasks with the same reward section share its cap and what is known of its speed. Every score, had or not, is
-told to `sink` once. Nothing that was started outlives `close`.
+The invariants: tasks with the same reward section share its concurrency limit and its measured latency. Every score,
+failed or not, is one event. Nothing that was started outlives `close`.
 """
 
 import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 
-from rollart.config import RewardConfig, RewardsConfig, TaskConfig
+from rollart.config import INVOKERS, RewardConfig, RewardsConfig, TaskConfig
 from rollart.core.errors import RewardFailed, ServiceError
 from rollart.core.events import CANCELLED, EventSink, RewardCalled
 from rollart.core.types import Episode, RewardResult
-from rollart.rewards.calls import Usage
+from rollart.rewards.caller import CallUsage
 from rollart.rewards.pool import IDLE_S, RewardPool
 from rollart.rewards.remote import RemoteReward
-from rollart.rewards.transports.base import NoAnswer, Transport
+from rollart.rewards.transports.base import BuildTransport, CallFailed, RewardTransport
 
 
 @dataclass(slots=True)
-class Totals:
-    """What the calls of one invoker have cost so far, also those that failed or were cancelled."""
+class InvokerTotals:
+    """What the calls of one invoker have cost so far, failed and cancelled ones included."""
 
     scores: int = 0
     failures: int = 0
@@ -32,7 +33,7 @@ class Totals:
     seconds: float = 0.0
     billed_s: float = 0.0
 
-    def add(self, usage: Usage, seconds: float) -> None:
+    def add(self, usage: CallUsage, seconds: float) -> None:
         self.tries += usage.tries
         self.hedges += usage.hedges
         self.cold_starts += usage.cold
@@ -56,20 +57,20 @@ class Rewards:
     ) -> None:
         self._sink = sink
         self._rewards = {task.name: task.reward for task in tasks}
-        local = [task for task in tasks if task.reward.invoker == "pool"]
+        local = [task for task in tasks if not INVOKERS[task.reward.invoker].transport]
         self._pool = RewardPool(local, config, log, idle_s) if local else None
         self._remote: dict[str, RemoteReward] = {}
         shared: dict[str, RemoteReward] = {}
         for task in tasks:
-            if task.reward.invoker != "pool":
+            if INVOKERS[task.reward.invoker].transport:
                 same = task.reward.model_dump_json()
                 if same not in shared:
-                    transport = transport_of(task.reward, config, cluster)
+                    transport = build_transport(task.reward, config, cluster)
                     shared[same] = RemoteReward(
                         task.reward, transport, deadline=config.deadline, retries=config.retries
                     )
                 self._remote[task.name] = shared[same]
-        self.totals: defaultdict[str, Totals] = defaultdict(Totals)
+        self.totals: defaultdict[str, InvokerTotals] = defaultdict(InvokerTotals)
 
     @property
     def processes(self) -> int:
@@ -90,9 +91,9 @@ class Rewards:
         return [*([self._pool] if self._pool is not None else []), *dict.fromkeys(self._remote.values())]
 
     async def score(self, task: str, episode: Episode) -> RewardResult:
-        """Raises RewardFailed after the last retry, never answers 0 for a failure."""
+        """Raises RewardFailed after the last retry, never returns 0 for a failure."""
         clock = asyncio.get_running_loop().time
-        began, usage, reason = clock(), Usage(), ""
+        began, usage, reason = clock(), CallUsage(), ""
         total = self.totals[self._rewards[task].invoker]
         try:
             result = await self._score(task, episode, usage)
@@ -107,22 +108,22 @@ class Rewards:
             raise
         finally:
             total.add(usage, clock() - began)
-            self._tell(task, episode, usage, clock() - began, reason)
+            self._emit(task, episode, usage, clock() - began, reason)
 
-    async def _score(self, task: str, episode: Episode, usage: Usage) -> RewardResult:
+    async def _score(self, task: str, episode: Episode, usage: CallUsage) -> RewardResult:
         if task not in self._remote:
             assert self._pool is not None
             return await self._pool.score(task, episode, usage)
         try:
             return await self._remote[task].score(episode, usage)
-        except NoAnswer as error:
+        except CallFailed as error:
             function = self._rewards[task].function
             times = "once" if usage.tries == 1 else f"{usage.tries} times"
             raise RewardFailed(
-                f"the reward {function!r} of task {task!r} was asked for {times}; the last time: {error}"
+                f"the reward {function!r} of task {task!r} was called {times}; the last time: {error}"
             ) from error
 
-    def _tell(self, task: str, episode: Episode, usage: Usage, seconds: float, reason: str) -> None:
+    def _emit(self, task: str, episode: Episode, usage: CallUsage, seconds: float, reason: str) -> None:
         reward = self._rewards[task]
         if self._sink is not None:
             self._sink.emit(
@@ -138,30 +139,14 @@ class Rewards:
             )
 
 
-def transport_of(reward: RewardConfig, config: RewardsConfig, cluster: str | None = None) -> Transport:
-    """The client that an invoker needs; its package is imported only now. Raises ServiceError if it is not there."""
+def build_transport(reward: RewardConfig, config: RewardsConfig, cluster: str | None = None) -> RewardTransport:
+    """The transport of an invoker; its package is imported only now. Raises ServiceError if it is not installed."""
+    invoker = INVOKERS[reward.invoker]
     try:
-        if reward.invoker == "http":
-            from rollart.rewards.transports.http import HttpTransport
-
-            return HttpTransport(str(reward.url), reward.secret)
-        if reward.invoker == "lambda":
-            from rollart.rewards.transports.aws import LambdaTransport
-
-            return LambdaTransport(
-                *(str(reward.name), reward.region, reward.url),
-                concurrency=reward.concurrency,
-                deadline=reward.deadline or config.deadline,
-            )
-        if reward.invoker == "fc":
-            from rollart.rewards.transports.alibaba import FunctionComputeTransport
-
-            return FunctionComputeTransport(str(reward.name), reward.region, reward.url)
-        from rollart.rewards.transports.ray import ServeTransport
-
-        return ServeTransport(reward, cluster)
+        build: BuildTransport = import_module(f"rollart.rewards.transports.{invoker.transport}").build
     except ImportError as error:
-        extra = {"http": "", "lambda": "[lambda]", "fc": "[fc]", "ray": "[ray]"}[reward.invoker]
+        extra = f"[{invoker.extra}]" if invoker.extra else ""
         raise ServiceError(
             f"the invoker {reward.invoker} needs the package {error.name!r}; run: pip install 'rollart{extra}'"
         ) from error
+    return build(reward, reward.deadline or config.deadline, cluster)

@@ -1,8 +1,7 @@
-"""A reward given by a language model, behind any endpoint that speaks OpenAI's chat completions.
+"""A reward given by a language model behind any OpenAI-compatible endpoint.
 
-The judge never sees the episode as instructions: it is quoted as JSON, so what a policy wrote cannot end its own
-quotation. Whatever is not a clear score within the scale is an error, which ends as a failed reward and never as 0.
-Standard library only, because it may be packaged.
+The episode is quoted as JSON, so text of the policy cannot end its own quotation. Anything but a clear score within the
+scale is an error, which ends as a failed reward and never as 0. Standard library only, because it may be packaged.
 """
 
 import json
@@ -43,7 +42,7 @@ def judge(
     """The score, scaled to 0..1. `url` ends before `/chat/completions`; `key` is the environment variable that may hold
     the API key; `options` go into the request; a reward of `passed` or more is a success."""
     text = prompt.replace("{low}", f"{low:g}").replace("{high}", f"{high:g}")
-    text = text.replace("{conversation}", conversation(episode))  # last: what is in it stays as it is
+    text = text.replace("{conversation}", conversation(episode))  # last: the conversation may contain placeholders
     messages, options = [{"role": "user", "content": text}], {"temperature": 0, **(options or {})}
     try:
         score = score_in(ask(url, model, messages, key=key, options=options, timeout=timeout), pattern)
@@ -56,17 +55,17 @@ def judge(
 
 
 def conversation(episode: Episode) -> str:
-    """All that was said, as JSON."""
-    said = [
+    """All messages and actions, as JSON."""
+    messages = [
         {"role": message.role, "content": message.content}
         for turn in episode.turns
         for message in (*turn.messages, Message("assistant", turn.action))
     ]
-    return json.dumps(said, ensure_ascii=False, indent=1)
+    return json.dumps(messages, ensure_ascii=False, indent=1)
 
 
 def score_in(reply: str, pattern: str = PATTERN) -> float:
-    """The last match counts: a judge may quote another before."""
+    """The last match counts: a judge may quote another one before."""
     found = re.findall(pattern, reply)
     if not found:
         raise JudgeFailed(f"the judge gave no score: {reply[-200:]!r}")

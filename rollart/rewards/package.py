@@ -1,13 +1,20 @@
-"""Writes the folder that a platform needs to run a reward function: the same function, with no edits."""
+"""Packages a reward function for serverless platforms, unchanged, and serves it on this machine with the same file."""
 
+import os
+import runpy
 import shutil
+import sys
+import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from rollart.config.import_check import problem
 from rollart.core.errors import RollartError
 from rollart.rewards.closure import closure
+from rollart.rewards.runtime import RewardFunction, find_function
 from rollart.rewards.wire import SECRET
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 RUNTIME = "rollart.rewards.runtime"
 FRAMEWORK = "functions_framework"
 
@@ -55,7 +62,7 @@ On Cloud Run:            gcloud run deploy reward --source . --set-env-vars {sec
 On Lambda:               pip install -r requirements-handler.txt -t . && zip -r reward.zip .
 On Function Compute:     the same zip; on both the handler is handler.handler
 
-Set {secret} wherever anybody can reach the URL: unsigned requests are then refused.
+Set {secret} if the URL is public: unsigned requests are then refused.
 
 In the run file:
 
@@ -66,7 +73,7 @@ In the run file:
 
 
 def package(target: str, folder: Path) -> list[Path]:
-    """Write all of it to `folder`, which must be empty or not exist; the files, in order. Raises RollartError."""
+    """Write the package to `folder`, which must be empty or not exist; returns its files. Raises RollartError."""
     wrong = problem(target)
     if wrong:
         raise RollartError(f"the reward {wrong}")
@@ -74,7 +81,7 @@ def package(target: str, folder: Path) -> list[Path]:
         raise RollartError(f"{folder} is not empty; choose another folder")
     needed = closure(target.partition(":")[0], RUNTIME)
     if clash := {Path("main.py"), Path("handler.py")} & set(needed.files):
-        raise RollartError(f"your module {clash.pop()} has the name of a file of the package; give it another")
+        raise RollartError(f"your module {clash.pop()} has the name of a file of the package; rename it")
     for where, source in needed.files.items():
         (folder / where).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, folder / where)
@@ -91,3 +98,32 @@ def package(target: str, folder: Path) -> list[Path]:
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+
+
+def import_reward(target: str) -> RewardFunction:
+    """Raises RollartError."""
+    try:
+        return find_function(target)
+    except Exception as error:  # the user's module may raise anything while it is imported
+        raise RollartError(f"{target} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def serve(target: str, host: str, port: int, threads: int) -> None:
+    """Serve the function in this process until it is interrupted. Raises RollartError if it cannot start."""
+    if find_spec("functions_framework") is None:
+        raise RollartError("serving needs functions-framework; run: pip install 'rollart[serve]'")
+    if host not in LOOPBACK and not os.environ.get(SECRET):
+        raise RollartError(f"on {host} it would accept unsigned requests; set {SECRET} first")
+    import_reward(target)
+    with tempfile.TemporaryDirectory(prefix="rollart-reward-") as folder:
+        source = Path(folder) / "main.py"
+        source.write_text(MAIN.format(target=target), encoding="utf-8")
+        _serve(source, host, port, threads)
+
+
+def _serve(source: Path, host: str, port: int, threads: int) -> None:
+    """As `python -m functions_framework` would, in this process, so that signals and modules are the user's own."""
+    os.environ["THREADS"] = str(threads)
+    sys.argv = ["functions-framework", f"--source={source}", "--target=score", f"--host={host}", f"--port={port}"]
+    print(f"listening on http://{host}:{port}", file=sys.stderr, flush=True)
+    runpy.run_module("functions_framework", run_name="__main__")

@@ -1,4 +1,4 @@
-"""Rewards as calls to elastic local processes: started when an episode waits, gone when none has come for a while."""
+"""Rewards in local processes, started on demand and stopped when idle."""
 
 import asyncio
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ import msgspec
 from rollart.config import RewardsConfig, TaskConfig
 from rollart.core.errors import RewardFailed, ServiceError
 from rollart.core.types import Episode, RewardResult
-from rollart.rewards.calls import Usage
+from rollart.rewards.caller import CallUsage
 from rollart.workers.host_handle import HostSpec
 from rollart.workers.pool import ProcessClaim, ProcessPool
 from rollart.workers.worker_process import CallRaised, ProcessLost
 
-SHIM = "{rollart}/rewards/slot_entry.py:RewardShim"
-BACK_OFF_S = 0.1
+WORKER = "rollart.rewards.runtime:RewardWorker"
+BACKOFF_S = 0.1
 IDLE_S = 30.0
 
 
@@ -28,9 +28,9 @@ class RewardPool:
     ) -> None:
         self._config = config
         self._rewards = {task.name: task.reward for task in tasks}
-        self._places = {task.name: asyncio.Semaphore(task.reward.concurrency) for task in tasks}
+        self._limits = {task.name: asyncio.Semaphore(task.reward.concurrency) for task in tasks}
         functions = tuple(dict.fromkeys(reward.function for reward in self._rewards.values()))
-        spec = HostSpec(SHIM, functions, log=log, name="host of rewards")
+        spec = HostSpec(WORKER, functions, log=log, name="host of rewards")
         self._pool = ProcessPool(spec, config.workers, idle_s=idle_s)
 
     @property
@@ -52,26 +52,26 @@ class RewardPool:
     async def close(self) -> None:
         await self._pool.close()
 
-    async def score(self, task: str, episode: Episode, usage: Usage | None = None) -> RewardResult:
+    async def score(self, task: str, episode: Episode, usage: CallUsage | None = None) -> RewardResult:
         """Raises RewardFailed after the last retry, each on a fresh process."""
-        usage, reward = usage or Usage(), self._rewards[task]
+        usage, reward = usage or CallUsage(), self._rewards[task]
         tries = 1 + (self._config.retries if reward.retries is None else reward.retries)
         args = {"reward": reward.function, "episode": episode, "args": reward.args, "version": reward.version}
         for number in range(tries):
             try:
-                async with self._places[task], self._pool.claim() as claim:
+                async with self._limits[task], self._pool.claim() as claim:
                     return await _call(claim, args, reward.deadline or self._config.deadline, usage)
             except (ProcessLost, CallRaised, ServiceError, msgspec.ValidationError) as error:
                 failure = error
             if number + 1 < tries:
-                await asyncio.sleep(BACK_OFF_S * 2**number)
+                await asyncio.sleep(BACKOFF_S * 2**number)
         raise RewardFailed(
             f"the reward {reward.function!r} of task {task!r} failed {tries} times; the last time: {failure}"
         ) from failure
 
 
-async def _call(claim: ProcessClaim, args: dict[str, Any], deadline: float, usage: Usage) -> RewardResult:
-    """One try, on a process that was used well, or else a new one. Raises ProcessLost or CallRaised."""
+async def _call(claim: ProcessClaim, args: dict[str, Any], deadline: float, usage: CallUsage) -> RewardResult:
+    """One attempt; a retry gets a fresh process. Raises ProcessLost or CallRaised."""
     clock = asyncio.get_running_loop().time
     began = clock()
     await claim.acquire(fresh=usage.tries > 0)

@@ -1,11 +1,11 @@
-"""A reward function that runs elsewhere, alone or in batches.
+"""A remote reward function, called with single episodes or batches.
 
 The invariants:
-- Batches are made only once the function has told that it takes several episodes at once, and never larger than both
-  sides allow. Episodes go out in the order they came.
-- One bad episode harms no other: a batch is tried once, and if it fails each of its episodes is asked for by itself,
-  with the retries that are left.
-- A caller that goes away takes its request with it, unless others share it.
+- Batches are sent only after a response said that the function takes several episodes, and never larger than both
+  sides allow. Episodes are sent in order.
+- A bad episode affects no other: a batch is tried once, and if it fails each of its episodes is sent by itself, with
+  the retries that are left.
+- Cancelling a caller cancels its request, unless others share it.
 """
 
 import asyncio
@@ -15,30 +15,30 @@ from functools import partial
 
 from rollart.config import RewardConfig
 from rollart.core.types import Episode, RewardResult
-from rollart.rewards.calls import Caller, Usage
-from rollart.rewards.transports.base import NoAnswer, Refused, Transport
-from rollart.rewards.wire import Answer, Request, encode
+from rollart.rewards.caller import CallUsage, RemoteCaller
+from rollart.rewards.transports.base import CallFailed, CallRefused, RewardTransport
+from rollart.rewards.wire import RewardRequest, RewardResponse, encode
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
     episode: Episode
-    usage: Usage
+    usage: CallUsage
     result: asyncio.Future[RewardResult]
 
 
 class RemoteReward:
-    """One function behind one transport. `deadline` and `retries` are what the reward leaves open."""
+    """One function behind one transport. `deadline` and `retries` are the defaults."""
 
-    def __init__(self, reward: RewardConfig, transport: Transport, *, deadline: float, retries: int) -> None:
+    def __init__(self, reward: RewardConfig, transport: RewardTransport, *, deadline: float, retries: int) -> None:
         self._reward = reward
         self._transport = transport
         self._tries = 1 + (retries if reward.retries is None else reward.retries)
-        self._caller = Caller(
+        self._caller = RemoteCaller(
             transport, concurrency=reward.concurrency, deadline=reward.deadline or deadline, hedge=reward.hedge
         )
         self._batches = asyncio.Semaphore(reward.concurrency)
-        self._takes = 1  # episodes in one request, as far as the function has told
+        self._accepts = 1  # episodes per request, as the function last reported
         self._waiting: deque[_Waiting] = deque()
         self._open: set[_Waiting] = set()
         self._full = asyncio.Event()
@@ -58,90 +58,90 @@ class RemoteReward:
         await asyncio.gather(*self._senders, return_exceptions=True)
         for waiting in self._open:
             if not waiting.result.done():
-                waiting.result.set_exception(Refused("the rewards were closed"))
+                waiting.result.set_exception(CallRefused("the rewards were closed"))
         await self._transport.close()
 
-    async def score(self, episode: Episode, usage: Usage) -> RewardResult:
-        """Raises NoAnswer after the last try."""
-        if self._most == 1:
-            return await self._alone(episode, usage, self._tries)
+    async def score(self, episode: Episode, usage: CallUsage) -> RewardResult:
+        """Raises CallFailed after the last attempt."""
+        if self._batch_size == 1:
+            return await self._single(episode, usage, self._tries)
         waiting = _Waiting(episode, usage, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         if len(self._waiting) == 1:
-            self._begin()
-        if len(self._waiting) >= self._most:
+            self._start_sender()
+        if len(self._waiting) >= self._batch_size:
             self._full.set()
         self._open.add(waiting)
         try:
             return await waiting.result
-        except NoAnswer as error:
-            if self._tries == 1 or isinstance(error, Refused):
+        except CallFailed as error:
+            if self._tries == 1 or isinstance(error, CallRefused):
                 raise
         finally:
             self._open.discard(waiting)
-        return await self._alone(episode, usage, self._tries - 1)
+        return await self._single(episode, usage, self._tries - 1)
 
     @property
-    def _most(self) -> int:
-        return min(self._takes, self._reward.batch)
+    def _batch_size(self) -> int:
+        return min(self._accepts, self._reward.batch)
 
-    async def _alone(self, episode: Episode, usage: Usage, tries: int) -> RewardResult:
+    async def _single(self, episode: Episode, usage: CallUsage, tries: int) -> RewardResult:
         return await self._caller.call(self._body(episode=episode), self._result, tries, usage)
 
     def _body(self, episode: Episode | None = None, episodes: list[Episode] | None = None) -> bytes:
-        request = Request(episode, episodes, self._reward.function, self._reward.version, self._reward.args)
+        request = RewardRequest(episode, episodes, self._reward.function, self._reward.version, self._reward.args)
         try:
             return encode(request)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise Refused(f"the episode cannot be sent: {error}") from error
+            raise CallRefused(f"the episode cannot be sent: {error}") from error
 
-    def _result(self, answer: Answer) -> RewardResult:
-        self._takes = max(1, answer.batch)
-        return answer.result()
+    def _result(self, response: RewardResponse) -> RewardResult:
+        self._accepts = max(1, response.batch)
+        return response.result()
 
     # Batches
 
-    def _begin(self) -> None:
+    def _start_sender(self) -> None:
         sender = asyncio.create_task(self._send())
         self._senders.add(sender)
         sender.add_done_callback(self._senders.discard)
 
     async def _send(self) -> None:
-        """Send what waits, as one request, once it is enough or has waited long enough."""
+        """Send what waits as one request, when the batch is full or the window is over."""
         self._full.clear()
         try:
             async with asyncio.timeout(self._reward.batch_window):
                 await self._full.wait()
         except TimeoutError:
-            pass  # as many as there are
-        async with self._batches:  # what comes while there is no place goes along
-            drawn = [self._waiting.popleft() for _ in range(min(self._most, len(self._waiting)))]
+            pass  # the batch is not full
+        async with self._batches:  # episodes that arrive while this waits join the batch
+            taken = [self._waiting.popleft() for _ in range(min(self._batch_size, len(self._waiting)))]
             if self._waiting:
-                self._begin()
-            batch = [waiting for waiting in drawn if not waiting.result.done()]
+                self._start_sender()
+            batch = [waiting for waiting in taken if not waiting.result.done()]
             if batch:
-                await self._together(batch)
+                await self._send_batch(batch)
 
-    async def _together(self, batch: list[_Waiting]) -> None:
-        usage = Usage()
+    async def _send_batch(self, batch: list[_Waiting]) -> None:
+        usage = CallUsage()
         call = asyncio.create_task(self._batch_call([waiting.episode for waiting in batch], usage))
 
-        def gone(_: object) -> None:
+        def on_done(_: object) -> None:
             if all(waiting.result.cancelled() for waiting in batch):
                 call.cancel()
 
         for waiting in batch:
-            waiting.result.add_done_callback(gone)
+            waiting.result.add_done_callback(on_done)
         try:
             await asyncio.wait([call])
         finally:
             call.cancel()
         if call.cancelled():
-            return  # nobody waits any more
+            return  # all callers were cancelled
         failure = call.exception()
         results = call.result() if failure is None else [failure] * len(batch)
         for waiting, result in zip(batch, results, strict=True):
-            waiting.usage.add(usage, share=len(batch))
+            waiting.usage.add_share(usage, share=len(batch))
             if waiting.result.done():
                 continue
             if isinstance(result, RewardResult):
@@ -149,22 +149,22 @@ class RemoteReward:
             else:
                 waiting.result.set_exception(result)
 
-    async def _batch_call(self, episodes: list[Episode], usage: Usage) -> list[RewardResult | NoAnswer]:
+    async def _batch_call(self, episodes: list[Episode], usage: CallUsage) -> list[RewardResult | CallFailed]:
         body = self._body(episodes=episodes)
         return await self._caller.call(body, partial(self._results, len(episodes)), 1, usage)
 
-    def _results(self, count: int, answer: Answer) -> list[RewardResult | NoAnswer]:
-        """One for each episode of a batch, in order. Raises ValueError for an answer that is not such a list."""
-        if answer.error:
-            raise ValueError(answer.error)
-        if answer.results is None or len(answer.results) != count:
-            raise ValueError(f"{count} episodes were sent, but the answer has not as many `results`")
-        self._takes = max(1, answer.batch)
-        return [_result(each) for each in answer.results]
+    def _results(self, count: int, response: RewardResponse) -> list[RewardResult | CallFailed]:
+        """One per episode of a batch, in order. Raises ValueError if the response is not such a list."""
+        if response.error:
+            raise ValueError(response.error)
+        if response.results is None or len(response.results) != count:
+            raise ValueError(f"{count} episodes were sent, but the response has not as many `results`")
+        self._accepts = max(1, response.batch)
+        return [_result(each) for each in response.results]
 
 
-def _result(answer: Answer) -> RewardResult | NoAnswer:
+def _result(response: RewardResponse) -> RewardResult | CallFailed:
     try:
-        return answer.result()
+        return response.result()
     except (ValueError, TypeError) as error:
-        return NoAnswer(str(error))
+        return CallFailed(str(error))

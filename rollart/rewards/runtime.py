@@ -1,13 +1,13 @@
-"""The function's side of every invoker: finds the reward, gives it the episodes, checks its answers, tells the cost.
+"""Runs reward functions: imports the function, calls it with episodes, checks its results, reports the cost.
 
-The same object serves a functions-framework service, a Lambda or Function Compute handler and a Ray Serve replica.
-Needs nothing but msgspec, because it is packaged with every reward function.
+`Runtime` serves a functions-framework service, a Lambda or Function Compute handler and a Ray Serve replica;
+`RewardWorker` runs in the processes of the local pool. Depends on msgspec only: it is packaged with every reward.
 
 The invariants:
-- Whatever is asked and whatever the function does, the answer is a reward in good order or an error with its reason.
-- Calls may run in several threads at once; a repeated call (same idempotency key) that was answered with a reward gets
-  that reward again. Errors are not kept.
-- A function that has a `timeout` is answered for when it is over; its thread cannot be ended, only forgotten.
+- Whatever the request and whatever the function does, the response is a valid reward or an error with its reason.
+- Calls may run in several threads; a repeated call (same idempotency key) that returned a reward returns it again.
+  Errors are not cached.
+- A function with a `timeout` fails when it is over; its thread cannot be killed, only abandoned.
 """
 
 import base64
@@ -27,48 +27,48 @@ import msgspec
 
 from rollart.core.types import Episode, RewardResult
 from rollart.rewards.wire import (
-    KEY,
+    IDEMPOTENCY_KEY,
     REQUEST_BYTES,
     SECRET,
-    Answer,
-    Request,
-    answer_of,
+    RewardRequest,
+    RewardResponse,
     checked,
     idempotency_key,
-    unsigned,
+    response_of,
+    signature_error,
 )
 
-Reward = Callable[..., Any]
-REMEMBERED = 1024
+RewardFunction = Callable[..., Any]
+MAX_CACHED = 1024
 JSON = {"Content-Type": "application/json"}
 
 
-def find(target: str) -> Reward:
+def find_function(target: str) -> RewardFunction:
     """The function `module:name`."""
     module, _, name = target.partition(":")
     function = getattr(importlib.import_module(module), name)
     if not callable(function):
-        raise TypeError(f"{target} is no function")
+        raise TypeError(f"{target} is not a function")
     return function  # type: ignore[no-any-return]
 
 
-def batch_of(function: Reward) -> int:
-    """How many episodes the function takes at once. One with `batch` takes a list and answers with a list."""
+def batch_of(function: RewardFunction) -> int:
+    """How many episodes the function takes at once. One with `batch` takes a list and returns a list."""
     return int(getattr(function, "batch", 1))
 
 
-def version_of(function: Reward) -> str:
+def version_of(function: RewardFunction) -> str:
     return str(getattr(function, "version", ""))
 
 
-def another_version(function: Reward, target: str, wanted: str) -> str:
-    """Why the function is not the one that is wanted; empty if it is."""
+def version_mismatch(function: RewardFunction, target: str, expected: str) -> str:
+    """Why the version of the function is not `expected`; empty if it is."""
     found = version_of(function)
-    return f"{target} is here in version {found or '(none)'}, not {wanted}" if wanted not in ("", found) else ""
+    return f"{target} has version {found or '(none)'}, not {expected}" if expected not in ("", found) else ""
 
 
-def call(function: Reward, episodes: Sequence[Episode], args: Mapping[str, Any]) -> list[RewardResult]:
-    """One result per episode, in order. Raises what the function raises, or what is wrong with its answer."""
+def call(function: RewardFunction, episodes: Sequence[Episode], args: Mapping[str, Any]) -> list[RewardResult]:
+    """One result per episode, in order. Raises what the function raises, or what is wrong with its result."""
     timeout = getattr(function, "timeout", None)
     if timeout is None:
         return _call(function, episodes, args)
@@ -77,7 +77,7 @@ def call(function: Reward, episodes: Sequence[Episode], args: Mapping[str, Any])
     def run() -> None:
         try:
             done.set_result(_call(function, episodes, args))
-        except BaseException as error:  # it is raised again where it is waited for
+        except BaseException as error:  # raised again by `done.result`
             done.set_exception(error)
 
     threading.Thread(target=run, name="reward", daemon=True).start()
@@ -85,20 +85,20 @@ def call(function: Reward, episodes: Sequence[Episode], args: Mapping[str, Any])
         return done.result(float(timeout))
     except TimeoutError:
         if done.done():
-            raise  # its own
+            raise  # the function's own
         raise TimeoutError(f"it took longer than its timeout of {timeout:g} s") from None
 
 
-def _call(function: Reward, episodes: Sequence[Episode], args: Mapping[str, Any]) -> list[RewardResult]:
+def _call(function: RewardFunction, episodes: Sequence[Episode], args: Mapping[str, Any]) -> list[RewardResult]:
     if not hasattr(function, "batch"):
         return [checked(function(episode, **args)) for episode in episodes]
-    answers = function(list(episodes), **args)
-    if not isinstance(answers, list | tuple) or len(answers) != len(episodes):
-        raise TypeError(f"it takes batches, so it must answer {len(episodes)} episodes with a list of as many rewards")
-    return [checked(answer) for answer in answers]
+    results = function(list(episodes), **args)
+    if not isinstance(results, list | tuple) or len(results) != len(episodes):
+        raise TypeError(f"it takes batches, so it must return a list of {len(episodes)} rewards for as many episodes")
+    return [checked(result) for result in results]
 
 
-def sentence(error: BaseException) -> str:
+def error_sentence(error: BaseException) -> str:
     """What was raised, and where in the user's code."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
@@ -106,15 +106,15 @@ def sentence(error: BaseException) -> str:
 
 
 class Runtime:
-    """One function, served. `secret` is what requests must be signed with; empty: anybody may call."""
+    """Serves one function. Requests must be signed with `secret`, unless it is empty."""
 
     def __init__(self, target: str, secret: str | None = None) -> None:
         self.target = target
-        self._function = find(target)
+        self._function = find_function(target)
         self._secret = os.environ.get(SECRET, "") if secret is None else secret
         self._lock = threading.Lock()
         self._cold = True
-        self._answered: OrderedDict[str, bytes] = OrderedDict()
+        self._cache: OrderedDict[str, bytes] = OrderedDict()
 
     @property
     def version(self) -> str:
@@ -123,23 +123,23 @@ class Runtime:
     def http(self, method: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes]:
         """Status and JSON body for an HTTP request."""
         if method == "GET":
-            return 200, b'{"ok": true}'  # for health checks; tells strangers nothing
+            return 200, b'{"ok": true}'  # health check; reveals nothing
         lower = {name.lower(): value for name, value in headers.items()}
-        if self._secret and (wrong := unsigned(self._secret, lower, body, time.time())):
+        if self._secret and (wrong := signature_error(self._secret, lower, body, time.time())):
             return 401, _error(wrong)
-        return self.score(body, lower.get(KEY.lower(), ""))
+        return self.score(body, lower.get(IDEMPOTENCY_KEY.lower(), ""))
 
     def event(self, event: Any) -> Any:
-        """For handlers of Lambda and Function Compute: an invocation, or what their URLs make of an HTTP request."""
+        """For handlers of Lambda and Function Compute: an invocation, or the event of a function URL."""
         if isinstance(event, bytes | str):
             event = json.loads(event)
         if isinstance(event, dict) and "headers" in event and "body" in event:
             text = event["body"] or ""
             body = base64.b64decode(text) if event.get("isBase64Encoded") else text.encode()
             http = event.get("requestContext", {}).get("http", {})
-            status, answer = self.http(http.get("method", "POST"), event["headers"], body)
-            return {"statusCode": status, "headers": JSON, "body": answer.decode()}
-        # Whoever may invoke was let in by the platform, so there is no signature to check.
+            status, response = self.http(http.get("method", "POST"), event["headers"], body)
+            return {"statusCode": status, "headers": JSON, "body": response.decode()}
+        # The platform has authorised the caller, so there is no signature to check.
         return json.loads(self.score(json.dumps(event).encode())[1])
 
     def score(self, body: bytes, key: str = "") -> tuple[int, bytes]:
@@ -149,43 +149,54 @@ class Runtime:
         if len(body) > REQUEST_BYTES:
             return 413, _error(f"the request has {len(body):,} bytes, more than the limit of {REQUEST_BYTES:,}")
         try:
-            request = msgspec.json.decode(body, type=Request)
+            request = msgspec.json.decode(body, type=RewardRequest)
         except msgspec.MsgspecError as error:
-            return 400, _error(f"the request is not what a reward takes: {error}")
-        if wrong := self._not_ours(request):
+            return 400, _error(f"the request is not valid: {error}")
+        if wrong := self._mismatch(request):
             return 409, _error(wrong)
         key = key or idempotency_key(body)
         with self._lock:
-            known = self._answered.get(key)
+            known = self._cache.get(key)
         if known is not None:
             return 200, known
-        status, answer = self._scored(request)
-        answer.seconds, answer.cold = round(time.perf_counter() - began, 6), cold
-        answer.batch, answer.version = batch_of(self._function), self.version
-        encoded = msgspec.json.encode(answer)
+        status, response = self._run(request)
+        response.seconds, response.cold = round(time.perf_counter() - began, 6), cold
+        response.batch, response.version = batch_of(self._function), self.version
+        encoded = msgspec.json.encode(response)
         if status == 200:
             with self._lock:
-                self._answered[key] = encoded
-                if len(self._answered) > REMEMBERED:
-                    self._answered.popitem(last=False)
+                self._cache[key] = encoded
+                if len(self._cache) > MAX_CACHED:
+                    self._cache.popitem(last=False)
         return status, encoded
 
-    def _not_ours(self, request: Request) -> str:
+    def _mismatch(self, request: RewardRequest) -> str:
         if request.function and request.function != self.target:
             return f"this serves {self.target}, not {request.function}"
-        return another_version(self._function, self.target, request.version)
+        return version_mismatch(self._function, self.target, request.version)
 
-    def _scored(self, request: Request) -> tuple[int, Answer]:
+    def _run(self, request: RewardRequest) -> tuple[int, RewardResponse]:
         many = request.episodes is not None
         episodes = request.episodes or ([request.episode] if request.episode is not None else [])
         if not episodes:
-            return 400, Answer(error="the request has neither `episode` nor `episodes`")
+            return 400, RewardResponse(error="the request has neither `episode` nor `episodes`")
         try:
-            results = [answer_of(result) for result in call(self._function, episodes, request.args)]
-        except BaseException as error:  # even SystemExit: an answer is owed
-            return 500, Answer(error=sentence(error))
-        return 200, Answer(results=results) if many else results[0]
+            results = [response_of(result) for result in call(self._function, episodes, request.args)]
+        except BaseException as error:  # even SystemExit: the caller must get a response
+            return 500, RewardResponse(error=error_sentence(error))
+        return 200, RewardResponse(results=results) if many else results[0]
+
+
+class RewardWorker:
+    """What a process of the local pool runs."""
+
+    def score(self, reward: str, version: str, episode: dict[str, Any], args: dict[str, Any]) -> Any:
+        function = find_function(reward)
+        if wrong := version_mismatch(function, reward, version):
+            raise LookupError(wrong)
+        [result] = call(function, [msgspec.convert(episode, Episode)], args)
+        return msgspec.to_builtins(result)
 
 
 def _error(text: str) -> bytes:
-    return msgspec.json.encode(Answer(error=text))
+    return msgspec.json.encode(RewardResponse(error=text))

@@ -70,10 +70,10 @@ def tasks() -> list[TaskConfig]:
     special["late"] = {"agent": {"function": "sample_agents:hang", "deadline": 1.0}}
     special["strict"] = {"reward": "sample_agents:length"}
     special["refused"] = {
-        "agent": {"function": "sample_agents:sub_agents", "calls": 2},
+        "agent": {"function": "sample_agents:sub_agents", "max_calls": 2},
         "reward": "sample_agents:length",
     }
-    special["limited"] = {"agent": {"function": "sample_agents:sub_agents", "calls": 2}}
+    special["limited"] = {"agent": {"function": "sample_agents:sub_agents", "max_calls": 2}}
     common = {"args": {"level": 3}, "max_context": 500}
     return [
         TaskConfig.model_validate({"name": name, "agent": f"sample_agents:{name}", **common, **more})

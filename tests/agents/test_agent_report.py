@@ -29,9 +29,9 @@ def load(tmp_path: Path, task: str) -> loading.RunFile:
 
 def test_an_agent_may_be_a_name_or_a_section_and_survives_a_round_trip(tmp_path: Path) -> None:
     short = load(tmp_path, "agent: rollart.agents.demo:digits")
-    long = load(tmp_path, "agent: {function: rollart.agents.demo:digits, calls: 3}")
+    long = load(tmp_path, "agent: {function: rollart.agents.demo:digits, max_calls: 3}")
     assert short.tasks[0].agent is not None and long.tasks[0].agent is not None
-    assert (short.tasks[0].agent.calls, long.tasks[0].agent.calls) == (200, 3)
+    assert (short.tasks[0].agent.max_calls, long.tasks[0].agent.max_calls) == (200, 3)
     again = tmp_path / "again.yaml"
     again.write_text(loading.dump(long))
     assert preflight.load_run(again) == long

@@ -63,7 +63,7 @@ def test_a_program_finds_the_gateway_in_the_usual_variables_and_its_reward_is_wh
     found, running = play(tmp_path, {"command": ["python3", "program.py"], "files": folder(tmp_path, program)})
     assert found["reward"] == 0.5
     assert found["info"] == {"output": "hello\n", "letters": 5}
-    (turn,) = running.tenants.close(KEY).turns
+    (turn,) = running.sessions.close(KEY).turns
     assert [message.content for message in turn.messages] == ["seven"]
 
 
@@ -109,7 +109,7 @@ def test_limits_and_folders_to_see_are_the_sandboxs(tmp_path: Path) -> None:
     script = f"ulimit -v; cat {seen}/note; touch {seen}/other 2>&1; ls / | tr '\\n' ' '"
     try:
         found, _ = play(
-            tmp_path, {"command": ["bash", "-c", f"{script}; true"], "see": [str(seen)], "limits": {"memory": 900}}
+            tmp_path, {"command": ["bash", "-c", f"{script}; true"], "mounts": [str(seen)], "limits": {"memory": 900}}
         )
     finally:
         shutil.rmtree(seen)
@@ -132,7 +132,7 @@ async def pooled(tmp_path: Path, agents: dict[str, Any]) -> dict[str, Step | Rol
     gateway = Gateway(tmp_path, launcher, Unheard(), tmp_path)
     pool = AgentPool(tasks, gateway, launcher, processes=1, deadline=60.0, log=tmp_path / "agents.log")
 
-    async def generate(request: GenerationRequest, listener: TokenStream | None = None, /) -> Completion:
+    async def generate(request: GenerationRequest, stream: TokenStream | None = None, /) -> Completion:
         return Completion(words, [-1.0] * 6, [0] * 6, "stop", len(request.tokens))
 
     try:

@@ -10,11 +10,10 @@ from random import Random
 from rollart.core.protocols import TokenStream
 from rollart.core.types import Completion, GenerationRequest, Sampling
 from rollart.gateway.app import App
-from rollart.gateway.limits import GatewayLimits
-from rollart.gateway.messages import EpisodeLimits
-from rollart.gateway.server import served
+from rollart.gateway.http import listening
+from rollart.gateway.limits import EpisodeLimits, GatewayLimits
+from rollart.gateway.session import SessionTable
 from rollart.gateway.template import ChatTemplate
-from rollart.gateway.tenants import Tenants
 from rollart.models import tiny
 
 KEY = "the-key"
@@ -36,7 +35,7 @@ class Policy:
     running: int = 0
     cancelled: int = 0
 
-    async def generate(self, request: GenerationRequest, listener: TokenStream | None = None, /) -> Completion:
+    async def generate(self, request: GenerationRequest, stream: TokenStream | None = None, /) -> Completion:
         self.running += 1
         self.begun.set()
         try:
@@ -53,22 +52,22 @@ class Policy:
             said = "".join(rng.choice("abcdefgh") for _ in range(rng.randint(1, 8)))
         tokens = [*self.template.encode(said), self.template.stop[0]][: request.sampling.max_tokens]
         finish = "stop" if tokens[-1] == self.template.stop[0] else "length"
-        if listener is not None:
+        if stream is not None:
             if self.lost:
-                await self._told(tokens, finish, listener)
-                listener.on_restart()
-            tokens, finish = await self._told(tokens, finish, listener)
+                await self._told(tokens, finish, stream)
+                stream.on_restart()
+            tokens, finish = await self._told(tokens, finish, stream)
         logprobs = [-rng.random() for _ in tokens]
         completion = Completion(tokens, logprobs, [self.version] * len(tokens), finish, len(request.tokens), 0)  # type: ignore[arg-type]
         self.seen.append((request, completion))
         self.answered.set()
         return completion
 
-    async def _told(self, tokens: list[int], finish: str, listener: TokenStream) -> tuple[list[int], str]:
+    async def _told(self, tokens: list[int], finish: str, stream: TokenStream) -> tuple[list[int], str]:
         """As an engine would: it hears a token too late that it was enough."""
-        for at in range(0, len(tokens), listener.every):
-            if listener.on_tokens(tokens[at : at + listener.every]):
-                return tokens[: at + listener.every + 1], "length"
+        for at in range(0, len(tokens), stream.every):
+            if stream.on_tokens(tokens[at : at + stream.every]):
+                return tokens[: at + stream.every + 1], "length"
             if self.pause is not None:
                 await self.pause.wait()
             await asyncio.sleep(0)
@@ -80,7 +79,7 @@ def tiny_template(path: Path) -> ChatTemplate:
     return ChatTemplate(path)
 
 
-def terms(id: str = "episode", **changes: object) -> EpisodeLimits:
+def episode_limits(id: str = "episode", **changes: object) -> EpisodeLimits:
     given: dict[str, object] = {
         "id": id,
         "task": "t",
@@ -94,7 +93,7 @@ def terms(id: str = "episode", **changes: object) -> EpisodeLimits:
 @dataclass
 class Running:
     url: str
-    tenants: Tenants
+    sessions: SessionTable
     policy: Policy
     app: App
 
@@ -105,8 +104,8 @@ async def gateway(
 ) -> AsyncIterator[Running]:
     """With one key open, `KEY`."""
     policy = policy or Policy(template)
-    tenants = Tenants(template, policy.generate)
-    app = App(template, tenants, limits or GatewayLimits(), "policy", any_model)
-    tenants.open(KEY, terms())
-    async with served(app, "127.0.0.1") as url:
-        yield Running(url, tenants, policy, app)
+    sessions = SessionTable(template, policy.generate)
+    app = App(template, sessions, limits or GatewayLimits(), "policy", any_model)
+    sessions.open(KEY, episode_limits())
+    async with listening(app, "127.0.0.1") as url:
+        yield Running(url, sessions, policy, app)

@@ -83,7 +83,7 @@ def test_a_streamed_tool_call_and_its_result_stay_in_one_segment(tiny: ChatTempl
             {"role": "user", "content": [result, {"type": "text", "text": "and?"}]},
         ]
         await client.messages.create(model="claude", max_tokens=99, messages=more, tools=TOOLS)
-        captured = running.tenants.close(KEY)
+        captured = running.sessions.close(KEY)
         assert [turn.segment for turn in captured.turns] == [0, 0]
         assert [message.role for message in captured.turns[1].messages] == ["tool", "user"]
 
@@ -107,7 +107,7 @@ def test_the_model_goes_on_with_what_it_is_made_to_have_said(tiny: ChatTemplate)
         assert tiny.text(running.policy.seen[0][0].tokens).endswith("I thi")
         more: Any = [*ASK, {"role": "assistant", "content": "I think so"}, *ASK]
         await client.messages.create(model="claude", max_tokens=50, messages=more)
-        assert [turn.segment for turn in running.tenants.close(KEY).turns] == [0, 0]
+        assert [turn.segment for turn in running.sessions.close(KEY).turns] == [0, 0]
 
     with_client(tiny, test, "nk so")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from gateways import KEY, Policy, Running, gateway, terms
+from gateways import KEY, Policy, Running, episode_limits, gateway
 from wire import Wire, parsed
 
 from rollart.core.errors import EngineFailed
@@ -61,8 +61,8 @@ def test_a_key_may_be_in_a_header_or_in_the_url(tiny: ChatTemplate, path: str, h
 
 def test_without_a_key_that_holds_there_is_nothing_but_health(tiny: ChatTemplate) -> None:
     async def test(session: aiohttp.ClientSession, running: Running) -> None:
-        running.tenants.open("old", terms("old"))
-        running.tenants.close("old")
+        running.sessions.open("old", episode_limits("old"))
+        running.sessions.close("old")
         for path in (CHAT, "/v1/models", "/v1/messages", "/k//v1/models", "/k/old/v1/models", "/nowhere"):
             for headers in ({}, bearer("old"), {"x-api-key": "guess"}):
                 async with session.post(path, json=ASK, headers=headers) as response:
@@ -76,7 +76,7 @@ def test_without_a_key_that_holds_there_is_nothing_but_health(tiny: ChatTemplate
 
 def test_keys_are_never_logged(tiny: ChatTemplate, caplog: pytest.LogCaptureFixture, capfd: Any) -> None:
     class Broken(Policy):
-        async def generate(self, request: GenerationRequest, listener: TokenStream | None = None, /) -> Completion:
+        async def generate(self, request: GenerationRequest, stream: TokenStream | None = None, /) -> Completion:
             raise ValueError("a bug")
 
     async def test(session: aiohttp.ClientSession, running: Running) -> None:
@@ -128,12 +128,12 @@ def test_an_answer_that_takes_too_long_is_cancelled(tiny: ChatTemplate) -> None:
         assert await _status(session) == 504
         assert running.policy.cancelled == 1
 
-    with_session(tiny, test, GatewayLimits(answer_s=0.05))
+    with_session(tiny, test, GatewayLimits(response_s=0.05))
 
 
 def test_engines_that_fail_are_a_503_worth_trying_again(tiny: ChatTemplate) -> None:
     class Failing(Policy):
-        async def generate(self, request: GenerationRequest, listener: TokenStream | None = None, /) -> Completion:
+        async def generate(self, request: GenerationRequest, stream: TokenStream | None = None, /) -> Completion:
             raise EngineFailed("none is left")
 
     async def test(session: aiohttp.ClientSession, running: Running) -> None:
@@ -149,9 +149,9 @@ def test_a_client_that_leaves_has_its_request_cancelled_and_nothing_is_kept(tiny
     class Told(Policy):
         ended = asyncio.Event()
 
-        async def generate(self, request: GenerationRequest, listener: TokenStream | None = None, /) -> Completion:
+        async def generate(self, request: GenerationRequest, stream: TokenStream | None = None, /) -> Completion:
             try:
-                return await super().generate(request, listener)
+                return await super().generate(request, stream)
             finally:
                 self.ended.set()
 
@@ -164,7 +164,7 @@ def test_a_client_that_leaves_has_its_request_cancelled_and_nothing_is_kept(tiny
         async with asyncio.timeout(10):
             await running.policy.ended.wait()
         assert running.policy.cancelled == 1
-        assert running.tenants.close(KEY).turns == ()
+        assert running.sessions.close(KEY).turns == ()
 
     with_session(tiny, test, policy=Told(tiny))
 
@@ -173,9 +173,9 @@ def test_a_client_that_leaves_in_mid_stream_has_the_generation_cancelled(tiny: C
     class Told(Policy):
         left = asyncio.Event()
 
-        async def generate(self, request: GenerationRequest, listener: TokenStream | None = None, /) -> Completion:
+        async def generate(self, request: GenerationRequest, stream: TokenStream | None = None, /) -> Completion:
             try:
-                return await super().generate(request, listener)
+                return await super().generate(request, stream)
             except asyncio.CancelledError:
                 self.left.set()
                 raise
@@ -188,7 +188,7 @@ def test_a_client_that_leaves_in_mid_stream_has_the_generation_cancelled(tiny: C
         async with asyncio.timeout(10):
             await running.policy.left.wait()
         assert not running.policy.seen
-        assert running.tenants.close(KEY).turns == ()
+        assert running.sessions.close(KEY).turns == ()
 
     with_session(tiny, test, policy=Told(tiny))
 
@@ -220,7 +220,7 @@ def test_a_revoked_key_cancels_what_is_under_way(tiny: ChatTemplate) -> None:
         running.policy.gate = asyncio.Event()
         asked = asyncio.create_task(_status(session))
         await running.policy.begun.wait()
-        assert running.tenants.close(KEY).turns == ()
+        assert running.sessions.close(KEY).turns == ()
         assert await asked == 401
         assert running.policy.cancelled == 1
 
@@ -229,10 +229,10 @@ def test_a_revoked_key_cancels_what_is_under_way(tiny: ChatTemplate) -> None:
 
 def test_an_episode_that_has_had_its_completions_gets_no_more(tiny: ChatTemplate) -> None:
     async def test(session: aiohttp.ClientSession, running: Running) -> None:
-        running.tenants.open("two", terms("two", calls=2))
+        running.sessions.open("two", episode_limits("two", max_calls=2))
         answers = [await _status(session, "two") for _ in range(3)]
         assert answers == [200, 200, 400]
-        captured = running.tenants.close("two")
+        captured = running.sessions.close("two")
         assert captured.truncated and len(captured.turns) == 2
 
     with_session(tiny, test)
@@ -240,9 +240,9 @@ def test_an_episode_that_has_had_its_completions_gets_no_more(tiny: ChatTemplate
 
 def test_two_episodes_with_the_same_words_share_nothing(tiny: ChatTemplate) -> None:
     async def test(session: aiohttp.ClientSession, running: Running) -> None:
-        running.tenants.open("other", terms("other"))
+        running.sessions.open("other", episode_limits("other"))
         await asyncio.gather(_status(session), _status(session, "other"))
-        mine, other = running.tenants.close(KEY), running.tenants.close("other")
+        mine, other = running.sessions.close(KEY), running.sessions.close("other")
         assert len(mine.turns) == len(other.turns) == 1
         sessions = {request.session for request, _ in running.policy.seen}
         assert sessions == {"episode~0", "other~0"}
@@ -295,6 +295,6 @@ def test_a_text_far_beyond_the_context_is_refused_before_it_is_tokenized(tiny: C
             async with session.post(path, json=body, headers=bearer(KEY)) as response:
                 assert response.status == 400
                 assert (await response.json())["error"]["code"] == "context_length_exceeded"
-        assert running.tenants.close(KEY).truncated
+        assert running.sessions.close(KEY).truncated
 
     with_session(tiny, test)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from chatml import CHATML, byte_pairs
-from gateways import KEY, terms
+from gateways import KEY, episode_limits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire import Left, post
@@ -17,8 +17,8 @@ from rollart.core.protocols import TokenStream
 from rollart.core.types import Completion, GenerationRequest, Outcome, Trajectory
 from rollart.gateway.app import App
 from rollart.gateway.limits import GatewayLimits
+from rollart.gateway.session import SessionTable
 from rollart.gateway.template import ChatTemplate
-from rollart.gateway.tenants import Tenants
 from rollart.rollout.samples import samples
 
 Messages = list[dict[str, Any]]
@@ -50,24 +50,24 @@ class Sampler:
         tokens = [self.rng.randrange(2, self.vocabulary) for _ in range(self.rng.randint(1, 6))]
         return [*tokens, self.stop] if self.rng.random() < 0.8 else tokens
 
-    async def told(self, tokens: list[int], listener: TokenStream) -> list[int]:
+    async def told(self, tokens: list[int], stream: TokenStream) -> list[int]:
         """Those that there are when the listener has had enough."""
-        for at in range(0, len(tokens), listener.every):
-            end = at + listener.every
-            if listener.on_tokens(tokens[at:end]):
+        for at in range(0, len(tokens), stream.every):
+            end = at + stream.every
+            if stream.on_tokens(tokens[at:end]):
                 return tokens[: end + self.rng.randint(0, 2)]
             await asyncio.sleep(0)
         return tokens
 
-    async def generate(self, request: GenerationRequest, listener: TokenStream | None = None, /) -> Completion:
+    async def generate(self, request: GenerationRequest, stream: TokenStream | None = None, /) -> Completion:
         await asyncio.sleep(0)
         tokens = self.draw()
-        if listener is not None:
+        if stream is not None:
             if self.rng.random() < 0.2:
-                await self.told(tokens[:-1], listener)
-                listener.on_restart()
+                await self.told(tokens[:-1], stream)
+                stream.on_restart()
                 tokens = self.draw()
-            tokens = await self.told(tokens, listener)
+            tokens = await self.told(tokens, stream)
         before = self.version
         self.version += self.rng.random() < 0.3  # a weight swap, perhaps in the middle
         versions = [before] * (len(tokens) // 2) + [self.version] * (len(tokens) - len(tokens) // 2)
@@ -166,16 +166,16 @@ def test_every_trained_token_was_sampled_in_its_context(
 ) -> None:
     rng = Random(seed)
     sampler = Sampler(rng, 2 + 256 + 6, template.stop[0])
-    tenants = Tenants(template, sampler.generate)
-    tenants.open(KEY, terms(max_context=10**6))
-    client = Client(App(template, tenants, GatewayLimits(), "policy"), rng)
+    sessions = SessionTable(template, sampler.generate)
+    sessions.open(KEY, episode_limits(max_context=10**6))
+    client = Client(App(template, sessions, GatewayLimits(), "policy"), rng)
 
     async def play() -> None:
         for behaviour in behaviours:
             await client.do(behaviour)
 
     asyncio.run(play())
-    captured = tenants.close(KEY)
+    captured = sessions.close(KEY)
     assert len(captured.turns) == client.delivered
     trajectory = Trajectory("t", "t", "g", 0, 0, Outcome.FINISHED, captured.turns, 1.0)
     left, trained = list(sampler.seen), 0
@@ -206,16 +206,16 @@ def test_every_trained_token_was_sampled_in_its_context(
 def test_a_conversation_that_is_only_continued_is_one_segment(template: ChatTemplate, seed: int, turns: int) -> None:
     rng = Random(seed)
     sampler = Sampler(rng, 2 + 256 + 6, template.stop[0])
-    tenants = Tenants(template, sampler.generate)
-    tenants.open(KEY, terms(max_context=10**6))
-    client = Client(App(template, tenants, GatewayLimits(), "policy"), rng)
+    sessions = SessionTable(template, sampler.generate)
+    sessions.open(KEY, episode_limits(max_context=10**6))
+    client = Client(App(template, sessions, GatewayLimits(), "policy"), rng)
 
     async def play() -> None:
         for _ in range(turns):
             await client.do(rng.choice(["go on", "strip"]))
 
     asyncio.run(play())
-    captured = tenants.close(KEY)
+    captured = sessions.close(KEY)
     assert {turn.segment for turn in captured.turns} == {0}
     assert (captured.counts.forks, captured.counts.retries) == (0, 0)
     for before, after in zip(sampler.seen, sampler.seen[1:], strict=False):

@@ -8,7 +8,7 @@ import pytest
 from wire import Wire, parsed
 
 from rollart.gateway.errors import ApiError
-from rollart.gateway.http import HEAD_BYTES, Connection, Exchange, Gone
+from rollart.gateway.http import HEAD_BYTES, ClientGone, Connection, Exchange
 from rollart.gateway.limits import GatewayLimits
 
 POST = b"POST /echo HTTP/1.1\r\ncontent-length: 5\r\n\r\nhello"
@@ -23,28 +23,28 @@ class Echo:
         self.bodies: list[bytes] = []
         self.cancelled = 0
 
-    def route(self, request: Exchange) -> Any:
-        if request.path == "/refused":
+    def route(self, exchange: Exchange) -> Any:
+        if exchange.path == "/refused":
             raise ApiError(401, "no")
 
-    async def handle(self, request: Exchange) -> None:
-        self.bodies.append(request.body)
+    async def handle(self, exchange: Exchange) -> None:
+        self.bodies.append(exchange.body)
         try:
-            if request.path == "/wait":
+            if exchange.path == "/wait":
                 await self.gate.wait()
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        if request.path == "/stream":
-            request.begin(b"text/plain")
-            request.write(b"one,")
-            request.write(b"two")
-            request.end()
+        if exchange.path == "/stream":
+            exchange.begin(b"text/plain")
+            exchange.write(b"one,")
+            exchange.write(b"two")
+            exchange.end()
         else:
-            request.answer(200, b"text/plain", request.body)
+            exchange.respond(200, b"text/plain", exchange.body)
 
-    def refuse(self, request: Exchange, error: ApiError) -> None:
-        request.answer(error.status, b"text/plain", str(error).encode())
+    def refuse(self, exchange: Exchange, error: ApiError) -> None:
+        exchange.respond(error.status, b"text/plain", str(error).encode())
 
 
 def with_wire(test: Callable[[Wire, Echo], Awaitable[None]], limits: GatewayLimits | None = None) -> None:
@@ -138,8 +138,8 @@ def test_a_client_that_waits_to_be_told_to_continue_is_told() -> None:
     ("sent", "why"),
     [
         (b"nonsense\r\n\r\n", b"this is not HTTP"),
-        (b"GET / HTTP/1.1\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n", b"nothing else"),
-        (POST.replace(b"\r\n", b"\r\nupgrade: h2c\r\nconnection: upgrade\r\n", 1), b"nothing else"),
+        (b"GET / HTTP/1.1\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n", b"HTTP/1.1 only"),
+        (POST.replace(b"\r\n", b"\r\nupgrade: h2c\r\nconnection: upgrade\r\n", 1), b"HTTP/1.1 only"),
         (b"GET / HTTP/1.1\r\nx: " + b"y" * (HEAD_BYTES + 10), b"the head of the request has more than"),
     ],
 )
@@ -182,7 +182,7 @@ def test_a_client_that_does_not_take_its_answer_is_left() -> None:
         connection.pause_writing()
         exchange = Exchange(connection, "GET", "/", {})
         assert not exchange.ready
-        with pytest.raises(Gone):
+        with pytest.raises(ClientGone):
             await exchange.drained()
         assert wire.closed
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from gateways import KEY, Policy, Running, gateway, terms
+from gateways import KEY, Policy, Running, episode_limits, gateway
 
 from rollart.gateway.limits import GatewayLimits
 from rollart.gateway.template import ChatTemplate
@@ -126,7 +126,7 @@ def test_a_stop_string_ends_the_generation_early_and_what_was_sampled_until_then
         else:
             said = answer.choices[0].message.content, answer.choices[0].finish_reason
         assert said == ("so far ", "stop")
-        (_, made), (turn,) = running.policy.seen[0], running.tenants.close(KEY).turns
+        (_, made), (turn,) = running.policy.seen[0], running.sessions.close(KEY).turns
         assert len("so far END") <= len(made.tokens) < 30
         assert tiny.text(turn.tokens) == "so far END" and list(turn.logprobs) == made.logprobs[:10]
 
@@ -137,12 +137,12 @@ def test_engines_that_are_lost_in_the_middle_of_a_stream_are_an_error_in_it(tiny
     async def test(client: openai.AsyncOpenAI, running: Running) -> None:
         running.policy.lost = True
         chat = await client.chat.completions.create(model="gpt", messages=ASK, stream=True)
-        with pytest.raises(openai.APIError, match="a part of its answer had been shown"):
+        with pytest.raises(openai.APIError, match="a part of its response had been sent"):
             async for _ in chat:
                 pass
         whole = await client.chat.completions.create(model="gpt", messages=ASK, stop=["zzz"])
         assert whole.choices[0].message.content == "fine"
-        captured = running.tenants.close(KEY)
+        captured = running.sessions.close(KEY)
         assert len(captured.turns) == 1
 
     with_client(tiny, test, "fine")
@@ -182,7 +182,7 @@ def test_a_tool_call_is_parsed_and_its_result_continues_the_same_tokens(tiny: Ch
         (first, made), (second, _) = running.policy.seen
         assert second.tokens[: len(first.tokens) + len(made.tokens)] == first.tokens + made.tokens
         assert "adds" in tiny.text(first.tokens)
-        assert running.tenants.close(KEY).counts.forks == 0
+        assert running.sessions.close(KEY).counts.forks == 0
 
     with_client(tiny, test, f"I add.{CALL}")
 
@@ -203,7 +203,7 @@ def test_a_required_tool_is_put_into_the_models_mouth_but_not_trained(tiny: Chat
         answer = await client.chat.completions.create(model="gpt", messages=ASK, tools=TOOLS, tool_choice=named)
         calls = answer.choices[0].message.tool_calls
         assert calls is not None and calls[0].type == "function" and calls[0].function.name == "add"
-        turn = running.tenants.close(KEY).turns[0]
+        turn = running.sessions.close(KEY).turns[0]
         assert tiny.text(turn.tokens) == '{"a": 1}}'
         assert tiny.text(turn.prompt).endswith('{"name": "add", "arguments": ')
 
@@ -225,7 +225,7 @@ def test_several_choices_are_several_segments_and_each_can_be_continued(tiny: Ch
         assert len({choice.message.content for choice in answer.choices}) == 3
         chosen: Any = answer.choices[2].message.model_dump(exclude_none=True)
         await client.chat.completions.create(model="gpt", messages=[*ASK, chosen, *ASK])
-        captured = running.tenants.close(KEY)
+        captured = running.sessions.close(KEY)
         assert [turn.segment for turn in captured.turns] == [0, 1, 2, 2]
 
     with_client(tiny, test)
@@ -248,7 +248,7 @@ def test_a_stop_string_ends_the_answer_and_its_tokens_are_kept(tiny: ChatTemplat
         assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("before ", "stop")
         said: Any = {"role": "assistant", "content": "before "}
         await client.chat.completions.create(model="gpt", messages=[*ASK, said, *ASK])
-        captured = running.tenants.close(KEY)
+        captured = running.sessions.close(KEY)
         assert tiny.text(captured.turns[0].tokens) == "before STOP"
         assert [turn.segment for turn in captured.turns] == [0, 0]
 
@@ -275,7 +275,7 @@ def test_completions_continue_a_text_by_its_tokens(tiny: ChatTemplate) -> None:
         assert second[: len(first) + 7] == first + running.policy.seen[0][1].tokens[:-1]
         assert cut.choices[0].finish_reason == "length"
         await client.completions.create(model="gpt", prompt="once upon a time there a and")
-        assert [turn.segment for turn in running.tenants.close(KEY).turns] == [0, 1, 1]
+        assert [turn.segment for turn in running.sessions.close(KEY).turns] == [0, 1, 1]
 
     with_client(tiny, test, " a time")
 
@@ -285,7 +285,7 @@ def test_a_response_can_be_continued_by_its_id(tiny: ChatTemplate) -> None:
         first = await client.responses.create(model="gpt", input="hello", instructions="be kind")
         assert first.output_text == "fine"
         await client.responses.create(model="gpt", input="more", previous_response_id=first.id, instructions="be kind")
-        captured = running.tenants.close(KEY)
+        captured = running.sessions.close(KEY)
         assert [turn.segment for turn in captured.turns] == [0, 0]
 
     with_client(tiny, test, "fine")
@@ -304,7 +304,7 @@ def test_a_response_streams_tool_calls_and_takes_their_results(tiny: ChatTemplat
             {"type": "function_call_output", "call_id": call.call_id, "output": "5"},
         ]
         await client.responses.create(model="gpt", input=items, tools=tools)
-        assert [turn.segment for turn in running.tenants.close(KEY).turns] == [0, 0]
+        assert [turn.segment for turn in running.sessions.close(KEY).turns] == [0, 0]
 
     with_client(tiny, test, CALL)
 
@@ -333,13 +333,13 @@ def test_errors_are_those_of_the_package(tiny: ChatTemplate) -> None:
 
 def test_a_context_that_is_too_long_is_a_bad_request_and_truncates_the_episode(tiny: ChatTemplate) -> None:
     async def test(client: openai.AsyncOpenAI, running: Running) -> None:
-        running.tenants.open("small", terms("small", max_context=10))
+        running.sessions.open("small", episode_limits("small", max_context=10))
         with pytest.raises(openai.BadRequestError) as long:
             await client.with_options(api_key="small").chat.completions.create(
                 model="gpt", messages=[{"role": "user", "content": "x" * 10}]
             )
         assert long.value.code == "context_length_exceeded"
-        assert running.tenants.close("small").truncated
+        assert running.sessions.close("small").truncated
 
     with_client(tiny, test)
 
@@ -347,7 +347,7 @@ def test_a_context_that_is_too_long_is_a_bad_request_and_truncates_the_episode(t
 def test_an_episode_with_too_many_requests_is_told_to_wait(tiny: ChatTemplate) -> None:
     async def test(client: openai.AsyncOpenAI, running: Running) -> None:
         running.policy.gate = asyncio.Event()
-        running.tenants.open("one", terms("one", parallel=1))
+        running.sessions.open("one", episode_limits("one", max_parallel=1))
         narrow = client.with_options(api_key="one")
         first = asyncio.create_task(narrow.chat.completions.create(model="gpt", messages=ASK))
         await running.policy.begun.wait()

@@ -1,4 +1,4 @@
-"""Requests that wait for the controller to be told of them."""
+"""Requests that wait for the controller to pull them."""
 
 import asyncio
 from collections.abc import Iterator
@@ -22,16 +22,16 @@ def completion(token: int) -> Completion:
 
 @contextmanager
 def pulling(upstream: Upstream) -> Iterator[list[PullRequest]]:
-    """All that the controller is told of while the block lasts."""
-    told: list[PullRequest] = []
+    """All that the controller pulls while the block runs."""
+    pulled: list[PullRequest] = []
 
-    def tell(wanted: object) -> None:
-        assert isinstance(wanted, PullRequest)
-        told.append(wanted)
+    def send(item: object) -> None:
+        assert isinstance(item, PullRequest)
+        pulled.append(item)
 
-    task = asyncio.create_task(upstream.pull(tell))
+    task = asyncio.create_task(upstream.pull(send))
     try:
-        yield told
+        yield pulled
     finally:
         task.cancel()
 
@@ -41,19 +41,19 @@ async def turns(count: int = 3) -> None:
         await asyncio.sleep(0)
 
 
-def test_requests_are_told_once_and_answered_in_any_order() -> None:
+def test_requests_are_pulled_once_and_replied_to_in_any_order() -> None:
     async def main() -> None:
         upstream = Upstream()
-        asked = [asyncio.create_task(upstream.generate(request(number))) for number in range(2)]
+        tasks = [asyncio.create_task(upstream.generate(request(number))) for number in range(2)]
         await turns()
-        with pulling(upstream) as told:
+        with pulling(upstream) as pulled:
             await turns()
-            asked.append(asyncio.create_task(upstream.generate(request(2))))
+            tasks.append(asyncio.create_task(upstream.generate(request(2))))
             await turns()
-        assert [wanted.request and wanted.request.tokens for wanted in told] == [[0], [1], [2]]
-        await upstream.answer([PullReply(wanted.number, completion(wanted.number + 10)) for wanted in reversed(told)])
-        answers = await asyncio.gather(*asked)
-        assert [answer.tokens[0] - 10 for answer in answers] == [wanted.number for wanted in told]
+        assert [item.request and item.request.tokens for item in pulled] == [[0], [1], [2]]
+        await upstream.reply([PullReply(item.number, completion(item.number + 10)) for item in reversed(pulled)])
+        answers = await asyncio.gather(*tasks)
+        assert [answer.tokens[0] - 10 for answer in answers] == [item.number for item in pulled]
         with pulling(upstream) as again:
             await turns()
         assert not again
@@ -67,27 +67,27 @@ def test_what_comes_between_two_pulls_waits_for_the_next() -> None:
         with pulling(upstream):
             await turns()
         await turns()
-        asked = asyncio.create_task(upstream.generate(request(0)))
+        task = asyncio.create_task(upstream.generate(request(0)))
         await turns()
-        with pulling(upstream) as told:
+        with pulling(upstream) as pulled:
             await turns()
-        assert len(told) == 1
-        asked.cancel()
+        assert len(pulled) == 1
+        task.cancel()
 
     asyncio.run(main())
 
 
-def test_a_caller_that_gives_up_is_told_to_the_controller_and_a_late_answer_is_dropped() -> None:
+def test_a_cancelled_request_is_pulled_as_such_and_a_late_reply_is_dropped() -> None:
     async def main() -> None:
         upstream = Upstream()
-        with pulling(upstream) as told:
-            asked = asyncio.create_task(upstream.generate(request(0)))
+        with pulling(upstream) as pulled:
+            task = asyncio.create_task(upstream.generate(request(0)))
             await turns()
-            asked.cancel()
-            await asyncio.wait([asked])
-        wanted, given_up = told
-        assert (given_up.number, given_up.request, given_up.enough) == (wanted.number, None, False)
-        await upstream.answer([PullReply(wanted.number, completion(1))])
+            task.cancel()
+            await asyncio.wait([task])
+        item, cancelled = pulled
+        assert (cancelled.number, cancelled.request, cancelled.stop) == (item.number, None, False)
+        await upstream.reply([PullReply(item.number, completion(1))])
 
     asyncio.run(main())
 
@@ -95,53 +95,53 @@ def test_a_caller_that_gives_up_is_told_to_the_controller_and_a_late_answer_is_d
 def test_a_failure_of_the_engines_reaches_the_caller_with_its_reason() -> None:
     async def main() -> None:
         upstream = Upstream()
-        with pulling(upstream) as told:
-            asked = asyncio.create_task(upstream.generate(request(0, "task-000001.3")))
+        with pulling(upstream) as pulled:
+            task = asyncio.create_task(upstream.generate(request(0, "task-000001.3")))
             await turns()
-        assert told[0].episode == "task-000001.3"
-        await upstream.answer([PullReply(told[0].number, error="none is left")])
+        assert pulled[0].episode == "task-000001.3"
+        await upstream.reply([PullReply(pulled[0].number, error="none is left")])
         with pytest.raises(EngineFailed, match="none is left"):
-            await asked
+            await task
 
     asyncio.run(main())
 
 
-def test_a_listener_hears_tokens_until_it_has_enough_which_the_controller_is_told_once() -> None:
+def test_a_stream_gets_tokens_until_it_stops_which_is_pulled_once() -> None:
     async def main() -> None:
-        upstream, heard = Upstream(), []
+        upstream, tokens_seen = Upstream(), []
 
         def on_tokens(tokens: list[int]) -> bool:
-            heard.extend(tokens)
-            return len(heard) >= 2
+            tokens_seen.extend(tokens)
+            return len(tokens_seen) >= 2
 
-        with pulling(upstream) as told:
-            listener = TokenStream(1, on_tokens, heard.clear)
-            asked = asyncio.create_task(upstream.generate(request(0), listener))
+        with pulling(upstream) as pulled:
+            stream = TokenStream(1, on_tokens, tokens_seen.clear)
+            task = asyncio.create_task(upstream.generate(request(0), stream))
             await turns()
-            number = told[0].number
-            await upstream.answer([PullReply(number, tokens=[9]), PullReply(number, restart=True)])
-            assert heard == [] and told[0].every == 1
-            await upstream.answer([PullReply(number, tokens=[token]) for token in (1, 2, 3)])
-            assert heard == [1, 2]
-            await upstream.answer([PullReply(number, completion(1))])
-            await asked
-        assert [(wanted.request is None, wanted.enough) for wanted in told] == [(False, False), (True, True)]
+            number = pulled[0].number
+            await upstream.reply([PullReply(number, tokens=[9]), PullReply(number, restart=True)])
+            assert tokens_seen == [] and pulled[0].every == 1
+            await upstream.reply([PullReply(number, tokens=[token]) for token in (1, 2, 3)])
+            assert tokens_seen == [1, 2]
+            await upstream.reply([PullReply(number, completion(1))])
+            await task
+        assert [(item.request is None, item.stop) for item in pulled] == [(False, False), (True, True)]
 
     asyncio.run(main())
 
 
-def test_a_listener_that_cannot_begin_again_fails_and_the_controller_may_stop() -> None:
+def test_a_stream_that_cannot_restart_fails_and_the_request_is_cancelled() -> None:
     async def main() -> None:
         def on_restart() -> None:
             raise EngineFailed("too late")
 
         upstream = Upstream()
-        with pulling(upstream) as told:
-            asked = asyncio.create_task(upstream.generate(request(0), TokenStream(1, lambda tokens: False, on_restart)))
+        with pulling(upstream) as pulled:
+            task = asyncio.create_task(upstream.generate(request(0), TokenStream(1, lambda tokens: False, on_restart)))
             await turns()
-            await upstream.answer([PullReply(told[0].number, restart=True)])
+            await upstream.reply([PullReply(pulled[0].number, restart=True)])
             with pytest.raises(EngineFailed, match="too late"):
-                await asked
-        assert (told[-1].request, told[-1].enough) == (None, False)
+                await task
+        assert (pulled[-1].request, pulled[-1].stop) == (None, False)
 
     asyncio.run(main())

@@ -45,7 +45,7 @@ def test_a_program_that_does_not_do_it_earns_nothing_and_harms_nothing(program):
 
 
 def test_without_cases_there_is_no_reward():
-    with pytest.raises(ValueError, match="nothing to judge the program by"):
+    with pytest.raises(ValueError, match="nothing to test the program with"):
         program_output(episode("print(1)"))
 
 

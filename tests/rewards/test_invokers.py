@@ -95,7 +95,7 @@ def test_the_same_function_gives_the_same_reward_everywhere(invoker):
 def test_a_bad_answer_is_a_failure_after_the_last_retry_and_never_a_reward(invoker, bad):
     async def play(served, made):
         served.script = [bad, bad]
-        with pytest.raises(RewardFailed, match="of task 't' was asked for 2 times; the last time: "):
+        with pytest.raises(RewardFailed, match="of task 't' was called 2 times; the last time: "):
             await made.score("t", episode(answer=0.0))
         served.script = [bad]
         return await made.score("t", episode("again", answer=0.5))
@@ -117,7 +117,7 @@ def test_what_the_function_raises_is_the_reason(invoker):
 def test_a_refusal_is_final(invoker):
     async def play(served, made):
         served.script = [Happens(403, b'{"Message": "not yours", "Code": "Denied"}')]
-        with pytest.raises(RewardFailed, match=r"was asked for once; .*not yours"):
+        with pytest.raises(RewardFailed, match=r"was called once; .*not yours"):
             await made.score("t", episode(answer=1.0))
         return len(served.seen)
 
@@ -140,7 +140,7 @@ def test_a_platform_that_is_not_there_is_a_failure(invoker):
         async with platform("hostile_rewards:answer") as served:
             url = served.url
         async with rewards(invoker, url) as made:
-            with pytest.raises(RewardFailed, match="was asked for 2 times"):
+            with pytest.raises(RewardFailed, match="was called 2 times"):
                 await made.score("t", episode(answer=1.0))
 
     asyncio.run(main())
@@ -151,7 +151,7 @@ def test_a_call_without_answer_ends_at_its_deadline(invoker):
     async def play(served, made):
         released = asyncio.Event()
         served.script = [Happens(until=released)] * 2
-        with pytest.raises(RewardFailed, match=r"no answer within 0.2 s"):
+        with pytest.raises(RewardFailed, match=r"no response within 0.2 s"):
             await made.score("t", episode(answer=1.0))
         released.set()
 
@@ -219,7 +219,7 @@ def test_requests_are_signed_with_the_secret_in_the_variable(monkeypatch):
         return (await made.score("t", episode(answer=1.0))).value
 
     assert on_platform("http", play, served_secret="sesame", secret="MY_SECRET") == 1.0
-    with pytest.raises(RewardFailed, match="asked for once; the last time: HTTP 401: the signature of the request is"):
+    with pytest.raises(RewardFailed, match="called once; the last time: HTTP 401: the signature of the request is"):
         on_platform("http", play, served_secret="open", secret="MY_SECRET")
     with pytest.raises(RewardFailed, match="HTTP 401: the request is not signed"):
         on_platform("http", play, served_secret="sesame")
@@ -283,7 +283,7 @@ def test_the_request_names_the_function_its_version_and_its_arguments():
 
 def test_another_version_of_the_function_is_refused():
     async def play(served, made):
-        with pytest.raises(RewardFailed, match=r"asked for once; .* is here in version 2, not 9"):
+        with pytest.raises(RewardFailed, match=r"called once; .* has version 2, not 9"):
             await made.score("t", episode())
 
     on_platform("http", play, "served_rewards:counted", version="9")

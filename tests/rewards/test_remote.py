@@ -7,10 +7,10 @@ import served_rewards
 from local_platform import episode
 
 from rollart.config import RewardConfig
-from rollart.rewards.calls import Usage
+from rollart.rewards.caller import CallUsage
 from rollart.rewards.remote import RemoteReward
 from rollart.rewards.runtime import Runtime
-from rollart.rewards.transports.base import NoAnswer, Reply, decoded
+from rollart.rewards.transports.base import CallFailed, TransportReply, decode_response
 from rollart.simulate.clock import run
 
 
@@ -31,8 +31,8 @@ class Platform:
         await asyncio.sleep(self.seconds)
         status, answer = self.runtime.score(body)
         if status != 200:
-            raise NoAnswer(decoded(answer).error)
-        return Reply(decoded(answer), 0.1, 0.8, False)
+            raise CallFailed(decode_response(answer).error)
+        return TransportReply(decode_response(answer), 0.1, 0.8, False)
 
 
 def remote(platform, function="lengths", retries=0, **options):
@@ -41,7 +41,7 @@ def remote(platform, function="lengths", retries=0, **options):
 
 
 async def score_all(rewards, ids, **info):
-    usages = [Usage() for _ in ids]
+    usages = [CallUsage() for _ in ids]
     played = (episode(id, bad=id in info.get("bad", ())) for id in ids)
     scores = (rewards.score(each, usage) for each, usage in zip(played, usages, strict=True))
     return await asyncio.gather(*scores, return_exceptions=True), usages
@@ -108,7 +108,7 @@ def test_one_bad_episode_of_a_batch_harms_no_other():
 
     sent, (one, bad, three) = run(main())
     assert (one.value, three.value) == (1.0, 3.0)
-    assert isinstance(bad, NoAnswer)
+    assert isinstance(bad, CallFailed)
     assert "a bad one" in str(bad)
     assert sent == [1, 3, 1, 1, 1]
 
@@ -117,8 +117,8 @@ def test_a_caller_that_goes_away_takes_nobody_with_it():
     async def main():
         rewards = remote(Platform())
         await score_all(rewards, ["x"])
-        gone = asyncio.create_task(rewards.score(episode("gone"), Usage()))
-        stays = asyncio.create_task(rewards.score(episode("stays"), Usage()))
+        gone = asyncio.create_task(rewards.score(episode("gone"), CallUsage()))
+        stays = asyncio.create_task(rewards.score(episode("stays"), CallUsage()))
         await asyncio.sleep(0.5)
         gone.cancel()
         return await stays
@@ -131,7 +131,7 @@ def test_a_batch_that_nobody_waits_for_is_cancelled():
         platform = Platform()
         rewards = remote(platform)
         await score_all(rewards, ["x"])
-        gone = [asyncio.create_task(rewards.score(episode(id), Usage())) for id in "ab"]
+        gone = [asyncio.create_task(rewards.score(episode(id), CallUsage())) for id in "ab"]
         await asyncio.sleep(0.5)
         for task in gone:
             task.cancel()
@@ -147,9 +147,9 @@ def test_closing_ends_what_still_waits():
     async def main():
         rewards = remote(Platform(seconds=20.0))
         await score_all(rewards, ["x"])
-        waiting = [asyncio.create_task(rewards.score(episode(id), Usage())) for id in "ab"]
+        waiting = [asyncio.create_task(rewards.score(episode(id), CallUsage())) for id in "ab"]
         await asyncio.sleep(0.5)
         await rewards.close()
         return await asyncio.gather(*waiting, return_exceptions=True)
 
-    assert all(isinstance(result, NoAnswer) for result in run(main()))
+    assert all(isinstance(result, CallFailed) for result in run(main()))

@@ -12,7 +12,7 @@ from served import free_port, server
 
 from rollart.core.types import Message, Outcome, Trajectory, Turn
 from rollart.rewards.closure import closure
-from rollart.rewards.recorded import recorded
+from rollart.rewards.comparison import recorded_episodes
 from rollart.rollout.ledger import SqliteLedger
 
 ROLLART = [sys.executable, "-m", "rollart.app.cli"]
@@ -64,11 +64,11 @@ def serving(user, port, **environment):
 
 
 def test_recorded_episodes_are_those_that_came_to_be_scored(run_dir):
-    episodes = recorded(run_dir, 10)
+    episodes = recorded_episodes(run_dir, 10)
     assert {episode.id for episode in episodes} == {"a-0", "a-1", "b-2", "a-3"}
     assert {episode.id: episode.truncated for episode in episodes}["a-1"]
-    assert [episode.info for episode in recorded(run_dir, 10, ["b"])] == [{"n": 2}]
-    assert len(recorded(run_dir, 2)) == 2
+    assert [episode.info for episode in recorded_episodes(run_dir, 10, ["b"])] == [{"n": 2}]
+    assert len(recorded_episodes(run_dir, 2)) == 2
 
 
 def test_a_served_reward_gives_what_it_gives_here_and_a_changed_one_is_noticed(user, run_dir, monkeypatch):
@@ -94,7 +94,7 @@ def test_a_served_reward_gives_what_it_gives_here_and_a_changed_one_is_noticed(u
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        (("serve", "my_rewards:brief", "--host", "0.0.0.0"), "on 0.0.0.0 anybody could call it"),
+        (("serve", "my_rewards:brief", "--host", "0.0.0.0"), "on 0.0.0.0 it would accept unsigned requests"),
         (("serve", "my_rewards:nothing"), "cannot be imported"),
         (("package", "my_rewards:nothing", "-o", "out"), "which module 'my_rewards' does not have"),
         (("package", "my_rewards:brief", "-o", "."), ". is not empty"),
@@ -121,8 +121,8 @@ def test_a_package_has_the_needed_files_and_no_more(user):
     assert files == {
         *("Dockerfile", "README.md", "main.py", "handler.py", "requirements.txt", "requirements-handler.txt"),
         *("my_rewards.py", "helpers/words.py"),
-        *("rollart/__init__.py", "rollart/core/types.py", "rollart/core/run_length.py", "rollart/rewards/__init__.py"),
-        *("rollart/rewards/runtime.py", "rollart/rewards/wire.py"),
+        *("rollart/__init__.py", "rollart/core/__init__.py", "rollart/core/types.py", "rollart/core/run_length.py"),
+        *("rollart/rewards/__init__.py", "rollart/rewards/runtime.py", "rollart/rewards/wire.py"),
     }
     assert [line.partition("==")[0] for line in (user / "out/requirements.txt").read_text().splitlines()] == [
         *("functions-framework", "msgspec"),

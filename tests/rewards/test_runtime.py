@@ -7,8 +7,8 @@ import pytest
 import served_rewards
 from local_platform import episode
 
-from rollart.rewards.runtime import REMEMBERED, Runtime
-from rollart.rewards.wire import Request, encode, sign
+from rollart.rewards.runtime import MAX_CACHED, Runtime
+from rollart.rewards.wire import RewardRequest, encode, sign
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def _fresh():
 
 def asked(name, *episodes, runtime=None, **fields):
     one = {"episode": episodes[0]} if len(episodes) == 1 else {"episodes": list(episodes)}
-    status, body = (runtime or Runtime(f"served_rewards:{name}", "")).score(encode(Request(**one, **fields)))
+    status, body = (runtime or Runtime(f"served_rewards:{name}", "")).score(encode(RewardRequest(**one, **fields)))
     return status, json.loads(body)
 
 
@@ -43,9 +43,9 @@ def test_a_repeated_call_gets_the_same_answer_and_no_second_run():
 
 def test_only_so_many_answers_are_remembered():
     runtime = Runtime("served_rewards:counted", "")
-    for number in range(REMEMBERED + 1):
+    for number in range(MAX_CACHED + 1):
         asked("counted", episode(str(number)), runtime=runtime)
-    assert asked("counted", episode("0"), runtime=runtime)[1]["value"] == REMEMBERED + 2
+    assert asked("counted", episode("0"), runtime=runtime)[1]["value"] == MAX_CACHED + 2
 
 
 def test_an_error_is_not_remembered():
@@ -70,12 +70,12 @@ def test_a_function_without_batch_is_called_once_for_each():
 @pytest.mark.parametrize(
     ("function", "fields", "status", "reason"),
     [
-        ("too_few", {}, 500, "must answer 1 episodes with a list of as many"),
+        ("too_few", {}, 500, "must return a list of 1 rewards"),
         ("loud", {}, 500, r"SystemExit: not so fast \(served_rewards.py, line \d+, in loud\)"),
         ("slow", {}, 500, "it took longer than its timeout of 0.05 s"),
         ("echo", {"args": {"nope": 1}}, 500, "unexpected keyword argument 'nope'"),
         ("counted", {"function": "other:one"}, 409, "this serves served_rewards:counted, not other:one"),
-        ("counted", {"version": "3"}, 409, "served_rewards:counted is here in version 2, not 3"),
+        ("counted", {"version": "3"}, 409, "served_rewards:counted has version 2, not 3"),
     ],
 )
 def test_what_goes_wrong_is_told_as_an_error(function, fields, status, reason):
@@ -94,7 +94,7 @@ def test_a_request_that_is_none_is_refused(body):
 
 
 def test_with_a_secret_only_signed_requests_are_answered():
-    runtime, body = Runtime("served_rewards:counted", "secret"), encode(Request(episode()))
+    runtime, body = Runtime("served_rewards:counted", "secret"), encode(RewardRequest(episode()))
     assert runtime.http("POST", {}, body)[0] == 401
     assert runtime.http("POST", sign("wrong", body, time.time()), body)[0] == 401
     assert runtime.http("POST", sign("secret", body, time.time() - 1000), body)[0] == 401
@@ -103,14 +103,14 @@ def test_with_a_secret_only_signed_requests_are_answered():
 
 
 def test_the_handler_takes_an_invocation_as_a_dict_or_as_bytes():
-    event = msgspec.to_builtins(Request(episode("xx")))
+    event = msgspec.to_builtins(RewardRequest(episode("xx")))
     assert Runtime("served_rewards:lengths", "").event(event)["value"] == 2.0
     assert Runtime("served_rewards:lengths", "").event(json.dumps(event).encode())["value"] == 2.0
 
 
 @pytest.mark.parametrize("encoded", [False, True])
 def test_the_handler_takes_what_a_url_makes_of_a_request_and_asks_for_the_signature(encoded):
-    runtime, body = Runtime("served_rewards:lengths", "secret"), encode(Request(episode("xxx")))
+    runtime, body = Runtime("served_rewards:lengths", "secret"), encode(RewardRequest(episode("xxx")))
 
     def event(headers):
         text = base64.b64encode(body).decode() if encoded else body.decode()
@@ -127,5 +127,5 @@ def test_args_reach_the_function():
 
 
 def test_what_is_no_function_cannot_be_served():
-    with pytest.raises(TypeError, match="is no function"):
+    with pytest.raises(TypeError, match="is not a function"):
         Runtime("served_rewards:calls", "")

@@ -2,7 +2,16 @@ import msgspec
 import pytest
 
 from rollart.core.types import RewardResult
-from rollart.rewards.wire import SIGNATURE, TIMESTAMP, WINDOW_S, Answer, checked, idempotency_key, sign, unsigned
+from rollart.rewards.wire import (
+    SIGNATURE,
+    TIMESTAMP,
+    WINDOW_S,
+    RewardResponse,
+    checked,
+    idempotency_key,
+    sign,
+    signature_error,
+)
 
 NOW = 1_700_000_000.0
 
@@ -13,7 +22,7 @@ def lower(headers):
 
 def test_a_signed_request_is_trusted_within_its_window():
     headers = lower(sign("secret", b"body", NOW))
-    assert unsigned("secret", headers, b"body", NOW + WINDOW_S - 1) == ""
+    assert signature_error("secret", headers, b"body", NOW + WINDOW_S - 1) == ""
 
 
 @pytest.mark.parametrize(
@@ -26,24 +35,24 @@ def test_a_signed_request_is_trusted_within_its_window():
     ],
 )
 def test_a_request_with_another_secret_body_or_time_is_not_trusted(secret, body, later, reason):
-    assert reason in unsigned(secret, lower(sign("secret", b"body", NOW)), body, NOW + later)
+    assert reason in signature_error(secret, lower(sign("secret", b"body", NOW)), body, NOW + later)
 
 
 def test_the_time_is_part_of_what_is_signed():
     headers = lower(sign("secret", b"body", NOW)) | {TIMESTAMP.lower(): str(int(NOW) + 1)}
-    assert "the signature of the request is wrong" in unsigned("secret", headers, b"body", NOW)
+    assert "the signature of the request is wrong" in signature_error("secret", headers, b"body", NOW)
 
 
 @pytest.mark.parametrize("missing", [TIMESTAMP, SIGNATURE])
 def test_a_request_without_all_its_headers_is_not_signed(missing):
     headers = lower(sign("secret", b"body", NOW))
     del headers[missing.lower()]
-    assert "the request is not signed" in unsigned("secret", headers, b"body", NOW)
+    assert "the request is not signed" in signature_error("secret", headers, b"body", NOW)
 
 
 def test_a_strange_signature_is_wrong_and_no_crash():
     headers = {TIMESTAMP.lower(): "\u0663\u0663", SIGNATURE.lower(): "sha256=\u00e9"}
-    assert unsigned("secret", headers, b"", NOW)
+    assert signature_error("secret", headers, b"", NOW)
 
 
 def test_the_idempotency_key_is_that_of_the_question():
@@ -65,11 +74,11 @@ def test_the_idempotency_key_is_that_of_the_question():
 )
 def test_an_answer_that_is_no_reward_in_good_order_is_an_error(answer, reason):
     with pytest.raises(ValueError, match=reason):
-        msgspec.json.decode(answer, type=Answer).result()
+        msgspec.json.decode(answer, type=RewardResponse).result()
 
 
 def test_a_whole_answer_is_a_result():
-    answer = msgspec.json.decode('{"value": 2, "parts": {"a": 1}, "success": true, "unknown": 1}', type=Answer)
+    answer = msgspec.json.decode('{"value": 2, "parts": {"a": 1}, "success": true, "unknown": 1}', type=RewardResponse)
     assert answer.result() == RewardResult(2.0, {"a": 1.0}, True)
 
 

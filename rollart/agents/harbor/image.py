@@ -28,7 +28,7 @@ BUILD_S = 600.0
 
 
 @dataclass(frozen=True)
-class Step:
+class BuildStep:
     """Files to put at places in the sandbox, or a command to run, after `enter`."""
 
     copies: tuple[tuple[Path, str], ...] = ()
@@ -40,7 +40,7 @@ class Step:
 class Image:
     workdir: str
     variables: dict[str, str]
-    steps: tuple[Step, ...]
+    steps: tuple[BuildStep, ...]
     roots: tuple[str, ...] = CONVENTION
 
     @property
@@ -59,7 +59,7 @@ class Image:
                 self._run(sandbox, step)
         sandbox.run(self.enter)
 
-    def _run(self, sandbox: Sandbox, step: Step) -> None:
+    def _run(self, sandbox: Sandbox, step: BuildStep) -> None:
         result = sandbox.run(f"{step.enter} && {{ {step.command}\n}}", BUILD_S)
         if result.exit_code != 0:
             raise ValueError(
@@ -78,7 +78,7 @@ def image_of(folder: Path, skip_run: bool = False, texts: Sequence[str] = ()) ->
     made to have."""
     file = folder / "Dockerfile"
     workdir, variables = WORKDIR, dict[str, str]()
-    steps: list[Step] = []
+    steps: list[BuildStep] = []
     text = file.read_text() if file.is_file() else ""
     for word, rest in _instructions(text):
         rest = rest if word == "RUN" else _expanded(rest, {**VARIABLES, **variables})
@@ -87,9 +87,9 @@ def image_of(folder: Path, skip_run: bool = False, texts: Sequence[str] = ()) ->
         elif word in ("ENV", "ARG"):
             variables |= _variables(rest)
         elif word in ("COPY", "ADD"):
-            steps.append(Step(_copies(rest, folder, workdir, file)))
+            steps.append(BuildStep(_copies(rest, folder, workdir, file)))
         elif word == "RUN" and not skip_run:
-            steps.append(Step(command=_command(rest), enter=_enter(workdir, variables)))
+            steps.append(BuildStep(command=_command(rest), enter=_enter(workdir, variables)))
         elif word not in IDLE and word != "RUN":
             raise ValueError(f"{file} has {word}, which the sandbox does not know")
     named = {found[0] for each in (text, *texts) for found in ROOT.finditer(each)}

@@ -30,9 +30,9 @@ def serve(
 
     [dim]rollart reward serve rollart.rewards.functions:env_return --port 8080[/dim]
     """
-    from rollart.rewards import serve as service
+    from rollart.rewards import package as packaging
 
-    service.run(target, host, port, threads)
+    packaging.serve(target, host, port, threads)
 
 
 @app.command()
@@ -69,9 +69,9 @@ def test(
 
     [dim]rollart reward test my_rewards:brief --url http://127.0.0.1:8080 --run runs/quickstart-1[/dim]
     """
-    from rollart.rewards.recorded import recorded
+    from rollart.rewards.comparison import recorded_episodes
 
-    played = recorded(run, episodes, task or [])
+    played = recorded_episodes(run, episodes, task or [])
     if not played:
         raise RollartError(f"{run} has no episode that was scored" + (f" of task {', '.join(task)}" if task else ""))
     compared, totals = asyncio.run(_compare(target, url, secret, _arguments(args), played))
@@ -101,10 +101,10 @@ async def _compare(target: str, url: str, secret: str | None, args: dict[str, An
 
     from rollart.config import RewardConfig, RewardsConfig, TaskConfig
     from rollart.rewards import invokers
-    from rollart.rewards.recorded import compare
-    from rollart.rewards.serve import found
+    from rollart.rewards.comparison import compare
+    from rollart.rewards.package import import_reward
 
-    function = found(target)
+    function = import_reward(target)
     try:
         reward = RewardConfig(function=target, invoker="http", url=url, secret=secret, args=args)
     except ValidationError as error:

@@ -43,13 +43,15 @@ def serve(
 async def _serve(model: Path, name: str, key: str, host: str, port: int, threads: int, dtype: str) -> None:
     from rollart.config import EngineConfig
     from rollart.gateway.limits import GatewayLimits
-    from rollart.gateway.saved import serving
+    from rollart.gateway.model_server import serve_model
 
     this = asyncio.current_task()
     assert this is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
     config = EngineConfig.model_validate({"threads": threads, "dtype": dtype})
-    async with serving(model, name=name, key=key, host=host, port=port, config=config, limits=GatewayLimits()) as saved:
+    async with serve_model(
+        model, name=name, key=key, host=host, port=port, config=config, limits=GatewayLimits()
+    ) as saved:
         endpoint = saved.endpoint
         typer.echo(f"model        {name}")
         typer.echo(f"OpenAI       {endpoint.base_url}")

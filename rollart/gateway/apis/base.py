@@ -1,4 +1,4 @@
-"""What the APIs share: each turns bytes into an `Ask`, and an answer or an error into its own JSON."""
+"""What the APIs share: each parses bytes into a CompletionRequest, and writes responses and errors as its own JSON."""
 
 import re
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import msgspec
 
 from rollart.gateway.errors import ApiError, invalid
 from rollart.gateway.messages import ChatMessage, CompletionChoice, CompletionRequest, CompletionResponse
-from rollart.gateway.tenant import Tenant
+from rollart.gateway.session import EpisodeSession
 
 T = TypeVar("T")
 _AT = re.compile(r" - at `\$\.?(.*)`$")
@@ -17,45 +17,45 @@ encode = msgspec.json.Encoder().encode
 
 
 class Api(Protocol):
-    """`speaks`: its streams are text, which can be shown while the answer is being made."""
+    """`streams_text`: text can be sent while it is generated."""
 
-    speaks: bool
+    streams_text: bool
 
-    def parse(self, body: bytes, tenant: Tenant) -> CompletionRequest:
+    def parse(self, body: bytes, session: EpisodeSession) -> CompletionRequest:
         """Raises ApiError."""
         ...
 
-    def whole(self, ask: CompletionRequest, answer: CompletionResponse) -> Any: ...
+    def response_body(self, request: CompletionRequest, response: CompletionResponse) -> Any: ...
 
-    def writer(self, ask: CompletionRequest) -> "Writer": ...
+    def writer(self, request: CompletionRequest) -> "StreamWriter": ...
 
     def error(self, error: ApiError) -> Any: ...
 
-    def served(self, ask: CompletionRequest, answer: CompletionResponse, tenant: Tenant) -> None:
-        """The answer was delivered."""
+    def on_delivered(self, request: CompletionRequest, response: CompletionResponse, session: EpisodeSession) -> None:
+        """Called when the response was delivered."""
         ...
 
 
-class Writer(Protocol):
-    """One answer as server-sent events."""
+class StreamWriter(Protocol):
+    """Writes one response as server-sent events."""
 
-    def text(self, answer: CompletionResponse, index: int, piece: str) -> bytes:
-        """More of what the choice of that index says, while the answer is being made."""
+    def text(self, response: CompletionResponse, index: int, piece: str) -> bytes:
+        """More text of the choice of that index."""
         ...
 
-    def end(self, answer: CompletionResponse, shown: Sequence[int]) -> bytes:
-        """All the rest: of each choice, so many characters were written already."""
+    def end(self, response: CompletionResponse, sent: Sequence[int]) -> bytes:
+        """All the rest; `sent` characters of each choice were written already."""
         ...
 
 
-class Part(msgspec.Struct):
-    """A piece of a message. Only text can be read."""
+class ContentPart(msgspec.Struct):
+    """A part of a message. Only text is supported."""
 
     type: str = "text"
     text: str | None = None
 
 
-def read(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
+def decode_body(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -65,12 +65,12 @@ def read(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
         raise invalid(f"the body is not JSON: {error}") from None
 
 
-def text_of(content: str | Sequence[Part] | None, param: str) -> str:
+def text_of(content: str | Sequence[ContentPart] | None, param: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     other = next((part.type for part in content if part.text is None), None)
     if other is not None:
-        raise invalid(f"content of type {other!r} cannot be read here: this model knows text only", param)
+        raise invalid(f"content of type {other!r} is not supported: this model reads text only", param)
     return "".join(part.text or "" for part in content)
 
 
@@ -79,25 +79,26 @@ def event(data: Any, name: str | None = None) -> bytes:
     return head + b"data: " + encode(data) + b"\n\n"
 
 
-class Format(msgspec.Struct):
-    """How an answer is to be written."""
+class ResponseFormat(msgspec.Struct):
+    """`response_format` and the like."""
 
     type: str = "text"
 
 
-def check_format(format: Format | None, param: str) -> None:
-    """Raises ApiError for what would have to be enforced while tokens are drawn: what is trained is drawn freely."""
+def check_format(format: ResponseFormat | None, param: str) -> None:
+    """Raises ApiError for all but text: a format would have to constrain sampling, and training assumes that nothing
+    does."""
     if format is not None and format.type != "text":
         raise invalid(
-            f"answers of the format {format.type!r} are not offered here, only text: say in a message what form the "
-            "answer shall have, and check it",
+            f"responses of the format {format.type!r} are not supported, only text: ask for the format in a message, "
+            "and check the response",
             f"{param}.type",
         )
 
 
-def texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-def conversation(ask: CompletionRequest, choice: CompletionChoice) -> tuple[ChatMessage, ...]:
-    return (*ask.messages, ChatMessage("assistant", choice.text, choice.calls))
+def conversation(request: CompletionRequest, choice: CompletionChoice) -> tuple[ChatMessage, ...]:
+    return (*request.messages, ChatMessage("assistant", choice.text, choice.calls))

@@ -6,14 +6,14 @@ from typing import Any
 from msgspec import Struct
 from msgspec.json import Decoder
 
-from rollart.gateway.apis.base import DONE, Writer, event, read
-from rollart.gateway.apis.openai import Drawn, OpenAI, usage
+from rollart.gateway.apis.base import DONE, StreamWriter, decode_body, event
+from rollart.gateway.apis.openai import OpenAIApi, SamplingFields, usage
 from rollart.gateway.errors import invalid
 from rollart.gateway.messages import CompletionChoice, CompletionRequest, CompletionResponse
-from rollart.gateway.tenant import Tenant
+from rollart.gateway.session import EpisodeSession
 
 
-class _Sampling(Drawn):
+class _Sampling(SamplingFields):
     stop_token_ids: list[int] | None = None
     logprobs: int | None = None
 
@@ -26,35 +26,35 @@ class _Request(Struct):
     stream: bool | None = None
 
 
-class Generate(OpenAI):
-    """A stream is one event: whoever asks for tokens wants their logprobs, which come with the last."""
+class Generate(OpenAIApi):
+    """A stream is one event: clients that ask for tokens need their logprobs, which come with the last."""
 
-    speaks = False
+    streams_text = False
     _decoder = Decoder(_Request)
 
-    def parse(self, body: bytes, tenant: Tenant) -> CompletionRequest:
-        request = read(self._decoder, body)
-        asked = request.sampling_params
+    def parse(self, body: bytes, session: EpisodeSession) -> CompletionRequest:
+        request = decode_body(self._decoder, body)
+        params = request.sampling_params
         if not request.token_ids:
             raise invalid("token_ids is empty", "token_ids")
         return CompletionRequest(
             model=request.model or "",
             tokens=request.token_ids,
-            **asked.drawing(),
-            stop_tokens=tuple(asked.stop_token_ids or ()),
-            logprobs=asked.logprobs is not None,
+            **params.sampling(),
+            stop_tokens=tuple(params.stop_token_ids or ()),
+            logprobs=params.logprobs is not None,
             stream=bool(request.stream),
         )
 
-    def whole(self, ask: CompletionRequest, answer: CompletionResponse) -> Any:
-        choices = [self._choice(ask, number, choice) for number, choice in enumerate(answer.choices)]
-        return {"request_id": answer.id, "choices": choices, "prompt_logprobs": None, "usage": usage(answer)}
+    def response_body(self, request: CompletionRequest, response: CompletionResponse) -> Any:
+        choices = [self._choice(request, number, choice) for number, choice in enumerate(response.choices)]
+        return {"request_id": response.id, "choices": choices, "prompt_logprobs": None, "usage": usage(response)}
 
-    def _choice(self, ask: CompletionRequest, number: int, choice: CompletionChoice) -> dict[str, Any]:
+    def _choice(self, request: CompletionRequest, number: int, choice: CompletionChoice) -> dict[str, Any]:
         return {
             "index": number,
             "token_ids": choice.tokens,
-            "logprobs": self.logprobs(choice) if ask.logprobs else None,
+            "logprobs": self.logprobs(choice) if request.logprobs else None,
             "finish_reason": choice.finish,
         }
 
@@ -62,16 +62,16 @@ class Generate(OpenAI):
         """Tokens are named by their numbers: several may have the same text."""
         return {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
 
-    def writer(self, ask: CompletionRequest) -> Writer:
-        return _Writer(self, ask)
+    def writer(self, request: CompletionRequest) -> StreamWriter:
+        return _Writer(self, request)
 
 
 class _Writer:
-    def __init__(self, api: Generate, ask: CompletionRequest) -> None:
-        self._api, self._ask = api, ask
+    def __init__(self, api: Generate, request: CompletionRequest) -> None:
+        self._api, self._request = api, request
 
-    def text(self, answer: CompletionResponse, index: int, piece: str) -> bytes:
-        raise AssertionError("this API does not speak")
+    def text(self, response: CompletionResponse, index: int, piece: str) -> bytes:
+        raise AssertionError("this API streams no text")
 
-    def end(self, answer: CompletionResponse, shown: Sequence[int]) -> bytes:
-        return event(self._api.whole(self._ask, answer)) + DONE
+    def end(self, response: CompletionResponse, sent: Sequence[int]) -> bytes:
+        return event(self._api.response_body(self._request, response)) + DONE

@@ -6,8 +6,16 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 from msgspec.json import Decoder
 
-from rollart.gateway.apis.base import Format, Part, Writer, check_format, event, read, text_of
-from rollart.gateway.apis.openai import Count, Share, arguments
+from rollart.gateway.apis.base import (
+    ContentPart,
+    ResponseFormat,
+    StreamWriter,
+    check_format,
+    decode_body,
+    event,
+    text_of,
+)
+from rollart.gateway.apis.openai import Probability, TokenCount, arguments
 from rollart.gateway.errors import ApiError, invalid
 from rollart.gateway.messages import (
     ChatMessage,
@@ -17,7 +25,7 @@ from rollart.gateway.messages import (
     Tool,
     ToolCall,
 )
-from rollart.gateway.tenant import Tenant
+from rollart.gateway.session import EpisodeSession
 from rollart.gateway.tools import value
 
 _KINDS = {
@@ -30,7 +38,7 @@ _KINDS = {
     503: "overloaded_error",
     529: "overloaded_error",
 }
-_UNSEEN = ("thinking", "redacted_thinking")
+_IGNORED = ("thinking", "redacted_thinking")
 
 
 class _Block(Struct):
@@ -40,7 +48,7 @@ class _Block(Struct):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
 
 
 class _Message(Struct):
@@ -60,16 +68,16 @@ class _ToolChoice(Struct):
 
 
 class _Output(Struct):
-    format: Format | None = None
+    format: ResponseFormat | None = None
 
 
 class _Request(Struct):
     messages: list[_Message]
-    max_tokens: Count
+    max_tokens: TokenCount
     model: str = ""
-    system: str | list[Part] | None = None
+    system: str | list[ContentPart] | None = None
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_p: Share | None = None
+    top_p: Probability | None = None
     top_k: int | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
@@ -79,34 +87,34 @@ class _Request(Struct):
 
 
 class _CountRequest(_Request):
-    max_tokens: Count = 1
+    max_tokens: TokenCount = 1
 
 
 class Messages:
-    speaks = True
+    streams_text = True
     _decoder: "Decoder[Any]" = Decoder(_Request)
 
-    def parse(self, body: bytes, tenant: Tenant) -> CompletionRequest:
-        request = read(self._decoder, body)
+    def parse(self, body: bytes, session: EpisodeSession) -> CompletionRequest:
+        request = decode_body(self._decoder, body)
         if not request.messages:
             raise invalid("there must be at least one message", "messages")
         check_format(
             request.output_config.format if request.output_config is not None else None, "output_config.format"
         )
-        said = [one for number, message in enumerate(request.messages) for one in _said(message, number)]
+        messages = [each for number, message in enumerate(request.messages) for each in _chat_messages(message, number)]
         if system := text_of(request.system, "system"):
-            said.insert(0, ChatMessage("system", system))
+            messages.insert(0, ChatMessage("system", system))
         prefix = ""
-        if said[-1].role == "assistant" and not said[-1].calls:
-            prefix = said.pop().text  # the model goes on with what it is made to have said
+        if messages[-1].role == "assistant" and not messages[-1].calls:
+            prefix = messages.pop().text  # the model continues this text
         tools = tuple(Tool(tool.name, tool.description or "", tool.input_schema or {}) for tool in request.tools or ())
-        force, calls = _wanted(request.tool_choice, tools)
+        force, parse_calls = _tool_choice(request.tool_choice, tools)
         return CompletionRequest(
             model=request.model,
-            messages=tuple(said),
+            messages=tuple(messages),
             tools=tools,
             force=force,
-            calls=calls,
+            parse_calls=parse_calls,
             prefix=prefix,
             max_tokens=request.max_tokens,
             temperature=request.temperature,
@@ -116,73 +124,78 @@ class Messages:
             stream=bool(request.stream),
         )
 
-    def whole(self, ask: CompletionRequest, answer: CompletionResponse) -> Any:
-        choice = answer.choices[0]
+    def response_body(self, request: CompletionRequest, response: CompletionResponse) -> Any:
+        choice = response.choices[0]
         return {
-            **self._head(answer),
+            **self._head(response),
             "content": _blocks(choice),
             "stop_reason": _reason(choice),
             "stop_sequence": choice.stopped_by,
-            "usage": _usage(answer, answer.made),
+            "usage": _usage(response, response.completion_tokens),
         }
 
-    def _head(self, answer: CompletionResponse) -> dict[str, Any]:
-        return {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": answer.model}
+    def _head(self, response: CompletionResponse) -> dict[str, Any]:
+        return {"id": f"msg_{response.id}", "type": "message", "role": "assistant", "model": response.model}
 
-    def writer(self, ask: CompletionRequest) -> Writer:
+    def writer(self, request: CompletionRequest) -> StreamWriter:
         return _Writer(self)
 
-    def start(self, answer: CompletionResponse) -> bytes:
-        empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(answer, 0)}
-        return _event("message_start", message={**self._head(answer), **empty})
+    def start(self, response: CompletionResponse) -> bytes:
+        empty: dict[str, Any] = {
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(response, 0),
+        }
+        return _event("message_start", message={**self._head(response), **empty})
 
     def error(self, error: ApiError) -> Any:
         kind = _KINDS.get(error.status, "api_error")
         where = f"{error.param}: " if error.param else ""
         return {"type": "error", "error": {"type": kind, "message": f"{where}{error}"}}
 
-    def served(self, ask: CompletionRequest, answer: CompletionResponse, tenant: Tenant) -> None:
-        """Nothing to remember: clients repeat the conversation."""
+    def on_delivered(self, request: CompletionRequest, response: CompletionResponse, session: EpisodeSession) -> None:
+        """Nothing to store: clients repeat the conversation."""
 
 
 class _Writer:
-    """The text is the first block, calls are those after it."""
+    """The text is the first block, the calls are those after it."""
 
     def __init__(self, api: Messages) -> None:
         self._api = api
-        self._started = self._speaking = False
+        self._started = self._text_open = False
 
-    def text(self, answer: CompletionResponse, index: int, piece: str) -> bytes:
+    def text(self, response: CompletionResponse, index: int, piece: str) -> bytes:
         head = b""
-        if not self._speaking:
-            self._speaking = True
-            head = self._start(answer) + _event(
+        if not self._text_open:
+            self._text_open = True
+            head = self._start(response) + _event(
                 "content_block_start", index=0, content_block={"type": "text", "text": ""}
             )
         return head + _event("content_block_delta", index=0, delta={"type": "text_delta", "text": piece})
 
-    def end(self, answer: CompletionResponse, shown: Sequence[int]) -> bytes:
-        choice, pieces = answer.choices[0], []
-        if choice.text[shown[0] :] or not (choice.calls or self._speaking):
-            pieces.append(self.text(answer, 0, choice.text[shown[0] :]))
-        pieces.append(self._start(answer))
-        if self._speaking:
+    def end(self, response: CompletionResponse, sent: Sequence[int]) -> bytes:
+        choice, pieces = response.choices[0], []
+        if choice.text[sent[0] :] or not (choice.calls or self._text_open):
+            pieces.append(self.text(response, 0, choice.text[sent[0] :]))
+        pieces.append(self._start(response))
+        if self._text_open:
             pieces.append(_event("content_block_stop", index=0))
         blocks = [block for block in _blocks(choice) if block["type"] == "tool_use"]
-        for index, (block, call) in enumerate(zip(blocks, choice.calls, strict=True), start=self._speaking):
+        for index, (block, call) in enumerate(zip(blocks, choice.calls, strict=True), start=self._text_open):
             delta = {"type": "input_json_delta", "partial_json": call.arguments}
             pieces.append(_event("content_block_start", index=index, content_block={**block, "input": {}}))
             pieces.append(_event("content_block_delta", index=index, delta=delta))
             pieces.append(_event("content_block_stop", index=index))
         end = {"stop_reason": _reason(choice), "stop_sequence": choice.stopped_by}
-        pieces.append(_event("message_delta", delta=end, usage=_usage(answer, answer.made)))
+        pieces.append(_event("message_delta", delta=end, usage=_usage(response, response.completion_tokens)))
         return b"".join([*pieces, _event("message_stop")])
 
-    def _start(self, answer: CompletionResponse) -> bytes:
+    def _start(self, response: CompletionResponse) -> bytes:
         if self._started:
             return b""
         self._started = True
-        return self._api.start(answer)
+        return self._api.start(response)
 
 
 class CountTokens(Messages):
@@ -195,8 +208,8 @@ def _event(kind: str, **data: Any) -> bytes:
     return event({"type": kind, **data}, kind)
 
 
-def _said(message: _Message, number: int) -> Iterator[ChatMessage]:
-    """An assistant's message stays one; results of tools become messages of their own, before what the user says."""
+def _chat_messages(message: _Message, number: int) -> Iterator[ChatMessage]:
+    """An assistant's message stays one; tool results become messages of their own, before the user's text."""
     if isinstance(message.content, str):
         yield ChatMessage(message.role, message.content)
         return
@@ -209,14 +222,14 @@ def _said(message: _Message, number: int) -> Iterator[ChatMessage]:
             case "tool_use":
                 calls.append(ToolCall(block.name or "", arguments(block.input or {}), block.id or ""))
             case "tool_result":
-                yield ChatMessage("tool", text_of(block.content, param), answers=block.tool_use_id or "")
-            case kind if kind not in _UNSEEN:
-                raise invalid(f"content of type {kind!r} cannot be read here: this model knows text only", param)
+                yield ChatMessage("tool", text_of(block.content, param), call_id=block.tool_use_id or "")
+            case kind if kind not in _IGNORED:
+                raise invalid(f"content of type {kind!r} is not supported: this model reads text only", param)
     if texts or calls:
         yield ChatMessage(message.role, "".join(texts), tuple(calls))
 
 
-def _wanted(choice: _ToolChoice | None, tools: tuple[Tool, ...]) -> tuple[str | None, bool]:
+def _tool_choice(choice: _ToolChoice | None, tools: tuple[Tool, ...]) -> tuple[str | None, bool]:
     kind = choice.type if choice is not None else "auto"
     if kind in ("auto", "none"):
         return None, kind == "auto"
@@ -224,15 +237,15 @@ def _wanted(choice: _ToolChoice | None, tools: tuple[Tool, ...]) -> tuple[str | 
     if kind not in ("any", "tool"):
         raise invalid(f"the type is auto, any, tool or none, not {kind!r}", "tool_choice.type")
     if not tools or (name and name not in [tool.name for tool in tools]):
-        raise invalid(f"{name or 'a tool'} is asked for, which is not among the tools", "tool_choice")
+        raise invalid(f"tool_choice names {name or 'a tool'}, which is not among the tools", "tool_choice")
     return name, True
 
 
 def _blocks(choice: CompletionChoice) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = [{"type": "text", "text": choice.text}] if choice.text or not choice.calls else []
     for call in choice.calls:
-        said = value(call.arguments)
-        inputs = said if isinstance(said, dict) else {"arguments": said}
+        parsed = value(call.arguments)
+        inputs = parsed if isinstance(parsed, dict) else {"arguments": parsed}
         blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": inputs})
     return blocks
 
@@ -245,10 +258,10 @@ def _reason(choice: CompletionChoice) -> str:
     return "end_turn" if choice.finish == "stop" else "max_tokens"
 
 
-def _usage(answer: CompletionResponse, made: int) -> dict[str, int]:
+def _usage(response: CompletionResponse, made: int) -> dict[str, int]:
     return {
-        "input_tokens": len(answer.prompt) - answer.cached,
-        "cache_read_input_tokens": answer.cached,
+        "input_tokens": len(response.prompt) - response.cached,
+        "cache_read_input_tokens": response.cached,
         "cache_creation_input_tokens": 0,
         "output_tokens": made,
     }

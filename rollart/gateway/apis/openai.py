@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from rollart.gateway.apis.base import Part, text_of, texts
+from rollart.gateway.apis.base import ContentPart, stop_strings, text_of
 from rollart.gateway.errors import ApiError, invalid
 from rollart.gateway.messages import (
     ChatMessage,
@@ -16,14 +16,14 @@ from rollart.gateway.messages import (
     Tool,
     ToolCall,
 )
+from rollart.gateway.session import EpisodeSession
 from rollart.gateway.template import ChatTemplate
-from rollart.gateway.tenant import Tenant
 
-Count = Annotated[int, Meta(ge=1)]
-Several = Annotated[int, Meta(ge=1, le=128)]
+TokenCount = Annotated[int, Meta(ge=1)]
+ChoiceCount = Annotated[int, Meta(ge=1, le=128)]
 Seed = Annotated[int, Meta(ge=-(2**62), le=2**62)]
-Heat = Annotated[float, Meta(ge=0, le=2)]
-Share = Annotated[float, Meta(gt=0, le=1)]
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+Probability = Annotated[float, Meta(gt=0, le=1)]
 _KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 
 
@@ -31,24 +31,24 @@ class StreamOptions(Struct):
     include_usage: bool = False
 
 
-class Drawn(Struct, kw_only=True):
-    """What every request may say of how its answers are drawn."""
+class SamplingFields(Struct, kw_only=True):
+    """Sampling fields of every request."""
 
-    max_tokens: Count | None = None
-    temperature: Heat | None = None
-    top_p: Share | None = None
+    max_tokens: TokenCount | None = None
+    temperature: Temperature | None = None
+    top_p: Probability | None = None
     top_k: int | None = None
-    n: Several | None = None
+    n: ChoiceCount | None = None
     seed: Seed | None = None
     stop: str | list[str] | None = None
 
-    def drawing(self) -> dict[str, Any]:
-        """The same for an `Ask`."""
+    def sampling(self) -> dict[str, Any]:
+        """As fields of a CompletionRequest."""
         keys = ("max_tokens", "temperature", "top_p", "top_k", "seed")
-        return {key: getattr(self, key) for key in keys} | {"n": self.n or 1, "stop": texts(self.stop)}
+        return {key: getattr(self, key) for key in keys} | {"n": self.n or 1, "stop": stop_strings(self.stop)}
 
 
-class Streamed(Drawn, kw_only=True):
+class StreamFields(SamplingFields, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -57,29 +57,29 @@ class Streamed(Drawn, kw_only=True):
         return {"stream": bool(self.stream), "usage_in_stream": options is not None and options.include_usage}
 
 
-class Function(Struct):
+class FunctionSpec(Struct):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
-class Call(Struct):
+class FunctionCall(Struct):
     name: str
     arguments: str | dict[str, Any] = "{}"
 
 
-class MessageCall(Struct):
-    function: Call
+class MessageToolCall(Struct):
+    function: FunctionCall
     id: str | None = None
 
 
-class Message(Struct):
+class OpenAIMessage(Struct):
     role: str
-    content: str | list[Part] | None = None
-    tool_calls: list[MessageCall] | None = None
+    content: str | list[ContentPart] | None = None
+    tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
 
-    def said(self, number: int) -> ChatMessage:
+    def chat_message(self, number: int) -> ChatMessage:
         calls = tuple(
             ToolCall(call.function.name, arguments(call.function.arguments), call.id or "")
             for call in self.tool_calls or ()
@@ -88,10 +88,10 @@ class Message(Struct):
         return ChatMessage(self.role, text, calls, self.tool_call_id or "")
 
 
-class OpenAI:
-    """`template` names tokens."""
+class OpenAIApi:
+    """`template` decodes tokens for logprobs."""
 
-    speaks = True
+    streams_text = True
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
@@ -100,8 +100,8 @@ class OpenAI:
         kind = _KINDS.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
 
-    def served(self, ask: CompletionRequest, answer: CompletionResponse, tenant: Tenant) -> None:
-        """Nothing to remember: clients repeat the conversation."""
+    def on_delivered(self, request: CompletionRequest, response: CompletionResponse, session: EpisodeSession) -> None:
+        """Nothing to store: clients repeat the conversation."""
 
     def piece(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._template.piece(token)
@@ -112,16 +112,16 @@ class OpenAI:
         return {"content": [self.piece(token, logprob) for token, logprob in pairs], "refusal": None}
 
 
-def arguments(given: str | dict[str, Any]) -> str:
-    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+def arguments(value: str | dict[str, Any]) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def tool(function: Function) -> Tool:
+def tool(function: FunctionSpec) -> Tool:
     return Tool(function.name, function.description or "", function.parameters or {})
 
 
-def wanted(choice: str | dict[str, Any] | None, tools: Sequence[Tool]) -> tuple[str | None, bool]:
-    """`force` and `calls` of an ask, from a `tool_choice`."""
+def parse_tool_choice(choice: str | dict[str, Any] | None, tools: Sequence[Tool]) -> tuple[str | None, bool]:
+    """`force` and `parse_calls` of a request, from its `tool_choice`."""
     if choice in (None, "auto"):
         return None, True
     if choice == "none":
@@ -134,7 +134,7 @@ def wanted(choice: str | dict[str, Any] | None, tools: Sequence[Tool]) -> tuple[
     else:
         raise invalid(f"tool_choice is none, auto, required or a function, not {choice!r}", "tool_choice")
     if not tools or (name and name not in [each.name for each in tools]):
-        raise invalid(f"tool_choice asks for {name or 'a tool'}, which is not among the tools", "tool_choice")
+        raise invalid(f"tool_choice names {name or 'a tool'}, which is not among the tools", "tool_choice")
     return name, True
 
 
@@ -142,11 +142,11 @@ def finish_reason(choice: CompletionChoice) -> str:
     return "tool_calls" if choice.calls else choice.finish
 
 
-def usage(answer: CompletionResponse) -> dict[str, Any]:
-    prompt = len(answer.prompt)
+def usage(response: CompletionResponse) -> dict[str, Any]:
+    prompt = len(response.prompt)
     return {
         "prompt_tokens": prompt,
-        "completion_tokens": answer.made,
-        "total_tokens": prompt + answer.made,
-        "prompt_tokens_details": {"cached_tokens": answer.cached},
+        "completion_tokens": response.completion_tokens,
+        "total_tokens": prompt + response.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": response.cached},
     }

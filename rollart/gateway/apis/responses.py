@@ -7,8 +7,17 @@ from typing import Any
 from msgspec import Struct
 from msgspec.json import Decoder
 
-from rollart.gateway.apis.base import Format, Part, Writer, check_format, conversation, event, read, text_of
-from rollart.gateway.apis.openai import Count, Heat, OpenAI, Share, arguments, wanted
+from rollart.gateway.apis.base import (
+    ContentPart,
+    ResponseFormat,
+    StreamWriter,
+    check_format,
+    conversation,
+    decode_body,
+    event,
+    text_of,
+)
+from rollart.gateway.apis.openai import OpenAIApi, Probability, Temperature, TokenCount, arguments, parse_tool_choice
 from rollart.gateway.errors import ApiError, invalid
 from rollart.gateway.messages import (
     ChatMessage,
@@ -18,17 +27,17 @@ from rollart.gateway.messages import (
     Tool,
     ToolCall,
 )
-from rollart.gateway.tenant import Tenant
+from rollart.gateway.session import EpisodeSession
 
 
 class _Item(Struct):
     type: str = "message"
     role: str | None = None
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | dict[str, Any] | None = None
-    output: str | list[Part] | None = None
+    output: str | list[ContentPart] | None = None
 
 
 class _Tool(Struct):
@@ -39,7 +48,7 @@ class _Tool(Struct):
 
 
 class _Text(Struct):
-    format: Format | None = None
+    format: ResponseFormat | None = None
 
 
 class _Request(Struct):
@@ -47,24 +56,24 @@ class _Request(Struct):
     model: str = ""
     instructions: str | None = None
     previous_response_id: str | None = None
-    max_output_tokens: Count | None = None
-    temperature: Heat | None = None
-    top_p: Share | None = None
+    max_output_tokens: TokenCount | None = None
+    temperature: Temperature | None = None
+    top_p: Probability | None = None
     stream: bool | None = None
     tools: list[_Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     text: _Text | None = None
 
 
-class Responses(OpenAI):
+class Responses(OpenAIApi):
     _decoder = Decoder(_Request)
 
-    def parse(self, body: bytes, tenant: Tenant) -> CompletionRequest:
-        request = read(self._decoder, body)
+    def parse(self, body: bytes, session: EpisodeSession) -> CompletionRequest:
+        request = decode_body(self._decoder, body)
         check_format(request.text.format if request.text is not None else None, "text.format")
         before: tuple[ChatMessage, ...] = ()
         if request.previous_response_id is not None:
-            found = tenant.responses.get(request.previous_response_id)
+            found = session.responses.get(request.previous_response_id)
             if found is None:
                 raise ApiError(
                     404,
@@ -74,149 +83,157 @@ class Responses(OpenAI):
                 )
             before = found
         if request.instructions:
-            before = (ChatMessage("system", request.instructions), *(said for said in before if said.role != "system"))
+            before = (
+                ChatMessage("system", request.instructions),
+                *(message for message in before if message.role != "system"),
+            )
         items = [_Item(role="user", content=request.input)] if isinstance(request.input, str) else request.input
         messages = (*before, *_merged(items))
         if not messages:
             raise invalid("input is empty", "input")
         tools = tuple(_tools(request.tools or []))
-        force, calls = wanted(request.tool_choice, tools)
+        force, parse_calls = parse_tool_choice(request.tool_choice, tools)
         return CompletionRequest(
             model=request.model,
             messages=messages,
             tools=tools,
             force=force,
-            calls=calls,
+            parse_calls=parse_calls,
             max_tokens=request.max_output_tokens,
             temperature=request.temperature,
             top_p=request.top_p,
             stream=bool(request.stream),
         )
 
-    def served(self, ask: CompletionRequest, answer: CompletionResponse, tenant: Tenant) -> None:
-        tenant.remember(f"resp_{answer.id}", conversation(ask, answer.choices[0]))
+    def on_delivered(self, request: CompletionRequest, response: CompletionResponse, session: EpisodeSession) -> None:
+        session.remember(f"resp_{response.id}", conversation(request, response.choices[0]))
 
-    def whole(self, ask: CompletionRequest, answer: CompletionResponse) -> Any:
-        choice = answer.choices[0]
+    def response_body(self, request: CompletionRequest, response: CompletionResponse) -> Any:
+        choice = response.choices[0]
         short = choice.finish == "length" and not choice.calls
         return {
-            **_head(ask, answer),
+            **_head(request, response),
             "status": "incomplete" if short else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if short else None,
-            "output": _output(answer.id, choice),
-            "usage": _usage(answer),
+            "output": _output(response.id, choice),
+            "usage": _usage(response),
         }
 
-    def begun(self, ask: CompletionRequest, answer: CompletionResponse) -> dict[str, Any]:
+    def started_body(self, request: CompletionRequest, response: CompletionResponse) -> dict[str, Any]:
         return {
-            **_head(ask, answer),
+            **_head(request, response),
             "status": "in_progress",
             "incomplete_details": None,
             "output": [],
             "usage": None,
         }
 
-    def writer(self, ask: CompletionRequest) -> Writer:
-        return _Writer(self, ask)
+    def writer(self, request: CompletionRequest) -> StreamWriter:
+        return _Writer(self, request)
 
 
 class _Writer:
-    def __init__(self, api: Responses, ask: CompletionRequest) -> None:
-        self._api, self._ask = api, ask
+    def __init__(self, api: Responses, request: CompletionRequest) -> None:
+        self._api, self._request = api, request
         self._numbers = count()
-        self._started = self._speaking = False
+        self._started = self._text_open = False
 
-    def text(self, answer: CompletionResponse, index: int, piece: str) -> bytes:
+    def text(self, response: CompletionResponse, index: int, piece: str) -> bytes:
         head = b""
-        if not self._speaking:
-            self._speaking = True
-            item = {**_message(answer.id, ""), "status": "in_progress", "content": []}
-            head = self._start(answer) + self._told("response.output_item.added", output_index=0, item=item)
-            head += self._told("response.content_part.added", part=_part(""), **_at(answer))
-        return head + self._told("response.output_text.delta", delta=piece, logprobs=[], **_at(answer))
+        if not self._text_open:
+            self._text_open = True
+            item = {**_message(response.id, ""), "status": "in_progress", "content": []}
+            head = self._start(response) + self._event("response.output_item.added", output_index=0, item=item)
+            head += self._event("response.content_part.added", part=_part(""), **_at(response))
+        return head + self._event("response.output_text.delta", delta=piece, logprobs=[], **_at(response))
 
-    def end(self, answer: CompletionResponse, shown: Sequence[int]) -> bytes:
-        choice, pieces, whole = answer.choices[0], [], self._api.whole(self._ask, answer)
-        if rest := choice.text[shown[0] :]:
-            pieces.append(self.text(answer, 0, rest))
-        elif not (choice.calls or self._speaking):
-            pieces.append(self.text(answer, 0, ""))
-        pieces.append(self._start(answer))
+    def end(self, response: CompletionResponse, sent: Sequence[int]) -> bytes:
+        choice, pieces, whole = response.choices[0], [], self._api.response_body(self._request, response)
+        if rest := choice.text[sent[0] :]:
+            pieces.append(self.text(response, 0, rest))
+        elif not (choice.calls or self._text_open):
+            pieces.append(self.text(response, 0, ""))
+        pieces.append(self._start(response))
         for index, item in enumerate(whole["output"]):
-            pieces += self._said(answer, choice.text) if item["type"] == "message" else self._called(index, item)
-            pieces.append(self._told("response.output_item.done", output_index=index, item=item))
-        return b"".join([*pieces, self._told(f"response.{whole['status']}", response=whole)])
+            pieces += (
+                self._text_done(response, choice.text) if item["type"] == "message" else self._call_events(index, item)
+            )
+            pieces.append(self._event("response.output_item.done", output_index=index, item=item))
+        return b"".join([*pieces, self._event(f"response.{whole['status']}", response=whole)])
 
-    def _said(self, answer: CompletionResponse, text: str) -> list[bytes]:
+    def _text_done(self, response: CompletionResponse, text: str) -> list[bytes]:
         return [
-            self._told("response.output_text.done", text=text, logprobs=[], **_at(answer)),
-            self._told("response.content_part.done", part=_part(text), **_at(answer)),
+            self._event("response.output_text.done", text=text, logprobs=[], **_at(response)),
+            self._event("response.content_part.done", part=_part(text), **_at(response)),
         ]
 
-    def _called(self, index: int, item: dict[str, Any]) -> list[bytes]:
-        at, said = {"item_id": item["id"], "output_index": index}, item["arguments"]
+    def _call_events(self, index: int, item: dict[str, Any]) -> list[bytes]:
+        at, arguments = {"item_id": item["id"], "output_index": index}, item["arguments"]
         added = {**item, "status": "in_progress", "arguments": ""}
         return [
-            self._told("response.output_item.added", output_index=index, item=added),
-            self._told("response.function_call_arguments.delta", delta=said, **at),
-            self._told("response.function_call_arguments.done", arguments=said, name=item["name"], **at),
+            self._event("response.output_item.added", output_index=index, item=added),
+            self._event("response.function_call_arguments.delta", delta=arguments, **at),
+            self._event("response.function_call_arguments.done", arguments=arguments, name=item["name"], **at),
         ]
 
-    def _start(self, answer: CompletionResponse) -> bytes:
+    def _start(self, response: CompletionResponse) -> bytes:
         if self._started:
             return b""
         self._started = True
-        begun = self._api.begun(self._ask, answer)
-        return self._told("response.created", response=begun) + self._told("response.in_progress", response=begun)
+        begun = self._api.started_body(self._request, response)
+        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
-    def _told(self, kind: str, **data: Any) -> bytes:
+    def _event(self, kind: str, **data: Any) -> bytes:
         return event({"type": kind, "sequence_number": next(self._numbers), **data}, kind)
 
 
 def _merged(items: list[_Item]) -> list[ChatMessage]:
-    """Calls belong to the assistant's message before them, as they did when they were made."""
-    said: list[ChatMessage] = []
+    """Calls are merged into the assistant's message before them, as they were generated."""
+    messages: list[ChatMessage] = []
     for number, item in enumerate(items):
         param = f"input[{number}]"
         match item.type:
             case "message":
-                said.append(ChatMessage(item.role or "user", text_of(item.content, f"{param}.content")))
+                messages.append(ChatMessage(item.role or "user", text_of(item.content, f"{param}.content")))
             case "function_call":
                 call = ToolCall(item.name or "", arguments(item.arguments or "{}"), item.call_id or "")
-                if said and said[-1].role == "assistant":
-                    said[-1] = ChatMessage("assistant", said[-1].text, (*said[-1].calls, call))
+                if messages and messages[-1].role == "assistant":
+                    last = messages[-1]
+                    messages[-1] = ChatMessage("assistant", last.text, (*last.calls, call))
                 else:
-                    said.append(ChatMessage("assistant", "", (call,)))
+                    messages.append(ChatMessage("assistant", "", (call,)))
             case "function_call_output":
-                said.append(ChatMessage("tool", text_of(item.output, f"{param}.output"), answers=item.call_id or ""))
+                messages.append(
+                    ChatMessage("tool", text_of(item.output, f"{param}.output"), call_id=item.call_id or "")
+                )
             case kind if kind != "reasoning":
-                raise invalid(f"an item of type {kind!r} is not offered here", f"{param}.type")
-    return said
+                raise invalid(f"an item of type {kind!r} is not supported", f"{param}.type")
+    return messages
 
 
 def _tools(tools: list[_Tool]) -> Iterator[Tool]:
     for number, tool in enumerate(tools):
         if tool.type != "function" or not tool.name:
-            raise invalid(f"a tool of type {tool.type!r} is not offered here, only functions", f"tools[{number}].type")
+            raise invalid(f"a tool of type {tool.type!r} is not supported, only functions", f"tools[{number}].type")
         yield Tool(tool.name, tool.description or "", tool.parameters or {})
 
 
-def _head(ask: CompletionRequest, answer: CompletionResponse) -> dict[str, Any]:
+def _head(request: CompletionRequest, response: CompletionResponse) -> dict[str, Any]:
     return {
-        "id": f"resp_{answer.id}",
+        "id": f"resp_{response.id}",
         "object": "response",
-        "created_at": answer.created,
-        "model": answer.model,
+        "created_at": response.created,
+        "model": response.model,
         "error": None,
         "instructions": None,
         "metadata": {},
         "parallel_tool_calls": True,
-        "temperature": ask.temperature,
-        "top_p": ask.top_p,
-        "tool_choice": "auto" if ask.calls else "none",
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "tool_choice": "auto" if request.parse_calls else "none",
         "tools": [
             {"type": "function", "name": tool.name, "description": tool.description, "parameters": tool.parameters}
-            for tool in ask.tools
+            for tool in request.tools
         ],
     }
 
@@ -238,25 +255,25 @@ def _output(number: str, choice: CompletionChoice) -> list[dict[str, Any]]:
 
 
 def _message(number: str, text: str) -> dict[str, Any]:
-    said = {"type": "message", "id": f"msg_{number}", "status": "completed", "role": "assistant"}
-    return {**said, "content": [_part(text)]}
+    head = {"type": "message", "id": f"msg_{number}", "status": "completed", "role": "assistant"}
+    return {**head, "content": [_part(text)]}
 
 
 def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _at(answer: CompletionResponse) -> dict[str, Any]:
-    """Where the text of an answer is."""
-    return {"item_id": f"msg_{answer.id}", "output_index": 0, "content_index": 0}
+def _at(response: CompletionResponse) -> dict[str, Any]:
+    """Where the text of a response is."""
+    return {"item_id": f"msg_{response.id}", "output_index": 0, "content_index": 0}
 
 
-def _usage(answer: CompletionResponse) -> dict[str, Any]:
-    prompt = len(answer.prompt)
+def _usage(response: CompletionResponse) -> dict[str, Any]:
+    prompt = len(response.prompt)
     return {
         "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": answer.cached},
-        "output_tokens": answer.made,
+        "input_tokens_details": {"cached_tokens": response.cached},
+        "output_tokens": response.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": prompt + answer.made,
+        "total_tokens": prompt + response.completion_tokens,
     }

@@ -1,4 +1,4 @@
-"""Alibaba Function Compute by its own client. Credentials are found as the SDK finds them."""
+"""Alibaba Function Compute through its SDK, which finds the credentials."""
 
 import asyncio
 import os
@@ -13,16 +13,24 @@ from alibabacloud_tea_openapi.models import Config
 from darabonba.exceptions import DaraException
 from darabonba.runtime import RuntimeOptions
 
+from rollart.config import RewardConfig
 from rollart.core.errors import ServiceError
-from rollart.rewards.transports.base import Busy, NoAnswer, Refused, Reply, decoded, shown
-from rollart.rewards.transports.http import TRY_AGAIN
+from rollart.rewards.transports.base import (
+    CallFailed,
+    CallRefused,
+    PlatformBusy,
+    TransportReply,
+    decode_response,
+    error_text,
+)
+from rollart.rewards.transports.http import RETRYABLE
 
 ACCOUNT = "ALIBABA_CLOUD_ACCOUNT_ID"
 CONNECT_MS = 10_000
 
 
 class FunctionComputeTransport:
-    """`url` is another endpoint than that of the account in the region."""
+    """`url` replaces the endpoint of the account in the region."""
 
     def __init__(self, name: str, region: str | None, url: str | None) -> None:
         self._name = name
@@ -31,15 +39,15 @@ class FunctionComputeTransport:
         self._client: Any = None
 
     async def start(self) -> None:
-        place = urlsplit(self._url or f"https://{self._endpoint()}")
+        endpoint = urlsplit(self._url or f"https://{self._endpoint()}")
         try:
             self._client = await asyncio.to_thread(
                 lambda: Client(
                     Config(
                         credential=Credentials(),
                         region_id=self._region or None,
-                        endpoint=place.netloc,
-                        protocol=place.scheme,
+                        endpoint=endpoint.netloc,
+                        protocol=endpoint.scheme,
                     )
                 )
             )
@@ -58,7 +66,7 @@ class FunctionComputeTransport:
     async def close(self) -> None:
         pass  # the SDK opens a session for each call, and closes it
 
-    async def send(self, body: bytes, key: str, deadline: float) -> Reply:
+    async def send(self, body: bytes, key: str, deadline: float) -> TransportReply:
         if self._client is None:
             await self.start()
         clock = asyncio.get_running_loop().time
@@ -69,21 +77,25 @@ class FunctionComputeTransport:
         request = models.InvokeFunctionRequest(body=body)
         headers = models.InvokeFunctionHeaders(common_headers={"Content-Type": "application/json"})
         try:
-            told = await self._client.invoke_function_with_options_async(self._name, request, headers, options)
-        except Exception as error:  # the SDK's errors have no common class of their own
+            result = await self._client.invoke_function_with_options_async(self._name, request, headers, options)
+        except Exception as error:  # the SDK's errors have no common base class
             raise _failure(error) from error
-        payload = told.body.read()
-        lower = {name.lower(): value for name, value in (told.headers or {}).items()}
+        payload = result.body.read()
+        lower = {name.lower(): value for name, value in (result.headers or {}).items()}
         if "x-fc-error-type" in lower:
-            raise NoAnswer(f"the function {self._name} failed ({lower['x-fc-error-type']}): {shown(payload)}")
-        answer = decoded(payload)
-        return Reply(answer, clock() - began, answer.seconds, answer.cold)
+            raise CallFailed(f"the function {self._name} failed ({lower['x-fc-error-type']}): {error_text(payload)}")
+        response = decode_response(payload)
+        return TransportReply(response, clock() - began, response.seconds, response.cold)
 
 
-def _failure(error: Any) -> NoAnswer:
+def build(reward: RewardConfig, deadline: float, cluster: str | None) -> FunctionComputeTransport:
+    return FunctionComputeTransport(str(reward.name), reward.region, reward.url)
+
+
+def _failure(error: Any) -> CallFailed:
     status = int(getattr(error, "status_code", None) or 0)
     reason = f"Function Compute: {error}"
     if status in (429, 503):
         after = getattr(error, "retry_after", None)
-        return Busy(reason, after / 1000 if after else None)
-    return Refused(reason) if 400 <= status < 500 and status not in TRY_AGAIN else NoAnswer(reason)
+        return PlatformBusy(reason, after / 1000 if after else None)
+    return CallRefused(reason) if 400 <= status < 500 and status not in RETRYABLE else CallFailed(reason)

@@ -1,7 +1,7 @@
-"""AWS Lambda by its own client. Credentials and region are found as boto3 finds them.
+"""AWS Lambda through boto3, which finds credentials and region.
 
-boto3 blocks, so each call has a thread; one that nobody waits for any more ends at its read timeout, and until then it
-keeps its thread but not its place.
+boto3 blocks, so each call has a thread. A cancelled call keeps its thread until its read timeout, but no longer counts
+against the concurrency limit.
 """
 
 import asyncio
@@ -14,16 +14,25 @@ import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
+from rollart.config import RewardConfig
 from rollart.core.errors import ServiceError
-from rollart.rewards.transports.base import Busy, NoAnswer, Refused, Reply, decoded, shown, too_long
-from rollart.rewards.transports.http import TRY_AGAIN, retry_after
-from rollart.rewards.wire import ANSWER_BYTES
+from rollart.rewards.transports.base import (
+    CallFailed,
+    CallRefused,
+    PlatformBusy,
+    TransportReply,
+    decode_response,
+    error_text,
+    response_too_long,
+)
+from rollart.rewards.transports.http import RETRYABLE, retry_after
+from rollart.rewards.wire import RESPONSE_BYTES
 
 REPORT = re.compile(r"Billed Duration: (\d+) ms")
 
 
 class LambdaTransport:
-    """`url` is another endpoint than that of the region."""
+    """`url` replaces the endpoint of the region."""
 
     def __init__(self, name: str, region: str | None, url: str | None, *, concurrency: int, deadline: float) -> None:
         self._name = name
@@ -34,7 +43,7 @@ class LambdaTransport:
 
     async def start(self) -> None:
         config = Config(
-            retries={"total_max_attempts": 1},  # we retry, with all that we know
+            retries={"total_max_attempts": 1},  # RemoteCaller retries
             max_pool_connections=2 * self._concurrency,
             read_timeout=self._deadline + 1,
             connect_timeout=10,
@@ -49,44 +58,50 @@ class LambdaTransport:
         if self._client is not None:
             self._client.close()
 
-    async def send(self, body: bytes, key: str, deadline: float) -> Reply:
+    async def send(self, body: bytes, key: str, deadline: float) -> TransportReply:
         if self._client is None:
             await self.start()
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            told, payload, first_byte_s = await loop.run_in_executor(self._threads, self._invoke, body, loop.time)
+            result, payload, first_byte_s = await loop.run_in_executor(self._threads, self._invoke, body, loop.time)
         except ClientError as error:
             raise _failure(error) from error
         except BotoCoreError as error:
-            raise NoAnswer(f"Lambda cannot be reached: {error}") from error
-        if "FunctionError" in told:
-            raise NoAnswer(f"the function {self._name} failed: {shown(payload)}")
-        answer = decoded(payload)
-        log = base64.b64decode(told.get("LogResult", "")).decode("utf-8", "replace")
+            raise CallFailed(f"Lambda cannot be reached: {error}") from error
+        if "FunctionError" in result:
+            raise CallFailed(f"the function {self._name} failed: {error_text(payload)}")
+        response = decode_response(payload)
+        log = base64.b64decode(result.get("LogResult", "")).decode("utf-8", "replace")
         billed = REPORT.search(log)
-        return Reply(
-            answer,
+        return TransportReply(
+            response,
             first_byte_s - began,
-            int(billed[1]) / 1000 if billed else answer.seconds,
-            "Init Duration" in log or answer.cold,
+            int(billed[1]) / 1000 if billed else response.seconds,
+            "Init Duration" in log or response.cold,
         )
 
     def _invoke(self, body: bytes, clock: Any) -> tuple[dict[str, Any], bytes, float]:
-        told = self._client.invoke(
+        result = self._client.invoke(
             FunctionName=self._name, InvocationType="RequestResponse", LogType="Tail", Payload=body
         )
         first_byte = clock()
-        payload = told["Payload"].read(ANSWER_BYTES + 1)
-        if len(payload) > ANSWER_BYTES:
-            told["Payload"].close()
-            raise too_long()
-        return told, payload, first_byte
+        payload = result["Payload"].read(RESPONSE_BYTES + 1)
+        if len(payload) > RESPONSE_BYTES:
+            result["Payload"].close()
+            raise response_too_long()
+        return result, payload, first_byte
 
 
-def _failure(error: ClientError) -> NoAnswer:
-    told = error.response.get("ResponseMetadata", {})
-    status = int(told.get("HTTPStatusCode", 0))
+def build(reward: RewardConfig, deadline: float, cluster: str | None) -> LambdaTransport:
+    return LambdaTransport(
+        str(reward.name), reward.region, reward.url, concurrency=reward.concurrency, deadline=deadline
+    )
+
+
+def _failure(error: ClientError) -> CallFailed:
+    result = error.response.get("ResponseMetadata", {})
+    status = int(result.get("HTTPStatusCode", 0))
     if status in (429, 503):
-        return Busy(str(error), retry_after(told.get("HTTPHeaders", {}).get("retry-after")))
-    return Refused(str(error)) if 400 <= status < 500 and status not in TRY_AGAIN else NoAnswer(str(error))
+        return PlatformBusy(str(error), retry_after(result.get("HTTPHeaders", {}).get("retry-after")))
+    return CallRefused(str(error)) if 400 <= status < 500 and status not in RETRYABLE else CallFailed(str(error))

@@ -1,69 +1,74 @@
-"""What a platform's client does for us: one request there, one answer back, and the three ways to have none."""
+"""The interface to a serverless platform: one request, one response, and three kinds of failure."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
-from rollart.rewards.wire import ANSWER_BYTES, Answer
+from rollart.config import RewardConfig
+from rollart.rewards.wire import RESPONSE_BYTES, RewardResponse
 
 
-class NoAnswer(Exception):
-    """This try has failed; the next may not."""
+class CallFailed(Exception):
+    """This attempt failed; a retry may succeed."""
 
 
-class Busy(NoAnswer):
-    """Not now: the platform has no room. `after` is how many seconds it asked us to wait, if it did."""
+class PlatformBusy(CallFailed):
+    """The platform is overloaded. `after` are the seconds of its Retry-After, if it sent one."""
 
     def __init__(self, reason: str, after: float | None = None) -> None:
         super().__init__(reason)
         self.after = after
 
 
-class Refused(NoAnswer):
-    """Asking again is of no use."""
+class CallRefused(CallFailed):
+    """A retry cannot succeed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """`billed_s` is what the platform charges for, as far as it tells; `first_byte_s` is when the answer began."""
+class TransportReply:
+    """`billed_s` is what the platform charges for, if it reports that; `first_byte_s` is the time to the first byte."""
 
-    answer: Answer
+    response: RewardResponse
     first_byte_s: float
     billed_s: float
     cold: bool
 
 
-class Transport(Protocol):
+class RewardTransport(Protocol):
     async def start(self) -> None:
         """Raises ServiceError for what is known to be wrong before the first call."""
         ...
 
-    async def send(self, body: bytes, key: str, deadline: float) -> Reply:
-        """One request. Raises NoAnswer. Whoever calls keeps the deadline; it is told for clients that want it too."""
+    async def send(self, body: bytes, key: str, deadline: float) -> TransportReply:
+        """One request. Raises CallFailed. The caller enforces the deadline; some clients need it too."""
         ...
 
     async def close(self) -> None: ...
 
 
-def decoded(body: bytes) -> Answer:
-    """The answer in `body`. Raises NoAnswer for what is none."""
-    if len(body) > ANSWER_BYTES:
-        raise too_long()
+BuildTransport = Callable[[RewardConfig, float, str | None], RewardTransport]  # with the deadline and the Ray cluster
+
+
+def decode_response(body: bytes) -> RewardResponse:
+    """Raises CallFailed if `body` is no response."""
+    if len(body) > RESPONSE_BYTES:
+        raise response_too_long()
     try:
-        return msgspec.json.decode(body, type=Answer)
+        return msgspec.json.decode(body, type=RewardResponse)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise NoAnswer(f"the answer is not a reward ({error}): {shown(body)}") from error
+        raise CallFailed(f"the response is not a reward ({error}): {error_text(body)}") from error
 
 
-def too_long() -> NoAnswer:
-    return NoAnswer(f"the answer has more than {ANSWER_BYTES:,} bytes")
+def response_too_long() -> CallFailed:
+    return CallFailed(f"the response has more than {RESPONSE_BYTES:,} bytes")
 
 
-def shown(body: bytes) -> str:
-    """The error in `body`, or what it begins with."""
+def error_text(body: bytes) -> str:
+    """The error in `body`, or the beginning of it."""
     try:
-        told = msgspec.json.decode(body, type=Answer).error
+        error = msgspec.json.decode(body, type=RewardResponse).error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        told = ""
-    return told or repr(body[:200].decode("utf-8", "replace"))
+        error = ""
+    return error or repr(body[:200].decode("utf-8", "replace"))

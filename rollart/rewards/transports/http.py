@@ -1,4 +1,4 @@
-"""Any serverless platform by URL: Cloud Run, Knative, OpenFaaS, Lambda and Function Compute URLs, our own `serve`."""
+"""Any platform by URL: Cloud Run, Knative, OpenFaaS, Lambda and Function Compute URLs, `rollart reward serve`."""
 
 import asyncio
 import os
@@ -7,16 +7,25 @@ from email.utils import parsedate_to_datetime
 
 import aiohttp
 
+from rollart.config import RewardConfig
 from rollart.core.errors import ServiceError
-from rollart.rewards.transports.base import Busy, NoAnswer, Refused, Reply, decoded, shown, too_long
-from rollart.rewards.wire import ANSWER_BYTES, KEY, sign
+from rollart.rewards.transports.base import (
+    CallFailed,
+    CallRefused,
+    PlatformBusy,
+    TransportReply,
+    decode_response,
+    error_text,
+    response_too_long,
+)
+from rollart.rewards.wire import IDEMPOTENCY_KEY, RESPONSE_BYTES, sign
 
 BUSY = (429, 503)
-TRY_AGAIN = (408, 425)
+RETRYABLE = (408, 425)
 
 
 class HttpTransport:
-    """POSTs to `url`; signs with `secret`, or with the one in the environment variable `variable`, if there is one."""
+    """POSTs to `url`, signed with `secret` or with that in the environment variable `variable`, if one is given."""
 
     def __init__(self, url: str, variable: str | None = None, *, secret: str = "") -> None:
         self._url = url
@@ -37,12 +46,12 @@ class HttpTransport:
         if self._session is not None:
             await self._session.close()
 
-    async def send(self, body: bytes, key: str, deadline: float) -> Reply:
+    async def send(self, body: bytes, key: str, deadline: float) -> TransportReply:
         clock = asyncio.get_running_loop().time
-        headers = {"Content-Type": "application/json", KEY: key}
+        headers = {"Content-Type": "application/json", IDEMPOTENCY_KEY: key}
         if self._secret:
             headers |= sign(self._secret, body, time.time())
-        if self._session is None:  # as many connections as there are calls: their number is limited already
+        if self._session is None:  # the number of calls is limited already
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
             )
@@ -50,33 +59,37 @@ class HttpTransport:
         try:
             async with self._session.post(self._url, data=body, headers=headers, allow_redirects=False) as response:
                 first_byte_s = clock() - began
-                answer = await _limited(response)
+                payload = await _read_limited(response)
         except (aiohttp.ClientError, OSError) as error:
-            raise NoAnswer(f"{self._url} cannot be reached: {error or type(error).__name__}") from error
+            raise CallFailed(f"{self._url} cannot be reached: {error or type(error).__name__}") from error
         if response.status != 200:
-            raise _failure(response, answer)
-        told = decoded(answer)
-        return Reply(told, first_byte_s, told.seconds, told.cold)
+            raise _failure(response, payload)
+        scored = decode_response(payload)
+        return TransportReply(scored, first_byte_s, scored.seconds, scored.cold)
 
 
-async def _limited(response: aiohttp.ClientResponse) -> bytes:
+def build(reward: RewardConfig, deadline: float, cluster: str | None) -> HttpTransport:
+    return HttpTransport(str(reward.url), reward.secret)
+
+
+async def _read_limited(response: aiohttp.ClientResponse) -> bytes:
     body = bytearray()
     async for chunk in response.content.iter_any():
         body += chunk
-        if len(body) > ANSWER_BYTES:
-            raise too_long()
+        if len(body) > RESPONSE_BYTES:
+            raise response_too_long()
     return bytes(body)
 
 
-def _failure(response: aiohttp.ClientResponse, body: bytes) -> NoAnswer:
-    reason = f"HTTP {response.status}: {shown(body)}"
+def _failure(response: aiohttp.ClientResponse, body: bytes) -> CallFailed:
+    reason = f"HTTP {response.status}: {error_text(body)}"
     if response.status in BUSY:
-        return Busy(reason, retry_after(response.headers.get("Retry-After")))
-    return NoAnswer(reason) if response.status >= 500 or response.status in TRY_AGAIN else Refused(reason)
+        return PlatformBusy(reason, retry_after(response.headers.get("Retry-After")))
+    return CallFailed(reason) if response.status >= 500 or response.status in RETRYABLE else CallRefused(reason)
 
 
 def retry_after(value: str | None) -> float | None:
-    """Seconds, however the header says it."""
+    """Seconds, from a number or a date."""
     if value is None:
         return None
     try:

@@ -1,10 +1,9 @@
 """Ray Serve: the function as a deployment on a device class, with no replica while there is nothing to score.
 
-Serve is started and asked from inside the cluster, by a small task on the head node, so that it works from anywhere
-that the cluster can be joined from; the calls are HTTP to Serve's proxy there, signed with a secret of this run.
-Afterwards the application is deleted, and Serve itself ended if it was started for it and nobody else uses it. If the
-controller is killed, a warden that Ray keeps alive without us does the same: it sees that our mark in the cluster, an
-actor that ends with our job, is gone.
+Serve is started and queried by a small task on the head node, so that it works from any machine that can join the
+cluster; calls are HTTP to Serve's proxy there, signed with a secret of this run. At the end the application is deleted,
+and Serve shut down if it was started for it and no other application uses it. If the controller is killed, a detached
+actor does the same: it sees that the marker of our job, an actor that ends with it, is gone.
 """
 
 import asyncio
@@ -30,15 +29,15 @@ from rollart.core.errors import ServiceError
 from rollart.launch.launcher import ResourceRequest, Unsatisfiable
 from rollart.launch.ray import RayLauncher
 from rollart.launch.ray_nodes import choices, described, ray_nodes
-from rollart.rewards.transports.base import Reply
+from rollart.rewards.transports.base import TransportReply
 from rollart.rewards.transports.http import HttpTransport
 
 HEAD = {"node:__internal_head__": 0.001}
 DEPLOY_S = 120.0
-IDLE_S = 15.0  # until the last replica ends; the others end sooner
-ONGOING = 4  # calls that one replica has under way before there is another
-SPACE = "rollart-rewards"  # of the names of marks and wardens
-LOOK_S = 5.0
+IDLE_S = 15.0  # until the last replica stops; the others stop sooner
+ONGOING = 4  # concurrent calls per replica before another is started
+NAMESPACE = "rollart-rewards"  # namespace of the markers
+POLL_S = 5.0
 STARTS = 3
 
 
@@ -51,9 +50,9 @@ class ServeTransport:
         self._name = f"rollart-{uuid.uuid4().hex[:8]}"
         self._secret = secrets.token_urlsafe(32)
         self._http: HttpTransport | None = None
-        self._first = False
-        self._mark: Any = None
-        self._warden: Any = None
+        self._started_serve = False
+        self._marker: Any = None
+        self._cleanup: Any = None
 
     async def start(self) -> None:
         await self._launcher.nodes()  # joins
@@ -62,17 +61,17 @@ class ServeTransport:
             "target": self._reward.function,
             "secret": self._secret,
             "path": [str(Path(entry).absolute()) for entry in sys.path],
-            "actor": await self._place(),
+            "actor": await self._actor_options(),
             "replicas": max(1, self._reward.concurrency // ONGOING),
         }
-        self._mark = _actor(Mark).options(name=self._name, namespace=SPACE).remote()
-        url, self._first = await self._inside(deploy, app)
-        detached = _actor(Warden).options(lifetime="detached", resources=HEAD)
-        self._warden = detached.remote(self._name, self._first)
+        self._marker = _actor(JobMarker).options(name=self._name, namespace=NAMESPACE).remote()
+        url, self._started_serve = await self._on_head(deploy, app)
+        detached = _actor(CleanupActor).options(lifetime="detached", resources=HEAD)
+        self._cleanup = detached.remote(self._name, self._started_serve)
         self._http = HttpTransport(url, secret=self._secret)
 
-    async def _place(self) -> dict[str, Any]:
-        """What Ray must know to put a replica on the device class. Raises Unsatisfiable rather than wait for ever."""
+    async def _actor_options(self) -> dict[str, Any]:
+        """Ray options that put a replica on the device class. Raises Unsatisfiable instead of waiting forever."""
         request = ResourceRequest((self._reward.device or "cpu",))
         nodes = ray_nodes(await asyncio.to_thread(ray.nodes), {})
         able = [choice for choice in choices(request, nodes) if choice.holds(request.count)]
@@ -81,7 +80,7 @@ class ServeTransport:
         gpu = able[0].resource == "GPU"
         return {"num_gpus": 1 if gpu else 0, "num_cpus": 0 if gpu else 1, "label_selector": dict(able[0].selector)}
 
-    async def _inside(self, function: Any, *args: Any) -> Any:
+    async def _on_head(self, function: Any, *args: Any) -> Any:
         """Run a function on the head node. Raises ServiceError."""
         task = ray.remote(num_cpus=0, resources=HEAD, max_retries=0)(function).remote(*args)
         try:
@@ -89,7 +88,7 @@ class ServeTransport:
         except RayError as error:
             raise ServiceError(f"Ray Serve: {function.__name__} of the reward failed: {error}") from error
 
-    async def send(self, body: bytes, key: str, deadline: float) -> Reply:
+    async def send(self, body: bytes, key: str, deadline: float) -> TransportReply:
         if self._http is None:
             raise ServiceError("the reward on Ray Serve has not started")
         return await self._http.send(body, key, deadline)
@@ -97,43 +96,47 @@ class ServeTransport:
     async def close(self) -> None:
         if self._http is not None:
             await self._http.close()
-            ray.kill(self._warden)
-            await self._inside(remove, self._name, self._first)
+            ray.kill(self._cleanup)
+            await self._on_head(remove, self._name, self._started_serve)
         await self._launcher.close()
+
+
+def build(reward: RewardConfig, deadline: float, cluster: str | None) -> ServeTransport:
+    return ServeTransport(reward, cluster)
 
 
 def _actor(kind: type) -> Any:
     return ray.remote(num_cpus=0)(kind)
 
 
-class Mark:
+class JobMarker:
     """Lives as long as the controller's job."""
 
 
-class Warden:
-    """Runs on the head node for as long as the application is there, whatever becomes of the controller."""
+class CleanupActor:
+    """Runs on the head node while the application exists, even if the controller is killed."""
 
     def __init__(self, name: str, first: bool) -> None:
         threading.Thread(target=self._watch, args=(name, first), daemon=True).start()
 
     def _watch(self, name: str, first: bool) -> None:
-        while _marked(name):
-            time.sleep(LOOK_S)
+        while _job_alive(name):
+            time.sleep(POLL_S)
         try:
             remove(name, first)
         finally:
-            os._exit(0)  # a detached actor ends only so, and is not started again
+            os._exit(0)  # ends a detached actor; it is not restarted
 
 
-def _marked(name: str) -> bool:
+def _job_alive(name: str) -> bool:
     try:
-        ray.get_actor(name, SPACE)
+        ray.get_actor(name, NAMESPACE)
     except ValueError:
         return False
     return True
 
 
-class Served:
+class RewardReplica:
     """A replica."""
 
     def __init__(self, target: str, secret: str, path: list[str]) -> None:
@@ -144,12 +147,12 @@ class Served:
 
     async def __call__(self, request: Request) -> Response:
         body = await request.body()
-        status, answer = await asyncio.to_thread(self._runtime.http, request.method, dict(request.headers), body)
-        return Response(answer, status, media_type="application/json")
+        status, response = await asyncio.to_thread(self._runtime.http, request.method, dict(request.headers), body)
+        return Response(response, status, media_type="application/json")
 
 
 def deploy(app: dict[str, Any]) -> tuple[str, bool]:
-    """Runs on the head node: the address of the new application, and whether Serve had to be started for it."""
+    """Runs on the head node: the URL of the new application, and whether Serve was started for it."""
     host = ray.util.get_node_ip_address()
     first = not _applications()
     if first:
@@ -160,7 +163,7 @@ def deploy(app: dict[str, Any]) -> tuple[str, bool]:
     from ray.serve.context import _get_global_client
 
     options = _get_global_client().http_config
-    deployment = serve.deployment(Served, name="reward").options(
+    deployment = serve.deployment(RewardReplica, name="reward").options(
         ray_actor_options=app["actor"],
         max_ongoing_requests=2 * ONGOING,
         autoscaling_config={
@@ -182,7 +185,7 @@ def deploy(app: dict[str, Any]) -> tuple[str, bool]:
 
 
 def _start_serve(options: HTTPOptions) -> None:
-    """Serve kills a proxy that takes long to come up on a busy node, and starts another: so do not give up at once."""
+    """Serve kills a proxy that starts slowly on a busy node, and starts another: so retry."""
     for left in reversed(range(STARTS)):
         try:
             serve.start(http_options=options)

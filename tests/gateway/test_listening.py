@@ -1,4 +1,4 @@
-"""The gateway's listener, on real sockets."""
+"""The gateway's HTTP server, on real sockets."""
 
 import asyncio
 import socket
@@ -10,29 +10,29 @@ from gateways import tiny_template
 
 from rollart.core.errors import ServiceError
 from rollart.gateway.app import App
+from rollart.gateway.http import listening
 from rollart.gateway.limits import GatewayLimits
-from rollart.gateway.server import served
-from rollart.gateway.tenants import Tenants
+from rollart.gateway.session import SessionTable
 
 
 def app(folder: Path) -> App:
     template = tiny_template(folder)
 
     async def generate(*asked: object) -> None:
-        raise AssertionError("nobody asks for an answer here")
+        raise AssertionError("nothing is generated here")
 
-    return App(template, Tenants(template, generate), GatewayLimits(), "tiny")  # type: ignore[arg-type]
+    return App(template, SessionTable(template, generate), GatewayLimits(), "tiny")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_the_address_that_it_tells_is_where_it_answers(tmp_path: Path, host: str) -> None:
+def test_it_answers_at_the_url_that_it_yields(tmp_path: Path, host: str) -> None:
     if host == "::1" and not socket.has_dualstack_ipv6():
         pytest.skip("this machine has no IPv6")
 
     async def body() -> None:
         async with (
             asyncio.timeout(30),
-            served(app(tmp_path), host) as url,
+            listening(app(tmp_path), host) as url,
             aiohttp.ClientSession() as session,
             session.get(f"{url}/health") as answer,
         ):
@@ -44,7 +44,7 @@ def test_the_address_that_it_tells_is_where_it_answers(tmp_path: Path, host: str
 def test_a_port_that_is_taken_is_a_sentence(tmp_path: Path) -> None:
     async def body(port: int) -> None:
         with pytest.raises(ServiceError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .* choose another port"):
-            async with served(app(tmp_path), "127.0.0.1", port):
+            async with listening(app(tmp_path), "127.0.0.1", port):
                 raise AssertionError("it listens where somebody else does")
 
     with socket.create_server(("127.0.0.1", 0)) as other:

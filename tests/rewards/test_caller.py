@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rollart.rewards.calls import ENOUGH, Caller, Usage
-from rollart.rewards.transports.base import Busy, NoAnswer, Refused, Reply
-from rollart.rewards.wire import Answer
+from rollart.rewards.caller import MIN_LATENCIES, CallUsage, RemoteCaller
+from rollart.rewards.transports.base import CallFailed, CallRefused, PlatformBusy, TransportReply
+from rollart.rewards.wire import RewardResponse
 from rollart.simulate.clock import run
 
-FINE = Answer(value=1.0)
+FINE = RewardResponse(value=1.0)
 
 
 @dataclass
@@ -19,7 +19,7 @@ class Modelled:
     """Takes `seconds(number of the request)` and then answers, or raises, what `answers` says for it."""
 
     seconds: Callable[[int], float] = lambda number: 1.0
-    answers: dict[int, Answer | Exception] = field(default_factory=dict)
+    answers: dict[int, RewardResponse | Exception] = field(default_factory=dict)
     keys: list[str] = field(default_factory=list)
     begun: list[float] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
@@ -48,11 +48,11 @@ class Modelled:
         answer = self.answers.get(number, FINE)
         if isinstance(answer, Exception):
             raise answer
-        return Reply(answer, 0.5, 0.25, number == 0)
+        return TransportReply(answer, 0.5, 0.25, number == 0)
 
 
 def caller(transport, concurrency=8, deadline=10.0, hedge=True):
-    return Caller(transport, concurrency=concurrency, deadline=deadline, hedge=hedge)
+    return RemoteCaller(transport, concurrency=concurrency, deadline=deadline, hedge=hedge)
 
 
 def value(answer):
@@ -60,11 +60,11 @@ def value(answer):
 
 
 def ask(transport, tries=3, usage=None, **options):
-    return run(caller(transport, **options).call(b"body", value, tries, usage or Usage()))
+    return run(caller(transport, **options).call(b"body", value, tries, usage or CallUsage()))
 
 
 def test_a_failed_try_is_followed_by_others_with_the_same_key_and_longer_pauses():
-    transport, usage = Modelled(answers={0: NoAnswer("a"), 1: NoAnswer("b")}), Usage()
+    transport, usage = Modelled(answers={0: CallFailed("a"), 1: CallFailed("b")}), CallUsage()
     assert ask(transport, usage=usage) == 1.0
     assert len(transport.begun) == usage.tries == 3
     assert len(set(transport.keys)) == 1
@@ -73,50 +73,52 @@ def test_a_failed_try_is_followed_by_others_with_the_same_key_and_longer_pauses(
 
 
 def test_after_the_last_try_the_last_reason_is_raised():
-    transport = Modelled(answers={number: NoAnswer(f"reason {number}") for number in range(9)})
-    with pytest.raises(NoAnswer, match="reason 2"):
+    transport = Modelled(answers={number: CallFailed(f"reason {number}") for number in range(9)})
+    with pytest.raises(CallFailed, match="reason 2"):
         ask(transport)
     assert len(transport.begun) == 3
 
 
 def test_a_refusal_is_not_tried_again():
-    transport = Modelled(answers={0: Refused("no such function")})
-    with pytest.raises(Refused):
+    transport = Modelled(answers={0: CallRefused("no such function")})
+    with pytest.raises(CallRefused):
         ask(transport)
     assert len(transport.begun) == 1
 
 
-@pytest.mark.parametrize("bad", [Answer(), Answer(error="it raised"), Answer(value=float("nan"))])
+@pytest.mark.parametrize(
+    "bad", [RewardResponse(), RewardResponse(error="it raised"), RewardResponse(value=float("nan"))]
+)
 def test_a_bad_answer_is_a_failed_try_and_never_a_reward(bad):
-    with pytest.raises(NoAnswer):
+    with pytest.raises(CallFailed):
         ask(Modelled(answers=dict.fromkeys(range(3), bad)))
     assert ask(Modelled(answers={0: bad})) == 1.0
 
 
 def test_a_try_without_answer_ends_at_its_deadline_and_is_cancelled():
     transport = Modelled(seconds=lambda number: 100.0)
-    with pytest.raises(NoAnswer, match="no answer within 10 s"):
+    with pytest.raises(CallFailed, match="no response within 10 s"):
         ask(transport, tries=2)
     assert transport.cancelled == 2
 
 
 def test_a_busy_platform_costs_no_try():
-    transport = Modelled(answers=dict.fromkeys(range(6), Busy("busy")))
+    transport = Modelled(answers=dict.fromkeys(range(6), PlatformBusy("busy")))
     assert ask(transport, tries=1) == 1.0
 
 
 def test_a_platform_that_stays_busy_is_given_up_after_the_time_of_all_tries():
-    transport = Modelled(answers=dict.fromkeys(range(1000), Busy("busy", 1.0)))
-    with pytest.raises(Busy):
+    transport = Modelled(answers=dict.fromkeys(range(1000), PlatformBusy("busy", 1.0)))
+    with pytest.raises(PlatformBusy):
         ask(transport, tries=2)
     assert 20.0 <= transport.begun[-1] + 1.0 <= 27.0  # one back-off and one request later at most
 
 
 def test_everybody_waits_for_as_long_as_the_platform_asks():
     async def main():
-        transport = Modelled(answers={0: Busy("busy", 30.0)})
+        transport = Modelled(answers={0: PlatformBusy("busy", 30.0)})
         calls = caller(transport, concurrency=1)
-        await asyncio.gather(*(calls.call(bytes([number]), value, 1, Usage()) for number in range(3)))
+        await asyncio.gather(*(calls.call(bytes([number]), value, 1, CallUsage()) for number in range(3)))
         return transport.begun
 
     first, *others = run(main())
@@ -128,7 +130,7 @@ def test_no_more_calls_than_the_cap_are_under_way_and_callers_go_in_order():
     async def main():
         transport = Modelled()
         calls = caller(transport, concurrency=3)
-        await asyncio.gather(*(calls.call(b"%d" % number, value, 1, Usage()) for number in range(20)))
+        await asyncio.gather(*(calls.call(b"%d" % number, value, 1, CallUsage()) for number in range(20)))
         return transport
 
     transport = run(main())
@@ -139,14 +141,14 @@ def test_no_more_calls_than_the_cap_are_under_way_and_callers_go_in_order():
 async def warmed(transport, **options):
     """A caller that knows how long calls take."""
     calls = caller(transport, **options)
-    for number in range(ENOUGH):
-        await calls.call(b"warm %d" % number, value, 1, Usage())
+    for number in range(MIN_LATENCIES):
+        await calls.call(b"warm %d" % number, value, 1, CallUsage())
     return calls
 
 
 def test_a_slow_request_is_asked_for_again_and_the_first_answer_wins():
     async def main():
-        transport, usage = Modelled(seconds=lambda number: 9.0 if number == ENOUGH else 1.0), Usage()
+        transport, usage = Modelled(seconds=lambda number: 9.0 if number == MIN_LATENCIES else 1.0), CallUsage()
         calls = await warmed(transport)
         began = asyncio.get_running_loop().time()
         await calls.call(b"slow", value, 1, usage)
@@ -162,38 +164,38 @@ def test_a_slow_request_is_asked_for_again_and_the_first_answer_wins():
 def test_a_second_request_that_fails_does_not_spoil_the_first():
     async def main():
         transport = Modelled(
-            seconds=lambda number: 3.0 if number == ENOUGH else 1.0, answers={ENOUGH + 1: NoAnswer("no")}
+            seconds=lambda number: 3.0 if number == MIN_LATENCIES else 1.0, answers={MIN_LATENCIES + 1: CallFailed("no")}
         )
         calls = await warmed(transport)
-        return await calls.call(b"slow", value, 1, Usage())
+        return await calls.call(b"slow", value, 1, CallUsage())
 
     assert run(main()) == 1.0
 
 
 def test_without_hedging_or_a_free_place_there_is_no_second_request():
     async def main(**options):
-        transport = Modelled(seconds=lambda number: 5.0 if number == ENOUGH else 1.0)
+        transport = Modelled(seconds=lambda number: 5.0 if number == MIN_LATENCIES else 1.0)
         calls = await warmed(transport, **options)
-        await calls.call(b"slow", value, 1, Usage())
+        await calls.call(b"slow", value, 1, CallUsage())
         return len(transport.begun)
 
-    assert run(main(hedge=False)) == run(main(concurrency=1)) == ENOUGH + 1
-    assert run(main()) == ENOUGH + 2
+    assert run(main(hedge=False)) == run(main(concurrency=1)) == MIN_LATENCIES + 1
+    assert run(main()) == MIN_LATENCIES + 2
 
 
 def test_second_requests_stay_a_small_share_when_everything_gets_slow():
     async def main():
-        transport = Modelled(seconds=lambda number: 1.0 if number < ENOUGH else 8.0)
-        calls, usages = await warmed(transport, concurrency=1000), [Usage() for _ in range(200)]
+        transport = Modelled(seconds=lambda number: 1.0 if number < MIN_LATENCIES else 8.0)
+        calls, usages = await warmed(transport, concurrency=1000), [CallUsage() for _ in range(200)]
         await asyncio.gather(*(calls.call(b"%d" % n, value, 1, usage) for n, usage in enumerate(usages)))
         return sum(usage.hedges for usage in usages)
 
-    assert 0 < run(main()) <= 0.1 * (200 + ENOUGH) + 1
+    assert 0 < run(main()) <= 0.1 * (200 + MIN_LATENCIES) + 1
 
 
 def test_what_a_call_costs_is_counted():
-    usage = Usage()
-    ask(Modelled(answers={0: Answer(error="once")}), usage=usage)
+    usage = CallUsage()
+    ask(Modelled(answers={0: RewardResponse(error="once")}), usage=usage)
     assert (usage.tries, usage.cold, usage.first_byte_s, usage.billed_s) == (2, True, 0.5, 0.5)
 
 
@@ -201,11 +203,11 @@ def test_a_cancelled_call_takes_its_request_with_it():
     async def main():
         transport = Modelled(seconds=lambda number: 100.0)
         calls = caller(transport, concurrency=1)
-        task = asyncio.create_task(calls.call(b"body", value, 1, Usage()))
+        task = asyncio.create_task(calls.call(b"body", value, 1, CallUsage()))
         await asyncio.sleep(1)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         transport.seconds = lambda number: 1.0
-        return transport.cancelled, await calls.call(b"next", value, 1, Usage())
+        return transport.cancelled, await calls.call(b"next", value, 1, CallUsage())
 
     assert run(main()) == (1, 1.0)

@@ -1,4 +1,4 @@
-"""The gateway for a saved model: one engine in a child process, one key, no training."""
+"""`rollart serve`: the gateway for a saved model, with one engine in a child process, one key and no training."""
 
 import json
 import secrets
@@ -18,22 +18,21 @@ from rollart.core.types import Completion, GenerationRequest, Sampling
 from rollart.engines.backends import BACKENDS
 from rollart.engines.client import EngineClient
 from rollart.gateway.app import App
-from rollart.gateway.limits import GatewayLimits
-from rollart.gateway.messages import EpisodeLimits
-from rollart.gateway.server import served
+from rollart.gateway.http import listening
+from rollart.gateway.limits import EpisodeLimits, GatewayLimits
+from rollart.gateway.session import SessionTable
 from rollart.gateway.template import ChatTemplate
-from rollart.gateway.tenants import Tenants
 from rollart.hardware.gpus import gpus
 from rollart.launch import rpc
 from rollart.launch.launcher import ResourceRequest, ServiceHandle, service_command
 from rollart.launch.local import LocalLauncher
 
-PARALLEL = 1024
+MAX_PARALLEL = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """A model that is being served. `wait` raises ServiceError once its engine has ended."""
+class ModelServer:
+    """`wait` raises ServiceError once the engine has ended."""
 
     endpoint: Endpoint
     engine: ServiceHandle
@@ -43,10 +42,10 @@ class Saved:
 
 
 @asynccontextmanager
-async def serving(
+async def serve_model(
     model: Path, *, name: str, key: str, host: str, port: int, config: EngineConfig, limits: GatewayLimits
-) -> AsyncIterator[Saved]:
-    """Raises ServiceError if the engine or the listener cannot start."""
+) -> AsyncIterator[ModelServer]:
+    """Raises ServiceError if the engine or the HTTP server cannot start."""
     template = ChatTemplate(model)
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollart-serve-")))
@@ -59,30 +58,30 @@ async def serving(
         )
         engine = await launcher.launch(command, ResourceRequest(classes))
         client = await stack.enter_async_context(rpc.connected(str(engine.answer["url"]), key=launcher.key))
-        own = EngineClient(client, deadline=limits.answer_s)
+        own = EngineClient(client, deadline=limits.response_s)
 
-        def generate(request: GenerationRequest, listener: TokenStream | None = None, /) -> Awaitable[Completion]:
-            return own.generate(request) if listener is None else own.stream(request, listener)
+        def generate(request: GenerationRequest, stream: TokenStream | None = None, /) -> Awaitable[Completion]:
+            return own.generate(request) if stream is None else own.stream(request, stream)
 
-        tenants = Tenants(template, generate)
-        tenants.open(key, _terms(model))
-        app = App(template, tenants, limits, name, any_model=False)
-        url = await stack.enter_async_context(served(app, host, port))
-        yield Saved(Endpoint(url, key, name), engine)
+        sessions = SessionTable(template, generate)
+        sessions.open(key, _limits(model))
+        app = App(template, sessions, limits, name, any_model=False)
+        url = await stack.enter_async_context(listening(app, host, port))
+        yield ModelServer(Endpoint(url, key, name), engine)
 
 
-def _terms(model: Path) -> EpisodeLimits:
-    """The model's own settings, where a client asks for no others."""
-    about, wishes = _json(model / "config.json"), _json(model / "generation_config.json")
+def _limits(model: Path) -> EpisodeLimits:
+    """Defaults from the model's own settings; clients may change them."""
+    about, defaults = _json(model / "config.json"), _json(model / "generation_config.json")
     context = int(about.get("max_position_embeddings") or 4096)
     sampling = Sampling(
-        temperature=wishes.get("temperature") or 1.0,
-        top_p=wishes.get("top_p") or 1.0,
-        top_k=wishes.get("top_k") or 0,
+        temperature=defaults.get("temperature") or 1.0,
+        top_p=defaults.get("top_p") or 1.0,
+        top_k=defaults.get("top_k") or 0,
         max_tokens=context,
     )
     return EpisodeLimits(
-        "serve", "serve", secrets.randbits(31), sampling, context, parallel=PARALLEL, fixed=False, record=False
+        "serve", "serve", secrets.randbits(31), sampling, context, max_parallel=MAX_PARALLEL, fixed=False, record=False
     )
 
 

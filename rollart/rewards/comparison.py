@@ -1,4 +1,4 @@
-"""A reward that runs elsewhere against the same function here, on the episodes of a run."""
+"""Compares a remote reward with the same function here, on recorded episodes of a run."""
 
 import asyncio
 import math
@@ -10,13 +10,13 @@ from pathlib import Path
 from rollart.core.errors import RewardFailed
 from rollart.core.protocols import RewardInvoker
 from rollart.core.types import Episode, EpisodeTurn, Outcome, RewardResult, Trajectory
-from rollart.rewards.runtime import Reward, call, sentence
+from rollart.rewards.runtime import RewardFunction, call, error_sentence
 from rollart.rollout.ledger import SqliteLedger
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """One episode. A failure is a text, a reward is not; `same` if both sides failed, or agree."""
+class Comparison:
+    """One episode; a failure is its text. `same` if both sides failed, or agree."""
 
     episode: str
     here: RewardResult | str
@@ -40,36 +40,36 @@ def _close(one: float, other: float) -> bool:
 
 
 def episode_of(trajectory: Trajectory) -> Episode:
-    """What the reward function saw."""
+    """The episode as the reward function gets it."""
     turns = tuple(EpisodeTurn(turn.messages, turn.action, turn.reward) for turn in trajectory.turns)
     truncated = trajectory.outcome is Outcome.TRUNCATED
     return Episode(trajectory.id, trajectory.task, trajectory.seed, turns, truncated, trajectory.info)
 
 
-def recorded(run_dir: Path, limit: int, tasks: Iterable[str] = ()) -> list[Episode]:
-    """The last episodes of a run that were scored, or failed to be. Raises RollartError."""
+def recorded_episodes(run_dir: Path, limit: int, tasks: Iterable[str] = ()) -> list[Episode]:
+    """The last `limit` episodes of a run that were scored, or whose reward failed. Raises RollartError."""
     with closing(SqliteLedger.open_readonly(run_dir / "ledger.sqlite")) as ledger:
         return [episode_of(trajectory) for trajectory in ledger.scored(limit, tuple(tasks))]
 
 
 async def compare(
-    function: Reward, args: dict[str, object], invoker: RewardInvoker, task: str, episodes: Sequence[Episode]
-) -> list[Compared]:
+    function: RewardFunction, args: dict[str, object], invoker: RewardInvoker, task: str, episodes: Sequence[Episode]
+) -> list[Comparison]:
     async def there(episode: Episode) -> RewardResult | str:
         try:
             return await invoker.score(task, episode)
         except RewardFailed as error:
             return str(error)
 
-    far = await asyncio.gather(*(there(episode) for episode in episodes))
+    remote = await asyncio.gather(*(there(episode) for episode in episodes))
     return [
-        Compared(episode.id, here(function, args, episode), result)
-        for episode, result in zip(episodes, far, strict=True)
+        Comparison(episode.id, here(function, args, episode), result)
+        for episode, result in zip(episodes, remote, strict=True)
     ]
 
 
-def here(function: Reward, args: dict[str, object], episode: Episode) -> RewardResult | str:
+def here(function: RewardFunction, args: dict[str, object], episode: Episode) -> RewardResult | str:
     try:
         return call(function, [episode], args)[0]
     except Exception as error:  # the user's code may raise anything; the comparison shows it
-        return sentence(error)
+        return error_sentence(error)
