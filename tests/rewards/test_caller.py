@@ -164,7 +164,8 @@ def test_a_slow_request_is_asked_for_again_and_the_first_answer_wins():
 def test_a_second_request_that_fails_does_not_spoil_the_first():
     async def main():
         transport = Modelled(
-            seconds=lambda number: 3.0 if number == MIN_LATENCIES else 1.0, answers={MIN_LATENCIES + 1: CallFailed("no")}
+            seconds=lambda number: 3.0 if number == MIN_LATENCIES else 1.0,
+            answers={MIN_LATENCIES + 1: CallFailed("no")},
         )
         calls = await warmed(transport)
         return await calls.call(b"slow", value, 1, CallUsage())
