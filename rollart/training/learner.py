@@ -187,7 +187,7 @@ class Learner:
         self._publisher.publish(order.version, order.id, shards, aliases)
 
     def steps(self) -> dict[str, float]:
-        """Optimizer steps of each parameter that has had any."""
+        """Optimizer steps of each parameter that has any."""
         state = self.optimizer.state
         return {name: state[p]["step"].item() for name, p in self.policy.parameters().items() if p in state}
 

@@ -5,7 +5,7 @@ to end, [1, T], with no padding. Attention alone puts them into a right-padded [
 causal mask no token sees what lies to its right, so padding never leaks and no mask is built. The function is
 registered with transformers, so any of its decoders can use it.
 
-A trajectory is one sequence however many turns it has: history is trained once.
+A trajectory is one sequence for all its turns: history is trained once.
 """
 
 from collections.abc import Sequence

@@ -132,7 +132,7 @@ def test_every_stop_token_of_the_folder_is_honoured(tmp_path: Path) -> None:
     ),
     st.integers(1, 20_000),
 )
-def test_only_messages_that_are_too_long_are_told_not_to_fit(
+def test_only_messages_that_are_too_long_are_reported_not_to_fit(
     renderers: dict[str, ChatRenderer], name: str, parts: list[tuple[str, int]], room: int
 ) -> None:
     messages = [Message("user", "".join(text * times for text, times in parts))]
@@ -140,7 +140,7 @@ def test_only_messages_that_are_too_long_are_told_not_to_fit(
     assert fits or len(renderers[name].extend("stop", messages)) > room
 
 
-def test_millions_of_characters_are_told_not_to_fit_without_tokenizing_them(
+def test_millions_of_characters_are_reported_not_to_fit_without_tokenizing_them(
     renderers: dict[str, ChatRenderer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     renderer, encoded = renderers["chatml"], list[int]()

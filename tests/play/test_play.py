@@ -124,6 +124,6 @@ def test_the_limits_of_the_task_end_it_with_their_name(run_file: Path) -> None:
         (["guess", "--set", "tasks.guess.args.top=-1"], "GuessNumber needs 1 <= min_width"),
     ],
 )
-def test_what_cannot_be_played_is_told_in_a_sentence(run_file: Path, arguments: list[str], sentence: str) -> None:
+def test_what_cannot_be_played_is_reported_in_a_sentence(run_file: Path, arguments: list[str], sentence: str) -> None:
     code, _, errors = play(run_file, *arguments)
     assert code == 2 and sentence in errors and "Traceback" not in errors

@@ -65,7 +65,7 @@ def free_address() -> str:
 
 @asynccontextmanager
 async def rank_processes(spec: dict[str, Any], ranks: int, logs: Path) -> AsyncIterator[list[RankProcess]]:
-    """Started, perhaps not yet ready; whatever still runs at the end is killed."""
+    """Started, perhaps not yet ready; those that still run at the end are killed."""
     address = free_address()
     started = [
         await start_rank(

@@ -41,8 +41,8 @@ def test_reinforce_pp_by_hand() -> None:
     # over the batch: mean 1/3, mean square 1.5/6, variance 1/4 - 1/9 = 5/36
     deviation = math.sqrt(5) / 6
     expected = [[(r - 1 / 3) / deviation for r in group] for group in GROUPS]
-    for got, wanted in zip(reinforce_pp(GROUPS), expected, strict=True):
-        assert got == pytest.approx(wanted, rel=1e-5)
+    for values, hand in zip(reinforce_pp(GROUPS), expected, strict=True):
+        assert values == pytest.approx(hand, rel=1e-5)
 
 
 REWARDS = st.lists(st.lists(st.floats(-10, 10), min_size=1, max_size=6), min_size=1, max_size=5)

@@ -34,20 +34,20 @@ class Talk:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
-    def heard(self, tokens: list[int]) -> None:
+    def observe(self, tokens: list[int]) -> None:
         self.mask += [0] * len(tokens)
         self.logprobs += [0.0] * len(tokens)
         self.versions += [-1] * len(tokens)
 
 
 class Loop:
-    """An engine and a trainer with the same tiny model. `told` is the temperature that the trainer believes in."""
+    """An engine and a trainer with the same tiny model. `trained_at` is the temperature given to the trainer."""
 
-    def __init__(self, folder: Path, *, told: float = 1.0, on_swap: str = "recompute", **sampling: float) -> None:
+    def __init__(self, folder: Path, *, trained_at: float = 1.0, on_swap: str = "recompute", **sampling: float) -> None:
         model = EngineModel.open(save_tiny(folder, initializer_range=0.3), torch.float32, "cpu")
         self.engine = Stepper(model, EngineConfig(on_swap=on_swap))  # type: ignore[arg-type]
         self.trainer = Trainer(folder, TrainingConfig(lr=3e-3, lr_warmup=0))
-        self.told, self.sampling = told, Sampling(max_tokens=ANSWER, **sampling)  # type: ignore[arg-type]
+        self.trained_at, self.sampling = trained_at, Sampling(max_tokens=ANSWER, **sampling)  # type: ignore[arg-type]
         self.warnings: list[str] = []
         self._model, self._draw, self._names = model, random.Random(0), 0
 
@@ -56,7 +56,7 @@ class Loop:
         for _ in range(count):
             question = self._question()
             talks.append(Talk(str(self._names), question))
-            talks[-1].heard(question)
+            talks[-1].observe(question)
             self._names += 1
         return talks
 
@@ -80,11 +80,11 @@ class Loop:
         for talk in talks:
             question = self._question()
             talk.tokens += question
-            talk.heard(question)
+            talk.observe(question)
 
     def train(self, talks: Sequence[Talk], spoil: Spoil = lambda sample: sample) -> StepMetrics:
         samples = [
-            Sample(t.name, "t", t.tokens, t.mask, t.logprobs, t.versions, float(n % 2), temperature=self.told)
+            Sample(t.name, "t", t.tokens, t.mask, t.logprobs, t.versions, float(n % 2), temperature=self.trained_at)
             for n, t in enumerate(talks)
         ]
         group = SampleGroup("g", "t", tuple(map(spoil, samples)))
@@ -130,7 +130,7 @@ def test_a_healthy_run_is_silent_and_its_fresh_tokens_agree(tmp_path: Path) -> N
 
 
 def test_a_temperature_that_the_trainer_knows_is_no_fault(tmp_path: Path) -> None:
-    loop = Loop(tmp_path, told=0.6, temperature=0.6)
+    loop = Loop(tmp_path, trained_at=0.6, temperature=0.6)
     loop.round()
     assert loop.warnings == []
 
@@ -146,7 +146,7 @@ def test_a_wrong_temperature_is_named_with_its_factor(tmp_path: Path, temperatur
 
 
 def test_logprobs_before_temperature_are_named_as_a_temperature(tmp_path: Path) -> None:
-    loop = Loop(tmp_path, told=0.6, temperature=0.6)
+    loop = Loop(tmp_path, trained_at=0.6, temperature=0.6)
 
     def raw(sample: Sample) -> Sample:
         with torch.no_grad():
@@ -219,7 +219,7 @@ def test_versions_that_are_swapped_are_named(tmp_path: Path) -> None:
     assert warning.startswith("version label") and "mixed up" in warning
 
 
-def test_a_fault_is_told_again_only_after_a_while() -> None:
+def test_a_fault_is_reported_again_only_after_a_while() -> None:
     guard, rows = Guard(), [row(age=0, mean=0.2)]
     assert [bool(guard.check(step, rows)) for step in range(REPEAT_STEPS + 1)] == [True] + [False] * (
         REPEAT_STEPS - 1

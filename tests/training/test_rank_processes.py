@@ -52,7 +52,7 @@ def test_rank_0_serves_for_all_and_takes_them_along_when_it_ends(tmp_path: Path,
                 if root.name != "weights":
                     reader.close()
             await trainer.save(tmp_path / "checkpoint")
-            with pytest.raises(ServiceError, match="is not there"):
+            with pytest.raises(ServiceError, match="does not exist"):
                 await trainer.load(tmp_path / "nothing")
             await trainer.load(tmp_path / "checkpoint")
             ranks[0].close_stdin()
@@ -98,7 +98,7 @@ def test_the_end_of_stdin_ends_a_rank_inside_a_collective(tmp_path: Path, spec: 
     asyncio.run(body())
 
 
-def test_a_rank_that_waits_for_the_others_ends_when_told(tmp_path: Path, spec: dict[str, Any]) -> None:
+def test_a_rank_that_waits_for_the_others_exits_on_request(tmp_path: Path, spec: dict[str, Any]) -> None:
     async def body() -> None:
         group = {"rank": 0, "ranks": 2, "address": free_address()}
         rank = await start_rank(spec | {"group": group}, tmp_path / "rank.log")

@@ -12,7 +12,7 @@ HERE = __name__
 
 
 class Countdown:
-    """Ends after as many steps as it was told; `step` answers with a tuple."""
+    """Ends after a given number of steps; `step` returns a tuple."""
 
     def __init__(self, length: int = 2, held_out: bool = False) -> None:
         assert not held_out

@@ -93,7 +93,7 @@ def test_a_child_process_prepares_the_same_model(tmp_path: Path) -> None:
     assert [each.stage for each in seen] == ["demonstrations", *["warmup"] * 3]
 
 
-def test_an_error_in_the_child_is_told_as_a_sentence(tmp_path: Path) -> None:
+def test_an_error_in_the_child_is_reported_as_a_sentence(tmp_path: Path) -> None:
     run = run_file({"path": tmp_path / "nowhere"})
     with pytest.raises(RollartError, match="is not a Hugging Face folder"):
         asyncio.run(prepare_in_child(run, tmp_path / "child", ignore, tmp_path / "prepare.log"))
