@@ -25,7 +25,7 @@ from rollart.config import AlgorithmConfig, EngineConfig, TinyModelConfig, Train
 from rollart.core.schedule import Schedule
 from rollart.core.types import Batch, Episode, Message, Publication, RewardResult, Sampling, Step
 from rollart.engines.torch.engine import TorchEngine
-from rollart.engines.torch.model import Model
+from rollart.engines.torch.model import EngineModel
 from rollart.models import tiny
 from rollart.models.chat import ChatRenderer
 from rollart.rollout.engine_registry import EngineRegistry
@@ -88,7 +88,7 @@ async def train(folder: Path, steps: int = STEPS) -> list[float]:
     """Returns the mean reward of each batch."""
     model = tiny.make(TinyModelConfig(hidden=64, layers=2, heads=2, kv_heads=1, context=64), folder / "model", seed=0)
     weights = folder / "weights"  # the weight store: the trainer writes versions, engines read them
-    engine = TorchEngine(Model.open(model), EngineConfig(max_batch=256), store=WeightReader(weights))
+    engine = TorchEngine(EngineModel.open(model), EngineConfig(max_batch=256), store=WeightReader(weights))
 
     # The control plane has no threads, no network and no clock of its own: the same code runs simulated clusters.
     router = Router(EngineRegistry({"engine": engine}))

@@ -29,7 +29,7 @@ class EngineModel:
         network.set_attn_implementation(ROWS)
 
     @classmethod
-    def open(cls, folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> "Model":
+    def open(cls, folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> "EngineModel":
         return cls(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device))
 
     def forward(self, step: StepInputs) -> Tensor:
