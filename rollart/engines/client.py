@@ -1,4 +1,4 @@
-"""An engine in another process, spoken to over one connection."""
+"""Client of an engine in another process, over one connection."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from rollart.launch import rpc
 T = TypeVar("T")
 SHORT_S = 30.0
 _tokens = msgspec.msgpack.Decoder(list[int])
-LOAD_S = 3600.0  # a bucket that does not come ends a load much sooner
+LOAD_S = 3600.0  # a missing bucket ends a load much sooner
 
 
 @dataclass(frozen=True, slots=True)
 class StreamRequest:
-    """A request whose tokens are to be told `every` so many."""
+    """A request whose tokens are streamed in groups of `every`."""
 
     request: GenerationRequest
     every: int
@@ -50,8 +50,9 @@ class EngineClient:
                 enough = True
                 self._client.send("abort", request.id)
 
-        asked = StreamRequest(request, listener.every)
-        completion = await self._call("stream", asked, Completion, self._deadline, on_item)
+        completion = await self._call(
+            "stream", StreamRequest(request, listener.every), Completion, self._deadline, on_item
+        )
         return replace(completion, finish="length") if enough and completion.finish == "abort" else completion
 
     async def prefill(self, request: GenerationRequest) -> int:

@@ -1,7 +1,7 @@
-"""When a delta arrives before the plain bucket would: predicted per bucket and link, from what was measured.
+"""Predicts whether a delta arrives before the plain bucket would, per bucket and link.
 
-A bucket takes its bytes over the speed of the link. As a delta it takes fewer bytes, but has to be encoded before and
-decoded after. How many bytes is known from a sample of it, how fast the codec is from a trial on this machine.
+A plain bucket takes its bytes over the speed of the link. A delta has fewer bytes, but must be encoded and decoded. Its
+size is predicted from a sample, the speed of the codec measured on this machine.
 """
 
 import threading
@@ -13,8 +13,7 @@ import numpy as np
 
 from rollart.weights.delta import Buffer, changed_shares, decode, encode, plane_bytes
 
-ANCHOR_EVERY = 16
-"""One of so many versions has no base and is told in full, so that nobody depends on a long chain of them."""
+ANCHOR_EVERY = 16  # versions; an anchor has no base and is sent in full, so that chains of deltas stay short
 
 TRIALS, TRIAL_BYTES, TRIAL_SHARE = 3, 1 << 20, 0.1
 
@@ -24,7 +23,7 @@ RUNS, RUN = 64, 4096
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """Bytes of a bucket that are encoded, and decoded, in a second."""
+    """Bytes of a bucket encoded, and decoded, per second."""
 
     encode: float
     decode: float
@@ -36,19 +35,19 @@ class Codec:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Bytes a second between two machines, and how fast they encode and decode."""
+    """Speed of a link, and of the codec at its ends."""
 
     bytes_per_s: float
     codec: Codec
 
     def seconds(self, size: int, delta_bytes: float | None = None) -> float:
-        """For a bucket of `size` bytes: plain, or as a delta of so many. The steps of a delta follow one another."""
+        """For a bucket of `size` bytes: plain, or as a delta of `delta_bytes`, whose steps do not overlap."""
         if delta_bytes is None:
             return size / self.bytes_per_s
         return size * self.codec.seconds_per_byte + delta_bytes / self.bytes_per_s
 
     def pays(self, base: Buffer, new: Buffer, item_bytes: int) -> bool:
-        """Whether a delta is predicted to be faster. Costs nothing where the link outruns the codec."""
+        """Whether a delta is predicted to be faster. Free where the link is faster than the codec."""
         size = memoryview(new).nbytes
         if self.seconds(size, 0) >= self.seconds(size):
             return False
@@ -56,7 +55,7 @@ class Link:
 
 
 def predicted_bytes(base: Buffer, new: Buffer, item_bytes: int) -> int:
-    """About how long the delta would be, from evenly spread runs of elements: a small part of the work of encoding."""
+    """Predicted size of the delta, from evenly spread runs of elements: a fraction of the work of encoding."""
     old, made = np.frombuffer(base, np.uint8), np.frombuffer(new, np.uint8)
     items = len(made) // item_bytes
     cuts = [slice(0, items * item_bytes)]
@@ -69,13 +68,13 @@ def predicted_bytes(base: Buffer, new: Buffer, item_bytes: int) -> int:
 
 
 def break_even(size: int, delta_bytes: int, codec: Codec) -> float:
-    """Links of fewer bytes a second than this are better served with the delta; 0 if none is."""
+    """Links slower than this, in bytes per second, are faster with the delta; 0 if none is."""
     return max(0, size - delta_bytes) / (size * codec.seconds_per_byte)
 
 
 def measured_codec() -> Codec:
-    """This machine's, found once by encoding and decoding a megabyte of which a tenth has changed: the best of some
-    trials by CPU time, because others may be using the cores just now."""
+    """Of this machine, measured once on a megabyte of which a tenth has changed: the best of `TRIALS` by CPU time,
+    because the cores may be busy."""
     with _measuring:
         return _measured_codec()
 

@@ -1,9 +1,9 @@
-"""Deltas on the way between two hosts: who asks for a bucket tells which base it holds and how fast the link has been,
-and who serves it answers with the delta where that is predicted to be faster.
+"""Deltas between hosts: the request for a bucket names the base that the receiver has and the measured speed of the
+link; the server sends the delta where that is predicted to be faster.
 
 Invariants: a base is named by the id of its publication, and both sides hold it while they use it. The checksum of the
-bucket decides whatever the way: a delta that gives anything else is refused, and the bucket is asked for plain. A
-version without a base (the first, and one of every `ANCHOR_EVERY`) is always sent in full.
+bucket decides in any case: a delta that does not match is refused, and the bucket is requested plain. A version without
+a base (the first, and one of every `ANCHOR_EVERY`) is always sent in full.
 """
 
 import threading
@@ -17,21 +17,18 @@ from rollart.weights.store import MissingVersion, Shard, Store
 BASE, SPEED, ENCODING = "X-Base", "X-Link", "X-Encoding"
 DELTA = "delta"
 KEPT = 4
-LEAST_MEASURED = 4 << 20
-"""Fewer bytes than these say more about buffers than about the link."""
-
-FAST_LINK = 1e9
-"""Bytes a second at which no codec keeps up, so that nothing need be asked or measured."""
+MIN_MEASURED = 4 << 20  # bytes; fewer measure buffers, not the link
+FAST_LINK = 1e9  # bytes per second; no codec is faster, so nothing is requested or measured
 
 
 class LinkSpeeds:
-    """What a stream from a source, by its address, has been seen to carry; the last measurements count most."""
+    """Moving average of the speed of a stream, by the address of its source."""
 
     def __init__(self) -> None:
         self._speeds: dict[str, float] = {}
 
-    def measured(self, source: str, size: int, seconds: float) -> None:
-        if size >= LEAST_MEASURED and seconds > 0:
+    def record(self, source: str, size: int, seconds: float) -> None:
+        if size >= MIN_MEASURED and seconds > 0:
             old = self._speeds.get(source, size / seconds)
             self._speeds[source] = 0.5 * old + 0.5 * size / seconds
 
@@ -39,25 +36,24 @@ class LinkSpeeds:
         return self._speeds.get(source)
 
 
-speeds = LinkSpeeds()
-"""Of this process: receivers come and go, links stay."""
+speeds = LinkSpeeds()  # of this process: receivers come and go, links stay
 
 
 class DeltaBase:
-    """The version that buckets may be told against, in the memory of who asks."""
+    """The version at the receiver that deltas may be relative to."""
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
 
     @classmethod
     def of(cls, store: Store, manifest: Manifest) -> "DeltaBase | None":
-        """None if it is not here, or not all of it."""
+        """None if it is not in the store, or incomplete."""
         shard = _base(store, manifest)
         return None if shard is None else cls(shard)
 
     def ask(self, source: str, streams: int) -> dict[str, str]:
-        """The headers that ask for a delta; none over a link that is too fast for it, or not measured yet. The link
-        carries as many streams at once, but encoding them all may be the work of one core."""
+        """The headers that request a delta; none for a link that is too fast or not yet measured. The link carries
+        `streams` at once, but one core may have to encode them all."""
         speed = (speeds.of(source) or FAST_LINK) * streams
         if speed >= FAST_LINK:
             return {}
@@ -72,7 +68,7 @@ class DeltaBase:
 
 
 class DeltaCache:
-    """Of what is in `store`, for those who ask. The last few are kept: several may ask for the same."""
+    """Deltas of shards in `store`. The last `KEPT` are cached: several receivers may request the same."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -80,7 +76,7 @@ class DeltaCache:
         self._lock = threading.Lock()
 
     def answer(self, shard: Shard, start: int, stop: int, base: str | None, bytes_per_s: int) -> bytes | None:
-        """For who holds `base`, at the end of a link of that speed. None: send the bytes as they are."""
+        """For a receiver that has `base`, over a link of that speed. None: send the plain bytes."""
         manifest = shard.manifest
         bucket = start // manifest.bucket_bytes
         if base is None or base != manifest.base or bytes_per_s <= 0 or (start, stop) != manifest.bounds(bucket):
@@ -126,7 +122,7 @@ def _base(store: Store, manifest: Manifest) -> Shard | None:
 
 
 def most_common_item(manifest: Manifest, start: int, stop: int) -> int:
-    """The size of the elements that most of these bytes belong to."""
+    """The size of most elements in this range."""
     covered: dict[int, int] = {1: 0}
     for piece in manifest.pieces:
         inside = min(stop, piece.end) - max(start, piece.offset)

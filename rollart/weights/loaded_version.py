@@ -1,7 +1,7 @@
-"""A version in this process: its shards, checked bucket by bucket, and the tensors that they make.
+"""A version in this process: its shards, checked bucket by bucket, and their tensors.
 
-Tensors are views of the shards' memory where a shard has all of a tensor, and else are put together from their pieces.
-They are read-only, and good until `release`.
+A tensor is a view of a shard's memory if the shard has all of it, else a copy assembled from its pieces. Tensors are
+read-only, and valid until `release`.
 """
 
 import warnings
@@ -17,7 +17,7 @@ from rollart.core.errors import RollartError
 from rollart.weights.manifest import ITEM_BYTES, Manifest, ShardPiece
 from rollart.weights.store import Shard
 
-LOOKS = 3  # at a bucket whose bytes do not fit its checksum
+CHECKS = 3  # of a bucket whose checksum is wrong
 
 with warnings.catch_warnings():  # the memory is mapped read-only on purpose, and torch says so only once
     warnings.simplefilter("ignore")
@@ -25,12 +25,11 @@ with warnings.catch_warnings():  # the memory is mapped read-only on purpose, an
 
 
 class CorruptWeights(RollartError):
-    """Bytes that are not what was published."""
+    """Bytes that differ from what was published."""
 
 
 class LoadedVersion:
-    """`checked` tells for each shard whether its buckets have been checked already, on their way into this memory.
-    `transport` is how they came."""
+    """`checked` says for each shard whether its buckets were checked on arrival. `transport` is how they came."""
 
     def __init__(self, shards: Sequence[Shard], *, checked: Sequence[bool], patience: float) -> None:
         self.shards, self.transport = shards, ""
@@ -45,7 +44,7 @@ class LoadedVersion:
 
     def arrive(self) -> Iterator[tuple[str, Tensor]]:
         """Tensors as they come, each once its bytes are there and checked. Raises MissingVersion, CorruptWeights."""
-        awaited = _Awaited([shard.manifest for shard in self.shards])
+        pending = _PendingTensors([shard.manifest for shard in self.shards])
         aliases: dict[str, list[str]] = defaultdict(list)
         for alias, owner in self.shards[0].manifest.aliases.items():
             aliases[owner].append(alias)
@@ -54,8 +53,8 @@ class LoadedVersion:
                 if bucket >= shard.manifest.buckets:
                     continue
                 self._check(shard, bucket, self._checked[number])
-                for name in awaited.here(number, shard.manifest.bounds(bucket)[1]):
-                    tensor = self._tensor(awaited.pieces[name])
+                for name in pending.completed(number, shard.manifest.bounds(bucket)[1]):
+                    tensor = self._tensor(pending.pieces[name])
                     for known in (name, *aliases[name]):
                         self.tensors[known] = tensor
                         yield known, tensor
@@ -67,7 +66,7 @@ class LoadedVersion:
         return self.tensors
 
     def release(self) -> None:
-        """The memory may be used for other versions from now on."""
+        """The memory may then be used for other versions."""
         if not self._released:
             self._released = True
             self.tensors = {}
@@ -77,13 +76,13 @@ class LoadedVersion:
     def _check(self, shard: Shard, bucket: int, checked: bool) -> None:
         expected = shard.sum(bucket, self._patience)
         start, stop = shard.manifest.bounds(bucket)
-        for _ in range(0 if checked else LOOKS):
+        for _ in range(0 if checked else CHECKS):
             if xxhash.xxh3_64_intdigest(shard.data[start:stop]) == expected:
                 return
         if not checked:
             raise CorruptWeights(
-                f"bucket {bucket} of shard {shard.manifest.shard} of version {self.version} does not fit its checksum; "
-                "its memory is damaged, or was written to by somebody else"
+                f"bucket {bucket} of shard {shard.manifest.shard} of version {self.version} has a wrong checksum; "
+                "its memory is damaged, or another program wrote to it"
             )
 
     def _tensor(self, pieces: Sequence[tuple[int, ShardPiece]]) -> Tensor:
@@ -100,8 +99,8 @@ class LoadedVersion:
         return torch.frombuffer(self.shards[number].data, dtype=dtype, count=piece.part.count, offset=piece.offset)
 
 
-class _Awaited:
-    """Which tensors are complete, as the shards fill up from their beginnings."""
+class _PendingTensors:
+    """Which tensors are complete, as the shards fill up from the start."""
 
     def __init__(self, manifests: Sequence[Manifest]) -> None:
         self.pieces: dict[str, list[tuple[int, ShardPiece]]] = defaultdict(list)
@@ -114,8 +113,8 @@ class _Awaited:
             for name, parts in self.pieces.items()
         }
 
-    def here(self, number: int, until: int) -> Iterator[str]:
-        """The names of tensors that are complete now that shard `number` is there up to byte `until`."""
+    def completed(self, number: int, until: int) -> Iterator[str]:
+        """Names of the tensors that are complete once shard `number` has its bytes before `until`."""
         left = self._order[number]
         while left and left[-1].end <= until:
             part = left.pop().part

@@ -1,11 +1,11 @@
-"""What a version of the weights is made of: shards, cut into buckets, each with a checksum.
+"""What a version of the weights consists of: shards, cut into buckets, each with a checksum.
 
-A version is one shard for each rank of the trainer that publishes. A shard is one run of bytes: the pieces of tensors
-that its rank holds, one after the other, each at a multiple of `ALIGN`. Buckets are cuts of that run, all of
-`bucket_bytes` but the last; they know nothing of tensors. A piece is `count` elements of a tensor from element `start`
-on, in the tensor's flat order, so ranks that hold rows of a tensor hold one piece of it each.
+A version has one shard for each rank of the trainer. A shard is one run of bytes: the pieces of tensors that its rank
+holds, one after the other, each at a multiple of `ALIGN`. Buckets are cuts of that run, all of `bucket_bytes` but the
+last, independent of tensors. A piece is `count` elements of a tensor from element `start` on, in flat order, so ranks
+that hold rows of a tensor hold one piece of it each.
 
-Nothing here, nor in what it imports, needs more than the standard library and msgspec.
+Needs only the standard library and msgspec, as do its imports.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ from msgspec import Struct
 
 ALIGN = 64
 BUCKETS = 8
-LEAST_BUCKET, LARGEST_BUCKET = 4 << 20, 64 << 20
+MIN_BUCKET, MAX_BUCKET = 4 << 20, 64 << 20
 ITEM_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "bool": 1,
@@ -42,7 +42,7 @@ class TensorPart(Struct, frozen=True, gc=False):
 
 
 class ShardPiece(Struct, frozen=True, gc=False):
-    """A part, and the byte of the shard at which it begins."""
+    """A part and its byte offset in the shard."""
 
     part: TensorPart
     offset: int
@@ -53,9 +53,9 @@ class ShardPiece(Struct, frozen=True, gc=False):
 
 
 class Manifest(Struct, frozen=True):
-    """One shard of a version. `id` is that of the publication: a version that is published again, after a rollback, has
-    another one. `base` is the id of an earlier publication with the same pieces, against which buckets may be told as
-    differences. `aliases` are further names of tensors, by which tied ones are known."""
+    """One shard of a version. `id` is that of the publication: a version published again after a rollback has another.
+    `base` is the id of an earlier publication with the same pieces, for deltas. `aliases` are the other names of tied
+    tensors."""
 
     version: int
     id: str
@@ -88,7 +88,7 @@ class Manifest(Struct, frozen=True):
 
 
 def lay_out(parts: Iterable[TensorPart]) -> tuple[tuple[ShardPiece, ...], int]:
-    """Where each part goes, and the size of it all."""
+    """The offset of each part, and the total size."""
     pieces, offset = [], 0
     for part in parts:
         pieces.append(ShardPiece(part, offset))
@@ -97,11 +97,11 @@ def lay_out(parts: Iterable[TensorPart]) -> tuple[tuple[ShardPiece, ...], int]:
 
 
 def bucket_size(size: int) -> int:
-    """For a shard of so many bytes: enough buckets for several streams and for readers that begin early, and few enough
-    that what is done once for each does not matter.
+    """For a shard of `size` bytes: enough buckets for several streams and early readers, few enough that the cost per
+    bucket does not matter.
 
     >>> [bucket_size(size << 20) >> 20 for size in (1, 100, 4000)]
     [4, 13, 64]
     """
     whole = -(-size // (BUCKETS << 20)) << 20
-    return min(max(whole, LEAST_BUCKET), LARGEST_BUCKET)
+    return min(max(whole, MIN_BUCKET), MAX_BUCKET)

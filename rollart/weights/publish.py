@@ -1,8 +1,8 @@
 """Writes one shard of a version into the store, bucket by bucket, straight from the trainer's tensors.
 
-There is no second copy: elements are cast and copied to where readers will find them, and the checksum follows a few
-hundred kilobytes behind, while they are still in the cache. Tensors on a GPU are copied into the same memory, a bucket
-at a time; that has not been exercised.
+There is no second copy: elements are cast and copied to where readers find them, and the checksum follows a few hundred
+kilobytes behind, while they are still in the CPU cache. Tensors on a GPU are copied into the same memory, a bucket at a
+time; that has not been exercised.
 """
 
 import uuid
@@ -36,8 +36,8 @@ class TensorShard:
 
 
 class Publisher:
-    """Of the shard of one rank. `dtype` is what floating-point tensors are published in; None: as they are. Without
-    `bucket_bytes`, buckets are as large as suits the shard."""
+    """Publishes the shard of one rank. Floating-point tensors are cast to `dtype`, if given. `bucket_bytes` defaults to
+    what suits the size of the shard."""
 
     def __init__(
         self,
@@ -54,12 +54,12 @@ class Publisher:
         self.store = store
         self._shard, self._shards, self._dtype = shard, shards, dtype
         self._bucket_bytes, self._senders = bucket_bytes, senders
-        self._newest: Shard | None = None  # held, so that it is there for whoever comes
+        self._newest: Shard | None = None  # held, so that it stays readable
 
     def publish(
         self, version: int, id: str, shares: Iterable[TensorShard], aliases: Mapping[str, str] | None = None
     ) -> Manifest:
-        """Blocks until all is written. Tensors that share their memory are written once. Raises NoRoom."""
+        """Blocks until all is written. Tensors that share memory are written once. Raises NoRoom."""
         unique, tied = _untied(shares)
         parts = [self._part(share) for share in unique]
         pieces, size = lay_out(parts)
@@ -68,10 +68,10 @@ class Publisher:
         before = self._newest
         if version % ANCHOR_EVERY and before is not None and before.manifest.same_layout(manifest):
             manifest = msgspec.structs.replace(manifest, base=before.manifest.id)
-        with self.store.create(manifest) as writing:
+        with self.store.create(manifest) as writer:
             for sender in self._senders:
-                sender.start(manifest, writing.data)
-            _write(writing, [share.values for share in unique], self._senders)
+                sender.start(manifest, writer.data)
+            _write(writer, [share.values for share in unique], self._senders)
             for sender in self._senders:
                 sender.finish()
         self._newest = self.store.open(version, id, self._shard)
@@ -106,20 +106,20 @@ def _untied(shares: Iterable[TensorShard]) -> tuple[list[TensorShard], dict[str,
 
 
 class _Buckets:
-    """The checksum that follows the writer through the shard, and tells each bucket when it is final."""
+    """Computes checksums behind the writer, and finishes each bucket when it is final."""
 
-    def __init__(self, writing: ShardWriter, senders: Sequence[Sender]) -> None:
-        self._writing, self._senders = writing, senders
-        self._size, self._step = writing.manifest.size, writing.manifest.bucket_bytes
+    def __init__(self, writer: ShardWriter, senders: Sequence[Sender]) -> None:
+        self._writing, self._senders = writer, senders
+        self._size, self._step = writer.manifest.size, writer.manifest.bucket_bytes
         self._hash, self._at, self._bucket = xxhash.xxh3_64(), 0, 0
 
     @property
     def limit(self) -> int:
-        """Where the present bucket ends."""
+        """The end of the current bucket."""
         return min(self._size, (self._bucket + 1) * self._step)
 
     def written(self, until: int) -> None:
-        """All bytes before `until` are there; `until` is not beyond `limit`."""
+        """All bytes before `until`, which is at most `limit`, are written."""
         if until < self.limit and until - self._at < CHUNK:
             return
         self._hash.update(self._writing.data[self._at : until])
@@ -133,14 +133,14 @@ class _Buckets:
 
 
 @torch.no_grad()
-def _write(writing: ShardWriter, values: Sequence[Tensor], senders: Sequence[Sender]) -> None:
-    data, pieces = writing.data, writing.manifest.pieces
-    buckets = _Buckets(writing, senders)
+def _write(writer: ShardWriter, values: Sequence[Tensor], senders: Sequence[Sender]) -> None:
+    data, pieces = writer.data, writer.manifest.pieces
+    buckets = _Buckets(writer, senders)
     for index, (piece, tensor) in enumerate(zip(pieces, values, strict=True)):
-        end = pieces[index + 1].offset if index + 1 < len(pieces) else writing.manifest.size
+        end = pieces[index + 1].offset if index + 1 < len(pieces) else writer.manifest.size
         dtype, item, count = getattr(torch, piece.part.dtype), ITEM_BYTES[piece.part.dtype], piece.part.count
         target, source = torch.frombuffer(data, dtype=dtype, count=count, offset=piece.offset), tensor.reshape(-1)
-        # A checksum right behind the copy finds its bytes in the cache; copies from a device are better few and large.
+        # Small chunks are still in the cache for the checksum; copies from a device are better few and large.
         chunk = count if source.is_cuda else CHUNK // item
         at = 0
         while at < count:
@@ -154,7 +154,7 @@ def _write(writing: ShardWriter, values: Sequence[Tensor], senders: Sequence[Sen
 
 
 def publish(root: Path, version: int, tensors: Mapping[str, Tensor], **options: Any) -> Publication:
-    """Whole tensors, by a publisher that ends with it; `options` are those of Publisher."""
+    """Publishes whole tensors once; `options` are those of Publisher."""
     id = new_id()
     shares = [TensorShard(name, tuple(tensor.shape), tensor.detach()) for name, tensor in tensors.items()]
     publisher = Publisher(Store(root), **options)

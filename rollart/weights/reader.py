@@ -1,9 +1,9 @@
-"""Versions for who needs them: from this host's memory if they are there, else brought there first.
+"""Reads versions: from the shared memory of this host, after fetching them there if needed.
 
-Works with the standard library, torch, xxhash and msgspec alone, so that it can be used inside other programs.
+Needs only the standard library, torch, xxhash and msgspec, so that other programs can use it.
 
-Invariants: a shard that another process of this host is bringing here is waited for, and brought by this one if that
-one dies; what this process brings, it serves on to others for as long as it lives.
+Invariants: a shard that another process of this host is fetching is waited for, and fetched by this one if that one
+dies; what this process fetches, it serves to others for as long as it lives.
 """
 
 import threading
@@ -22,13 +22,13 @@ from rollart.weights.store import BeingWritten, MissingVersion, Shard, Store
 
 PATIENCE_S = 60.0
 TAKEOVERS = 3
-LOOK_AGAIN_S = 0.005
+POLL_S = 0.005
 SHARED_MEMORY = "shared memory"
 
 
 class WeightReader:
-    """`root` is the folder of the store on this host. `bind` is the address at which others of the run may fetch what
-    this process brought here. `patience` is how long the next bucket may take to appear."""
+    """`root` is the folder of the store on this host. `bind` is the address at which this process serves what it
+    fetched. `patience` is the timeout for the next bucket."""
 
     def __init__(
         self,
@@ -44,20 +44,20 @@ class WeightReader:
         self._lock = threading.Lock()
 
     def fetch(self, publication: Publication) -> LoadedVersion:
-        """All of a version, checked. Raises RollartError: then nothing is held."""
+        """A whole version, checked. Raises RollartError; then nothing is held."""
         for attempt in range(TAKEOVERS):
-            coming = _Coming(self, publication)
-            held = coming.hold()
+            download = _Download(self, publication)
+            held = download.hold()
             try:
-                coming.wait()
+                download.wait()
                 held.all()
-                held.transport = coming.transport
+                held.transport = download.transport
                 return held
             except MissingVersion as error:
                 held.release()
-                if (failure := coming.failure(self._patience)) is not None:
+                if (failure := download.failure(self._patience)) is not None:
                     raise failure from error
-                if attempt + 1 == TAKEOVERS:  # else another process was bringing it here, and died
+                if attempt + 1 == TAKEOVERS:  # else another process was fetching it, and died
                     raise
             except BaseException:
                 held.release()
@@ -65,15 +65,15 @@ class WeightReader:
         raise AssertionError("unreachable")
 
     def stream(self, publication: Publication) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors as they arrive, all of them good until the iteration ends. Raises RollartError."""
-        held = _Coming(self, publication).hold()
+        """Names and tensors as they arrive, valid until the iteration ends. Raises RollartError."""
+        held = _Download(self, publication).hold()
         try:
             yield from held.arrive()
         finally:
             held.release()
 
     def replica(self, publication: Publication, shard: int) -> Replica:
-        """What brings a shard here. Others that show the same key may have it from here."""
+        """Fetches a shard, and serves it to others that have the same key."""
         with self._lock:
             if publication.key not in self._servers:
                 self._servers[publication.key] = WeightServer(self.store, self._bind, publication.key)
@@ -90,8 +90,8 @@ class WeightReader:
         self.store.tidy()
 
 
-class _Coming:
-    """A version on its way here: each shard that is not here yet is brought by a thread."""
+class _Download:
+    """A version being fetched: one thread for each shard that is not in the store yet."""
 
     def __init__(self, weights: WeightReader, publication: Publication) -> None:
         self._weights, self._publication = weights, publication
@@ -100,7 +100,7 @@ class _Coming:
         self._failures: dict[int, RollartError] = {}
 
     def hold(self) -> LoadedVersion:
-        """As soon as all its shards have begun to come. Raises RollartError."""
+        """Returns once all its shards have begun to arrive. Raises RollartError."""
         shards: list[Shard] = []
         try:
             shards.extend(self._shard(number) for number in range(len(self._publication.sources)))
@@ -112,18 +112,18 @@ class _Coming:
         return LoadedVersion(shards, checked=own, patience=self._weights.patience)
 
     def wait(self) -> None:
-        """Until what this process brings has come, or not: replicas keep deadlines of their own."""
+        """Until the fetches of this process have ended; replicas have deadlines of their own."""
         for replica in self._replicas.values():
             replica.over.wait()
 
     @property
     def transport(self) -> str:
-        """What brought it; shards may differ."""
-        brought = {replica.transport for replica in self._replicas.values() if replica.began.is_set()}
-        return ", ".join(sorted(brought)) or SHARED_MEMORY
+        """How it came; shards may differ."""
+        used = {replica.transport for replica in self._replicas.values() if replica.began.is_set()}
+        return ", ".join(sorted(used)) or SHARED_MEMORY
 
     def failure(self, patience: float) -> RollartError | None:
-        """Why a shard that this process was bringing did not come."""
+        """Why a shard that this process was fetching failed."""
         for thread in list(self._threads.values()):
             thread.join(patience)
         return next(iter(self._failures.values()), None)
@@ -141,15 +141,17 @@ class _Coming:
                     raise
             if number not in self._threads:
                 self._replicas[number] = self._weights.replica(self._publication, number)
-                thread = threading.Thread(target=self._bring, args=(number,), name=f"replica-{number}", daemon=True)
+                thread = threading.Thread(
+                    target=self._fetch_shard, args=(number,), name=f"replica-{number}", daemon=True
+                )
                 self._threads[number] = thread
                 thread.start()
-            self._replicas[number].began.wait(LOOK_AGAIN_S)
+            self._replicas[number].began.wait(POLL_S)
 
-    def _bring(self, number: int) -> None:
+    def _fetch_shard(self, number: int) -> None:
         try:
             self._replicas[number].run()
         except BeingWritten:
-            del self._threads[number]  # another process does; should it die, we shall see
+            del self._threads[number]  # another process does; if it dies, this one tries again
         except RollartError as error:
             self._failures[number] = error

@@ -1,16 +1,16 @@
-"""Serves what is in a store over HTTP: on the publisher's side to all, on an engine's to the engines after it.
+"""Serves a store over HTTP: the publisher's to all, an engine's to the engines below it in the tree.
 
 `GET /{version}-{id}.{shard}/...`, with the run's key as bearer token:
-- `manifest?member=...&relay=...` joins the tree of those who fetch the shard, and tells whom to take buckets from, and
-  the checksums that there are;
-- `sums?from=n` gives the checksums of buckets n and later, as soon as there is one;
-- `data` with `Range: bytes=a-b` gives bytes once they are final; or, to who names a base that it holds,
-  the delta of a bucket to it;
-- `leave?member=...` says that the member has all it wants.
+- `manifest?member=...&relay=...` joins the tree of the shard, and returns the sources of buckets and the checksums so
+  far;
+- `sums?from=n` returns the checksums of buckets n and later, as soon as there is one;
+- `data` with `Range: bytes=a-b` returns bytes once they are final; or the delta of a bucket, to a receiver that names
+  a base that it has;
+- `leave?member=...`: the member is done.
 
-Invariants: nothing is served before it is final. A shard that members have joined is held, so that its memory is not
-taken for another version while they fetch it, until they leave or are silent for `LEASE_S`. A request waits for at most
-`WAIT_S`; who still wants the answer asks again.
+Invariants: nothing is served before it is final. A shard with members is held, so that its memory is not reused for
+another version, until they leave or send no heartbeat for `LEASE_S`. A request waits for at most `WAIT_S`; clients
+retry.
 """
 
 import contextlib
@@ -38,14 +38,13 @@ LEASE_S = 60.0
 IDLE_S = 120.0
 LOOPBACK = "127.0.0.1"
 OFFERS = 4
-NEAR_US = 200
+LOCAL_RTT_US = 200
 IN_FLIGHT = 256 << 10
 MIN_RTT_AT = 148  # in the kernel's struct tcp_info
 
 
 class JoinReply(msgspec.Struct, frozen=True):
-    """`sources` serve by HTTP; `offers` are other transports that the publisher has the shard ready for. `sums` are the
-    checksums of the buckets that are final."""
+    """`sources` serve by HTTP; `offers` are URLs of other transports. `sums` are the checksums of the final buckets."""
 
     manifest: Manifest
     sources: tuple[str, ...]
@@ -55,15 +54,15 @@ class JoinReply(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Lease:
-    """Of the members that fetch a shard; `seen` is when each was last heard of."""
+    """Of the members that fetch a shard; `seen` is the time of each one's last heartbeat."""
 
     shard: Shard
-    tree: FanOut = field(default_factory=FanOut)
+    fan_out: FanOut = field(default_factory=FanOut)
     seen: dict[str, float] = field(default_factory=dict)
 
 
 class WeightServer:
-    """Serves `store` from its construction on until `close`, in threads of its own. `served` counts the bytes."""
+    """Serves `store` in its own threads until `close`. `served` counts the bytes."""
 
     def __init__(self, store: Store, bind: str = LOOPBACK, key: str | None = None) -> None:
         self.store, self.key, self.served = store, key, 0
@@ -90,17 +89,17 @@ class WeightServer:
                 self._leases[name] = _Lease(self.store.open(*name))
             lease = self._leases[name]
             lease.seen[member] = time.monotonic()
-            shard, sources = lease.shard, tuple(lease.tree.join(relay))
+            shard, sources = lease.shard, tuple(lease.fan_out.join(relay))
             return JoinReply(shard.manifest, sources, shard.sums(0), self._offers.get(name, ()))
 
     def offer(self, manifest: Manifest, urls: tuple[str, ...]) -> None:
-        """To whoever joins from now on; the last few shards are remembered."""
+        """To members that join from now on; kept for the last `OFFERS` shards."""
         with self._lock:
             self._offers[manifest.version, manifest.id, manifest.shard] = urls
             for name in list(self._offers)[:-OFFERS]:
                 del self._offers[name]
 
-    def heard(self, name: tuple[int, str, int], member: str) -> None:
+    def heartbeat(self, name: tuple[int, str, int], member: str) -> None:
         with self._lock:
             if name in self._leases and member in self._leases[name].seen:
                 self._leases[name].seen[member] = time.monotonic()
@@ -116,7 +115,7 @@ class WeightServer:
         self.expire()
 
     def expire(self) -> None:
-        """Let go of what no member fetches any more."""
+        """Releases shards that no member fetches any more."""
         now = time.monotonic()
         with self._lock:
             for name, lease in list(self._leases.items()):
@@ -145,10 +144,10 @@ class _Listener(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def server_close(self) -> None:
-        """Those who keep their connections must not be served by one who is gone."""
+        """Closes kept connections too, so that no client goes on with a closed server."""
         super().server_close()
         for connection in list(self._connections):
-            with contextlib.suppress(OSError):  # it ended by itself
+            with contextlib.suppress(OSError):  # already closed
                 connection.shutdown(socket.SHUT_RDWR)
 
     def service_actions(self) -> None:
@@ -163,15 +162,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        # More than such a link holds at several GB/s, and little enough to stay in both sides' caches.
-        if _round_trip_us(self.connection) < NEAR_US:
+        # More than a local link holds at several GB/s, and small enough for both sides' caches.
+        if _round_trip_us(self.connection) < LOCAL_RTT_US:
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, IN_FLIGHT)
 
     def do_GET(self) -> None:
         owner = self.server.owner
         shown = self.headers.get("Authorization", "").encode()
         if owner.key is not None and not hmac.compare_digest(shown, f"Bearer {owner.key}".encode()):
-            return self._refuse(HTTPStatus.UNAUTHORIZED, "show the key of this run")
+            return self._refuse(HTTPStatus.UNAUTHORIZED, "the key of this run is missing or wrong")
         url = urlsplit(self.path)
         _, _, rest = url.path.partition("/")
         stem, _, what = rest.partition("/")
@@ -185,25 +184,22 @@ class _Handler(BaseHTTPRequestHandler):
         except MissingVersion as error:
             self._refuse(HTTPStatus.NOT_FOUND, str(error))
         except (BrokenPipeError, ConnectionResetError, TimeoutError):
-            self.close_connection = True  # whoever asked has gone
+            self.close_connection = True  # the client is gone
 
     def _manifest(self, name: tuple[int, str, int], query: dict[str, str]) -> None:
         joined = self.server.owner.join(name, query.get("member", ""), query.get("relay", ""))
-        self._answer(msgspec.json.encode(joined))
+        self._reply(msgspec.json.encode(joined))
 
     def _leave(self, name: tuple[int, str, int], query: dict[str, str]) -> None:
         self.server.owner.leave(name, query.get("member", ""))
-        self._answer(b"")
+        self._reply(b"")
 
     def _sums(self, name: tuple[int, str, int], query: dict[str, str]) -> None:
-        self.server.owner.heard(name, query.get("member", ""))
+        self.server.owner.heartbeat(name, query.get("member", ""))
         first = int(query.get("from", 0))
         shard = self.server.owner.store.open(*name)
         try:
-            if shard.wait(first, WAIT_S):
-                self._answer(shard.sums(first))
-            else:
-                self._answer(b"")
+            self._reply(shard.sums(first) if shard.wait(first, WAIT_S) else b"")
         finally:
             shard.release()
 
@@ -214,25 +210,25 @@ class _Handler(BaseHTTPRequestHandler):
             if not 0 <= start < stop <= shard.manifest.size:
                 return self._refuse(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, f"it has {shard.manifest.size} bytes")
             if not shard.wait((stop - 1) // shard.manifest.bucket_bytes, WAIT_S):
-                return self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "these bytes are not there yet")
+                return self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "these bytes are not final yet")
             base, speed = self.headers.get(BASE), int(self.headers.get(SPEED, 0))
             delta = self.server.owner.deltas.answer(shard, start, stop, base, speed)
             if delta is not None:
                 self.server.owner.count(len(delta))
-                return self._answer(delta, {ENCODING: DELTA})
+                return self._reply(delta, {ENCODING: DELTA})
             self.send_response(HTTPStatus.PARTIAL_CONTENT)
             self.send_header("Content-Length", str(stop - start))
             self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{shard.manifest.size}")
             self.end_headers()
             self.wfile.flush()
             self.server.owner.count(stop - start)
-            # Faster than sendfile, which makes packets of single pages that cost the receiver twice the time.
+            # Faster than sendfile, whose packets of single pages cost the receiver twice the time.
             self.connection.sendall(shard.data[start:stop])
         finally:
             shard.release()
 
     def _opened(self, name: tuple[int, str, int]) -> Shard:
-        """A relay may be asked for what it is about to have."""
+        """Waits: a relay may be asked for what it is about to have."""
         deadline = time.monotonic() + WAIT_S
         while True:
             try:
@@ -247,8 +243,8 @@ class _Handler(BaseHTTPRequestHandler):
         first, _, last = asked.partition("-")
         return int(first), int(last) + 1 if last else size
 
-    def _answer(self, body: bytes, headers: Mapping[str, str] | None = None) -> None:
-        self.send_response(HTTPStatus.OK)
+    def _reply(self, body: bytes, headers: Mapping[str, str] | None = None, status: HTTPStatus = HTTPStatus.OK) -> None:
+        self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         for name, value in (headers or {}).items():
             self.send_header(name, value)
@@ -256,19 +252,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
-        self.send_response(status)
-        body = message.encode()
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        self._reply(message.encode(), status=status)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Requests are not news."""
+        """Requests are not logged."""
 
 
 def _round_trip_us(connection: socket.socket) -> int:
-    """The shortest that the kernel has seen; that of a long way where it does not tell."""
-    told = b""
+    """The minimum that the kernel has measured; a large one if unknown."""
+    info = b""
     if hasattr(socket, "TCP_INFO"):
-        told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, MIN_RTT_AT + 4)
-    return int(struct.unpack_from("I", told, MIN_RTT_AT)[0]) if len(told) >= MIN_RTT_AT + 4 else 1_000_000
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, MIN_RTT_AT + 4)
+    return int(struct.unpack_from("I", info, MIN_RTT_AT)[0]) if len(info) >= MIN_RTT_AT + 4 else 1_000_000

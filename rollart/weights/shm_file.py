@@ -1,9 +1,9 @@
 """A shard's bytes: a file in shared memory, mapped into this process, under a lock that the kernel frees at its end.
 
-Invariants: who reads holds the file's shared lock for as long as anything points into the mapping; who writes new
-bytes into it has held the exclusive lock at a time when its old name was gone, so nobody reads what is overwritten. A
-mapping outlives the hold: the same files come back for later versions, and their page tables need not be made again.
-Space is reserved before it is touched, so a full file system is an error and not a fatal signal.
+Invariants: a reader holds the file's shared lock for as long as anything points into the mapping; a writer has held the
+exclusive lock after the file's old name was gone, so no reader sees what is overwritten. A mapping outlives the hold:
+files are reused for later versions, and their page tables are kept. Space is reserved before it is touched, so a full
+file system is an error and not a fatal signal.
 """
 
 import errno
@@ -22,7 +22,7 @@ class NoRoom(RollartError):
 
 
 class ShmFile:
-    """Made by `opened`, which takes no lock."""
+    """A mapped file, made by `opened`, which takes no lock."""
 
     def __init__(self, fd: int, size: int, writable: bool) -> None:
         self.fd, self.size, self.writable = fd, size, writable
@@ -48,51 +48,51 @@ class ShmFile:
 
 
 class ShmCache:
-    """The mappings of this process, by file, so that a file that comes back need not be mapped again."""
+    """The mappings of this process, by file, so that a reused file is not mapped again."""
 
     def __init__(self) -> None:
-        self._pages: dict[tuple[int, bool], ShmFile] = {}
+        self._files: dict[tuple[int, bool], ShmFile] = {}
         self._holds: dict[ShmFile, int] = {}
         self._lock = threading.Lock()
 
     def hold(self, path: Path, writable: bool = False) -> ShmFile | None:
-        """The pages at `path` under a shared lock; None if they are, or are about to be, another version's. Raises
+        """The file at `path` under a shared lock; None if it is being reused for another version. Raises
         FileNotFoundError."""
         with self._lock:
             self._forget()
-            pages = self._mapped(path, writable)
-            if not self._holds.get(pages) and not try_lock(pages.fd, fcntl.LOCK_SH):
+            file = self._mapped(path, writable)
+            if not self._holds.get(file) and not try_lock(file.fd, fcntl.LOCK_SH):
                 return None
-            self._holds[pages] = self._holds.get(pages, 0) + 1
-        if is_at(pages.fd, path):  # it may have been given to another version meanwhile
-            return pages
-        self.release(pages)
+            self._holds[file] = self._holds.get(file, 0) + 1
+        if is_at(file.fd, path):  # it may have been reused meanwhile
+            return file
+        self.release(file)
         return None
 
-    def release(self, pages: ShmFile) -> None:
+    def release(self, file: ShmFile) -> None:
         with self._lock:
-            self._holds[pages] -= 1
-            if not self._holds[pages]:
-                del self._holds[pages]
-                fcntl.flock(pages.fd, fcntl.LOCK_UN)
+            self._holds[file] -= 1
+            if not self._holds[file]:
+                del self._holds[file]
+                fcntl.flock(file.fd, fcntl.LOCK_UN)
 
     def _mapped(self, path: Path, writable: bool) -> ShmFile:
         about = path.stat()
         key = about.st_ino, writable
-        pages = self._pages.get(key)
-        if pages is None or pages.size < about.st_size or pages.gone:
-            pages = self._pages[key] = ShmFile.opened(path, writable)
-        return pages
+        file = self._files.get(key)
+        if file is None or file.size < about.st_size or file.gone:
+            file = self._files[key] = ShmFile.opened(path, writable)
+        return file
 
     def _forget(self) -> None:
-        """Files that are removed give their memory back when their last mapping goes."""
-        for key, pages in list(self._pages.items()):
-            if pages.gone and pages not in self._holds:
-                del self._pages[key]
+        """Unmaps removed files: their memory is freed with the last mapping."""
+        for key, file in list(self._files.items()):
+            if file.gone and file not in self._holds:
+                del self._files[key]
 
     def clear(self) -> None:
         with self._lock:
-            self._pages.clear()
+            self._files.clear()
             self._holds.clear()
 
 
@@ -124,5 +124,5 @@ def reserve(fd: int, size: int, folder: Path, what: str) -> None:
         free = shutil.disk_usage(folder).free
         raise NoRoom(
             f"{what} needs {size / 2**20:.1f} MB in {folder}, where {free / 2**20:.1f} MB are free; "
-            "make room there, or name a folder with more of it as `weights` in the run file"
+            "free some, or name a folder with more space as `weights` in the run file"
         ) from error

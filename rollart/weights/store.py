@@ -1,11 +1,11 @@
-"""The weight store: versions of the policy in a folder that processes of one host share, shared memory as a rule.
+"""The weight store: versions of the policy in a folder that processes of one host share, usually in shared memory.
 
 Invariants: a version never changes. A shard is three files, `{version}-{id}.{shard}.` followed by `manifest`, which
-appears when there is something to read; `sums`, which grows by the checksum of each bucket once that is final; and
-`data`. A shard with fewer sums than buckets is being written, by the process that holds the exclusive lock of `sums`;
-if nobody holds it, the writer died and the shard will never be complete. A new version takes the pages of one that is
-neither the newest complete one nor held by a reader; what else is old and held by nobody is removed. So there are at
-most the versions that readers hold, the newest, and the one that is being written.
+appears when there is something to read; `sums`, to which the checksum of each bucket is appended once that is final;
+and `data`. A shard with fewer sums than buckets is being written, by the process that holds the exclusive lock of
+`sums`; without that lock, the writer died and the shard will never be complete. A new version reuses the data file of
+one that is neither the newest complete one nor held by a reader; other old ones that no reader holds are removed. So
+there are at most the versions that readers hold, the newest, and the one being written.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ STEM = re.compile(r"(\d{8})-([0-9a-f]+)\.(\d+)")
 
 
 class MissingVersion(RollartError):
-    """The version is not here: never published, retired, or its publisher died."""
+    """The version is not in the store: never published, retired, or its publisher died."""
 
 
 class BeingWritten(RollartError):
@@ -52,7 +52,7 @@ class Store:
         return self.root / f"{version:08d}-{id}.{shard}.{kind}"
 
     def shards(self) -> list[tuple[int, str, int]]:
-        """Version, id and shard of what there is to read, the newest first."""
+        """Version, id and shard of all that is readable, newest first."""
         found = []
         for path in self.root.glob("*.manifest"):
             if match := STEM.match(path.name):
@@ -68,13 +68,13 @@ class Store:
         except FileNotFoundError:
             raise MissingVersion(f"version {version} ({id}) is not in {self.root}") from None
         try:
-            pages = self.cache.hold(self.path(version, id, shard, "data"))
+            file = self.cache.hold(self.path(version, id, shard, "data"))
         except FileNotFoundError:
-            pages = None
-        if pages is None:
+            file = None
+        if file is None:
             os.close(sums)
             raise MissingVersion(f"version {version} ({id}) has just been retired from {self.root}")
-        opened = Shard(self.cache, manifest, pages, sums)
+        opened = Shard(self.cache, manifest, file, sums)
         try:
             opened.check()
         except MissingVersion:
@@ -83,15 +83,15 @@ class Store:
         return opened
 
     def create(self, manifest: Manifest) -> "ShardWriter":
-        """Begin a shard. Raises BeingWritten and NoRoom."""
+        """Begins a shard. Raises BeingWritten and NoRoom."""
         version, id, shard = manifest.version, manifest.id, manifest.shard
-        self.root.mkdir(parents=True, exist_ok=True)  # a run that begins removes what an earlier one left
+        self.root.mkdir(parents=True, exist_ok=True)  # a new run removes the folder of an earlier one
         sums = self._claim(manifest)
         try:
             data = self.path(version, id, shard, "data")
-            self._pages_for(manifest, data)
-            pages = self.cache.hold(data, writable=True)
-            assert pages is not None  # nobody else takes the pages of a version that is being written
+            self._data_file(manifest, data)
+            file = self.cache.hold(data, writable=True)
+            assert file is not None  # the data file of a version being written is not reused
             aside = self.path(version, id, shard, "part")
             aside.write_bytes(manifest.encode())
             aside.rename(aside.with_suffix(".manifest"))
@@ -99,12 +99,11 @@ class Store:
             self.path(version, id, shard, "sums").unlink(missing_ok=True)
             os.close(sums)
             raise
-        return ShardWriter(self.cache, manifest, pages, sums)
+        return ShardWriter(self.cache, manifest, file, sums)
 
     def _claim(self, manifest: Manifest) -> int:
-        """The shard's `sums`, new and locked. What a writer that died has left goes first, and its sums before ours are
-        there: who still reads its data must never take our checksums for those of that. What is complete stays: it was
-        not there when the caller looked, but its writer has been faster."""
+        """The shard's `sums`, new and locked. What a dead writer left is removed, its sums before ours exist: readers
+        of its data must never see our checksums. A complete shard stays: another writer has been faster."""
         name = manifest.version, manifest.id, manifest.shard
         path = self.path(*name, "sums")
         another = BeingWritten(f"version {manifest.version} is being written to {self.root} by another process")
@@ -127,8 +126,8 @@ class Store:
             raise another
         return sums
 
-    def _pages_for(self, manifest: Manifest, target: Path) -> None:
-        """Make `target` a file of the right size: the first that nobody needs, else a new one."""
+    def _data_file(self, manifest: Manifest, target: Path) -> None:
+        """Makes `target` a file of the right size: an unneeded one, else a new one."""
         taken = False
         for data in self._unneeded(manifest.shard):
             try:
@@ -138,7 +137,7 @@ class Store:
             try:
                 if not try_lock(fd, fcntl.LOCK_EX):
                     continue
-                free = self._retire(data)  # who has just found it will see that its name is gone
+                free = self._retire(data)  # a reader that has just found it will see that its name is gone
                 if taken:
                     free.unlink()
                     continue
@@ -148,9 +147,9 @@ class Store:
             finally:
                 os.close(fd)
         if not taken:
-            self._fresh(manifest, target)
+            self._new_file(manifest, target)
 
-    def _fresh(self, manifest: Manifest, target: Path) -> None:
+    def _new_file(self, manifest: Manifest, target: Path) -> None:
         fd = os.open(target, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             reserve(fd, max(1, manifest.size), self.root, f"version {manifest.version} of the weights")
@@ -161,7 +160,7 @@ class Store:
             os.close(fd)
 
     def _unneeded(self, shard: int) -> Iterator[Path]:
-        """Data files of `shard` but for the newest complete one's and those being written; readers may hold some."""
+        """Data files of `shard`, except the newest complete one and those being written; readers may hold some."""
         known = [(version, id) for version, id, number in self.shards() if number == shard]
         newest = next((one for one in known if self._state(*one, shard) == "complete"), None)
         for data in self.root.glob(f"*.{shard}.data"):
@@ -190,7 +189,7 @@ class Store:
             os.close(sums)
 
     def _retire(self, data: Path) -> Path:
-        """Take away the name under which a shard is found; its data is then at the path that is returned."""
+        """Removes the name of a shard; returns the new path of its data."""
         for kind in (".manifest", ".sums", ".part"):
             data.with_suffix(kind).unlink(missing_ok=True)
         shard = data.name.split(".")[-2]
@@ -199,13 +198,13 @@ class Store:
         return free
 
     def clear(self) -> None:
-        """Remove all versions. Readers keep what they hold."""
+        """Removes all versions. Readers keep what they hold."""
         for kind in ("manifest", "sums", "data", "part"):
             for path in self.root.glob(f"*.{kind}"):
                 path.unlink(missing_ok=True)
 
     def tidy(self) -> None:
-        """Remove what nobody in any process holds or writes, and the folder if that was all."""
+        """Removes what no process holds or writes, and the folder if it is empty then."""
         for data in self.root.glob("*.data"):
             fd = os.open(data, os.O_RDWR)
             try:
@@ -213,29 +212,29 @@ class Store:
                     self._retire(data).unlink()
             finally:
                 os.close(fd)
-        with contextlib.suppress(OSError):  # there is something left
+        with contextlib.suppress(OSError):  # not empty
             self.root.rmdir()
 
     def close(self) -> None:
-        """Remove the store and all its versions."""
+        """Removes the store and all its versions."""
         if self.root.exists():
             self.clear()
-            with contextlib.suppress(OSError):  # whatever else is in there is not ours
+            with contextlib.suppress(OSError):  # other files are not ours
                 self.root.rmdir()
         self.cache.clear()
 
 
 class Shard:
-    """A shard that is held for reading until `release`. `data` may only be looked at where `sum` has answered."""
+    """A shard held for reading until `release`. Only buckets whose `sum` has returned may be read from `data`."""
 
-    def __init__(self, cache: ShmCache, manifest: Manifest, pages: ShmFile, sums: int) -> None:
+    def __init__(self, cache: ShmCache, manifest: Manifest, file: ShmFile, sums: int) -> None:
         self.manifest = manifest
-        self.data = pages.view[: manifest.size].toreadonly()
-        self._cache, self._pages, self._sums = cache, pages, sums
+        self.data = file.view[: manifest.size].toreadonly()
+        self._cache, self._file, self._sums = cache, file, sums
 
     @property
     def ready(self) -> int:
-        """The buckets that are final."""
+        """The number of final buckets."""
         return os.fstat(self._sums).st_size // SUM_BYTES
 
     def sum(self, bucket: int, patience: float) -> int:
@@ -246,11 +245,11 @@ class Shard:
         return int.from_bytes(os.pread(self._sums, SUM_BYTES, bucket * SUM_BYTES), "little")
 
     def sums(self, first: int) -> bytes:
-        """Those of all final buckets from `first` on."""
+        """The checksums of all final buckets from `first` on."""
         return os.pread(self._sums, self.manifest.buckets * SUM_BYTES, first * SUM_BYTES)
 
     def wait(self, bucket: int, seconds: float) -> bool:
-        """Whether a bucket is final, within so many seconds. Raises MissingVersion as soon as it never will be."""
+        """Whether a bucket is final within `seconds`. Raises MissingVersion as soon as it never will be."""
         deadline, pause = time.monotonic() + seconds, POLL_S
         while self.ready <= bucket:
             self.check()
@@ -261,7 +260,7 @@ class Shard:
         return True
 
     def check(self) -> None:
-        """Raises MissingVersion if it is not complete and nobody writes it any more."""
+        """Raises MissingVersion if it is incomplete and its writer is dead."""
         if self.ready < self.manifest.buckets and try_lock(self._sums, fcntl.LOCK_SH):
             fcntl.flock(self._sums, fcntl.LOCK_UN)
             if self.ready < self.manifest.buckets:
@@ -269,23 +268,23 @@ class Shard:
                 raise MissingVersion(f"version {version} will never be complete: its publisher ended half-way")
 
     def release(self) -> None:
-        self._cache.release(self._pages)
+        self._cache.release(self._file)
         os.close(self._sums)
 
 
 class ShardWriter:
-    """A shard that is being written. Use as a context manager: what is not complete at its end never will be."""
+    """A shard being written. Use as a context manager: if incomplete at its end, it never will be complete."""
 
-    def __init__(self, cache: ShmCache, manifest: Manifest, pages: ShmFile, sums: int) -> None:
+    def __init__(self, cache: ShmCache, manifest: Manifest, file: ShmFile, sums: int) -> None:
         self.manifest = manifest
-        self.data = pages.view[: manifest.size]
-        self._cache, self._pages, self._sums = cache, pages, sums
+        self.data = file.view[: manifest.size]
+        self._cache, self._file, self._sums = cache, file, sums
 
     def __enter__(self) -> "ShardWriter":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._cache.release(self._pages)
+        self._cache.release(self._file)
         os.close(self._sums)
 
     def finish(self, checksum: int) -> None:

@@ -211,7 +211,7 @@ def test_generation_ends_where_the_context_ends() -> None:
     assert len(done.tokens) == 12 and done.finish == "length"
 
 
-def test_logits_that_are_not_numbers_fail_the_request_and_not_the_engine() -> None:
+def test_logits_that_are_not_finite_fail_the_request_and_not_the_engine() -> None:
     network = decoder()
     stepper = engine(network)
     broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in network.state_dict().items()}
@@ -219,7 +219,7 @@ def test_logits_that_are_not_numbers_fail_the_request_and_not_the_engine() -> No
     stepper.add(stepper.accept(request("1", [1, 2, 3])))
     stepper.step()
     [sequence] = stepper.ended()
-    with pytest.raises(EngineFailed, match="version 1 of the model gave logits that are not numbers"):
+    with pytest.raises(EngineFailed, match="version 1 of the model gave logits that are not finite"):
         sequence.completion()
     stepper.swap(2, stepper._model.prepare(network.state_dict()))
     assert len(run(stepper, request("2", [1, 2, 3], max_tokens=4))["2"].tokens) == 4

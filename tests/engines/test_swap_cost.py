@@ -2,7 +2,7 @@ from tiny_decoders import request
 
 from rollart.engines.torch.batch import Chunk
 from rollart.engines.torch.sequence import EngineSequence, accepted
-from rollart.engines.torch.swap_cost import REMEMBERED, SwapCost
+from rollart.engines.torch.swap_cost import MAX_SESSIONS, SwapCost
 
 
 def sequence(name: str, *, lost: int = 0) -> EngineSequence:
@@ -44,7 +44,7 @@ def test_a_session_has_lost_what_it_had_once() -> None:
 def test_sessions_that_never_come_back_are_forgotten_in_the_end() -> None:
     cost = SwapCost()
     cost.record_swap({"first": 1})
-    cost.record_swap({f"s{number}": 1 for number in range(REMEMBERED)})
+    cost.record_swap({f"s{number}": 1 for number in range(MAX_SESSIONS)})
     late = sequence("first")
     late.session = "first"
     cost.mark_lost(late)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rollart.weights import delta_wire
 from rollart.weights.delta_cost import ANCHOR_EVERY
-from rollart.weights.delta_wire import FAST_LINK, LEAST_MEASURED, LinkSpeeds, most_common_item
+from rollart.weights.delta_wire import FAST_LINK, MIN_MEASURED, LinkSpeeds, most_common_item
 from rollart.weights.manifest import Manifest, ShardPiece, TensorPart
 from rollart.weights.reader import WeightReader
 
@@ -32,7 +32,7 @@ def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WeightReade
 
 
 def link(origin: Origin, bytes_per_s: float) -> None:
-    delta_wire.speeds.measured(origin.server.url, LEAST_MEASURED, LEAST_MEASURED / bytes_per_s)
+    delta_wire.speeds.record(origin.server.url, MIN_MEASURED, MIN_MEASURED / bytes_per_s)
 
 
 def moved(values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -119,12 +119,12 @@ def test_the_elements_of_a_bucket_are_those_of_most_of_its_bytes() -> None:
 def test_the_speed_of_a_link_follows_what_it_carries() -> None:
     seen = LinkSpeeds()
     assert seen.of("a") is None
-    seen.measured("a", LEAST_MEASURED - 1, 1.0)
+    seen.record("a", MIN_MEASURED - 1, 1.0)
     assert seen.of("a") is None
-    seen.measured("a", LEAST_MEASURED, 1.0)
+    seen.record("a", MIN_MEASURED, 1.0)
     for _ in range(20):
-        seen.measured("a", 8 * LEAST_MEASURED, 1.0)
-    assert seen.of("a") == pytest.approx(8 * LEAST_MEASURED, rel=0.01)
+        seen.record("a", 8 * MIN_MEASURED, 1.0)
+    assert seen.of("a") == pytest.approx(8 * MIN_MEASURED, rel=0.01)
 
 
 def test_bfloat16_versions_come_as_deltas_too(origin: Origin, far: WeightReader) -> None:

@@ -7,8 +7,8 @@ from rollart.weights.manifest import (
     ALIGN,
     BUCKETS,
     ITEM_BYTES,
-    LARGEST_BUCKET,
-    LEAST_BUCKET,
+    MAX_BUCKET,
+    MIN_BUCKET,
     Manifest,
     TensorPart,
     bucket_size,
@@ -41,5 +41,5 @@ def test_pieces_follow_each_other_aligned_and_buckets_cover_them_all(held: list[
 def test_buckets_suit_their_shard(size: int) -> None:
     bucket = bucket_size(size)
     assert bucket % ALIGN == 0
-    assert LEAST_BUCKET <= bucket <= LARGEST_BUCKET
-    assert -(-size // bucket) <= BUCKETS or bucket == LARGEST_BUCKET
+    assert MIN_BUCKET <= bucket <= MAX_BUCKET
+    assert -(-size // bucket) <= BUCKETS or bucket == MAX_BUCKET

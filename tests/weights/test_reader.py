@@ -26,7 +26,7 @@ def test_a_byte_changed_in_shared_memory_is_noticed_and_nothing_is_held(tmp_path
     publication = publish(tmp_path, 1, tensors(1), bucket_bytes=BUCKET)
     weights = WeightReader(tmp_path)
     flip(tmp_path, 3 * BUCKET + 17)
-    with pytest.raises(CorruptWeights, match="bucket 3 of shard 0 of version 1 does not fit its checksum"):
+    with pytest.raises(CorruptWeights, match="bucket 3 of shard 0 of version 1 has a wrong checksum"):
         weights.fetch(publication)
     flip(tmp_path, 3 * BUCKET + 17)
     held = weights.fetch(publication)

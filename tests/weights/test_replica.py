@@ -111,7 +111,7 @@ def test_a_wire_that_changes_every_bucket_is_given_up_and_nothing_of_it_is_loade
 
     wire = Wire(origin.server.url, carry)  # type: ignore[arg-type]
     with closing(origin.server), closing(wire), closing(WeightReader(tmp_path / "far", streams=2)) as far:
-        with pytest.raises(CorruptWeights, match=r"of version 1 came 3 times with bytes that do not fit its checksum"):
+        with pytest.raises(CorruptWeights, match=r"of version 1 came 3 times with a wrong checksum"):
             far.fetch(through(publication, wire.url))
         with pytest.raises(MissingVersion):
             far.store.open(1, publication.id, 0).sum(0, 0.0)

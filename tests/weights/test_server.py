@@ -30,7 +30,7 @@ def test_only_who_shows_the_key_is_served(tmp_path: Path) -> None:
         for key in (None, "wrong"):
             with (
                 closing(WeightReader(tmp_path / "far")) as far,
-                pytest.raises(TransferFailed, match="show the key of this run"),
+                pytest.raises(TransferFailed, match="the key of this run is missing or wrong"),
             ):
                 far.fetch(replace(publication, key=key))
         with closing(WeightReader(tmp_path / "far")) as far:
@@ -61,7 +61,7 @@ def test_bytes_that_are_not_final_are_not_served(tmp_path: Path, monkeypatch: py
     store, manifest = Store(tmp_path), blank(3 * BUCKET)
     path = path_of(1, manifest.id, 0)
     with closing(WeightServer(store)) as server, store.create(manifest) as writing:
-        assert get(server, f"{path}/data", Range="bytes=0-9") == (503, b"these bytes are not there yet")
+        assert get(server, f"{path}/data", Range="bytes=0-9") == (503, b"these bytes are not final yet")
         assert get(server, f"{path}/sums?from=0") == (200, b"")
         writing.data[:BUCKET] = b"x" * BUCKET
         writing.finish(1)

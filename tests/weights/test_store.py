@@ -152,7 +152,7 @@ def test_a_full_file_system_is_a_sentence_and_leaves_what_was_there(tmp_path: Pa
     try:
         store = Store(tmp_path)
         name = written(store, 1)
-        with pytest.raises(NoRoom, match=r"version 2 of the weights needs 0\.1 MB in .*; make room there, or name"):
+        with pytest.raises(NoRoom, match=r"version 2 of the weights needs 0\.1 MB in .*; free some, or name"):
             written(store, 2, size=100_000)
         shard = store.open(*name)
         assert set(bytes(shard.data)) == {1}
@@ -180,13 +180,13 @@ def test_a_mapping_is_kept_while_its_file_comes_back_and_dropped_when_it_is_remo
     for version in range(1, 7):
         shard = reader.open(*written(store, version, fill=version))
         assert set(bytes(shard.data)) == {version}
-        mapped.append(shard._pages)
+        mapped.append(shard._file)
         shard.release()
     assert len(set(mapped)) == 2
     assert isinstance(mapped[0]._map, mmap.mmap)
     store.clear()
     reader.open(*written(store, 9)).release()
-    assert len(reader.cache._pages) == 1
+    assert len(reader.cache._files) == 1
 
 
 def test_who_reads_what_a_dead_writer_left_never_takes_the_next_writers_checksums_for_it(tmp_path: Path) -> None:

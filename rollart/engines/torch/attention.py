@@ -1,7 +1,7 @@
 """The attention function that transformers models call: writes this step's KV into the rows, then attends to them.
 
-Registered under a name of our own, for which transformers builds no mask; the step comes as a keyword argument, which
-the models hand down to their layers.
+Registered under our own name, for which transformers builds no mask; models pass the step down to their layers as a
+keyword argument.
 """
 
 from typing import Any
@@ -29,9 +29,9 @@ def attend(
     sliding_window: int | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """`query` is [1, heads, tokens, dim], `key` and `value` [1, kv heads, tokens, dim]; answers [1, tokens, ...]."""
+    """`query` is [1, heads, tokens, dim], `key` and `value` [1, kv heads, tokens, dim]; returns [1, tokens, ...]."""
     if step is None:
-        raise EngineFailed(f"{type(module).__name__} does not hand keyword arguments to its attention function")
+        raise EngineFailed(f"{type(module).__name__} does not pass keyword arguments to its attention function")
     if any(extra.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
         raise EngineFailed(f"{type(module).__name__} uses soft caps, sinks or position biases, which are not supported")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
@@ -47,7 +47,7 @@ def attend(
 def _attend(
     query: Tensor, keys: Tensor, values: Tensor, span: AttentionSpan, scaling: float | None, window: int | None
 ) -> Tensor:
-    """`query` is [tokens, heads, dim], of the whole step; answers the same shape for the span's tokens."""
+    """`query` is [tokens, heads, dim], of the whole step; returns the same shape for the span's tokens."""
     heads, dim = query.shape[1:]
     keys, values = keys[span.rows, :, : span.keys], values[span.rows, :, : span.keys]
     bias = span.bias(window)
@@ -74,7 +74,7 @@ def probe(
     shapes: dict[int, tuple[torch.Size, torch.Size]],
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """Attends to nothing, notes the shapes of keys and values by layer."""
+    """Attends to nothing; records the shapes of keys and values by layer."""
     shapes[int(module.layer_idx)] = key.shape, value.shape  # type: ignore[arg-type]
     return query[..., : value.shape[3]].transpose(1, 2), None
 

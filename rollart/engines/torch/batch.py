@@ -49,7 +49,7 @@ class BatchState:
         return sum(sequence.pending for sequence in self.running[self.decoding :])
 
     def admit(self, sequence: EngineSequence) -> int:
-        """Takes the sequence into the next row and returns it."""
+        """Adds the sequence in the next row; returns the row."""
         self.running.append(sequence)
         return len(self.running) - 1
 
@@ -86,7 +86,7 @@ class BatchState:
         return Move(source, target)
 
     def restart(self) -> None:
-        """All KV is to be computed again: who ran waits before all others, with what it has generated."""
+        """All KV must be recomputed: running sequences go to the front of the queue with what they have generated."""
         for sequence in self.running:
             sequence.lost = max(sequence.lost, sequence.computed)
             sequence.computed = 0
@@ -94,7 +94,7 @@ class BatchState:
         self.running, self.decoding = [], 0
 
     def clear(self) -> list[EngineSequence]:
-        """Everything that was here, running or waiting."""
+        """Empties it; returns all sequences, running and waiting."""
         everything = [*self.running, *self.waiting]
         self.running, self.decoding = [], 0
         self.waiting.clear()

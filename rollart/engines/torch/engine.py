@@ -1,11 +1,11 @@
 """The engine as the control plane sees it: coroutines outside, one stepping thread inside.
 
 Invariants: only the stepping thread touches the stepper's state; everything else reaches it as a command in a queue,
-run between two steps; only the kv_cache KV may be looked at from outside, under its own lock. Completions, and tokens
-that somebody wants to hear of, go back to the event loop once a step, all of them in one call. An idle engine blocks on
-the queue. A step that raises fails the requests in flight, each with the reason, and the engine goes on. A request
-whose KV is being fetched from another engine reaches the stepper once that has ended, well or not. Every request ends
-exactly once; a caller who gives up has its request aborted.
+run between two steps; only the KV cache may be read from outside, under its own lock. Completions and streamed tokens
+go back to the event loop once a step, all in one call. An idle engine blocks on the queue. A step that raises fails the
+requests in flight, each with the reason, and the engine goes on. A request whose KV is being fetched from another
+engine reaches the stepper when the fetch has ended, successfully or not. Every request ends exactly once; cancelling a
+call aborts its request.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ NICE = 10
 
 
 class LoadedWeights(Protocol):
-    """The tensors of a version, which stay as they are until `release`."""
+    """The tensors of a version, unchanged until `release`."""
 
     @property
     def tensors(self) -> Mapping[str, Tensor]: ...
@@ -56,18 +56,16 @@ class LoadedWeights(Protocol):
 
 
 class WeightSource(Protocol):
-    """Where versions come from; `rollart.weights.reader.WeightReader` is one."""
+    """Source of versions; `rollart.weights.reader.WeightReader` is one."""
 
     def fetch(self, publication: Publication) -> LoadedWeights:
-        """Blocks until all of it is there and checked. Raises RollartError."""
+        """Blocks until the version is complete and checked. Raises RollartError."""
         ...
 
 
 class TorchEngine:
-    """Use as an async context manager, or call `start` and `close`. `handover` answers other engines.
-
-    `emulate` paces it to the roofline of a device.
-    """
+    """Use as an async context manager, or call `start` and `close`. `kv_server` serves KV to other engines. `emulate`
+    paces it to the roofline of a device."""
 
     def __init__(
         self,
@@ -95,7 +93,7 @@ class TorchEngine:
         self._thread = threading.Thread(target=self._run, name="stepper", daemon=True)
         self._loading = asyncio.Lock()
         self._fetching_thread = ThreadPoolExecutor(1, "weights", initializer=_give_way)
-        self._held: LoadedWeights | None = None  # what the model's weights are
+        self._held: LoadedWeights | None = None  # the model's weights
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> "TorchEngine":
@@ -106,7 +104,7 @@ class TorchEngine:
         await self.close()
 
     def start(self) -> None:
-        """To be called once, in the event loop that will use the engine."""
+        """Call once, in the event loop that will use the engine."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -131,14 +129,14 @@ class TorchEngine:
     async def generate(self, request: GenerationRequest) -> Completion:
         return await self._run_through(self._stepper.accept(request), request.kv_from)
 
-    async def stream(self, asked: StreamRequest, tell: Callable[[object], None]) -> Completion:
-        """Tells of tokens as they are made, but for the last ones."""
-        sequence = self._stepper.accept(asked.request)
-        sequence.stream_every, sequence.on_tokens = asked.every, tell
-        return await self._run_through(sequence, asked.request.kv_from)
+    async def stream(self, streamed: StreamRequest, on_tokens: Callable[[object], None]) -> Completion:
+        """Calls `on_tokens` with new tokens as they are generated, except the last ones."""
+        sequence = self._stepper.accept(streamed.request)
+        sequence.stream_every, sequence.on_tokens = streamed.every, on_tokens
+        return await self._run_through(sequence, streamed.request.kv_from)
 
     async def prefill(self, request: GenerationRequest) -> int:
-        """Its KV is then kv_cache under its session; answers how many tokens were computed for that."""
+        """Computes its KV and caches it under its session; returns the number of tokens computed."""
         if len(request.tokens) < 2:
             return 0
         sequence = self._stepper.accept_prefill(request)
@@ -153,9 +151,9 @@ class TorchEngine:
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._open[sequence.id] = sequence, future
         try:
-            part = None if kv_from is None else await self._fetched(sequence, kv_from)
+            fetched = None if kv_from is None else await self._fetched(sequence, kv_from)
             if not future.done():
-                self._commands.put(partial(self._stepper.add, sequence, part))
+                self._commands.put(partial(self._stepper.add, sequence, fetched))
             return await future
         except asyncio.CancelledError:
             self._commands.put(partial(self._stepper.abort, sequence.id))
@@ -164,14 +162,13 @@ class TorchEngine:
             del self._open[sequence.id]
 
     async def _fetched(self, sequence: EngineSequence, url: str) -> FetchedKV | None:
-        """What the engine at `url` has of its KV and this one has not."""
+        """KV of it that the engine at `url` has and this one lacks."""
         most = len(sequence.tokens) - 1
-        kv_cache, layout = self._stepper.kv_cache, self._model.layout
-        _, own, version = kv_cache.find(sequence.session, sequence.tokens, sequence.blocks)
+        _, own, version = self._stepper.kv_cache.find(sequence.session, sequence.tokens, sequence.blocks)
         if own >= most:
             return None
-        wanted = KVRequest(sequence.session, sequence.tokens[:most], own, version, layout.name)
-        fetch = asyncio.create_task(self._fetcher.fetch(url, wanted, sequence.blocks))
+        request = KVRequest(sequence.session, sequence.tokens[:most], own, version, self._model.layout.name)
+        fetch = asyncio.create_task(self._fetcher.fetch(url, request, sequence.blocks))
         self._fetching[sequence.id] = sequence, fetch
         try:
             await asyncio.wait((fetch,))
@@ -190,10 +187,10 @@ class TorchEngine:
         self._deliver([sequence])
 
     async def load(self, publication: Publication) -> LoadResult:
-        """Gets and checks the weights while generation goes on; only the swap is done between two steps."""
+        """Fetches and checks the weights while generation goes on; only the swap is done between two steps."""
         version = publication.version
         if self._store is None:
-            raise EngineFailed(f"version {version} cannot be loaded: this engine was made without a weight store")
+            raise EngineFailed(f"version {version} cannot be loaded: this engine has no weight store")
         async with self._loading:
             began = time.perf_counter()
             try:
@@ -205,7 +202,7 @@ class TorchEngine:
             try:
                 swapped = await self._between_steps(partial(self._stepper.swap, version, weights), empty=self._drain)
             finally:
-                # Whether it swapped or not, a version that may be in use is not let go of before the next swap.
+                # Swapped or not, a version that may be in use is not released before the next swap.
                 before, self._held = self._held, held
             if before is not None:
                 before.release()
@@ -230,7 +227,7 @@ class TorchEngine:
         )
 
     async def _between_steps(self, action: Callable[[], T], *, empty: bool = False) -> T:
-        """`empty`: and when nothing runs any more, which nothing new is admitted for."""
+        """Runs `action` between two steps. `empty`: once nothing runs; nothing is admitted until then."""
         if not self._thread.is_alive():
             raise EngineFailed("the engine is not running")
         loop = asyncio.get_running_loop()
@@ -255,12 +252,12 @@ class TorchEngine:
                     stepper.step()
             except Exception as error:
                 stepper.fail(f"a generation step failed: {type(error).__name__}: {error}")
-            news, ended = stepper.streamed(), stepper.ended()
-            if (news or ended) and self._loop is not None:
-                _post(self._loop, self._deliver, ended, news)
+            streamed, ended = stepper.streamed(), stepper.ended()
+            if (streamed or ended) and self._loop is not None:
+                _post(self._loop, self._deliver, ended, streamed)
 
     def _run_commands(self) -> bool:
-        """Runs the commands that are there, and waits for one if there is nothing else to do. False: close."""
+        """Runs the queued commands, and waits for one if the engine is idle. False: close."""
         wait = not self._stepper.busy
         while True:
             try:
@@ -272,13 +269,13 @@ class TorchEngine:
             command()
             wait = False
 
-    def _deliver(self, ended: list[EngineSequence], news: Sequence[tuple[EngineSequence, list[int]]] = ()) -> None:
-        for sequence, tokens in news:
+    def _deliver(self, ended: list[EngineSequence], streamed: Sequence[tuple[EngineSequence, list[int]]] = ()) -> None:
+        for sequence, tokens in streamed:
             if sequence.on_tokens is not None:
                 sequence.on_tokens(tokens)
         for sequence in ended:
             owner, future = self._open.get(sequence.id, (None, None))
-            # A caller who gave up may be back with the same id.
+            # A cancelled caller may have come back with the same id.
             if future is None or owner is not sequence or future.done():
                 continue
             try:
@@ -288,13 +285,13 @@ class TorchEngine:
 
 
 def _give_way() -> None:
-    """To the stepping thread: priorities are those of threads on Linux, and of processes elsewhere."""
+    """Lower priority than the stepping thread; only Linux has priorities of threads."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def _post(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
-    """Hands a call to the event loop; one that is closed has nobody left to tell."""
+    """Schedules a call in the event loop, unless that is closed."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(function, *arguments)
 

@@ -1,9 +1,9 @@
-"""KV of sequences that are not running: kept between the turns of a session, least recently used goes first.
+"""KV of sequences that are not running, kept between the turns of a session; an LRU cache.
 
-Beside it lie the parts that came from another engine and wait for the request they were fetched for. Invariants: the
-stepping thread alone changes what is kept; any thread may `find`, and one lock guards both. What is kept is never
-written to again, so whoever found an entry may read it for as long as they hold it. `version` is that of the weights
-that new entries are made with, and of all of them where a swap clears them.
+It also keeps KV fetched from other engines until the request that it was fetched for takes it. Invariants: only the
+stepping thread changes the cache; any thread may `find`; one lock guards both. Entries are never written to again, so
+a reader may keep one for as long as it likes. The version is that of the weights that compute new entries, and of all
+entries where a swap clears the cache.
 """
 
 import threading
@@ -28,7 +28,7 @@ class CacheEntry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FetchedKV:
-    """KV of the tokens from `start` on, made by `version`: [tensors, heads, count, dim]."""
+    """KV of the tokens from `start` on, computed with `version`: [tensors, heads, count, dim]."""
 
     version: int
     start: int
@@ -41,7 +41,7 @@ class FetchedKV:
 
 @dataclass(frozen=True, slots=True)
 class _RequestKey:
-    """The key of a part: the request that it is for. Never equal to a session."""
+    """Key of fetched KV: the request that it is for. Never equal to a session."""
 
     request: str
 
@@ -66,8 +66,8 @@ class KVCache:
             self._index.add(session, blocks)
 
     def find(self, session: str, tokens: list[int], blocks: tuple[int, ...]) -> tuple[CacheEntry | None, int, int]:
-        """The entry that holds the longest kept prefix of `tokens`, whose chain is `blocks`; that prefix's length; and
-        the version."""
+        """The entry with the longest cached prefix of `tokens`, whose hash chain is `blocks`; the prefix's length; the
+        version."""
         best, length = None, 0
         with self._lock:
             for candidate in (session, self._index.longest(blocks)):
@@ -83,7 +83,7 @@ class KVCache:
             self._remove(session)
 
     def store_fetched(self, request: str, part: FetchedKV) -> None:
-        """Keeps a part until its request takes it."""
+        """Kept until its request takes it."""
         with self._lock:
             self._put(_RequestKey(request), part)
 
@@ -108,7 +108,7 @@ class KVCache:
                 self._remove(key)
 
     def set_version(self, version: int, *, keep: bool) -> dict[str, int]:
-        """The weights are of another version now. Answers of which sessions so many tokens' KV is forgotten."""
+        """After a swap. Returns the number of dropped tokens by session."""
         gone: dict[str, int] = {}
         with self._lock:
             if not keep:
@@ -134,13 +134,13 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """The KV of the first `own` tokens is in `entry`, or in the row of `holder`; that of those until `length` is in
-    `part`, which came from another engine."""
+    """KV of the first `own` tokens is in `entry`, or in the row of `holder`; from there to `length` it is in `fetched`,
+    which came from another engine."""
 
     entry: CacheEntry | None
     holder: EngineSequence | None
     own: int
-    part: FetchedKV | None
+    fetched: FetchedKV | None
     length: int
 
     def copy(self, row: int, rows: KVRows, running: Sequence[EngineSequence]) -> None:
@@ -148,16 +148,14 @@ class PrefixHit:
             rows.write(row, 0, self.entry.kv[:, :, : self.own])
         elif self.holder is not None and self.own:
             rows.copy(running.index(self.holder), row, self.own)
-        if self.part is not None and self.length > self.own:
-            start = self.part.start
-            rows.write(row, self.own, self.part.kv[:, :, self.own - start : self.length - start])
+        if self.fetched is not None and self.length > self.own:
+            start = self.fetched.start
+            rows.write(row, self.own, self.fetched.kv[:, :, self.own - start : self.length - start])
 
 
 def find_prefix(sequence: EngineSequence, kv_cache: KVCache, live: PrefixIndex[EngineSequence]) -> PrefixHit | None:
-    """None: wait, another sequence, of those in `live`, is about to have more of it.
-
-    At least one token is left to compute, because the next one is sampled from its logits.
-    """
+    """KV of its prefix, to be copied instead of computed; None: wait, a sequence in `live` is computing more of it.
+    At least one token is left to compute: the next one is sampled from its logits."""
     most = len(sequence.tokens) - 1
     entry, own, _ = kv_cache.find(sequence.session, sequence.tokens, sequence.blocks)
     own, promised = min(own, most), 0
@@ -167,9 +165,9 @@ def find_prefix(sequence: EngineSequence, kv_cache: KVCache, live: PrefixIndex[E
         ready = min(promised, holder.computed)
         if ready > own:
             entry, own = None, ready
-    part, length = kv_cache.fetched(sequence.id), own
-    if part is not None and part.start <= own:
-        length = max(min(part.stop, most), own)
+    fetched, length = kv_cache.fetched(sequence.id), own
+    if fetched is not None and fetched.start <= own:
+        length = max(min(fetched.stop, most), own)
     if promised - length >= BLOCK:
         return None
-    return PrefixHit(entry, None if entry is not None else holder, own, part, length)
+    return PrefixHit(entry, None if entry is not None else holder, own, fetched, length)

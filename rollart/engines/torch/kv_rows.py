@@ -14,7 +14,7 @@ GRAIN = 128
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What one token costs: `tensors` (keys and values of each layer) of `heads` x `dim` numbers."""
+    """KV of one token: `tensors` (keys and values of each layer) of `heads` x `dim` numbers."""
 
     tensors: int
     heads: int
@@ -24,7 +24,7 @@ class KVLayout:
 
     @property
     def name(self) -> str:
-        """The same for two engines whose KV is interchangeable, given the same weights."""
+        """Equal for two engines whose KV is interchangeable, given the same weights."""
         return f"{self.tensors}x{self.heads}x{self.dim} {self.dtype}"
 
     @property
@@ -47,8 +47,8 @@ class KVRows:
     def size_for(self, rows: int, positions: int) -> tuple[int, int] | None:
         """The size to take so that `rows` sequences of `positions` tokens fit; None if the budget forbids it.
 
-        Resizing copies everything, so it takes more than the need: doubled sizes as long as they leave half of the
-        budget to kept sequences, then as many rows as a growing share of it can hold, at last the exact need.
+        Resizing copies everything, so it takes more than needed: doubled sizes while they leave half of the budget to
+        the cache, then as many rows as a growing share of the budget can hold, at last the exact need.
         """
         if rows <= self.rows and positions <= self.positions:
             return self.rows, self.positions
@@ -98,5 +98,5 @@ class KVRows:
             tensor[row, :, start:stop] = part
 
 
-def _power_of_two(number: int, least: int) -> int:
-    return max(least, 1 << (number - 1).bit_length())
+def _power_of_two(number: int, minimum: int) -> int:
+    return max(minimum, 1 << (number - 1).bit_length())

@@ -1,8 +1,13 @@
-"""KV for other engines: what is said on the wire, and the side that keeps it.
+"""KV transfer between engines: the messages, the side that serves KV and the side that fetches it.
 
-An engine that lacks the KV of a context asks another one for what follows its own: the first answer has the first
-part and a ticket for the rest. A ticket keeps nothing alive: once the entry is evicted or outdated, there is no more of
-it, and the other side makes do with what it got. All of this runs in the event loop, beside the stepping thread.
+An engine that lacks the KV of a context asks another one for what follows its own: the first reply has the first part
+and a ticket for the rest. A ticket keeps nothing alive: once the entry is evicted or outdated, the rest is gone, and
+the other side uses what it got. All of this runs in the event loop, not in the stepping thread.
+
+Invariants of fetching: it is an optimisation, never a failure: whatever goes wrong, what has arrived is used and the
+rest is computed here. Of requests for the same KV, as in a group, the first fetches and the others wait for it. There
+is one connection to each engine, shared by all fetches, of which `MAX_FETCHES` run at a time. Every wait has a
+deadline, which includes the wait for one's turn.
 """
 
 import asyncio
@@ -24,11 +29,16 @@ from rollart.engines.torch.prefix_cache import chain
 from rollart.launch import rpc
 
 PART_BYTES = 2 << 20
+ANSWER_S = 2.0
+FETCH_S = 10.0
+MAX_FETCHES = 4  # from one engine at a time
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class KVRequest:
-    """The KV of `tokens` from `start` on, made by exactly `version`, laid out as `layout`."""
+    """The KV of `tokens` from `start` on, computed with exactly `version`, laid out as `layout`."""
 
     session: str
     tokens: list[int]
@@ -39,7 +49,7 @@ class KVRequest:
 
 @dataclass(frozen=True, slots=True)
 class KVRangeRequest:
-    """More of what a ticket stands for."""
+    """More of the entry of a ticket."""
 
     ticket: int
     start: int
@@ -59,7 +69,7 @@ class KVPart:
 
 
 class KVServer:
-    """Answers other engines from the kv_cache KV."""
+    """Serves KV of the cache to other engines."""
 
     def __init__(self, kv_cache: KVCache, layout: KVLayout) -> None:
         self._kv_cache = kv_cache
@@ -68,23 +78,23 @@ class KVServer:
         self._numbers = itertools.count(1)
         self._tickets: WeakValueDictionary[int, CacheEntry] = WeakValueDictionary()
 
-    async def offer(self, wanted: KVRequest) -> KVPart:
-        """A part of no tokens if nothing kept here helps."""
-        entry, held, version = self._kv_cache.find(wanted.session, wanted.tokens, chain(wanted.tokens))
-        fits = version == wanted.version and self._layout.name == wanted.layout
-        if entry is None or held <= wanted.start or not fits:
-            return KVPart(0, wanted.start, wanted.start, 0, memoryview(b""))
+    async def offer(self, request: KVRequest) -> KVPart:
+        """A part of no tokens if nothing in the cache helps."""
+        entry, held, version = self._kv_cache.find(request.session, request.tokens, chain(request.tokens))
+        fits = version == request.version and self._layout.name == request.layout
+        if entry is None or held <= request.start or not fits:
+            return KVPart(0, request.start, request.start, 0, memoryview(b""))
         ticket = next(self._numbers)
         self._tickets[ticket] = entry
-        stop = min(wanted.start + self._step, held)
-        return self._part(ticket, entry, held, wanted.start, stop)
+        stop = min(request.start + self._step, held)
+        return self._part(ticket, entry, held, request.start, stop)
 
-    async def more(self, wanted: KVRangeRequest) -> KVPart:
-        entry = self._tickets.get(wanted.ticket)
-        if entry is None or not 0 <= wanted.start < wanted.stop <= len(entry.tokens):
-            raise EngineFailed("the KV is no longer kept here")
-        stop = min(wanted.stop, wanted.start + self._step)
-        return self._part(wanted.ticket, entry, len(entry.tokens), wanted.start, stop)
+    async def more(self, request: KVRangeRequest) -> KVPart:
+        entry = self._tickets.get(request.ticket)
+        if entry is None or not 0 <= request.start < request.stop <= len(entry.tokens):
+            raise EngineFailed("the KV is no longer cached")
+        stop = min(request.stop, request.start + self._step)
+        return self._part(request.ticket, entry, len(entry.tokens), request.start, stop)
 
     def _part(self, ticket: int, entry: CacheEntry, held: int, start: int, stop: int) -> KVPart:
         return KVPart(ticket, held, start, stop - start, _bytes(entry.kv[:, :, start:stop]))
@@ -97,16 +107,9 @@ def _bytes(kv: Tensor) -> memoryview:
     return raw.data
 
 
-ANSWER_S = 2.0
-FETCH_S = 10.0
-TOGETHER = 4
-
-logger = logging.getLogger(__name__)
-
-
 class KVFetcher:
-    """`link`, for an emulated device, holds up what arrives for as long as its link would. `key` is what the engines of
-    this run want to be shown."""
+    """`link`, for an emulated device, delays what arrives by the time its link would take. `key` is the key of the
+    run's services."""
 
     def __init__(self, layout: KVLayout, link: EmulatedLink | None = None, key: str | None = None) -> None:
         self._layout = layout
@@ -115,9 +118,9 @@ class KVFetcher:
         self._peers: dict[str, _Peer] = {}
         self._first: dict[tuple[int, ...], asyncio.Event] = {}
 
-    async def fetch(self, url: str, wanted: KVRequest, blocks: tuple[int, ...]) -> FetchedKV | None:
-        """What the engine at `url` keeps of what is wanted, as far as it came; None if nothing did, or if another
-        request, whose tokens have the same chain of `blocks`, has it by now."""
+    async def fetch(self, url: str, request: KVRequest, blocks: tuple[int, ...]) -> FetchedKV | None:
+        """What has arrived of the KV that the engine at `url` has; None if nothing did, or if another request with the
+        same hash chain `blocks` has fetched it meanwhile."""
         if blocks in self._first:
             await self._first[blocks].wait()
             return None
@@ -125,28 +128,28 @@ class KVFetcher:
         if blocks:
             self._first[blocks] = over
         try:
-            return await self._fetch(url, wanted)
+            return await self._fetch(url, request)
         finally:
             self._first.pop(blocks, None)
             over.set()
 
-    async def _fetch(self, url: str, wanted: KVRequest) -> FetchedKV | None:
+    async def _fetch(self, url: str, request: KVRequest) -> FetchedKV | None:
         began = asyncio.get_running_loop().time()
         peer = self._peers.setdefault(url, _Peer(url, self._key))
-        arrived = _Arrived(self._layout, wanted.start)
+        arrived = _Arrived(self._layout, request.start)
         try:
             async with asyncio.timeout(FETCH_S), peer.gate:
-                await self._receive(await peer.client(), wanted, arrived)
+                await self._receive(await peer.client(), request, arrived)
         except (ServiceError, msgspec.MsgspecError, TimeoutError) as error:
-            logger.warning("KV of %d tokens was not fetched from %s: %s", len(wanted.tokens), url, error or "too slow")
-        part = arrived.part(wanted.version)
+            logger.warning("KV of %d tokens was not fetched from %s: %s", len(request.tokens), url, error or "too slow")
+        part = arrived.part(request.version)
         if part is not None and self._link is not None:
             await self._link.carry(part.stop - part.start, began)
         return part
 
-    async def _receive(self, client: rpc.RpcClient, wanted: KVRequest, arrived: "_Arrived") -> None:
-        part = await client.call("offer", wanted, returns=KVPart, deadline=ANSWER_S)
-        held = min(part.held, len(wanted.tokens))
+    async def _receive(self, client: rpc.RpcClient, request: KVRequest, arrived: "_Arrived") -> None:
+        part = await client.call("offer", request, returns=KVPart, deadline=ANSWER_S)
+        held = min(part.held, len(request.tokens))
         if part.count:
             arrived.add(part, held)
         while arrived.stop < held:
@@ -160,11 +163,11 @@ class KVFetcher:
 
 @dataclass(slots=True)
 class _Peer:
-    """Another engine, and the connection to it. Those who come while it is being made wait for the same one."""
+    """Another engine and the connection to it, which concurrent callers share."""
 
     url: str
     key: str | None
-    gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(TOGETHER))
+    gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_FETCHES))
     connection: asyncio.Task[rpc.RpcClient] | None = None
 
     async def client(self) -> rpc.RpcClient:
@@ -203,7 +206,7 @@ class _Arrived:
         self._kv = torch.empty(0)
 
     def add(self, part: KVPart, held: int) -> None:
-        """`held` is where all that will come ends; memory is taken for it once, with the first part."""
+        """`held` is the end of all that will come; the first part allocates memory for it."""
         layout, stop = self._layout, part.start + part.count
         if (
             part.start != self.stop
@@ -211,7 +214,7 @@ class _Arrived:
             or stop > held
             or len(part.data) != part.count * layout.token_bytes
         ):
-            raise ServiceError("the answer does not fit the question")
+            raise ServiceError("the reply does not fit the request")
         if self.stop == self.start:
             self._kv = torch.empty((layout.tensors, layout.heads, held - self.start, layout.dim), dtype=layout.dtype)
         raw = np.frombuffer(part.data, np.uint8).reshape(layout.tensors, layout.heads, part.count, -1)
@@ -221,9 +224,6 @@ class _Arrived:
     def part(self, version: int) -> FetchedKV | None:
         if self.stop == self.start:
             return None
-        kv = (
-            self._kv
-            if self._kv.shape[2] == self.stop - self.start
-            else self._kv[:, :, : self.stop - self.start].clone()
-        )
+        count = self.stop - self.start
+        kv = self._kv if self._kv.shape[2] == count else self._kv[:, :, :count].clone()
         return FetchedKV(version, self.start, kv.to(self._layout.device))

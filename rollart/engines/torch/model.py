@@ -18,9 +18,11 @@ Weights = dict[str, Tensor]
 
 class EngineModel:
     def __init__(self, network: Any) -> None:
-        """Takes over a transformers causal LM: from now on it attends to our KV rows."""
+        """Takes over a transformers causal LM, which then attends to our KV rows."""
         if not network._supports_attention_backend:
-            raise EngineFailed(f"{type(network).__name__} cannot take our attention function; choose another model")
+            raise EngineFailed(
+                f"{type(network).__name__} does not support custom attention functions; choose another model"
+            )
         self.network = network.eval().requires_grad_(False)
         self.vocabulary = int(network.get_input_embeddings().weight.shape[0])
         self.context = int(getattr(network.config, "max_position_embeddings", None) or 1 << 20)
@@ -45,8 +47,8 @@ class EngineModel:
         return logits[0]
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Weights:
-        """Checks weights and brings them to our type, so that `replace` has little to do. From any thread. They are
-        used where they are if they can be: `replace` then only points to them, and nothing may change them."""
+        """Checks weights and casts them to our dtype, so that `replace` has little to do. For any thread. On the same
+        device they are not copied: `replace` points to them, and nothing may change them."""
         prepared: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in tensors.items():
             weight = self._weights.get(name)
@@ -58,7 +60,7 @@ class EngineModel:
                 )
             if id(weight) not in prepared:
                 here = tensor.to(dtype=weight.dtype)
-                # Pinned, a copy to a GPU need not wait for the CPU; the pages of a file are not.
+                # Pinned memory is copied to a GPU without waiting for the CPU; that of a file is not pinned.
                 prepared[id(weight)] = name, here.pin_memory() if weight.is_cuda else here
         missing = [name for name, weight in self._weights.items() if id(weight) not in prepared]
         if missing:
@@ -66,7 +68,7 @@ class EngineModel:
         return dict(prepared.values())
 
     def replace(self, prepared: Weights) -> None:
-        """On a device of its own the model keeps its memory, as there is seldom room for a second set."""
+        """On another device the model keeps its memory: there is seldom room for a second set."""
         for name, tensor in prepared.items():
             weight = self._weights[name]
             if weight.device == tensor.device:
@@ -76,13 +78,13 @@ class EngineModel:
 
 
 def _weights(network: nn.Module) -> Weights:
-    """The weights themselves; tied ones are there under all of their names."""
+    """The weights by name; tied ones under all of their names."""
     return dict(network.state_dict(keep_vars=True))
 
 
 @torch.inference_mode()
 def _layout(network: Any) -> KVLayout:
-    """The shape of the KV, found by a pass over one token: configurations name it in too many ways to read it there."""
+    """The shape of the KV, found by a pass over one token: configurations name it in too many ways."""
     network.set_attn_implementation(PROBE)
     weight = network.get_input_embeddings().weight
     shapes: dict[int, tuple[torch.Size, torch.Size]] = {}

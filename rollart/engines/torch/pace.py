@@ -1,7 +1,7 @@
-"""Emulation: makes steps, and KV on its way here, take as long as they would on another device.
+"""Emulation: steps and KV transfers take as long as they would on another device.
 
-Real time counts and only the rest is waited for. A step that takes longer here than there is late; the steps right
-after it make up for up to `CREDIT_S` of it, so that the average speed is right; what they cannot make up is counted.
+A step waits only for what its real time leaves of the emulated one. A step that takes longer than there is late; the
+steps after it make up for up to `CREDIT_S`, so that the average speed is right; what they cannot make up is counted.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ def emulation_label(emulate: Roofline) -> str:
 
 
 def work_of(batch: BatchState, chunks: Sequence[Chunk]) -> Work:
-    """What the coming step computes: a token of each decoding sequence, which attends to itself too, and chunks."""
+    """Work of the next step: a token of each decoding sequence, which also attends to itself, and the chunks."""
     decoding = batch.running[: batch.decoding]
     work = decode(len(decoding), sum(sequence.computed + 1 for sequence in decoding))
     for chunk in chunks:
@@ -48,7 +48,7 @@ class Pacer:
         self._debt = 0.0
 
     def pace(self, began: float, work: Work) -> None:
-        """To be called when all of a step is computed that `began` then: returns when the device would be done too.
+        """Call when a step that `began` then is computed; returns when the device would be done too.
 
         Steps follow each other without a gap, so a step begins there when the one before it was due.
         """
@@ -64,24 +64,24 @@ class Pacer:
             self._debt = CREDIT_S
 
     def rest(self) -> None:
-        """There was nothing to do: the next step begins when it begins, and what was late stays late."""
+        """The engine is idle: the next step starts a new schedule, and what was late stays late."""
         self.late_s += self._debt
         self._debt = 0.0
         self._due = -math.inf
 
     def stop(self) -> None:
-        """No step is held up any more."""
+        """Ends the current wait and all later ones."""
         self._over.set()
 
 
 class EmulatedLink:
-    """KV arrives one part after the other, at the speed of the device's link. Used in one event loop."""
+    """Delays KV transfers, one after the other, to the speed of the device's link. Used in one event loop."""
 
     def __init__(self, roofline: Roofline) -> None:
         self._roofline = roofline
         self._free = -math.inf
 
     async def carry(self, tokens: int, began: float) -> None:
-        """`began` and the time until now are those of the event loop."""
+        """`began` is in the time of the event loop."""
         self._free = max(self._free, began) + self._roofline.transfer_seconds(tokens)
         await asyncio.sleep(self._free - asyncio.get_running_loop().time())

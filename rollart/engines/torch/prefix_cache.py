@@ -1,7 +1,7 @@
-"""Finds who already has the beginning of a token sequence, by a chain of hashes over blocks of tokens.
+"""Index of shared prefixes: who has the beginning of a token sequence, by a chain of hashes over blocks of tokens.
 
-The members of a group begin with the same prompt, and the prompts of a task with the same instructions, so a beginning
-is often there already, in another session. Hashes only nominate; whoever uses one compares the tokens.
+The members of a group share their prompt, and the prompts of a task their instructions, so a prefix is often cached in
+another session. Hashes only nominate: the caller compares the tokens.
 """
 
 from collections.abc import Hashable
@@ -18,7 +18,7 @@ class PrefixIndex(Generic[K]):
         self._blocks: dict[K, frozenset[int]] = {}
 
     def add(self, holder: K, blocks: tuple[int, ...]) -> None:
-        """`blocks` is the chain of all that the holder has, or is about to have."""
+        """`blocks` is the hash chain of all that the holder has or is computing."""
         self.remove(holder)
         self._blocks[holder] = frozenset(blocks)
         for block in self._blocks[holder]:
@@ -36,7 +36,7 @@ class PrefixIndex(Generic[K]):
         self._blocks.clear()
 
     def longest(self, blocks: tuple[int, ...]) -> K | None:
-        """The first who came of those that share the most leading blocks."""
+        """Of the holders that share the most leading blocks, the first that was added."""
         found: dict[K, None] | None = None
         for block in blocks:
             holders = self._holders.get(block)
@@ -47,7 +47,7 @@ class PrefixIndex(Generic[K]):
 
 
 def chain(tokens: list[int]) -> tuple[int, ...]:
-    """One hash per whole block, each of the block and of all before it."""
+    """One hash per full block, of the block and all before it."""
     digest = 0
     digests = []
     for start in range(0, len(tokens) - BLOCK + 1, BLOCK):

@@ -1,7 +1,7 @@
-"""Chooses tokens: temperature, top-k, top-p, then inverse CDF with a random number that is a function of its place.
+"""Sampling: temperature, top-k, top-p, then inverse CDF with a counter-based random number.
 
-The random number of a token depends only on (seed of the request, index of the token in the request), and each row of
-logits is treated alone, so a result does not depend on what else is in the batch, and can be had again.
+The random number of a token depends only on (seed of the request, index of the token in the request), and rows of
+logits are independent, so a result does not depend on the rest of the batch and can be reproduced.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _WORD = (1 << 64) - 1
 
 
 class Sampleable(Protocol):
-    """What the sampler reads of a sequence."""
+    """The fields of a sequence that the sampler reads."""
 
     temperature: float
     top_k: int
@@ -70,7 +70,7 @@ def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     values = values.masked_fill(torch.arange(width, device=logits.device) >= wanted, -torch.inf)
     probabilities = values.softmax(-1)
     before = probabilities.cumsum(-1) - probabilities
-    # Rounding must not cut the tail where no top-p was asked for.
+    # Rounding must not cut the tail where there is no top-p.
     beyond = (before >= top_p.unsqueeze(1)) & (top_p < 1).unsqueeze(1)
     return torch.full_like(logits, -torch.inf).scatter(1, order, values.masked_fill(beyond, -torch.inf))
 

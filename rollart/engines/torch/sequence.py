@@ -1,4 +1,4 @@
-"""A request on its way through the engine: its tokens so far, and how much of them is in the KV rows."""
+"""A request in the engine: its tokens so far, and how many of them have KV in the rows."""
 
 import time
 from collections.abc import Callable
@@ -15,10 +15,10 @@ from rollart.engines.torch.sampler import mix_seed
 class EngineSequence:
     """`tokens` is the prompt and all that was generated; the first `computed` of them have their KV in the row.
 
-    `limit` is the length at which it must end, `blocks` the hash chain of the prompt; one that does not `generate` ends
-    with its prefill. KV of the first `lost` tokens was there before a swap took it. `versions` is brought up to date
-    only at swaps and at the end. `first` is when its first token was there. `tell` is given the tokens that are new,
-    `every` so many, the last of which are `told` of.
+    `limit` is the length at which it must end, `blocks` the hash chain of the prompt; without `generates` it ends after
+    its prefill. A swap dropped the KV of the first `lost` tokens. `versions` is updated only at swaps and at the end.
+    `first` is the time of its first token. `on_tokens` gets new tokens, `stream_every` at a time; it got the first
+    `streamed` of them.
     """
 
     id: str
@@ -62,11 +62,11 @@ class EngineSequence:
         return self.top_k > 0 or self.top_p < 1.0
 
     def stamp(self, version: int) -> None:
-        """All tokens generated since the last call are of `version`."""
+        """Tokens generated since the last call are of `version`."""
         self.versions.extend([version] * (len(self.logprobs) - len(self.versions)))
 
     def completion(self) -> Completion:
-        """Raises EngineFailed if it ended by an error."""
+        """Raises EngineFailed if it ended with an error."""
         if self.error is not None or self.finish is None:
             raise EngineFailed(self.error or f"request {self.id!r} has not ended")
         admitted = self.admitted or self.ended
@@ -89,7 +89,7 @@ def accepted(request: GenerationRequest, *, vocabulary: int, context: int, seed:
     """Checks a request, so that a bad one fails alone. Raises EngineFailed."""
     _check(request, vocabulary, context)
     sampling = request.sampling
-    # Greedy is sampling from the single best token: its logprob is 0, as of any token that cannot be another.
+    # Greedy is sampling from the single best token, so its logprob is 0.
     greedy = sampling.temperature == 0
     return EngineSequence(
         id=request.id,
@@ -122,7 +122,7 @@ def _check(request: GenerationRequest, vocabulary: int, context: int) -> None:
 
 
 def _seed(name: str, sampling: Sampling, engine_seed: int) -> int:
-    """Without a seed of its own, a request gets one from its id, so that a run can be repeated."""
+    """A request without a seed gets one from its id, so that a run can be repeated."""
     if sampling.seed is not None:
         return mix_seed(sampling.seed)
     digest = blake2b(f"{engine_seed}/{name}".encode(), digest_size=8).digest()

@@ -1,8 +1,8 @@
 """The embedded engine as a process: `python -m rollart.engines.torch.service`, spec on stdin.
 
 The spec: `model` (a Hugging Face folder), `version` (that of its weights), `weights` (folder of the weight store on
-this node, made if it is not there), `config` (the run file's `engine` section) and `seed`.
-Optional: `emulate`, the `device` (fields of DeviceClass) whose roofline paces the engine, and its `slowdown`.
+this node, created if missing), `config` (the run file's `engine` section) and `seed`. Optional: `emulate`, the `device`
+(fields of DeviceClass) whose roofline paces the engine, and its `slowdown`.
 """
 
 import sys
@@ -61,7 +61,7 @@ def _weights(spec: Mapping[str, Any]) -> WeightReader:
 
 
 def _emulated(emulate: Mapping[str, Any], folder: Path) -> Roofline:
-    """What is emulated computes in bfloat16, whatever is computed with here."""
+    """The emulated device computes in bfloat16, whatever the dtype here."""
     roofline = Roofline(DeviceClass(**emulate["device"]), ModelShape.of_folder(folder), float(emulate["slowdown"]))
     print(f"this engine EMULATES a device: {emulation_label(roofline)}", file=sys.stderr, flush=True)
     return roofline

@@ -1,4 +1,4 @@
-"""The inputs of one forward pass: a flat row of tokens, where their KV goes, and who attends to what.
+"""The inputs of one forward pass: a flat row of tokens, where their KV goes, and what attends to what.
 
 First come the decoding rows, one token each, then the chunks of the prefilling ones. A span is a run of neighbouring
 rows that one attention call serves; chunks of unequal length are padded within it.
@@ -13,7 +13,7 @@ from torch import Tensor
 from rollart.engines.torch.batch import BatchState, Chunk
 from rollart.engines.torch.sequence import EngineSequence
 
-# What one more attention call costs, in pairs of a query and a key, measured on a small model on a CPU.
+# Cost of one more attention call in query-key pairs, measured on a small model on a CPU.
 CALL_COST = 8192
 
 
@@ -21,7 +21,7 @@ CALL_COST = 8192
 class AttentionSpan:
     """`starts` holds the position of each row's first query.
 
-    `padded` picks the flat tokens that fill [rows, queries], `real` the places of those that are not padding.
+    `padded` picks the flat tokens that fill [rows, queries], `real` the positions in it that are not padding.
     """
 
     rows: slice
@@ -35,7 +35,7 @@ class AttentionSpan:
     _bias: dict[int | None, Tensor] = field(default_factory=dict)
 
     def bias(self, window: int | None) -> Tensor:
-        """[rows, 1, queries, keys]: 0 where a query sees a key, -inf elsewhere. Made once a step for all layers."""
+        """[rows, 1, queries, keys]: 0 where a query sees a key, -inf otherwise. Computed once a step for all layers."""
         bias = self._bias.get(window)
         if bias is None:
             device = self.starts.device
@@ -121,7 +121,7 @@ def _area(group: Sequence[Chunk]) -> int:
 
 
 def _span(group: Sequence[Chunk], first: int, dtype: torch.dtype, device: torch.device) -> AttentionSpan:
-    """`first` is the place of the group's first token in the flat row."""
+    """`first` is the index of the group's first token in the flat row."""
     counts = [chunk.count for chunk in group]
     queries = max(counts)
     span = AttentionSpan(

@@ -1,9 +1,9 @@
 """The engine without its thread: requests in, `step` after `step`, ended sequences out.
 
-Invariants: everything here runs in one thread, except `accept`, `accept_prefill` and `Model.prepare`, which read only
-what never changes, and finding in `kv_cache`, which has a lock. Between two steps the KV of every running sequence is
+Invariants: everything here runs in one thread, except `accept`, `accept_prefill` and `EngineModel.prepare`, which read
+only what never changes, and `kv_cache.find`, which has a lock. Between two steps the KV of every running sequence is
 that of its first `computed` tokens. A sequence is admitted only when rows of its full possible length fit the budget,
-so a running one never lacks memory; kept KV always gives way to rows; a request that could not run even alone is
+so a running one never lacks memory; cached KV always gives way to rows; a request that could not run even alone is
 refused at once, so the first in the queue always gets its turn. A sequence whose beginning another one is computing
 right now waits for it and copies it; that one is running and gets its share of every step, so the wait ends. While a
 swap waits for running sequences to end, none is admitted.
@@ -30,8 +30,7 @@ from rollart.engines.torch.sequence import EngineSequence, accepted
 from rollart.engines.torch.step import StepInputs, step_inputs
 from rollart.engines.torch.swap_cost import SwapCost
 
-# How far down the queue to look for a sequence that need not wait for another's prefill.
-DEFERRED = 128
+DEFERRED = 128  # how far down the queue to look for a sequence that need not wait for another's prefill
 
 
 @dataclass(slots=True)
@@ -43,7 +42,7 @@ class Counters:
 
 
 class Stepper:
-    """`pacer` makes the steps of an emulated device."""
+    """`pacer` paces the steps to an emulated device."""
 
     def __init__(
         self, model: EngineModel, config: EngineConfig, *, version: int = 0, seed: int = 0, pacer: Pacer | None = None
@@ -60,8 +59,8 @@ class Stepper:
         self._seed = seed
         self._pacer = pacer
         self._swap_cost = SwapCost()
-        self._then: Callable[[], None] | None = None  # what waits for the running sequences to end
-        self._full = 0  # how many they were
+        self._then: Callable[[], None] | None = None  # runs once the running sequences have ended
+        self._full = 0  # their number when it was set
         self._ended: list[EngineSequence] = []
         self._streamed: list[tuple[EngineSequence, list[int]]] = []
 
@@ -82,23 +81,23 @@ class Stepper:
         return sequence
 
     def accept_prefill(self, request: GenerationRequest) -> EngineSequence:
-        """The same for a request of which only the KV is wanted. That of its last token is of no use to anybody: who
-        goes on from here needs that token's logits, and so computes it."""
+        """For a request of which only the KV is needed. That of its last token is of no use: to go on, an engine needs
+        that token's logits and so computes it."""
         sequence = self.accept(replace(request, tokens=request.tokens[:-1], sampling=Sampling(max_tokens=1)))
         sequence.generates, sequence.limit = False, sequence.prompt
         return sequence
 
-    def add(self, sequence: EngineSequence, part: FetchedKV | None = None) -> None:
-        """`part` is KV for it that came from another engine; one of other weights, or without room, is forgotten."""
+    def add(self, sequence: EngineSequence, fetched: FetchedKV | None = None) -> None:
+        """`fetched` is KV for it from another engine; dropped if it is of other weights or there is no room."""
         if self._pacer is not None and not self.busy:
             self._pacer.rest()
-        if part is not None and part.version == self.version and self._make_room(part.kv.nbytes):
-            self.kv_cache.store_fetched(sequence.id, part)
+        if fetched is not None and fetched.version == self.version and self._make_room(fetched.kv.nbytes):
+            self.kv_cache.store_fetched(sequence.id, fetched)
         self.batch.waiting.append(sequence)
 
     @torch.inference_mode()
     def abort(self, request_id: str, *, keep: bool = False) -> None:
-        """Ends a request where it is, and may `keep` its KV; one that is not here has ended already."""
+        """Ends a request, and may `keep` its KV; an unknown one has ended already."""
         for waiting in self.batch.waiting:
             if waiting.id == request_id:
                 self.batch.waiting.remove(waiting)
@@ -108,18 +107,18 @@ class Stepper:
         for row, running in enumerate(self.batch.running):
             if running.id == request_id:
                 if keep:
-                    self._park(row, running)
+                    self._store(row, running)
                 self._leave(row)
                 self._end(running, "abort")
                 return
 
     def when_empty(self, action: Callable[[], None]) -> None:
-        """Admits nothing until all that runs has ended; then does `action`, and goes on."""
+        """Admits nothing until all running sequences have ended, then calls `action` and goes on."""
         self._then, self._full = action, self.batch.size
 
     @torch.inference_mode()
     def swap(self, version: int, weights: Weights) -> LoadResult:
-        """New weights, with requests in flight. What to do with KV of the old ones is the configuration's choice."""
+        """Replaces the weights with requests in flight. `engine.on_swap` says what happens to KV of the old ones."""
         began = time.perf_counter()
         for running in self.batch.running:
             running.stamp(self.version)
@@ -170,7 +169,7 @@ class Stepper:
         over: list[EngineSequence] = []
         for sequence, token, logprob in zip(step.sampled, tokens, logprobs, strict=True):
             if broken and not math.isfinite(logprob):
-                sequence.error = f"version {self.version} of the model gave logits that are not numbers"
+                sequence.error = f"version {self.version} of the model gave logits that are not finite"
                 over.append(sequence)
                 continue
             if not sequence.generates:
@@ -190,7 +189,7 @@ class Stepper:
         for sequence in over:
             row = self.batch.running.index(sequence)
             if sequence.error is None:
-                self._park(row, sequence)
+                self._store(row, sequence)
             self._leave(row)
             self._end(sequence, "stop" if sequence.tokens[-1] in sequence.stop else "length")
 
@@ -204,8 +203,8 @@ class Stepper:
             if size is None:
                 break
             batch.waiting.popleft()
-            found = find_prefix(sequence, self.kv_cache, self._live)
-            if found is None:
+            hit = find_prefix(sequence, self.kv_cache, self._live)
+            if hit is None:
                 deferred.append(sequence)
                 continue
             self.kv_cache.drop(sequence.session)
@@ -214,27 +213,27 @@ class Stepper:
             self.rows.resize(*size, live=batch.size)
             row = batch.admit(sequence)
             self._live.add(sequence, sequence.blocks)
-            self._begin(row, sequence, found)
+            self._begin(row, sequence, hit)
             budget -= sequence.pending
         batch.waiting.extendleft(reversed(deferred))
         batch.settle()
 
-    def _begin(self, row: int, sequence: EngineSequence, found: PrefixHit) -> None:
-        found.copy(row, self.rows, self.batch.running)
-        sequence.computed = found.length
+    def _begin(self, row: int, sequence: EngineSequence, hit: PrefixHit) -> None:
+        hit.copy(row, self.rows, self.batch.running)
+        sequence.computed = hit.length
         if not sequence.admitted:
             sequence.admitted = time.perf_counter()
             self._swap_cost.mark_lost(sequence)
-            sequence.cached = found.length
-            sequence.fetched = found.length - found.own
+            sequence.cached = hit.length
+            sequence.fetched = hit.length - hit.own
 
-    def _park(self, row: int, sequence: EngineSequence) -> None:
+    def _store(self, row: int, sequence: EngineSequence) -> None:
         if self._make_room(sequence.computed * self.rows.layout.token_bytes):
             kv = self.rows.read(row, sequence.computed)
             self.kv_cache.store(sequence.session, sequence.tokens[: sequence.computed], kv)
 
     def _make_room(self, size: int) -> bool:
-        """Room for `size` more bytes of kept KV, by dropping what was used least recently; False if there is none."""
+        """Evicts cached KV until `size` more bytes fit; False if they cannot."""
         room = self.budget - self.rows.bytes
         if not 0 < size <= room:
             return False
@@ -258,12 +257,12 @@ class Stepper:
         return ended
 
     def streamed(self) -> list[tuple[EngineSequence, list[int]]]:
-        """The tokens that are to be told since the last call."""
-        news, self._streamed = self._streamed, []
-        return news
+        """The tokens to stream since the last call."""
+        streamed, self._streamed = self._streamed, []
+        return streamed
 
     def fail(self, reason: str) -> None:
-        """Ends everything with an error and forgets all KV: the way back from a step that broke halfway."""
+        """Ends everything with an error and drops all KV, after a step that failed half-way."""
         for sequence in self.batch.clear():
             sequence.error = reason
             self._end(sequence, "abort")
@@ -291,7 +290,7 @@ class Stepper:
 
 
 def _sampled(logits: torch.Tensor, step: StepInputs) -> tuple[list[int], list[float]]:
-    """As lists: when they are there, the step is computed, on a device that works in the background too."""
+    """As lists, which waits for a device that computes in the background."""
     if not step.sampled:
         return [], []
     tokens, logprobs = sample(logits, step.sampled)

@@ -1,9 +1,8 @@
 """vLLM's HTTP API, as far as it is used here, over connections that stay open.
 
-What vLLM answers with an error raises EngineFailed with its message. So does a server that is gone, but only after a
-while: whoever watches the server ends the process meanwhile, and then all callers know at once that more is lost than
-their request. Every call but a generation has a deadline of its own; a generation ends when its caller gives up, which
-closes its connection and so aborts it at the server.
+An error of vLLM raises EngineFailed with its message. So does a server that is gone, but only after `grace`: meanwhile
+the process that watches the server ends, so all callers learn at once that more is lost than their request. Every call
+but a generation has its own deadline; cancelling a generation closes its connection, which aborts it at the server.
 """
 
 import asyncio
@@ -35,9 +34,9 @@ _TOKENS = re.compile(r'^vllm:cache_config_info\{.*\bkv_cache_size_tokens="(\d+)"
 
 @dataclass(frozen=True, slots=True)
 class VllmMetrics:
-    """`kv_use` is the share of its KV memory that running requests hold, `kv_tokens` what all of it has room for, 0 if
-    the server does not tell. Tokens count from the server's start: those of prompts, and how many of these were found
-    in its own cache or `fetched` from another server."""
+    """`/metrics`, in the text format of Prometheus. `kv_use` is the share of KV memory in use by running requests,
+    `kv_tokens` the capacity, 0 if unknown. Tokens count from the server's start: those of prompts, and how many of
+    these were in its own cache or `fetched` from another server."""
 
     running: int
     waiting: int
@@ -54,7 +53,7 @@ class VllmMetrics:
 
 
 def parse_metrics(text: str) -> VllmMetrics:
-    """Sums over all of the server's engines; the largest share of KV in use."""
+    """Sums over the server's engines; of `kv_use` the maximum."""
     values: dict[str, list[float]] = {}
     for name, value in _LINE.findall(text):
         values.setdefault(name, []).append(float(value))
@@ -74,13 +73,13 @@ def parse_metrics(text: str) -> VllmMetrics:
     )
 
 
-_answer = msgspec.json.Decoder(GenerateResponse)
+_decode = msgspec.json.Decoder(GenerateResponse).decode
 _encode = msgspec.json.Encoder().encode
 
 
 class VllmApi:
-    """`url` is that of a server, or `unix:` and the path of its socket; `grace` are the seconds after which a lost
-    connection is told. Use as an async context manager."""
+    """`url` is that of a server, or `unix:` and the path of its socket; a lost connection is reported after `grace`
+    seconds. Use as an async context manager."""
 
     def __init__(self, url: str, *, key: str | None = None, grace: float = 0.0) -> None:
         self.url, self._grace = url, grace
@@ -101,19 +100,19 @@ class VllmApi:
         await self._session.close()
 
     async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[GenerateResponse, None]:
-        """The parts of an answer, as they come."""
-        asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
-        async with self._response("POST", GENERATE, asked) as response:
+        """The chunks of a response, as they come."""
+        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        async with self._response("POST", GENERATE, body) as response:
             async for line in response.content:
                 if line.startswith(b"data: {"):
-                    answer = _answer.decode(line[6:])
-                    if answer.error is not None:
-                        raise EngineFailed(f"vLLM failed: {answer.error.message}")
-                    yield answer
+                    chunk = _decode(line[6:])
+                    if chunk.error is not None:
+                        raise EngineFailed(f"vLLM failed: {chunk.error.message}")
+                    yield chunk
 
     async def generate(self, body: Mapping[str, Any]) -> GenerateResponse:
         async with self._response("POST", GENERATE, body) as response:
-            return _answer.decode(await response.read())
+            return _decode(await response.read())
 
     async def abort(self, ids: list[str]) -> None:
         await self.post("/inference/v1/abort_requests", {"request_ids": ids})
@@ -130,7 +129,7 @@ class VllmApi:
             return parse_metrics(await response.text())
 
     async def workers(self, method: str, **arguments: Any) -> None:
-        """Call a method of every worker, between two steps."""
+        """Calls a method of every worker, between two steps."""
         await self.post("/collective_rpc", {"method": method, "kwargs": arguments}, deadline=SWAP_S)
 
     async def post(self, path: str, body: Any = None, *, deadline: float = SHORT_S) -> None:
@@ -157,10 +156,10 @@ class VllmApi:
             await asyncio.sleep(self._grace)
             raise EngineFailed(f"the vLLM server at {self.url} is gone: {error}") from error
         except msgspec.MsgspecError as error:
-            raise EngineFailed(f"vLLM answered {path} in a way that is not understood here: {error}") from error
+            raise EngineFailed(f"vLLM's response to {path} is not understood: {error}") from error
 
     async def _sent(self, method: str, path: str, data: bytes | None) -> aiohttp.ClientResponse:
-        """A server may close an idle connection at the moment at which it is used again; once, that is no error."""
+        """Retries once: a server may close an idle connection just as it is used again."""
         try:
             return await self._session.request(method, self._base + path, data=data)
         except aiohttp.ServerDisconnectedError:
@@ -170,8 +169,8 @@ class VllmApi:
 def _message(body: bytes, status: int) -> str:
     """vLLM's errors are `{"error": {"message": ...}}`, those of its web framework `{"detail": ...}`."""
     try:
-        told = msgspec.json.decode(body)
-        error = told.get("error", told.get("detail", told))
+        reply = msgspec.json.decode(body)
+        error = reply.get("error", reply.get("detail", reply))
         return str(error.get("message", error) if isinstance(error, dict) else error)
     except (msgspec.MsgspecError, AttributeError):
         return f"status {status}: {body[:200].decode(errors='replace')}"

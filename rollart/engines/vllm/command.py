@@ -11,7 +11,7 @@ from rollart.config import EngineConfig, VllmConfig
 from rollart.engines.vllm.kv_transfer import LEASE_S
 
 INSIDE = Path(__file__).parent / "inside"
-MODULE = "vllm.entrypoints.openai.api_server"  # of all its front doors, the one that the CPU build has in order
+MODULE = "vllm.entrypoints.openai.api_server"  # the entry point that works in the CPU build
 EXTENSION = "rollart_extension.Workers"
 NAME = "policy"
 _FOREVER = 1_000_000_000
@@ -19,7 +19,7 @@ _OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 
 def argv(spec: Mapping[str, Any], socket: Path) -> list[str]:
-    """`socket` is where it shall listen: no port to race for, and nobody else may reach it."""
+    """The server listens on `socket`: no port to race for, and only this user can connect."""
     settings = VllmConfig.model_validate(spec["vllm"])
     server = ["-m", MODULE, *arguments(spec), "--uds", str(socket), *settings.args]
     if not settings.container:
@@ -37,7 +37,7 @@ def argv(spec: Mapping[str, Any], socket: Path) -> list[str]:
 
 
 def arguments(spec: Mapping[str, Any]) -> list[str]:
-    """What a server needs to be driven from here, and what the run file says of engines."""
+    """What our service needs, and the `engine` section of the run file."""
     config = EngineConfig.model_validate(spec["config"])
     ranks = int(spec.get("tensor_parallel", 1))
     options: dict[str, object] = {
@@ -49,14 +49,14 @@ def arguments(spec: Mapping[str, Any]) -> list[str]:
         "--max-num-seqs": config.max_batch,
         "--max-num-batched-tokens": config.max_batch + config.prefill_chunk,
         "--kv-cache-memory-bytes": (config.kv_megabytes << 20) // ranks,
-        "--logprobs-mode": "processed_logprobs",  # those of the distribution that a token is drawn from
+        "--logprobs-mode": "processed_logprobs",  # of the distribution that tokens are sampled from
         "--generation-config": "vllm",
         "--worker-extension-cls": EXTENSION,
     }
     flags = ["--enable-scale-out", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
     if on_cpu(spec):
         options["--block-size"] = 32
-        # On CPUs vLLM fails to cut the prefill of a request with a seed: it winds back a generator that cannot do that.
+        # On CPUs vLLM cannot chunk the prefill of a request with a seed: its generator cannot be rewound.
         options["--max-num-batched-tokens"] = max(
             config.max_batch + config.prefill_chunk, _context(Path(spec["model"]))
         )
@@ -67,7 +67,7 @@ def arguments(spec: Mapping[str, Any]) -> list[str]:
 
 
 def environment(spec: Mapping[str, Any]) -> dict[str, str]:
-    """What is set for it, beside what it inherits."""
+    """Variables set for the server, besides the inherited ones."""
     settings = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -76,7 +76,7 @@ def environment(spec: Mapping[str, Any]) -> dict[str, str]:
         "PYTHONPATH": str(INSIDE),
     }
     if on_cpu(spec):
-        # Engines share the cores; and what eager mode would compile takes longer than it saves.
+        # Engines share the cores; compiling takes longer than it saves in eager mode.
         settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
         settings["OMP_NUM_THREADS"] = str(EngineConfig.model_validate(spec["config"]).threads)
         if int(spec.get("tensor_parallel", 1)) == 1:
@@ -94,7 +94,7 @@ def environment(spec: Mapping[str, Any]) -> dict[str, str]:
 
 
 def inherited() -> dict[str, str]:
-    """Without what leads to our own Python."""
+    """Without the variables of our own Python."""
     return {key: value for key, value in os.environ.items() if key not in _OURS}
 
 

@@ -1,13 +1,13 @@
 """The engine protocol on top of one vLLM server.
 
 Invariants:
-- vLLM itself says which weights made each token; a version is told to it while generation is paused, after the swap.
-- New weights are fetched, checked and found readable by vLLM's workers while generation goes on. Only then is it
-  paused; requests in flight keep their place and go on with the new weights, their KV computed anew unless it is to be
-  kept. If anything fails before the swap, generation goes on with the old weights; if the swap fails, nobody knows what
-  the weights are, and `on_broken` is told.
-- A request that its caller gives up, or that misses its deadline, is aborted at the server.
-- From just before a swap until its end no KV is handed over, for it could be made by one version and used by another.
+- vLLM itself labels each token with the version of the weights; the label changes after the swap, during the pause.
+- New weights are fetched, checked and mapped by vLLM's workers while generation goes on. Only then is it paused;
+  requests in flight go on with the new weights, their KV recomputed unless `on_swap` is keep. If anything fails before
+  the swap, generation goes on with the old weights; if the swap fails, the weights are unknown, and `on_broken` is
+  called.
+- A request that is cancelled or misses its deadline is aborted at the server.
+- From just before a swap until its end no KV is transferred: one version could compute it and another use it.
 """
 
 import asyncio
@@ -27,14 +27,14 @@ from rollart.engines.vllm.kv_transfer import ASK, RECEIVE_S, KVOffer, KVOffers, 
 from rollart.engines.vllm.response import CompletionBuilder
 from rollart.weights.reader import WeightReader
 
-_NAMED = "generate-tokens-"  # what vLLM puts before our names
+_PREFIX = "generate-tokens-"  # that vLLM adds to our request ids
 _PAUSE_S = 60.0
-_ALL = 1_000_000  # more tokens than an answer has: all of them at once
-_Heard = Callable[[CompletionBuilder], Awaitable[None]]
+_WHOLE = 1_000_000  # more tokens than a response has: all at once
+_OnChunk = Callable[[CompletionBuilder], Awaitable[None]]
 
 
 class VllmEngine:
-    """`token_bytes` is the KV of one token, for the shares that the router reckons with."""
+    """`token_bytes` is the KV of one token, for the status that the router uses."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class VllmEngine:
         peers: KVPeers,
         on_broken: Callable[[str], None],
     ) -> None:
-        self.notes = KVOffers()
+        self.offers = KVOffers()
         self._api, self._config, self._weights, self._peers = api, config, weights, peers
         self._version, self._token_bytes, self._on_broken = version, token_bytes, on_broken
         self._numbers = itertools.count()
@@ -59,99 +59,99 @@ class VllmEngine:
         self._busy_s = self._busy_since = 0.0
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        return await self._answered(request, _ALL, _nothing)
+        return await self._run(request, _WHOLE, _ignore)
 
-    async def stream(self, asked: StreamRequest, tell: Callable[[object], None]) -> Completion:
-        """Tells of tokens as they are made."""
+    async def stream(self, streamed: StreamRequest, on_tokens: Callable[[object], None]) -> Completion:
+        """Calls `on_tokens` with new tokens as they are generated."""
 
-        async def news(answer: CompletionBuilder) -> None:
-            if answer.fresh >= asked.every:
-                tell(answer.taken())
-                await asyncio.sleep(0)  # parts that have come already are read without a pause
+        async def on_chunk(builder: CompletionBuilder) -> None:
+            if builder.fresh >= streamed.every:
+                on_tokens(builder.take())
+                await asyncio.sleep(0)  # chunks that have arrived are read without a pause
 
-        return await self._answered(asked.request, asked.every, news)
+        return await self._run(streamed.request, streamed.every, on_chunk)
 
-    async def _answered(self, request: GenerationRequest, every: int, heard: _Heard) -> Completion:
+    async def _run(self, request: GenerationRequest, every: int, on_chunk: _OnChunk) -> Completion:
         with self._counted(request) as opened:
             body = _body(opened.name, request.tokens, request.sampling, every)
             if request.kv_from is None or self._swapping:
-                return await self._complete(body, opened, heard)
+                return await self._complete(body, opened, on_chunk)
             async with self._receiving_from(request.kv_from, request.id) as (params, arrived):
                 more = {"kv_transfer_params": params} if params else {}
 
-                async def came(answer: CompletionBuilder) -> None:
+                async def on_first_chunk(builder: CompletionBuilder) -> None:
                     arrived()
-                    await heard(answer)
+                    await on_chunk(builder)
 
-                return await self._complete(body | more, opened, came)
+                return await self._complete(body | more, opened, on_first_chunk)
 
-    async def _complete(self, body: dict[str, Any], opened: "_Open", heard: _Heard) -> Completion:
-        answer = CompletionBuilder(len(body["token_ids"]), handed="kv_transfer_params" in body)
-        async with aclosing(self._api.stream(body)) as parts:
-            async for part in parts:
-                answer.add(part)
-                await heard(answer)
-                if opened.aborted:  # it may have come before vLLM knew the request
-                    await self._api.abort([_NAMED + opened.name])
-        return answer.completion()
+    async def _complete(self, body: dict[str, Any], opened: "_Open", on_chunk: _OnChunk) -> Completion:
+        builder = CompletionBuilder(len(body["token_ids"]), fetched="kv_transfer_params" in body)
+        async with aclosing(self._api.stream(body)) as chunks:
+            async for chunk in chunks:
+                builder.add(chunk)
+                await on_chunk(builder)
+                if opened.aborted:  # perhaps before vLLM knew the request
+                    await self._api.abort([_PREFIX + opened.name])
+        return builder.completion()
 
     async def prefill(self, request: GenerationRequest) -> int:
-        """vLLM then keeps its KV for another server."""
+        """Computes its KV, which vLLM then keeps for another server."""
         if self._swapping:
             return 0
-        note = None
-        self.notes.begin(request.id, self._config.deadline)
+        offer = None
+        self.offers.begin(request.id, self._config.deadline)
         try:
             with self._counted(request) as opened:
                 body = _body(opened.name, request.tokens, Sampling(temperature=0.0, max_tokens=1))
-                answer = await self._api.generate(body | {"kv_transfer_params": ASK})
-            if answer.kv_transfer_params:
-                note = KVOffer(answer.kv_transfer_params, self._version)  # no swap while a prefill is under way
+                response = await self._api.generate(body | {"kv_transfer_params": ASK})
+            if response.kv_transfer_params:
+                offer = KVOffer(response.kv_transfer_params, self._version)  # no swap during a prefill
         finally:
-            self.notes.keep(request.id, note)
-        details = answer.usage.prompt_tokens_details if answer.usage is not None else None
+            self.offers.keep(request.id, offer)
+        details = response.usage.prompt_tokens_details if response.usage is not None else None
         return len(request.tokens) - ((details.cached_tokens or 0) if details is not None else 0)
 
     @asynccontextmanager
     async def _receiving_from(
         self, url: str, request_id: str
     ) -> AsyncIterator[tuple[dict[str, Any] | None, Callable[[], None]]]:
-        """How the KV of a request is to be had, and what to call when it is there."""
+        """Parameters to fetch the KV of a request, and what to call when it has arrived."""
         self._receiving.add(request_id, RECEIVE_S)
-        told: asyncio.Task[None] | None = None
+        report: asyncio.Task[None] | None = None
 
         def arrived() -> None:
-            nonlocal told
+            nonlocal report
             self._receiving.remove(request_id)
-            if told is None:
-                told = asyncio.create_task(self._peers.received(url, request_id))
+            if report is None:
+                report = asyncio.create_task(self._peers.received(url, request_id))
 
         try:
-            yield await self._peers.note(url, request_id, self._version), arrived
+            yield await self._peers.take(url, request_id, self._version), arrived
         finally:
             arrived()
-            if told is not None:
-                await told
+            if report is not None:
+                await report
 
     async def abort(self, request_id: str) -> None:
         opened = self._open.get(request_id)
         if opened is not None:
             opened.aborted = True
-            await self._api.abort([_NAMED + opened.name])
+            await self._api.abort([_PREFIX + opened.name])
 
     async def status(self) -> EngineStatus:
-        told = await self._api.metrics()
-        budget = told.kv_tokens * self._token_bytes or self._config.kv_megabytes << 20
-        used = int(told.kv_use * budget)
+        metrics = await self._api.metrics()
+        budget = metrics.kv_tokens * self._token_bytes or self._config.kv_megabytes << 20
+        used = int(metrics.kv_use * budget)
         reserved = sum(opened.tokens for opened in self._open.values()) * self._token_bytes
         return EngineStatus(
             version=self._version,
-            running=told.running,
-            waiting=max(told.waiting, len(self._open) - told.running),  # vLLM does not count those that wait in a pause
+            running=metrics.running,
+            waiting=max(metrics.waiting, len(self._open) - metrics.running),  # vLLM does not count those in a pause
             kv_bytes=used,
             kv_budget=budget,
-            prefilled=told.prefilled,
-            generated=told.generated,
+            prefilled=metrics.prefilled,
+            generated=metrics.generated,
             swaps=self._swaps,
             busy_s=self._busy_s + (time.perf_counter() - self._busy_since if self._open else 0.0),
             kv_reserved=max(used, reserved),
@@ -160,7 +160,7 @@ class VllmEngine:
     # Weights
 
     async def adopt(self, folder: tensor_map.TensorMap | None) -> None:
-        """Make the server's weights those of `folder`, if it has others, and tell it their version."""
+        """Sets the label of the server's version, after loading `folder` if given."""
         async with self._loading:
             if folder is not None:
                 await self._prepare(self._version, folder)
@@ -194,16 +194,16 @@ class VllmEngine:
             await self._api.workers("rollart_prepare", **where.arguments())
         except EngineFailed as error:
             raise EngineFailed(
-                f"version {version} was not loaded: vLLM's workers could not take it from {where.files[0]}: {error}; a "
+                f"version {version} was not loaded: vLLM's workers could not load it from {where.files[0]}: {error}; a "
                 "server that someone else runs needs our extension, and must see this folder: run it on this machine, "
                 "or name a folder that both see as `weights` in the run file"
             ) from error
 
     async def _swap(self, version: int) -> float:
-        """Answers how long generation was held up."""
+        """Returns how long generation was paused."""
         self._swapping = True
         try:
-            await asyncio.gather(self.notes.drained(), self._receiving.over())
+            await asyncio.gather(self.offers.drained(), self._receiving.over())
             async with self._paused() as began:
                 try:
                     await self._api.workers("rollart_swap")
@@ -246,7 +246,7 @@ class VllmEngine:
 
 
 class _Open:
-    """A request at the server: what it is called there, and the tokens that it may come to hold."""
+    """A request at the server: its id there, and the tokens that it may grow to."""
 
     __slots__ = ("aborted", "name", "tokens")
 
@@ -254,19 +254,19 @@ class _Open:
         self.name, self.tokens, self.aborted = name, tokens, False
 
 
-async def _nothing(answer: CompletionBuilder) -> None:
-    """For an answer of which nobody hears before it is complete."""
+async def _ignore(builder: CompletionBuilder) -> None:
+    """For a response that is not streamed."""
 
 
-def _body(name: str, tokens: list[int], sampling: Sampling, every: int = _ALL) -> dict[str, Any]:
-    """The first token is told when it is there, the others `every` so many."""
+def _body(name: str, tokens: list[int], sampling: Sampling, every: int = _WHOLE) -> dict[str, Any]:
+    """Streams the first token at once, the others in groups of `every`."""
     params: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "stop_token_ids": sampling.stop,
-        "ignore_eos": True,  # what ends an answer is the caller's to say
+        "ignore_eos": True,  # the caller gives the stop tokens
         "logprobs": 0,
         "detokenize": False,
         "stream_interval": every,

@@ -1,10 +1,10 @@
-"""Prefill here, decode there: what two services tell each other of KV that vLLM's NIXL connector then moves.
+"""KV transfer between vLLM servers: the messages between their services; vLLM's NIXL connector moves the KV.
 
-The server that prefills keeps the KV and says how it can be had; its service keeps that note under the request's id
-until the service of the decoding server asks for it, and hears from it again once the KV is there. Invariants: a note
-is only used by a server whose weights have the version that made the KV; KV that nobody asks for within `NOTE_S` is not
-given away any more, and the server lets go of it after `LEASE_S`; weights are only swapped once no KV is under way, for
-vLLM would stop and wait for it; whatever goes wrong, the decoding server computes the prompt itself.
+The server that prefills keeps the KV and returns the parameters to fetch it; its service keeps that offer under the
+request's id until the service of the decoding server takes it, and reports when the KV has arrived. Invariants: an
+offer is used only by a server with the version that computed the KV; an offer not taken within `OFFER_S` expires, and
+the server frees the KV after `LEASE_S`; weights are swapped only while no transfer is pending, for vLLM would stop and
+wait for it; whatever goes wrong, the decoding server computes the prompt itself.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from rollart.core.errors import ServiceError
 from rollart.launch import rpc
 
 LEASE_S = 6
-NOTE_S = 3.0
-RECEIVE_S = 30.0  # from the first question to the last byte, while its server is busy
+OFFER_S = 3.0
+RECEIVE_S = 30.0  # from the request to the last byte, while the server is busy
 ANSWER_S = 2.0
 ASK: dict[str, Any] = {
     "do_remote_decode": True,
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class KVOffer:
-    """How KV that `version` made can be had; `params` is vLLM's own business."""
+    """KV computed with `version`; `params` are opaque, for vLLM."""
 
     params: dict[str, Any]
     version: int
@@ -43,38 +43,38 @@ class KVOffer:
 
 @dataclass(frozen=True, slots=True)
 class KVOfferRequest:
-    """The KV of a request, if `version` made it."""
+    """For the KV of a request, if `version` computed it."""
 
     request_id: str
     version: int
 
 
 class KVOffers:
-    """Of the KV that this server keeps for others, from the beginning of its prefill until it is let go of."""
+    """Of the KV that this server keeps for others, from the start of its prefill until it is freed."""
 
     def __init__(self) -> None:
-        self._notes: dict[str, tuple[float, KVOffer]] = {}
+        self._offers: dict[str, tuple[float, KVOffer]] = {}
         self._held = PendingTransfers()
 
     def begin(self, request_id: str, deadline: float) -> None:
         self._held.add(request_id, deadline)
 
-    def keep(self, request_id: str, note: KVOffer | None) -> None:
-        """None: there is no KV to be had."""
-        if note is None:
+    def keep(self, request_id: str, offer: KVOffer | None) -> None:
+        """None: there is no KV to offer."""
+        if offer is None:
             self._held.remove(request_id)
             return
         now = time.monotonic()
-        self._notes = {name: kept for name, kept in self._notes.items() if kept[0] > now}
-        self._notes[request_id] = now + NOTE_S, note
+        self._offers = {name: kept for name, kept in self._offers.items() if kept[0] > now}
+        self._offers[request_id] = now + OFFER_S, offer
         self._held.add(request_id, LEASE_S + 1.0)
 
-    async def handed(self, wanted: KVOfferRequest) -> KVOffer | None:
-        until, note = self._notes.pop(wanted.request_id, (0.0, None))
-        if note is None or note.version != wanted.version or until < time.monotonic():
-            return None  # then it is held for as long as the lease goes on
-        self._held.add(wanted.request_id, RECEIVE_S)
-        return note
+    async def take(self, request: KVOfferRequest) -> KVOffer | None:
+        until, offer = self._offers.pop(request.request_id, (0.0, None))
+        if offer is None or offer.version != request.version or until < time.monotonic():
+            return None  # the server keeps it until its lease ends
+        self._held.add(request.request_id, RECEIVE_S)
+        return offer
 
     async def received(self, request_id: str) -> None:
         self._held.remove(request_id)
@@ -84,7 +84,7 @@ class KVOffers:
 
 
 class PendingTransfers:
-    """Names of things that end, each within its time."""
+    """Names of transfers, each with a deadline."""
 
     def __init__(self) -> None:
         self._until: dict[str, float] = {}
@@ -98,7 +98,7 @@ class PendingTransfers:
         self._change.set()
 
     async def over(self) -> None:
-        """Once none is left, or all have had their time."""
+        """Returns once none is left or all deadlines have passed."""
         while self._until and (left := max(self._until.values()) - time.monotonic()) > 0:
             self._change.clear()
             with contextlib.suppress(TimeoutError):
@@ -108,30 +108,30 @@ class PendingTransfers:
 
 
 class KVPeers:
-    """The services of other servers, one connection to each. `key` is what those of this run want to be shown."""
+    """The services of other servers, one connection to each. `key` is the key of the run's services."""
 
     def __init__(self, key: str | None) -> None:
         self._key = key
         self._clients: dict[str, rpc.RpcClient] = {}
         self._connecting = asyncio.Lock()
 
-    async def note(self, url: str, request_id: str, version: int) -> dict[str, Any] | None:
-        """How the KV of a request can be had from there, if `version` made it."""
+    async def take(self, url: str, request_id: str, version: int) -> dict[str, Any] | None:
+        """Parameters to fetch the KV of a request from there, if `version` computed it."""
         try:
             async with asyncio.timeout(ANSWER_S):
                 client = await self._client(url)
-                wanted = KVOfferRequest(request_id, version)
-                note = await client.call("handed", wanted, returns=KVOffer | None, deadline=ANSWER_S)  # type: ignore[arg-type]
+                request = KVOfferRequest(request_id, version)
+                offer = await client.call("take_offer", request, returns=KVOffer | None, deadline=ANSWER_S)  # type: ignore[arg-type]
         except (ServiceError, TimeoutError) as error:
-            logger.warning("the KV of %s is not to be had from %s: %s", request_id, url, error or "no answer")
+            logger.warning("the KV of %s cannot be fetched from %s: %s", request_id, url, error or "no answer")
             return None
-        return note.params if note is not None else None
+        return offer.params if offer is not None else None
 
     async def received(self, url: str, request_id: str) -> None:
-        """Tell who kept the KV that it is not needed any more."""
+        """The server there can free the KV."""
         client = self._clients.get(url)
         if client is not None and client.alive:
-            with contextlib.suppress(ServiceError):  # then it finds out by itself, a little later
+            with contextlib.suppress(ServiceError):  # then its lease ends a little later
                 await client.call("received", request_id, returns=type(None), deadline=ANSWER_S)
 
     async def _client(self, url: str) -> rpc.RpcClient:

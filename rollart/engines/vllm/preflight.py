@@ -9,8 +9,8 @@ from typing import Any
 from rollart.config import PoolConfig, RunFile
 from rollart.models import tiny
 
-HOW = "`make vllm` makes a Python with vLLM for CPUs; on GPUs, name one that has vLLM in `vllm.python`"
-CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that vLLM's CPU build can compute with
+INSTALL = "`make vllm` makes a Python with vLLM for CPUs; on GPUs, name one that has vLLM in `vllm.python`"
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes of vLLM's CPU build
 
 
 def service_spec(run: RunFile, pool: PoolConfig) -> dict[str, Any]:
@@ -26,12 +26,12 @@ def problems(run: RunFile, pools: Mapping[str, PoolConfig]) -> Iterator[tuple[tu
     for name, pool in pools.items():
         if wrong := _unfit(run, pool):
             yield ("pools", name, "engine"), f"pools.{name}: {wrong}"
-    if pools and run.cluster is None and not run.vllm.container and (wrong := missing(run.vllm.interpreter())):
-        yield ("vllm", "python"), f"pool {next(iter(pools))!r} has engine: vllm, but {wrong}; {HOW}"
+    if pools and run.cluster is None and not run.vllm.container and (wrong := missing_vllm(run.vllm.interpreter())):
+        yield ("vllm", "python"), f"pool {next(iter(pools))!r} has engine: vllm, but {wrong}; {INSTALL}"
 
 
-def missing(python: Path) -> str | None:
-    """Why this Python will not do. Only a virtual environment is looked into."""
+def missing_vllm(python: Path) -> str | None:
+    """Why this Python cannot run vLLM. Only virtual environments are inspected."""
     if not os.access(python, os.X_OK):
         return f"there is no Python at {python}"
     home = python.parent.parent
@@ -45,9 +45,9 @@ def _unfit(run: RunFile, pool: PoolConfig) -> str | None:
     heads = int(config.get("num_attention_heads") or 1)
     size = int(config.get("head_dim") or config.get("hidden_size", 0) // heads)
     if pool.devices == ("cpu",) and size and size not in CPU_HEADS:
-        return f"vLLM on CPUs computes with heads of {', '.join(map(str, CPU_HEADS))}; those of the model have {size}"
+        return f"vLLM on CPUs needs heads of size {', '.join(map(str, CPU_HEADS))}; those of the model have {size}"
     if heads % pool.tensor_parallel:
-        return f"the model's {heads} attention heads cannot be divided over tensor_parallel {pool.tensor_parallel}"
+        return f"the model's {heads} attention heads cannot be split over tensor_parallel {pool.tensor_parallel}"
     return None
 
 

@@ -1,7 +1,7 @@
 """A vLLM server as a child process.
 
-Invariants: it ends with this process, however this ends: it gets a signal from the kernel if it is left alone, and all
-its processes are in one group, which is killed. Its output goes to our log; the lines that tell why it ended are kept.
+Invariants: it ends with this process, however this ends: the kernel signals it when its parent dies, and all its
+processes are in one group, which is killed. Its output goes to our log; the last lines are kept, to say why it ended.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from rollart.config import VllmConfig
 from rollart.core.errors import ServiceError
 from rollart.engines.vllm import command
 from rollart.engines.vllm.api import UNIX, VllmApi
-from rollart.engines.vllm.preflight import HOW
+from rollart.engines.vllm.preflight import INSTALL
 from rollart.launch.child import describe
 
-LOOK_AGAIN_S = 0.25
-ASK_S = 2.0
-END_S, LAST_WORDS_S = 5.0, 1.0
-_TOLD = 200
+POLL_S = 0.25
+HEALTH_S = 2.0
+END_S, OUTPUT_S = 5.0, 1.0
+_KEPT_LINES = 200
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1  # of Linux
 _CAUSE = re.compile(r"\b\w*(?:Error|Exception|No module named)\b.*")
@@ -40,36 +40,33 @@ class VllmServer:
 
     def __init__(self, process: asyncio.subprocess.Process, output: int, folder: str) -> None:
         self._process, self._folder = process, folder
-        self._said: collections.deque[str] = collections.deque(maxlen=_TOLD)
+        self._lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         self._copying = asyncio.create_task(self._copy(output))
 
     async def ended(self) -> str:
-        """Why, once it has."""
+        """Waits for its end; returns the reason."""
         code = await self._process.wait()
-        self.kill()  # what it has left
-        await asyncio.wait([self._copying], timeout=LAST_WORDS_S)
-        causes = [found[0] for line in self._said if (found := _CAUSE.search(line)) and not _noise(line)]
-        why = causes[-1] if causes else " / ".join(list(self._said)[-3:])
+        self.kill()  # processes that it left behind
+        await asyncio.wait([self._copying], timeout=OUTPUT_S)
+        causes = [found[0] for line in self._lines if (found := _CAUSE.search(line)) and not _noise(line)]
+        why = causes[-1] if causes else " / ".join(list(self._lines)[-3:])
         return f"the vLLM server ended with {describe(code)}" + (f": {why}" if why else "")
 
     async def _copy(self, output: int) -> None:
         stream = asyncio.StreamReader()
         with os.fdopen(output, "rb") as pipe:
             await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
-            await self._tell(stream)
-
-    async def _tell(self, stream: asyncio.StreamReader) -> None:
-        while line := await _line(stream):
-            sys.stderr.buffer.write(line)
-            sys.stderr.buffer.flush()
-            self._said.append(line.decode(errors="replace").strip())
+            while line := await _line(stream):
+                sys.stderr.buffer.write(line)
+                sys.stderr.buffer.flush()
+                self._lines.append(line.decode(errors="replace").strip())
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def discard(self) -> None:
-        """At once and for good, as the last thing that this process does."""
+        """Kills it and removes its folder, right before this process ends."""
         self.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -87,20 +84,20 @@ class VllmServer:
 
 @asynccontextmanager
 async def started(spec: Mapping[str, Any]) -> AsyncIterator[tuple[VllmServer, str]]:
-    """A server that answers, and its address. Raises ServiceError."""
+    """A healthy server and its address. Raises ServiceError."""
     settings = VllmConfig.model_validate(spec["vllm"])
     with tempfile.TemporaryDirectory(prefix="rollart-vllm-") as folder:
         socket = Path(folder) / "socket"
         server = await spawned(command.argv(spec, socket), command.inherited() | command.environment(spec), folder)
         try:
-            await _answers(server, f"{UNIX}{socket}", settings.start_deadline)
+            await _healthy(server, f"{UNIX}{socket}", settings.start_deadline)
             yield server, f"{UNIX}{socket}"
         finally:
             await server.stop()
 
 
 async def spawned(argv: list[str], environment: Mapping[str, str], folder: str) -> VllmServer:
-    # A pipe of our own: of one that asyncio makes, the server's children would hold up the news of the server's end.
+    # Our own pipe: with one of asyncio's, the server's children would delay the notice of the server's end.
     ours, theirs = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
@@ -115,32 +112,34 @@ async def spawned(argv: list[str], environment: Mapping[str, str], folder: str) 
         )
     except OSError as error:
         os.close(ours)
-        raise ServiceError(f"vLLM cannot be started: {argv[0]} cannot be run: {error.strerror}; {HOW}") from error
+        raise ServiceError(
+            f"vLLM cannot be started: {argv[0]} cannot be executed: {error.strerror}; {INSTALL}"
+        ) from error
     finally:
         os.close(theirs)
     return VllmServer(process, ours, folder)
 
 
-async def _answers(server: VllmServer, url: str, deadline: float) -> None:
+async def _healthy(server: VllmServer, url: str, deadline: float) -> None:
     ended = asyncio.create_task(server.ended())
     try:
         async with asyncio.timeout(deadline), VllmApi(url) as api:
-            while not await api.healthy(ASK_S):
-                await asyncio.wait([ended], timeout=LOOK_AGAIN_S)
+            while not await api.healthy(HEALTH_S):
+                await asyncio.wait([ended], timeout=POLL_S)
                 if ended.done():
                     why = ended.result()
-                    hint = f"; {HOW}" if "No module named" in why else ""
+                    hint = f"; {INSTALL}" if "No module named" in why else ""
                     raise ServiceError(f"{why.replace('server ended', 'server ended while it started,')}{hint}")
     except TimeoutError:
         raise ServiceError(
-            f"the vLLM server did not answer within {deadline:g} s; vllm.start_deadline in the run file gives it longer"
+            f"the vLLM server was not healthy within {deadline:g} s; raise vllm.start_deadline in the run file"
         ) from None
     finally:
         ended.cancel()
 
 
 async def _line(stream: asyncio.StreamReader) -> bytes:
-    """A line, or as much of one as is no longer than the reader's limit."""
+    """A line, cut at the reader's limit."""
     try:
         return await stream.readuntil()
     except asyncio.IncompleteReadError as rest:

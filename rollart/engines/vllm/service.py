@@ -28,8 +28,8 @@ from rollart.launch.rpc import Handler
 from rollart.launch.service import LOOPBACK, main
 from rollart.weights.reader import WeightReader
 
-HEALTH_S, SICK = 3.0, 3  # a server that someone else runs is asked so often, and given up after so many silences
-GRACE_S = (SICK + 1) * 2 * HEALTH_S  # by then it is known whether the server is lost
+HEALTH_S, MAX_MISSED = 3.0, 3  # health checks of a server that someone else runs
+GRACE_S = (MAX_MISSED + 1) * 2 * HEALTH_S  # by then it is known whether the server is lost
 
 
 @asynccontextmanager
@@ -47,8 +47,8 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
             "abort": engine.abort,
             "load": engine.load,
             "status": engine.status,
-            "handed": engine.notes.handed,
-            "received": engine.notes.received,
+            "take_offer": engine.offers.take,
+            "received": engine.offers.received,
         }
 
 
@@ -56,8 +56,8 @@ async def _engine(spec: dict[str, Any], stack: AsyncExitStack) -> VllmEngine:
     config, folder = EngineConfig.model_validate(spec["config"]), Path(spec["model"])
     server: VllmServer | None = None
     if "url" not in spec:
-        told = spec | {"side_channel": free_port(spec.get("bind", LOOPBACK))}
-        server, url = await stack.enter_async_context(started(told))
+        spec = spec | {"side_channel": free_port(spec.get("bind", LOOPBACK))}
+        server, url = await stack.enter_async_context(started(spec))
         api = await stack.enter_async_context(VllmApi(url, grace=GRACE_S))
     else:
         api = await stack.enter_async_context(VllmApi(spec["url"], key=os.environ.get(KEY), grace=GRACE_S))
@@ -65,7 +65,7 @@ async def _engine(spec: dict[str, Any], stack: AsyncExitStack) -> VllmEngine:
             raise ServiceError(f"no vLLM server answers at {spec['url']}")
 
     def broken(reason: str) -> None:
-        """Nothing can be saved: end, so that all requests fail at once and somebody starts anew."""
+        """Ends the process, so that all requests fail at once and the supervisor restarts it."""
         print(reason, file=sys.stderr, flush=True)
         if server is not None:
             server.discard()
@@ -84,7 +84,7 @@ async def _engine(spec: dict[str, Any], stack: AsyncExitStack) -> VllmEngine:
         peers=peers,
         on_broken=broken,
     )
-    # A server that was there before us may have any weights.
+    # A server that we did not start may have any weights.
     await engine.adopt(tensor_map.in_folder(folder) if server is None else None)
     return engine
 
@@ -92,11 +92,11 @@ async def _engine(spec: dict[str, Any], stack: AsyncExitStack) -> VllmEngine:
 async def _watch(api: VllmApi, server: VllmServer | None, broken: Any) -> None:
     if server is not None:
         broken(await server.ended())
-    silences = 0
-    while silences < SICK:
+    missed = 0
+    while missed < MAX_MISSED:
         await asyncio.sleep(HEALTH_S)
-        silences = 0 if await api.healthy(HEALTH_S) else silences + 1
-    broken(f"the vLLM server at {api.url} does not answer any more")
+        missed = 0 if await api.healthy(HEALTH_S) else missed + 1
+    broken(f"the vLLM server at {api.url} no longer responds")
 
 
 if __name__ == "__main__":

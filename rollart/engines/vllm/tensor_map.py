@@ -1,4 +1,4 @@
-"""Where the tensors of a version lie: files of this machine that vLLM's workers can map. Nothing is read or copied."""
+"""Maps the tensors of a version to files of this machine that vLLM's workers can map. Nothing is read or copied."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +26,7 @@ class FilePiece:
 
 @dataclass(slots=True)
 class TensorMap:
-    """As `rollart_extension` reads it."""
+    """In the form that `rollart_extension` reads."""
 
     files: list[str] = field(default_factory=list)
     tensors: list[dict[str, Any]] = field(default_factory=list)
@@ -36,7 +36,7 @@ class TensorMap:
         self.tensors.append({"name": name, "dtype": dtype, "shape": list(shape), "pieces": flat})
 
     def tie(self) -> None:
-        """Name the embedding as the output layer too: vLLM may keep a copy of it there, which it would not renew."""
+        """Names the embedding as the output layer too: vLLM may keep a copy there, which it would not update."""
         named = {tensor["name"]: tensor for tensor in self.tensors}
         embedding = next((tensor for name, tensor in named.items() if name.endswith("embed_tokens.weight")), None)
         if embedding is not None and _OUTPUT not in named:
@@ -48,7 +48,7 @@ class TensorMap:
 
 def in_shards(shards: Sequence[tuple[Path, Manifest]]) -> TensorMap:
     """A version of the weight store: the data file and the manifest of each of its shards."""
-    located = TensorMap([str(path) for path, _ in shards])
+    mapped = TensorMap([str(path) for path, _ in shards])
     pieces: dict[str, list[FilePiece]] = {}
     parts: dict[str, TensorPart] = {}
     aliases: dict[str, str] = {}
@@ -58,8 +58,8 @@ def in_shards(shards: Sequence[tuple[Path, Manifest]]) -> TensorMap:
             part = parts[piece.part.tensor] = piece.part
             pieces.setdefault(part.tensor, []).append(FilePiece(number, piece.offset, part.start, part.count))
     for name, owner in [*zip(parts, parts, strict=True), *aliases.items()]:
-        located.add(name, parts[owner].dtype, parts[owner].shape, pieces[owner])
-    return located
+        mapped.add(name, parts[owner].dtype, parts[owner].shape, pieces[owner])
+    return mapped
 
 
 def in_folder(folder: Path) -> TensorMap:
@@ -67,29 +67,29 @@ def in_folder(folder: Path) -> TensorMap:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise RollartError(f"{folder} has no weights in safetensors format")
-    located = in_safetensors(files)
+    mapped = in_safetensors(files)
     config = folder / "config.json"
     if config.is_file() and json.loads(config.read_text()).get("tie_word_embeddings"):
-        located.tie()
-    return located
+        mapped.tie()
+    return mapped
 
 
 def in_safetensors(files: Iterable[Path]) -> TensorMap:
-    located = TensorMap()
+    mapped = TensorMap()
     for number, path in enumerate(files):
-        located.files.append(str(path.absolute()))
+        mapped.files.append(str(path.absolute()))
         for name, entry, data in _headers(path):
             dtype = _DTYPES.get(entry["dtype"])
             if dtype is None:
-                raise RollartError(f"{path}: tensor {name} has the type {entry['dtype']}, which is not known here")
+                raise RollartError(f"{path}: tensor {name} has the unknown type {entry['dtype']}")
             begin, end = entry["data_offsets"]
             piece = FilePiece(number, data + begin, 0, (end - begin) // _BYTES[dtype])
-            located.add(name, dtype, entry["shape"], [piece])
-    return located
+            mapped.add(name, dtype, entry["shape"], [piece])
+    return mapped
 
 
 def _headers(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """The name and entry of each tensor of a safetensors file, and where its data begins."""
+    """Name and entry of each tensor of a safetensors file, and the offset of the data."""
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(size))

@@ -1,9 +1,9 @@
-"""How buckets get from where a version was published to where it is wanted.
+"""Transports of buckets between hosts.
 
-On one host a version is read where it was written, in shared memory, and nothing here is needed. Between hosts the
-manifest and the checksums always come from the publisher's HTTP server (`rollart.weights.server`), which is the
-authority on both; the buckets come by the transport that the source's URL names, and are checked on arrival against
-those checksums. The phases are those of vLLM's weight transfer: init (the constructor), start, update, finish.
+On one host a version is read where it was written, in shared memory. Between hosts the manifest and the checksums come
+from the publisher's HTTP server (`rollart.weights.server`); the buckets come by the transport that the source's
+URL names, and are checked on arrival against those checksums. The phases are those of vLLM's weight transfer: init (the
+constructor), start, update, finish.
 """
 
 from typing import Protocol
@@ -13,22 +13,18 @@ from rollart.weights.manifest import Manifest
 
 
 class TransferFailed(RollartError):
-    """A bucket did not come; it may be asked for again, here or elsewhere."""
+    """A bucket did not come; it may be retried, with this source or another."""
 
 
 class Sender(Protocol):
-    """The publisher's side. All calls come from the publisher's thread. `url` is where receivers find it; it is told to
-    every engine as a source of this shard.
-
-    A sender that needs no hand (HTTP, which serves what is in the store) is just a URL and not one of these.
-    """
+    """The publisher's side. All calls come from the publisher's thread. `url` is sent to every engine as a source of
+    this shard. HTTP, which serves the store, needs no sender."""
 
     url: str
 
     def start(self, manifest: Manifest, data: memoryview) -> None:
-        """A version begins. `data` is the shard's memory, `manifest.size` bytes: the same memory comes back for later
-        versions, so whatever is registered for it can be kept. It stays unchanged until a later `start` is called with
-        the same memory."""
+        """A version begins. `data` is the shard's memory, `manifest.size` bytes; it is reused for later versions, so
+        keep its registration. It is unchanged until a later `start` with the same memory."""
         ...
 
     def update(self, bucket: int) -> None:
@@ -36,24 +32,23 @@ class Sender(Protocol):
         ...
 
     def finish(self) -> None:
-        """All buckets are there."""
+        """All buckets are final."""
         ...
 
     def close(self) -> None: ...
 
 
 class Receiver(Protocol):
-    """The engine's side. `update` is called from several threads at once, each with a bucket of its own, and only for
-    buckets whose checksum the publisher has told, which are final there."""
+    """The engine's side. `update` is called from several threads at once, each with another bucket, and only for final
+    buckets, whose checksum the publisher has sent."""
 
     def start(self, manifest: Manifest, data: memoryview) -> None:
-        """A version begins. `data` is where it goes, `manifest.size` bytes of memory that comes back later."""
+        """A version begins. `data` is its destination, `manifest.size` bytes of memory that is reused later."""
         ...
 
     def update(self, bucket: int, into: memoryview) -> int | None:
-        """Fill `into`, which is `data[slice(*manifest.bounds(bucket))]`, and give its checksum if that was computed on
-        the way. Blocks, with a deadline of its own. Raises TransferFailed. The caller asks again, which may be
-        elsewhere, when the checksum is wrong."""
+        """Fills `into`, which is `data[slice(*manifest.bounds(bucket))]`; returns its checksum if it was computed on
+        the way. Blocks, with its own deadline. Raises TransferFailed. The caller retries if the checksum is wrong."""
         ...
 
     def finish(self) -> None: ...
@@ -62,7 +57,7 @@ class Receiver(Protocol):
 
 
 def receiver(url: str, deadline: float) -> Receiver:
-    """Of what a publisher offers, by the scheme of its URL. Raises TransferFailed."""
+    """For an offered URL, by its scheme. Raises TransferFailed."""
     scheme = url.partition(":")[0]
     if scheme == "nixl":
         from rollart.weights.transports.nixl import NixlReceiver
@@ -76,7 +71,7 @@ def receiver(url: str, deadline: float) -> Receiver:
 
 
 def sender(transport: str) -> Sender:
-    """By its name in the run file. Raises TransferFailed with a sentence about what is missing."""
+    """By its name in the run file. Raises TransferFailed."""
     if transport == "nixl":
         from rollart.weights.transports.nixl import NixlSender
 

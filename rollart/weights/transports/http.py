@@ -1,8 +1,10 @@
 """Buckets by HTTP range requests, from relays first and from the publisher at last.
 
-Invariants: what came before a connection was cut stays, and only the rest is asked for, of the same source or of the
-next. A source that fails `STRIKES` times, or gave bytes that did not fit their checksum, is asked last from then on. A
-bucket is given up after `ATTEMPTS` requests without a byte of progress.
+Invariants: what came before a connection was cut is kept, and only the rest is requested, from the same source or the
+next. A source that fails `STRIKES` times, or sent bytes with a wrong checksum, is tried last from then on. A bucket
+fails after `ATTEMPTS` requests without a byte of progress. Connections are kept between versions: a new one costs both
+sides a thread or a handshake. A connection has one owner from `take` to `give`, between two requests; one on which
+anything has arrived since, such as its end, is not reused.
 """
 
 import http.client
@@ -30,14 +32,14 @@ KEPT = 16
 
 
 class Connections:
-    """Of this process. The last `KEPT` that were given back are kept."""
+    """Idle connections of this process, at most `KEPT`."""
 
     def __init__(self) -> None:
         self._idle: deque[tuple[str, http.client.HTTPConnection]] = deque()
         self._lock = threading.Lock()
 
     def take(self, source: str, deadline: float) -> http.client.HTTPConnection:
-        """To the server at the URL `source`; each read and write on it may take `deadline` seconds."""
+        """To the server at the URL `source`; `deadline` is the timeout of each read and write."""
         while (kept := self._kept(source)) is not None:
             if _quiet(kept):
                 kept.timeout = deadline
@@ -80,8 +82,8 @@ connections = Connections()
 
 
 class HttpReceiver:
-    """`sources` in order of preference, the publisher last. `base` is what buckets may be told against; it is released
-    at the end. `streams` is how many threads call `update`."""
+    """`sources` in order of preference, the publisher last. `base` is for deltas, released at the end. `streams` is the
+    number of threads that call `update`."""
 
     def __init__(
         self,
@@ -97,7 +99,7 @@ class HttpReceiver:
         self._sources, self._deadline = tuple(dict.fromkeys(sources)), deadline
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._strikes: Counter[str] = Counter()
-        self._gave: dict[int, set[str]] = {}
+        self._senders: dict[int, set[str]] = {}
         self._local = threading.local()
         self._taken: list[tuple[str, http.client.HTTPConnection]] = []
         self._path = ""
@@ -106,12 +108,12 @@ class HttpReceiver:
     def start(self, manifest: Manifest, data: memoryview) -> None:
         self._manifest = manifest
         self._path = path_of(manifest.version, manifest.id, manifest.shard)
-        self._gave.clear()
+        self._senders.clear()
 
     def update(self, bucket: int, into: memoryview) -> int:
-        for blamed in self._gave.pop(bucket, ()):  # asked again: what it gave was wrong
+        for blamed in self._senders.pop(bucket, ()):  # requested again: what it sent was wrong
             self._strikes[blamed] += STRIKES
-        gave: set[str] = set()
+        senders: set[str] = set()
         checksum = xxhash.xxh3_64()
         have, failures, reason = 0, 0, ""
         while have < len(into):
@@ -125,20 +127,20 @@ class HttpReceiver:
                 reason = f"{source}: {str(error) or type(error).__name__}"
                 got = 0
             if got:
-                gave.add(source)
+                senders.add(source)
                 have += got
             if have < len(into):
                 self._strikes[source] += 1
                 failures = 0 if got else failures + 1
                 time.sleep(AGAIN_S * failures)
-        self._gave[bucket] = gave
+        self._senders[bucket] = senders
         return checksum.intdigest()
 
     def finish(self) -> None:
-        self._gave.clear()
+        self._senders.clear()
 
     def close(self) -> None:
-        """To be called when no thread is in a call any more."""
+        """Call when no thread is in a call any more."""
         while self._taken:
             connections.give(*self._taken.pop())
         if self._held is not None:
@@ -146,7 +148,7 @@ class HttpReceiver:
             self._held = self._base = None
 
     def ask(self, url: str, what: str) -> bytes:
-        """A small thing. Raises TransferFailed."""
+        """The body of a small reply. Raises TransferFailed."""
         try:
             connection = self._connection(url)
             connection.request("GET", what, headers=self._headers)
@@ -160,13 +162,13 @@ class HttpReceiver:
         return body
 
     def _best(self, failures: int) -> str:
-        """Those in good standing first, in order; when all have failed, each in turn."""
+        """The first source below `STRIKES`; when all have failed, each in turn."""
         good = [source for source in self._sources if self._strikes[source] < STRIKES]
         return good[0] if good else self._sources[-1 - failures % len(self._sources)]
 
     def _read(self, source: str, bucket: int, into: memoryview, have: int, checksum: xxhash.xxh3_64) -> int:
-        """How many bytes came before the end, or before the connection was cut. The checksum follows right behind,
-        where they are still in the cache."""
+        """Returns the number of bytes that came before the end, or before the connection was cut. The checksum is
+        computed while they are still in the cache."""
         start, stop = self._manifest.bounds(bucket)
         connection = self._connection(source)
         asked = {"Range": f"bytes={start + have}-{stop - 1}"}
@@ -178,7 +180,7 @@ class HttpReceiver:
         began = time.monotonic()
         if base is not None and response.headers.get(ENCODING) == DELTA:
             delta = response.read()
-            speeds.measured(source, len(delta), time.monotonic() - began)
+            speeds.record(source, len(delta), time.monotonic() - began)
             return self._decoded(base, delta, bucket, into, checksum)
         if response.status != 206:
             raise _Refused(response.read().decode(errors="replace"))
@@ -188,24 +190,24 @@ class HttpReceiver:
                 checksum.update(into[got : got + count])
                 got += count
         except (OSError, http.client.HTTPException):
-            pass  # what has come counts; the caller asks for the rest
+            pass  # what has come counts; the caller requests the rest
         response.close()
         if got < len(into):
             self._drop(source)
-        speeds.measured(source, got - have, time.monotonic() - began)
+        speeds.record(source, got - have, time.monotonic() - began)
         return got - have
 
     def _decoded(self, base: DeltaBase, delta: bytes, bucket: int, into: memoryview, checksum: xxhash.xxh3_64) -> int:
         try:
             base.apply(delta, bucket, into)
         except WrongDelta as error:
-            self._base = None  # from now on plain; it is let go of at the end all the same
+            self._base = None  # plain from now on; released at the end all the same
             raise _Refused(str(error)) from error
         checksum.update(into)
         return len(into)
 
     def _connection(self, source: str) -> http.client.HTTPConnection:
-        """Each thread has its own to each source."""
+        """One per thread and source."""
         known: dict[str, http.client.HTTPConnection] = self._local.__dict__
         if source not in known:
             known[source] = connections.take(source, self._deadline)
@@ -222,8 +224,8 @@ class HttpReceiver:
 def _pieces(
     connection: socket.socket, response: http.client.HTTPResponse, into: memoryview, deadline: float
 ) -> Iterator[int]:
-    """Fills `into`, piece by piece: with what came along with the headers, then straight from the socket. The kernel
-    keeps the deadline of each, for with one of Python's a read would be two calls and bring whatever has come."""
+    """Fills `into`, piece by piece: with what came with the headers, then straight from the socket. The timeout is the
+    kernel's: with Python's, a read would be two calls and return whatever has come."""
     early = response.fp.peek()[: len(into)]
     into[: len(early)] = response.fp.read(len(early))
     yield len(early)
@@ -240,7 +242,7 @@ def _pieces(
 
 
 class _Refused(Exception):
-    """An answer that is not the bytes that were asked for."""
+    """A response other than the requested bytes."""
 
 
 def path_of(version: int, id: str, shard: int) -> str:

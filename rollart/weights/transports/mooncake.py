@@ -1,9 +1,9 @@
-"""Buckets by a Mooncake store: the publisher puts them there, and whoever wants them takes them, near or far.
+"""Buckets by a Mooncake store: the publisher puts them there, and receivers get them.
 
 The store is memory that its clients lend, found through a `mooncake_master`, by TCP or RDMA. The publisher lends enough
 for the versions that it keeps there, unless others do; nothing of it outlives the publisher then. The URL names the
 master: `mooncake://host:port`, with `?protocol=rdma&devices=mlx5_0` for RDMA, which has not been exercised. Mooncake
-binds its ports on all interfaces and asks nobody for a key: it is for networks of one's own.
+binds its ports on all interfaces and checks no key: use it only in private networks.
 
 Invariants: a process has one client per master. A bucket is there once `update` of the publisher has returned; those of
 the last `VERSIONS` versions stay, pinned, and older ones are removed. Time-outs of Mooncake's own end what hangs.
@@ -111,7 +111,7 @@ def _key(manifest: Manifest, bucket: int) -> str:
 
 
 def _connected(url: str, lent: int) -> Any:
-    """A client that lends so many bytes. Raises TransferFailed."""
+    """A client that lends `lent` bytes. Raises TransferFailed."""
     library, master = _library(), urlsplit(url)
     if master.scheme != SCHEME or master.hostname is None or master.port is None:
         raise TransferFailed(f"{url!r} does not name a Mooncake master; write mooncake://host:port")
@@ -133,11 +133,11 @@ def _connected(url: str, lent: int) -> Any:
 
 def _library() -> Any:
     """Raises TransferFailed where Mooncake is not installed."""
-    os.environ.setdefault("MC_LOG_LEVEL", "WARNING")  # it tells of every connection
+    os.environ.setdefault("MC_LOG_LEVEL", "WARNING")  # else it logs every connection
     try:
         from mooncake import store
     except ImportError as error:
-        raise TransferFailed(f"weights are to come by Mooncake, which is not there ({error}); {INSTALL}") from error
+        raise TransferFailed(f"Mooncake is not installed ({error}); {INSTALL}") from error
     return store
 
 
@@ -161,6 +161,6 @@ def _registered(store: Any, keep: int) -> RegisteredMemory[int]:
 
 @cache
 def _client(url: str) -> tuple[Any, RegisteredMemory[int]]:
-    """Of this process, for all that it receives."""
+    """Shared by all receivers of this process."""
     store = _connected(url, 0)
     return store, _registered(store, VERSIONS)

@@ -1,14 +1,12 @@
 """Buckets by NIXL: receivers read them out of the publisher's memory, by RDMA where there is any.
 
-The publisher registers the memory of a version and has nothing more to do; its card, by which NIXL finds it, is part of
-the URL, which travels with the publication and so is as secret as that. The plugin is UCX, which chooses among RDMA,
-shared memory and TCP by itself; `UCX_TLS` and `UCX_NET_DEVICES` narrow the choice. RDMA and GPU memory have not been
-exercised.
+The publisher only registers the memory of a version; the metadata by which NIXL finds it is part of the URL, which
+travels with the publication and so is as secret as that. The plugin is UCX, which chooses among RDMA, shared memory and
+TCP; `UCX_TLS` and `UCX_NET_DEVICES` narrow the choice. RDMA and GPU memory have not been exercised.
 
 Invariants: a process has one agent, which locks itself, so threads need not. NIXL's own progress thread would keep a
-core busy for good; receivers drive their reads while they wait for them, and a publisher looks after those that need
-its help (TCP) every `POLL_S`. A read that is given up is cancelled before `update` returns, so nothing is written into
-memory that its owner has taken back.
+core busy; receivers drive their reads while they wait for them, and a publisher polls every `POLL_S` for reads that
+need its help (TCP). A failed read is cancelled before `update` returns, so nothing is written into reused memory.
 """
 
 import base64
@@ -33,7 +31,7 @@ PUBLISHED, RECEIVED = 3, 2
 
 
 class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
-    """What a reader must know: the publisher's agent, where the shard begins in its memory, and its size."""
+    """For a reader: the publisher's agent, the address of the shard in its memory, and its size."""
 
     agent: bytes
     address: int
@@ -49,11 +47,11 @@ class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
         try:
             return msgspec.msgpack.decode(base64.urlsafe_b64decode(url.removeprefix(f"{SCHEME}:")), type=cls)
         except ValueError as error:
-            raise TransferFailed(f"this is no URL of a NIXL publisher: {url[:60]}") from error
+            raise TransferFailed(f"this is not the URL of a NIXL publisher: {url[:60]}") from error
 
 
 class NixlSender:
-    """`url` is that of the version that was started last."""
+    """`url` is that of the last version."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -67,7 +65,7 @@ class NixlSender:
         self.url = NixlAddress(_agent().get_agent_metadata(), begin, manifest.size).url
 
     def update(self, bucket: int) -> None:
-        """Readers see what is in memory; that it is final they learn with its checksum."""
+        """Readers see the memory itself; the checksum says that it is final."""
 
     def finish(self) -> None: ...
 
@@ -85,21 +83,21 @@ class NixlReceiver:
     """`deadline` is in seconds, for one bucket."""
 
     def __init__(self, url: str, *, deadline: float = 30.0) -> None:
-        self._card, self._deadline = NixlAddress.of(url), deadline
+        self._source, self._deadline = NixlAddress.of(url), deadline
         self._memory = _memory()
-        self._peer = _called(_agent().add_remote_agent, self._card.agent)
+        self._peer = _called(_agent().add_remote_agent, self._source.agent)
         self._manifest: Manifest
 
     def start(self, manifest: Manifest, data: memoryview) -> None:
-        if manifest.size != self._card.size:
-            raise TransferFailed(f"the publisher offers {self._card.size} bytes where {manifest.size} are wanted")
+        if manifest.size != self._source.size:
+            raise TransferFailed(f"the publisher offers {self._source.size} bytes instead of {manifest.size}")
         self._manifest = manifest
         self._memory.use(data)
 
     def update(self, bucket: int, into: memoryview) -> None:
         agent, start = _agent(), self._manifest.bounds(bucket)[0]
         here = agent.get_xfer_descs([(address(into), into.nbytes, 0)], "DRAM")
-        there = agent.get_xfer_descs([(self._card.address + start, into.nbytes, 0)], "DRAM")
+        there = agent.get_xfer_descs([(self._source.address + start, into.nbytes, 0)], "DRAM")
         reading = _called(agent.initialize_xfer, "READ", here, there, self._peer)
         try:
             self._wait(bucket, reading)
@@ -123,7 +121,7 @@ class NixlReceiver:
 
 
 def _called(function: Any, *arguments: Any) -> Any:
-    """The errors of NIXL are of many types, which have nothing else in common."""
+    """NIXL's errors have no common type."""
     try:
         return function(*arguments)
     except Exception as error:
@@ -131,26 +129,26 @@ def _called(function: Any, *arguments: Any) -> Any:
 
 
 def _cancel(reading: Any) -> None:
-    """Returns when nothing is written any more. Raises TransferFailed if that cannot be had."""
+    """Returns when nothing is written any more. Raises TransferFailed after `CANCEL_S`."""
     until = time.monotonic() + CANCEL_S
     while True:
         try:
             reading.release()
             return
-        except Exception as error:  # NIXL answers with an error of its own for as long as it reads
+        except Exception as error:  # NIXL raises its own error while it reads
             if time.monotonic() > until:
-                raise TransferFailed("NIXL cannot cancel a read; this engine has to be started again") from error
+                raise TransferFailed("NIXL cannot cancel a read; restart this engine") from error
         time.sleep(POLL_S)
 
 
 @cache
 def _agent() -> Any:
     """Of this process. Raises TransferFailed where NIXL is not installed."""
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # it would talk to stdout
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # else it prints to stdout
     try:
         from nixl_cu12._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
     except ImportError as error:
-        raise TransferFailed(f"weights are to come by NIXL, which is not there ({error}); {INSTALL}") from error
+        raise TransferFailed(f"NIXL is not installed ({error}); {INSTALL}") from error
     config = nixl_agent_config(
         enable_prog_thread=False, backends=["UCX"], sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
     )
@@ -168,5 +166,5 @@ def _registered(keep: int) -> RegisteredMemory[Any]:
 
 @cache
 def _memory() -> RegisteredMemory[Any]:
-    """What all receivers of this process write into."""
+    """Shared by all receivers of this process."""
     return _registered(RECEIVED)

@@ -1,7 +1,7 @@
-"""Transports beside HTTP, which is always there: what fails in them costs speed and nothing else.
+"""Transports besides HTTP, which is always available: a failure in one costs only speed.
 
-A publisher offers what its senders can do, version by version; a receiver takes the first offer that works on its
-machine, and HTTP for every bucket that this does not bring, or brings wrong.
+A publisher offers the URLs of its senders, version by version; a receiver uses the first offer that works on its
+machine, and HTTP for every bucket that this fails to deliver.
 """
 
 import logging
@@ -16,18 +16,18 @@ log = logging.getLogger(__name__)
 
 
 class SenderGroup:
-    """Senders as one. Whichever fails sits out the rest of the version; `tell` hears what is offered of each."""
+    """Several senders as one. A failed one is skipped for the rest of the version. Calls `on_offer` with the URLs."""
 
     url = ""
 
-    def __init__(self, senders: Sequence[Sender], tell: Callable[[Manifest, tuple[str, ...]], None]) -> None:
-        self._senders, self._tell = senders, tell
+    def __init__(self, senders: Sequence[Sender], on_offer: Callable[[Manifest, tuple[str, ...]], None]) -> None:
+        self._senders, self._on_offer = senders, on_offer
         self._active: list[Sender] = []
 
     def start(self, manifest: Manifest, data: memoryview) -> None:
         self._active = list(self._senders)
         self._each(lambda sender: sender.start(manifest, data))
-        self._tell(manifest, tuple(sender.url for sender in self._active))
+        self._on_offer(manifest, tuple(sender.url for sender in self._active))
 
     def update(self, bucket: int) -> None:
         self._each(lambda sender: sender.update(bucket))
@@ -70,7 +70,7 @@ class FallbackReceiver:
                 self._give_up(error)
 
     def update(self, bucket: int, into: memoryview) -> int | None:
-        """A bucket that is asked for again came wrong the first time."""
+        """A bucket that is requested again came wrong the first time."""
         fast = self._fast if bucket not in self._asked else None
         self._asked.add(bucket)
         if fast is not None:

@@ -1,4 +1,4 @@
-"""Memory that a transport has registered with its hardware: done once for memory that comes back."""
+"""Memory that a transport registers with its hardware, once for memory that is reused."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -10,15 +10,15 @@ T = TypeVar("T")
 
 
 class RegisteredMemory(Generic[T]):
-    """The last few memories that were used. Each is kept alive for as long as it is registered, so an address always
-    means the same bytes."""
+    """An LRU cache of registrations. Memory is kept alive while it is registered, so an address always means the same
+    bytes."""
 
     def __init__(self, register: Callable[[int, int], T], release: Callable[[T], None], keep: int) -> None:
         self._register, self._release, self._keep = register, release, keep
         self._known: OrderedDict[tuple[int, int], tuple[memoryview, T]] = OrderedDict()
 
     def use(self, data: memoryview) -> int:
-        """The address of `data`, which is registered from now on."""
+        """Registers `data`; returns its address."""
         key = address(data), data.nbytes
         if key not in self._known:
             self._known[key] = data, self._register(*key)

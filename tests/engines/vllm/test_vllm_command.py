@@ -78,7 +78,7 @@ def test_servers_that_hand_kv_over_get_a_connector_and_a_port_of_their_own(tmp_p
 
 @pytest.mark.parametrize(
     ("python", "told"),
-    [("/nowhere/bin/python", r"/nowhere/bin/python cannot be run.*make vllm"), (sys.executable, "make vllm")],
+    [("/nowhere/bin/python", r"/nowhere/bin/python cannot be executed.*make vllm"), (sys.executable, "make vllm")],
 )
 def test_a_python_that_has_no_vllm_is_named_with_what_to_do(tmp_path: Path, python: str, told: str) -> None:
     async def main() -> None:
@@ -94,7 +94,7 @@ def test_a_python_that_has_no_vllm_is_named_with_what_to_do(tmp_path: Path, pyth
     [
         ("vllm.python=/nowhere/python", "there is no Python at /nowhere/python; `make vllm`"),
         ("model.tiny.heads=4", "those of the model have 16"),
-        ("pools.policy.tensor_parallel=3", "cannot be divided over tensor_parallel 3"),
+        ("pools.policy.tensor_parallel=3", "cannot be split over tensor_parallel 3"),
         ("pools.policy.engine=torch", ""),
         ("vllm.container=podman run x", ""),
         ('pools.policy.urls=["http://10.0.0.1:8000"]', ""),

@@ -14,28 +14,28 @@ from rollart.launch.local import LocalLauncher
 
 def test_a_note_is_given_once_and_only_to_who_has_the_version_that_made_the_kv() -> None:
     async def body() -> None:
-        notes = KVOffers()
+        offers = KVOffers()
         for name in ("a", "b"):
-            notes.begin(name, 1.0)
-            notes.keep(name, KVOffer({"block": 1}, version=3))
-        assert await notes.handed(KVOfferRequest("a", 4)) is None
-        assert await notes.handed(KVOfferRequest("b", 3)) == KVOffer({"block": 1}, 3)
-        assert await notes.handed(KVOfferRequest("b", 3)) is None
-        assert await notes.handed(KVOfferRequest("c", 3)) is None
+            offers.begin(name, 1.0)
+            offers.keep(name, KVOffer({"block": 1}, version=3))
+        assert await offers.take(KVOfferRequest("a", 4)) is None
+        assert await offers.take(KVOfferRequest("b", 3)) == KVOffer({"block": 1}, 3)
+        assert await offers.take(KVOfferRequest("b", 3)) is None
+        assert await offers.take(KVOfferRequest("c", 3)) is None
 
     asyncio.run(body())
 
 
 def test_a_swap_waits_until_kv_under_way_has_arrived_and_no_longer() -> None:
     async def body() -> None:
-        notes = KVOffers()
-        notes.begin("a", 60.0)
-        notes.keep("a", KVOffer({}, 1))
-        await notes.handed(KVOfferRequest("a", 1))
-        draining = asyncio.create_task(notes.drained())
+        offers = KVOffers()
+        offers.begin("a", 60.0)
+        offers.keep("a", KVOffer({}, 1))
+        await offers.take(KVOfferRequest("a", 1))
+        draining = asyncio.create_task(offers.drained())
         await asyncio.sleep(0)
         assert not draining.done()
-        await notes.received("a")
+        await offers.received("a")
         await asyncio.wait_for(draining, 10)
 
     asyncio.run(body())
@@ -57,18 +57,18 @@ def prompt(name: str, length: int) -> GenerationRequest:
 @NEEDS_VLLM
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_kv_that_was_handed_over_gives_the_same_tokens_and_never_meets_other_weights(tmp_path: Path) -> None:
+def test_transferred_kv_gives_the_same_tokens_and_never_meets_other_weights(tmp_path: Path) -> None:
     versions = Versions.made(tmp_path)
 
-    async def handed_over(a: Fronted, b: Fronted, asked: GenerationRequest) -> Completion:
+    async def transferred(a: Fronted, b: Fronted, asked: GenerationRequest) -> Completion:
         await a.engine.prefill(asked)
         return await b.engine.generate(replace(asked, kv_from=a.engine.url))
 
     async def conversation(a: Fronted, b: Fronted) -> None:
         before = await b.engine.status()
         for length in (40, 100, 300):
-            asked = prompt(f"handed {length}", length)
-            made = await handed_over(a, b, asked)
+            asked = prompt(f"transferred {length}", length)
+            made = await transferred(a, b, asked)
             assert made.fetched == length - 1 and versions.worst(asked, made) <= 1e-4
             alone = await a.engine.generate(replace(asked, id=f"alone {length}"))
             assert made.tokens == alone.tokens
@@ -78,7 +78,7 @@ def test_kv_that_was_handed_over_gives_the_same_tokens_and_never_meets_other_wei
     async def swaps(a: Fronted, b: Fronted) -> None:
         """With hand-overs under way on both sides; they end, with logprobs of the versions that they name."""
         asked = [prompt(f"under way {index}", 60 + index) for index in range(6)]
-        running = [asyncio.create_task(handed_over(a, b, one)) for one in asked]
+        running = [asyncio.create_task(transferred(a, b, one)) for one in asked]
         versions.publish(1)
         await asyncio.gather(a.engine.load(versions.published(1)), b.engine.load(versions.published(1)))
         for one, made in zip(asked, await asyncio.gather(*running), strict=True):

@@ -55,10 +55,10 @@ def test_an_aborted_request_without_a_token_is_an_empty_completion() -> None:
 @pytest.mark.parametrize(
     ("answer", "told"),
     [
-        (part([5], "stop", [VersionSpan("default", 0, 1)]), "the label 'default', which is no version"),
+        (part([5], "stop", [VersionSpan("default", 0, 1)]), "the label 'default', which is not a version"),
         (part([5, 6], "stop", [VersionSpan("1", 0, 1)]), "of 1 of 2 tokens"),
         (part([5], "stop", None), "of 0 of 1 tokens"),
-        (part([5], "error", [VersionSpan("1", 0, 1)]), "not known here: error"),
+        (part([5], "error", [VersionSpan("1", 0, 1)]), "unknown reason: error"),
         (GenerateResponse([Choice([5], "stop", None, [VersionSpan("1", 0, 1)])]), "0 logprobs for 1 tokens"),
     ],
 )

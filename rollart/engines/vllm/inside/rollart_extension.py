@@ -1,11 +1,11 @@
-"""What vLLM's workers run of ours: new weights, read straight from the memory that all processes of a machine share.
+"""Our code in vLLM's workers: new weights, read straight from shared memory.
 
-Loaded by vLLM's own Python, which has nothing of ours beside this file: so only the standard library and torch. The
-folder that it is in holds nothing else, for it is put on that Python's path.
+Loaded by vLLM's own Python, which has nothing else of ours: so only the standard library and torch. Its folder holds
+nothing else, because it is put on that Python's path.
 
 Invariants: `rollart_prepare` changes nothing that generation uses, and fails if a file cannot be read, so a worker that
-cannot see the weights keeps the old ones; `rollart_swap` is only called while generation is paused. The files are held
-open from the one to the other, and whoever wrote them keeps them unchanged until the swap has ended.
+cannot see the weights keeps the old ones; `rollart_swap` is only called while generation is paused. The files stay open
+in between, and their writer keeps them unchanged until the swap has ended.
 """
 
 import math
@@ -17,7 +17,7 @@ import torch
 
 
 class Workers:
-    """vLLM makes it a base of its worker class, in each worker of a server."""
+    """vLLM makes it a base class of its workers."""
 
     model_runner: Any
     _rollart_prepared: "tuple[list[mmap.mmap], list[dict[str, Any]]] | None" = None
@@ -37,12 +37,12 @@ class Workers:
 
 def _mapped(path: str) -> mmap.mmap:
     with open(path, "rb") as file:
-        # A private mapping, which torch takes for writable; nobody writes, so no page is ever copied.
+        # A private mapping, which torch takes for writable; nothing is written, so no page is copied.
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def _read(maps: list[mmap.mmap], tensors: list[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Views of the files, except for a tensor that is cut into pieces, which is put together."""
+    """Views of the files; only a tensor in several pieces is copied."""
     for tensor in tensors:
         dtype, shape, pieces = getattr(torch, tensor["dtype"]), tensor["shape"], tensor["pieces"]
         parts = [torch.frombuffer(maps[file], dtype=dtype, count=n, offset=at) for file, at, _, n in pieces if n]
