@@ -181,6 +181,6 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
     options = parser.parse_args()
-    steps, roles = (16, ("environment",)) if options.smoke else (options.steps, ROLES)
+    steps, roles = (10, ("environment",)) if options.smoke else (options.steps, ROLES)
     with scratch_folder("ray-faults") as folder:
         print(json.dumps(faults(steps, folder, roles)))

@@ -1,7 +1,7 @@
-"""Calibration: the scenario that a real run was, with its workload and paces as its event log measured them.
+"""Calibration: the scenario of a real run, with the workload and paces of its event log.
 
-The scenario is the run file of the run with a `simulate` section. Resets and rewards were measured with the run's own
-retries and second resets in them, so the scenario has none of its own.
+The scenario is the run file with a `simulate` section. Measured resets and rewards include the retries and hedges of
+the run, so the scenario has none of its own.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,18 +23,18 @@ from rollart.simulate.scenario import Scenario, SimulateConfig, TransferConfig, 
 
 _CHUNK = 512
 _LINK = "measured"
-_AT_ONCE = 1e6  # GB/s: the time of a push is in the trainer's own
-_HEAD = "# Calibrated on the run in {folder}. `rollart simulate` takes it as it is; --set and --preset ask what if.\n"
+_INSTANT = 1e6  # GB/s: the time of a push is part of the training step
+_HEAD = "# Calibrated on the run in {folder}. Run it with `rollart simulate`, change it with --set and --preset.\n"
 
 Fits = dict[str, tuple[Sequence[float], float | Distribution]]
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was `found` in the log of `folder`, and the `scenario` that follows from it."""
+    """The measurements from the log of `folder`, and the scenario fitted to them."""
 
     folder: Path
-    found: RunMeasurements
+    measurements: RunMeasurements
     scenario: Scenario
     engines: dict[str, fit.EngineFit]
     tree: dict[str, Any]
@@ -46,51 +46,53 @@ class Calibration:
         )
         return _HEAD.format(folder=self.folder) + body
 
-    def spreads(self, task: str) -> Fits:
-        """By key of the workload: what was measured, and its fit."""
+    def fits(self, task: str) -> Fits:
+        """By key of the workload: the measured values and their fit."""
         workload = self.scenario.workload(task)
-        return {key: (data, getattr(workload, key)) for key, data in _data(self.found.tasks[task]).items() if data}
+        return {
+            key: (data, getattr(workload, key)) for key, data in _data(self.measurements.tasks[task]).items() if data
+        }
 
 
 def calibrate(folder: Path, run_file: Path | None = None) -> Calibration:
     """From a run folder; `run_file` in place of the one in it. Raises RollartError."""
-    found = measure(folder)
+    measurements = measure(folder)
     path = run_file or folder / "run.yaml"
     if not path.is_file():
         raise RollartError(f"{folder} has no run.yaml; name the run file of this run with --run-file")
-    tree = _as_measured(loading.read(path), found)
+    tree = _as_measured(loading.read(path), measurements)
     blank = loading.validated(tree, Scenario)
-    every = [each for generations in found.generations.values() for each in generations]
+    every = [each for generations in measurements.generations.values() for each in generations]
     engines = {
-        pool: fit.engine(generations, found.trainings, blank.engine.prefill_chunk or _CHUNK)
-        for pool, generations in found.generations.items()
+        pool: fit.engine(generations, measurements.trainings, blank.engine.prefill_chunk or _CHUNK)
+        for pool, generations in measurements.generations.items()
     }
     contention = max((each.contention for each in engines.values()), default=0.0)
-    weights, links = _transfer(blank, found.swaps)
+    weights, links = _transfer(blank, measurements.swaps)
     section = SimulateConfig(
-        workloads={name: _workload(log) for name, log in found.tasks.items()},
+        workloads={name: _workload(log) for name, log in measurements.tasks.items()},
         engines={pool: each.pace for pool, each in engines.items()},
-        train=fit.trainer(found.trainings, contention, fit.busy_shares(found.trainings, every)),
+        train=fit.trainer(measurements.trainings, contention, fit.busy_shares(measurements.trainings, every)),
         contention=contention,
         weights=weights,
         links=links,
     )
     tree.value["simulate"] = section.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-    return Calibration(folder, found, loading.validated(tree, Scenario), engines, tree.value)
+    return Calibration(folder, measurements, loading.validated(tree, Scenario), engines, tree.value)
 
 
-def _as_measured(tree: Tree, found: RunMeasurements) -> Tree:
-    """The run file without what is in the measured times already, and with the devices that pools were given."""
+def _as_measured(tree: Tree, measurements: RunMeasurements) -> Tree:
+    """The run file without what the measured times already include, with the devices that pools ran on."""
     run = tree.value
     for key in ("simulate", "measured"):
         run.pop(key, None)
     run.setdefault("environments", {}).update(retries=0, hedges=0)
     run.setdefault("rewards", {}).update(retries=0)
     for name, pool in run.get("pools", {}).items():
-        if name in found.devices:
-            pool["device"] = found.devices[name]
+        if name in measurements.devices:
+            pool["device"] = measurements.devices[name]
     for task in run["tasks"]:
-        if not task.get("env"):  # an agent, whose part of a turn is an environment step like any other
+        if not task.get("env"):  # an agent: its part of a turn counts as an environment step
             task.pop("env", None)
             task.pop("agent", None)
     return tree
@@ -122,36 +124,36 @@ def _workload(log: TaskMeasurements) -> Workload:
     )
 
 
-def _share(failed: int, well: int) -> float:
-    return float(f"{failed / (failed + well):.4g}") if failed and well else 0.0
+def _share(failed: int, succeeded: int) -> float:
+    return float(f"{failed / (failed + succeeded):.4g}") if failed and succeeded else 0.0
 
 
 def _transfer(scenario: Scenario, swaps: list[float]) -> tuple[TransferConfig, dict[str, float]]:
-    """A link on which the weights of this model take as long as they took."""
+    """A link on which the weights of this model take the measured time."""
     seconds = median(swaps) if swaps else 0.0
     if seconds <= 0:
         return TransferConfig(), {}
     size = scenario.shape.parameters * scenario.shape.number_bytes
     rate = float(f"{size / (seconds * STORE_PULL_EFFICIENCY) / 1e9:.4g}")
-    return TransferConfig(push="at_once", pull=_LINK), {"at_once": _AT_ONCE, _LINK: rate}
+    return TransferConfig(push="instant", pull=_LINK), {"instant": _INSTANT, _LINK: rate}
 
 
-def describe(spread: float | Distribution) -> str:
+def describe(fitted: float | Distribution) -> str:
     """In a few words."""
-    if not isinstance(spread, Distribution):
-        return f"always {spread:.3g}"
-    cut = "" if spread.max is None else f", at most {spread.max:.3g}"
-    if spread.normal is not None:
-        return f"normal, mean {spread.normal.mean:.3g}, sd {spread.normal.sd:.3g}{cut}"
-    if spread.lognormal is not None:
-        return f"log-normal, median {spread.lognormal.median or 0:.3g}, sigma {spread.lognormal.sigma:.3g}{cut}"
-    if spread.exponential is not None:
-        return f"exponential, mean {spread.exponential:.3g}{cut}"
-    if spread.mixture is not None:
-        if all(not isinstance(part.of, Distribution) for part in spread.mixture):
-            return f"{len(spread.mixture)} values, mean {mean_of(spread):.3g}"
-        return "; or ".join(f"{part.share:.1%} {describe(part.of)}" for part in spread.mixture)
-    return f"quantiles, mean {mean_of(spread):.3g}{_tail(spread.quantiles or ())}"
+    if not isinstance(fitted, Distribution):
+        return f"always {fitted:.3g}"
+    cut = "" if fitted.max is None else f", at most {fitted.max:.3g}"
+    if fitted.normal is not None:
+        return f"normal, mean {fitted.normal.mean:.3g}, sd {fitted.normal.sd:.3g}{cut}"
+    if fitted.lognormal is not None:
+        return f"log-normal, median {fitted.lognormal.median or 0:.3g}, sigma {fitted.lognormal.sigma:.3g}{cut}"
+    if fitted.exponential is not None:
+        return f"exponential, mean {fitted.exponential:.3g}{cut}"
+    if fitted.mixture is not None:
+        if all(not isinstance(part.of, Distribution) for part in fitted.mixture):
+            return f"{len(fitted.mixture)} values, mean {mean_of(fitted):.3g}"
+        return "; or ".join(f"{part.share:.1%} {describe(part.of)}" for part in fitted.mixture)
+    return f"quantiles, mean {mean_of(fitted):.3g}{_tail(fitted.quantiles or ())}"
 
 
 def _tail(quantiles: Iterable[tuple[float, float]]) -> str:

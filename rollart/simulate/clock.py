@@ -11,11 +11,11 @@ T = TypeVar("T")
 
 
 class Deadlock(RuntimeError):
-    """Every coroutine waits and no timer is set: in real time this program would hang for ever."""
+    """Every coroutine waits and no timer is set: in real time this program would hang."""
 
 
 class _Call(asyncio.TimerHandle):
-    """A callback, at once or at a time. Made and run by the million, so without the library's debugging aids."""
+    """A callback, now or at a time. Created by the million, so without the library's debugging aids."""
 
     __slots__ = ()
 
@@ -35,9 +35,9 @@ class _Call(asyncio.TimerHandle):
 class VirtualLoop(asyncio.SelectorEventLoop):
     """Runs what is ready; when nothing is, moves the clock to the next timer.
 
-    Timers of the same time fire in the order in which they were set: the heap has every time once, as a bare number,
-    and a table has what is due then. Cancelled timers are thrown out once they are the larger part. There is no
-    selector in it: a program on virtual time speaks to nobody outside. `handled` counts what it ran.
+    Timers of the same time fire in the order in which they were set: the heap has each time once, and a table has the
+    callbacks due then. Cancelled timers are removed once they are the majority. No selector is used: a program on
+    virtual time has no I/O. `handled` counts the callbacks that ran.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self._cancelled = 0
 
     def _run_once(self) -> None:
-        """Until it is stopped, in fact: asking anew between any two moments would cost more than many of them."""
+        """Runs until the loop is stopped: returning after each iteration would cost more than most of them."""
         ready: deque[_Call] = self._ready  # type: ignore[attr-defined]
         while True:
             if not ready:
@@ -132,7 +132,7 @@ def _listed(due: _Call | list[_Call]) -> list[_Call]:
 
 
 async def sleep(seconds: float) -> None:
-    """`asyncio.sleep` with less around it."""
+    """`asyncio.sleep` with less overhead."""
     if seconds <= 0.0:
         return await asyncio.sleep(0)
     loop = asyncio.get_running_loop()

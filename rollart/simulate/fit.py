@@ -1,7 +1,7 @@
 """Fits of measured numbers: distributions for the scenario file, and the paces of engines and trainer.
 
-A distribution is a formula where one describes the data, so that it can be read and changed; else its quantiles. Paces
-are found by least squares with no negative part, and scaled so that they give the measured time in all.
+A distribution is a formula where one fits the data, so that it can be read and changed; else quantiles. Paces are
+fitted by non-negative least squares, and scaled to give the measured total time.
 """
 
 import math
@@ -20,20 +20,20 @@ from rollart.simulate.scenario import EnginePace, TrainPace
 
 Array = NDArray[np.float64]
 
-CLOSE = 0.05  # most distance between a formula's distribution function and the data's
-ALIKE = 0.03  # and between their means, relative: throughput follows from means
-KINDS = 24  # whole numbers are told one by one up to so many different ones
-GAP = 3.0  # two neighbours so many times apart are in two modes
-_MODE = 0.005  # least share of a mode
-_STEADY = 0.25  # spread of batch sizes, relative to their mean, from which on training time can be split by them
-_BETTER = 0.05  # share of the error that a third part of the pace must take away
+CLOSE = 0.05  # maximum distance between the distribution functions of formula and data
+ALIKE = 0.03  # maximum relative distance between their means: throughput follows from means
+KINDS = 24  # up to this many different whole numbers are listed one by one
+GAP = 3.0  # neighbours apart by this factor belong to two modes
+_MODE = 0.005  # minimum share of a mode
+_STEADY = 0.25  # relative deviation of batch sizes above which training time has a fixed part and one per token
+_BETTER = 0.05  # share of the error that the third part of a pace must remove
 _POINTS = (0.0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 1.0)
 _EDGE = 1e-6
-_DECIMALS = 9  # below, two numbers are the same
+_DECIMALS = 9  # numbers that differ less are equal
 
 
 def distribution(values: Sequence[float], whole: bool = False) -> float | Distribution:
-    """A number if they are all about the same; `whole` if they are whole numbers; 0 if there are none."""
+    """A number if all are about the same, 0 if there are none; `whole`: they are whole numbers."""
     if not values:
         return 0.0
     low, high, mean = min(values), max(values), sum(values) / len(values)
@@ -56,7 +56,7 @@ def _mode(ordered: Array) -> float | Distribution:
 
 
 def _one_mode(ordered: Array) -> Distribution:
-    """The formula that is closest to the data if it is close, else quantiles."""
+    """The closest formula if it is close enough, else quantiles."""
     ends = {"min": _digits(float(ordered[0])), "max": _digits(float(ordered[-1]))}
     mean, deviation = float(ordered.mean()), float(ordered.std())
     found = [Distribution(normal=Normal(mean=_digits(mean), sd=_digits(deviation)), **ends)]
@@ -73,7 +73,7 @@ def _one_mode(ordered: Array) -> Distribution:
 
 
 def _valley(ordered: Array) -> int | None:
-    """Where the second of two modes begins: at the widest gap, if there is one between two parts that count."""
+    """Where the second of two modes begins: at the widest gap, if it is wide and both parts are large enough."""
     least = max(5, math.ceil(_MODE * len(ordered)))
     if len(ordered) < 2 * least or ordered[0] <= 0:
         return None
@@ -83,7 +83,7 @@ def _valley(ordered: Array) -> int | None:
 
 
 def distance(fitted: float | Distribution, values: Iterable[float]) -> float:
-    """Between the two distribution functions, at its largest (Kolmogorov's)."""
+    """The Kolmogorov distance: the largest between the two distribution functions."""
     ordered = np.sort(np.asarray(list(values), dtype=float).round(_DECIMALS))
     draw = draw_of(fitted)
     drawn = np.array([draw((n + 0.5) / 2000) for n in range(2000)]).round(_DECIMALS)
@@ -94,8 +94,8 @@ def distance(fitted: float | Distribution, values: Iterable[float]) -> float:
 
 
 def uncut(values: Sequence[float], cut: Sequence[float]) -> list[float]:
-    """As many values as would have been measured had none been cut short: what was stopped at a `cut` is as likely to
-    have become any of the larger values (Kaplan and Meier). What was cut beyond all of them counts as the largest."""
+    """The values as if none had been cut short: one stopped at a `cut` is equally likely to have become any of the
+    larger values (Kaplan and Meier). One cut beyond all of them counts as the largest."""
     if not values or not cut:
         return list(values)
     ordered, cuts = sorted(values), sorted(min(each, max(values)) for each in cut)
@@ -103,7 +103,7 @@ def uncut(values: Sequence[float], cut: Sequence[float]) -> list[float]:
     for index, value in enumerate(ordered):
         while place < len(cuts) and cuts[place] <= value:
             place += 1
-            more += (1.0 + more) / (len(ordered) - index + len(cuts) - place)  # all that are left take equal parts
+            more += (1.0 + more) / (len(ordered) - index + len(cuts) - place)  # shared equally by all that are left
         weights.append(1.0 + more)
     ends = np.cumsum(weights) / sum(weights)
     total = len(values) + len(cut)
@@ -112,7 +112,7 @@ def uncut(values: Sequence[float], cut: Sequence[float]) -> list[float]:
 
 
 def scaled(given: float | Distribution, factor: float) -> float | Distribution:
-    """`factor` times as much of everything, for instance a slower environment."""
+    """Everything times `factor`, for instance for a slower environment."""
     if not isinstance(given, Distribution):
         return given * factor
     if given.geometric is not None:
@@ -138,8 +138,8 @@ def scaled(given: float | Distribution, factor: float) -> float | Distribution:
 
 @dataclass(frozen=True, slots=True)
 class EngineFit:
-    """`pace` alone on its cores; `contention` is how much longer a pass takes while training goes on beside it.
-    `expected` and `seconds` are those of each generation, by the fit and as measured."""
+    """`pace` without contention; `contention` is how much longer a pass takes during training. `expected` and `seconds`
+    of each generation are fitted and measured."""
 
     pace: EnginePace
     contention: float
@@ -148,20 +148,20 @@ class EngineFit:
 
 
 def engine(generations: Sequence[MeasuredGeneration], trainings: Sequence[MeasuredStep], chunk: int) -> EngineFit:
-    """From what every generation took and what its engine had to compute in that time.
+    """From the seconds of every generation and what its engine computed in that time.
 
-    Each token of an answer is one pass, shared with all that the engine computes then for others."""
-    columns, seconds, beside = _design(generations, trainings, chunk)
+    Each token of a response is one pass, shared with all other requests that the engine computes then."""
+    columns, seconds, overlap = _design(generations, trainings, chunk)
     if not len(seconds):
         return EngineFit(EnginePace(fixed=0.0, token=0.0), 0.0, [], [])
-    weights = 1.0 / np.sqrt(seconds)  # what disturbs a generation adds up with its length
-    contentions = [n * 0.05 for n in range(41)] if beside.std() > 0.05 else [0.0]
+    weights = 1.0 / np.sqrt(seconds)  # noise adds up with the length of a generation
+    contentions = [n * 0.05 for n in range(41)] if overlap.std() > 0.05 else [0.0]
     fits = [
-        (contention, *_paced(columns * (weights / _speed(contention, beside))[:, None], seconds * weights))
+        (contention, *_paced(columns * (weights / _speed(contention, overlap))[:, None], seconds * weights))
         for contention in contentions
     ]
     contention, parts, _ = min(fits, key=lambda each: each[2])
-    expected = (columns / _speed(contention, beside)[:, None]) @ parts
+    expected = (columns / _speed(contention, overlap)[:, None]) @ parts
     scale = seconds.sum() / expected.sum() if expected.sum() > 0 else 1.0
     fixed, token, context = (_digits(float(part) * scale) for part in parts)
     pace = EnginePace(fixed=fixed, token=token, context=context)
@@ -169,10 +169,10 @@ def engine(generations: Sequence[MeasuredGeneration], trainings: Sequence[Measur
 
 
 def trainer(trainings: Sequence[MeasuredStep], contention: float, shares: Sequence[float]) -> TrainPace:
-    """`shares` of each step's time in which engines worked too.
+    """`shares` of the time of each step in which engines worked too.
 
-    If batches were all of about one size, what the trainer computes counts as proportional to it, and what comes before
-    and after that as fixed."""
+    If batches had about the same size, computing counts as proportional to it, and what comes before and after as
+    fixed."""
     alone = np.array([step.seconds for step in trainings]) * _speed(contention, np.array(shares))
     around = max(0.0, median(step.ended - step.began - step.seconds for step in trainings))
     tokens = np.array([float(step.tokens) for step in trainings])
@@ -183,13 +183,13 @@ def trainer(trainings: Sequence[MeasuredStep], contention: float, shares: Sequen
     return TrainPace(fixed=_digits(around), token=_digits(each))
 
 
-def _speed(contention: float, beside: Array) -> Array:
-    """Mean speed of work that for the share `beside` of its time takes `1 + contention` times as long."""
-    return 1.0 - beside * contention / (1.0 + contention)
+def _speed(contention: float, overlap: Array) -> Array:
+    """Mean speed of work that for the share `overlap` of its time takes `1 + contention` times as long."""
+    return 1.0 - overlap * contention / (1.0 + contention)
 
 
 def busy_shares(trainings: Sequence[MeasuredStep], generations: Iterable[MeasuredGeneration]) -> list[float]:
-    """Of each training step, how much engines worked beside it."""
+    """The share of each training step in which engines worked."""
     working = _covered([(each.began, each.ended) for each in generations])
     return [(working(step.ended) - working(step.began)) / max(_EDGE, step.ended - step.began) for step in trainings]
 
@@ -200,7 +200,7 @@ def _design(
     """For each generation its passes, the tokens computed and the KV read by its engine meanwhile; its seconds; and the
     share of them in which training went on."""
     training = _covered([(step.began, step.ended) for step in trainings])
-    rows, seconds, beside = [], [], []
+    rows, seconds, overlap = [], [], []
     for name in sorted({each.engine for each in generations}):
         mine = [each for each in generations if each.engine == name and each.ended > each.began and each.tokens]
         computed, read = _work(mine)
@@ -209,12 +209,12 @@ def _design(
             rows.append((passes, computed(each.ended) - computed(each.began), read(each.ended) - read(each.began)))
             took = each.ended - each.began
             seconds.append(took)
-            beside.append((training(each.ended) - training(each.began)) / took)
-    return np.array(rows, dtype=float).reshape(-1, 3), np.array(seconds), np.array(beside)
+            overlap.append((training(each.ended) - training(each.began)) / took)
+    return np.array(rows, dtype=float).reshape(-1, 3), np.array(seconds), np.array(overlap)
 
 
 def _work(generations: Sequence[MeasuredGeneration]) -> tuple[Callable[[float], float], Callable[[float], float]]:
-    """Tokens that an engine has computed, and KV that it has read, until a moment."""
+    """Tokens that an engine has computed, and KV that it has read, up to a time."""
     computed, read = [], []
     for each in generations:
         first = max(each.first, each.began + _EDGE)
@@ -226,7 +226,7 @@ def _work(generations: Sequence[MeasuredGeneration]) -> tuple[Callable[[float], 
 
 
 def _covered(spans: Sequence[tuple[float, float]]) -> Callable[[float], float]:
-    """Seconds until a moment that lie in any of the spans."""
+    """Seconds up to a time that lie in any of the spans."""
     joined: list[list[float]] = []
     for began, ended in sorted(spans):
         if joined and began <= joined[-1][1]:
@@ -237,7 +237,7 @@ def _covered(spans: Sequence[tuple[float, float]]) -> Callable[[float], float]:
 
 
 def _integral(flows: Sequence[tuple[float, float, float]]) -> Callable[[float], float]:
-    """The sum until a moment of amounts that each flow evenly from one moment to another."""
+    """The integral up to a time of amounts that each flow evenly over an interval."""
     if not flows:
         return lambda t: 0.0
     began, ended, amount = (np.array(column) for column in zip(*flows, strict=True))
@@ -250,8 +250,8 @@ def _integral(flows: Sequence[tuple[float, float, float]]) -> Callable[[float], 
 
 
 def _paced(columns: Array, seconds: Array) -> tuple[Array, float]:
-    """Seconds of a pass, of a token and of a token of KV, and the squared error. KV counts only where the data asks for
-    it beside the others, as a small part of what computing costs: else it would stand in for the pass."""
+    """Seconds of a pass, of a token and of a token of KV, and the squared error. KV counts only where it
+    clearly improves the fit, as a small part of the computing: else it would stand in for the pass."""
     simple = np.append(_positive(columns[:, :2], seconds), 0.0)
     full = _positive(columns, seconds)
     simple_error, full_error = (float(np.square(columns @ parts - seconds).sum()) for parts in (simple, full))
@@ -261,7 +261,7 @@ def _paced(columns: Array, seconds: Array) -> tuple[Array, float]:
 
 
 def _positive(columns: Array, target: Array) -> Array:
-    """Least squares with no negative part. Few columns, so all choices of them are tried."""
+    """Non-negative least squares: there are few columns, so all subsets are tried."""
     count = columns.shape[1]
     best, least = np.zeros(count), math.inf
     for size in range(1, count + 1):
@@ -277,5 +277,5 @@ def _positive(columns: Array, target: Array) -> Array:
 
 
 def _digits(value: float) -> float:
-    """Four that count: no fit knows more."""
+    """Four significant digits: no fit is more precise."""
     return float(f"{value:.4g}")

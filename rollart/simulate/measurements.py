@@ -1,9 +1,9 @@
-"""What the event log of a run tells about its workload: plain lists of measured numbers, in the order of the log.
+"""The workload of a run as its event log has it: plain lists of measured numbers, in the order of the log.
 
-Held-out episodes are left out, and answers count only of trajectories that came to their end. Of those that were
-cancelled or stale it is kept how far they had come, for slow ones are cut short more often than others. Times of resets
-contain the retries and second resets of the run. No time counts from before the end of the first training step, in
-which processes start and caches fill, unless there was only one.
+Held-out episodes are left out, and responses count only for trajectories that ended. Of cancelled and stale ones it
+keeps how far they had come, since slow ones are cut short more often. Times of resets include the retries and hedges of
+the run. Nothing before the end of the first training step counts, as processes start and caches fill, unless there was
+only one step.
 """
 
 from dataclasses import dataclass, field
@@ -18,8 +18,8 @@ from rollart.core.types import Outcome
 
 @dataclass(slots=True)
 class TaskMeasurements:
-    """Of one task. Tokens of first observations (`prompts`) count once a group; `overheads` is what a generation took
-    beside queue, prefill and decode. What was cancelled is `cut`: the turn that it was in, or seconds of its reset."""
+    """Of one task. Tokens of first observations (`prompts`) count once per group; `overheads` is what a generation took
+    besides queue, prefill and decode. `cut_` is for cancelled ones: the turn they were in, or seconds of a reset."""
 
     turns: list[int] = field(default_factory=list)
     prompts: list[int] = field(default_factory=list)
@@ -52,7 +52,7 @@ class MeasuredGeneration:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One step: its batch was taken at `began`, `seconds` were trained, `ended` is when its weights were published."""
+    """One training step, from taking the batch (`began`) to publishing (`ended`); `seconds` is the training alone."""
 
     began: float
     ended: float
@@ -62,7 +62,7 @@ class MeasuredStep:
 
 @dataclass(slots=True)
 class RunMeasurements:
-    """`generations` by pool, `swaps` the seconds from the order to load weights to the swap, `devices` by pool."""
+    """`generations` and `devices` by pool; `swaps` are seconds from the request to load weights to the swap."""
 
     tasks: dict[str, TaskMeasurements] = field(default_factory=dict)
     generations: dict[str, list[MeasuredGeneration]] = field(default_factory=dict)
@@ -79,14 +79,14 @@ def measure(folder: Path) -> RunMeasurements:
     reader = _Reader(since=done[0] if len(done) > 1 else 0.0)
     for event in read_events(log):
         reader.read(event)
-    if not reader.found.trainings or not any(log.turns for log in reader.found.tasks.values()):
-        raise RollartError(f"the run in {folder} has not trained a single step; there is nothing to calibrate on")
-    return reader.found
+    if not reader.measurements.trainings or not any(log.turns for log in reader.measurements.tasks.values()):
+        raise RollartError(f"the run in {folder} has not trained a step; there is nothing to calibrate on")
+    return reader.measurements
 
 
 @dataclass(slots=True)
 class _Open:
-    """A trajectory under way: when it began, when its last reset or turn ended, its context and turns so far."""
+    """A running trajectory: when it began, when its last reset or turn ended, its context and turns so far."""
 
     began: float
     last: float
@@ -99,7 +99,7 @@ class _Open:
 
 class _Reader:
     def __init__(self, since: float) -> None:
-        self.found = RunMeasurements()
+        self.measurements = RunMeasurements()
         self._since = since
         self._open: dict[str, _Open] = {}
         self._groups: set[str] = set()
@@ -127,15 +127,15 @@ class _Reader:
             case ev.Published():
                 self._published(event)
             case ev.EngineSwapped() if event.t > self._since:
-                self.found.swaps.append(event.seconds)
-                self.found.exposed.append(event.exposed_s)
+                self.measurements.swaps.append(event.seconds)
+                self.measurements.exposed.append(event.exposed_s)
             case ev.Placed():
-                self.found.devices[event.pool] = event.device
+                self.measurements.devices[event.pool] = event.device
             case _:
                 pass
 
     def _log(self, task: str) -> TaskMeasurements:
-        return self.found.tasks.setdefault(task, TaskMeasurements())
+        return self.measurements.tasks.setdefault(task, TaskMeasurements())
 
     def _turn(self, event: ev.TurnDone) -> None:
         trajectory = self._open.get(event.trajectory)
@@ -146,7 +146,7 @@ class _Reader:
             if trajectory.group not in self._groups:
                 self._groups.add(trajectory.group)
                 log.prompts.append(event.prompt)
-        elif event.prompt > trajectory.context:  # else it did not go on from there
+        elif event.prompt > trajectory.context:  # else it rewrote its history
             trajectory.observations.append(event.prompt - trajectory.context)
         trajectory.context = event.prompt + event.tokens
         trajectory.responses.append(event.tokens)
@@ -154,13 +154,13 @@ class _Reader:
         trajectory.last = event.t
         if asked < self._since:
             return
-        # What an agent does between two requests is not told by events of its own; an environment has nothing there.
+        # An agent's work between two requests has no event; for an environment this gap is empty.
         log.steps.append(event.env_s + (max(0.0, asked - before) if event.turn else 0.0))
         engine_s = event.queue_s + event.prefill_s + event.decode_s
         log.overheads.append(max(0.0, event.generate_s - engine_s))
         ended = event.t - event.env_s
         pool = event.pool or event.engine.rpartition("-")[0]
-        self.found.generations.setdefault(pool, []).append(
+        self.measurements.generations.setdefault(pool, []).append(
             MeasuredGeneration(
                 event.engine,
                 ended - event.prefill_s - event.decode_s,
@@ -194,5 +194,5 @@ class _Reader:
     def _published(self, event: ev.Published) -> None:
         if self._batch is not None and self._step is not None and self._batch.t >= self._since:
             step = self._step
-            self.found.trainings.append(MeasuredStep(self._batch.t, event.t, step.seconds, step.tokens))
+            self.measurements.trainings.append(MeasuredStep(self._batch.t, event.t, step.seconds, step.tokens))
         self._batch = self._step = None

@@ -1,4 +1,4 @@
-"""Why a plan is as it is: what differs from the scenario's own, and what its steps wait for."""
+"""Explains a plan: what differs from the scenario's own, and what limits its steps."""
 
 from rollart.simulate.planner import PlanResult, PlanSearch
 from rollart.simulate.plans import ClusterPlan
@@ -26,36 +26,36 @@ def reason(tried: PlanResult, given: PlanResult | None) -> str:
 
 
 def differences(plan: ClusterPlan, given: ClusterPlan) -> list[str]:
-    """What it has and does otherwise than the given one."""
-    told = []
+    """What differs from the plan as given."""
+    found = []
     if moved := plan.trainers - given.trainers:
-        told.append(f"{abs(moved)} {plan.trainer} {'more' if moved > 0 else 'fewer'} for training")
+        found.append(f"{abs(moved)} {plan.trainer} {'more' if moved > 0 else 'fewer'} for training")
     ours, theirs = _generation(plan), _generation(given)
     more = {device: ours.get(device, 0) - theirs.get(device, 0) for device in sorted({*ours, *theirs})}
-    told += [f"{abs(n)} {kind} {'more' if n > 0 else 'fewer'} for generation" for kind, n in more.items() if n]
+    found += [f"{abs(n)} {kind} {'more' if n > 0 else 'fewer'} for generation" for kind, n in more.items() if n]
     if plan.alpha != given.alpha:
-        told.append(f"alpha {plan.alpha}, so trained data is up to {plan.alpha} versions old")
+        found.append(f"alpha {plan.alpha}, so trained data is up to {plan.alpha} versions old")
     if plan.extra_members != given.extra_members:
-        told.append(f"{plan.extra_members} extra members a group")
+        found.append(f"{plan.extra_members} extra members a group")
     if plan.group_size != given.group_size:
-        told.append(f"{plan.batch_groups} groups of {plan.group_size}")
+        found.append(f"{plan.batch_groups} groups of {plan.group_size}")
     if plan.processes != given.processes:
-        told.append(f"{plan.processes} processes a task")
+        found.append(f"{plan.processes} processes a task")
     if plan.disaggregate != given.disaggregate:
         pair = f"prefill on {plan.engines[0].device}, decode on {plan.engines[1].device}" if plan.disaggregate else ""
-        told.append(pair or "no pairs of prefill and decode")
-    return told
+        found.append(pair or "no pairs of prefill and decode")
+    return found
 
 
 def explanation(search: PlanSearch) -> str:
-    """Of the fastest plan, in full sentences."""
+    """The fastest plan, in full sentences."""
     best, given = search.fastest, search.given
     pools = ", ".join(f"{name} {use.busy:.0%}" for name, use in best.result.pools.items())
     lines = [
         f"The fastest within {search.budget:g}: {best.plan.split}; alpha {best.plan.alpha}, {best.plan.extra_members} "
         f"extra members, {best.plan.batch_groups} groups of {best.plan.group_size}, "
         f"{best.plan.processes} processes a task.",
-        f"It takes {best.step_s:.1f} s a step for {best.price:.4g} an hour: the trainer is busy "
+        f"It takes {best.step_s:.1f} s per step for {best.price:.4g} per hour: the trainer is busy "
         f"{best.result.trainer_use:.0%} of the time, engines: {pools}. {_limit(best).capitalize()}.",
     ]
     if given is not None and best is not given:
@@ -64,9 +64,7 @@ def explanation(search: PlanSearch) -> str:
             f"The difference: {', '.join(differences(best.plan, given.plan)) or 'none'}."
         )
         if best.plan.alpha > given.plan.alpha or best.plan.group_size != given.plan.group_size:
-            lines.append(
-                "Age of data and size of groups also change what is learnt from a step, which is not simulated."
-            )
+            lines.append("Staleness and group size also change what a step learns, which is not simulated.")
     elif given is not None:
         lines.append("It is the plan as given.")
     return "\n".join(lines)
@@ -80,7 +78,7 @@ def _generation(plan: ClusterPlan) -> dict[str, int]:
 
 
 def _limit(tried: PlanResult) -> str:
-    """What keeps its steps from being shorter."""
+    """What limits its step time."""
     result = tried.result
     if result.trainer_use >= _BUSY:
         return f"training sets the pace ({result.trainer_use:.0%} busy)"
@@ -88,11 +86,11 @@ def _limit(tried: PlanResult) -> str:
     if busiest[1].busy >= _BUSY:
         return f"generation sets the pace ({busiest[0]} {busiest[1].busy:.0%} busy, trainer {result.trainer_use:.0%})"
     stages = {_STAGES[name]: seconds for name, seconds in result.trajectory.items()}
-    stages["the way of new weights"] = tried.transfer_s
+    stages["weight transfer"] = tried.transfer_s
     longest = sorted((name for name in stages if stages[name] > 0), key=lambda name: -stages[name])[:2]
-    told = " and ".join(f"{name} {stages[name]:.0f} s" for name in longest)
+    stage_times = " and ".join(f"{name} {stages[name]:.0f} s" for name in longest)
     waits = f"the trainer waits {min(1.0, result.wait_s / result.step_s):.0%} of a step for the slowest of its batch"
-    return f"not devices but waiting sets the pace: {waits}; on average, most of all {told}"
+    return f"waiting, not devices, sets the pace: {waits}; on average, most of it {stage_times}"
 
 
 def _gain(tried: PlanResult, given: PlanResult) -> str:

@@ -1,9 +1,9 @@
 """The planner: which hardware to buy for a workload, and how to use it.
 
 All splits of the budget on a coarse grid are ranked by averages and the roofline; the most promising at every level of
-spending are simulated, in parallel processes; then the fastest hardware is used in other ways, and what helped is put
-together. What is told of a plan is always what its own simulations said: one while there are many, and several, with
-other seeds, of each that none beats, so that no plan is there by luck.
+spending are simulated, in parallel processes; then other uses of the fastest hardware are tried, and those that help
+are combined. The numbers of a plan are always from its own simulations: one for most plans, and several with other seeds
+for the Pareto front, so that no plan is there by luck.
 """
 
 import multiprocessing
@@ -22,7 +22,7 @@ from rollart.simulate.result import SimulationResult, price_per_hour
 from rollart.simulate.scenario import Scenario
 from rollart.simulate.simulation import simulate
 
-WORTH = 0.01  # a way to use hardware must save this share of the step to be kept
+MIN_GAIN = 0.01  # share of the step that another use of the hardware must save
 TINY = 1e-9
 DEADLINE_S = 3600.0
 OnProgress = Callable[[str], None]
@@ -30,8 +30,8 @@ OnProgress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """A plan and what its simulation says; `how` tells what makes it special, `transfer_s` how long weights are on the
-    way. `others` are the seconds of a step under other seeds."""
+    """A plan and its simulation; `how` says what is special about it. `transfer_s` is the time of a weight transfer,
+    `others` are the seconds of a step under other seeds."""
 
     plan: ClusterPlan
     price: float
@@ -51,7 +51,7 @@ class PlanResult:
 
 @dataclass(frozen=True, slots=True)
 class PlanSearch:
-    """`given` is the scenario's own plan, if it has one within limits; `fastest` the best within the budget."""
+    """`given` is the scenario's own plan, if it is within the limits; `fastest` the best within the budget."""
 
     budget: float
     given: PlanResult | None
@@ -69,7 +69,7 @@ class PlanSearch:
 
 
 def pareto(tried: Iterable[PlanResult]) -> list[PlanResult]:
-    """Those that no other beats in price and time of a step, the cheapest first."""
+    """The plans that no other beats in both price and time of a step, the cheapest first."""
     front: list[PlanResult] = []
     for each in sorted(tried, key=lambda each: (each.price, each.step_s)):
         if not front or each.step_s < front[-1].step_s:
@@ -87,7 +87,7 @@ def search(
     per_level: int = 3,
     seeds: int = 3,
     workers: int | None = None,
-    tell: OnProgress = lambda text: None,
+    on_progress: OnProgress = lambda text: None,
 ) -> PlanSearch:
     """Within `budget`, by default the price of the scenario's own plan: generate on `kinds`, by default those of its
     pools, on at most `max_devices` of each class. `per_level` splits are simulated at every level of spending; the best
@@ -98,31 +98,31 @@ def search(
     around = price_per_hour(scenario, classes) - own.price(classes)
     budget = own.price(classes) + around if budget is None else budget
     money = budget - around
-    kinds = sorted(set(kinds or [each.device for each in own.engines]), key=lambda kind: -_keen(classes[kind]))
-    asked = _asked(scenario)
-    candidates = list(splits(asked, money, kinds, max_devices)) if money > 0 else []
+    kinds = sorted(set(kinds or [each.device for each in own.engines]), key=lambda kind: -_intensity(classes[kind]))
+    base = _base(scenario)
+    candidates = list(splits(base, money, kinds, max_devices)) if money > 0 else []
     if not candidates:
         raise ConfigError(f"a budget of {budget:g} buys no trainer and engine of {', '.join(kinds)}; raise --budget")
-    chosen = promising(asked, candidates, money, per_level)
+    chosen = promising(base, candidates, money, per_level)
     if own.price(classes) <= money + TINY and own not in chosen:
         chosen.insert(0, own)
-    with _simulations(asked, steps, workers, tell) as run:
+    with _simulations(base, steps, workers, on_progress) as run:
         tried, failed = run([("as given" if plan == own else "", plan) for plan in chosen])
         if not tried:
-            raise RollartError(f"no plan could be simulated; the first said: {next(iter(failed.values()), '')}")
+            raise RollartError(f"no plan could be simulated; the first error: {next(iter(failed.values()), '')}")
         best = min(tried, key=lambda found: found.step_s)
         more, _ = run(list(variations(best.plan)))
         tried += more
         if (joint := combined(best, more)) is not None:
             tried += run([("what helped, together", joint)])[0]
-        tried = _confirmed(tried, own, run, range(asked.seed + 1, asked.seed + seeds))
+        tried = _confirmed(tried, own, run, range(base.seed + 1, base.seed + seeds))
     given = next((found for found in tried if found.plan == own), None)
     return PlanSearch(budget, given, tried, len(candidates), failed)
 
 
 def _confirmed(tried: list[PlanResult], own: ClusterPlan, run: "RunPlans", seeds: range) -> list[PlanResult]:
-    """With the front, and the plan as given, simulated under all `seeds`. What was there by luck falls behind, others
-    take its place, until all of the front is confirmed."""
+    """Simulate the front and the plan as given under all `seeds`. Plans that were there by luck fall behind and others
+    take their place, until the whole front is confirmed."""
     while seeds:
         front = pareto(tried)
         unsure = [each for each in tried if not each.others and (each in front or each.plan == own)]
@@ -138,7 +138,7 @@ def _confirmed(tried: list[PlanResult], own: ClusterPlan, run: "RunPlans", seeds
 def promising(
     scenario: Scenario, candidates: Sequence[ClusterPlan], budget: float, per_level: int
 ) -> list[ClusterPlan]:
-    """The fastest by the roofline at every level of spending."""
+    """The fastest plans by the roofline at every level of spending."""
     means, classes = means_of(scenario), scenario.device_classes()
     ranked = sorted(candidates, key=lambda plan: estimate(plan, scenario, means).step)
     chosen: list[ClusterPlan] = []
@@ -149,9 +149,9 @@ def promising(
 
 
 def combined(best: PlanResult, variants: Sequence[PlanResult]) -> ClusterPlan | None:
-    """The best plan with everything that made it faster on its own, or none if fewer than two things did."""
+    """The best plan with every change that made it faster on its own; None for fewer than two."""
     helped = sorted(
-        (each for each in variants if each.step_s < best.step_s * (1 - WORTH)), key=lambda each: each.step_s
+        (each for each in variants if each.step_s < best.step_s * (1 - MIN_GAIN)), key=lambda each: each.step_s
     )
     changes: dict[str, object] = {}
     for each in helped:
@@ -166,21 +166,21 @@ def combined(best: PlanResult, variants: Sequence[PlanResult]) -> ClusterPlan | 
 _USES = ("alpha", "extra_members", "batch_groups", "group_size", "processes", "disaggregate")
 
 
-def _asked(scenario: Scenario) -> Scenario:
-    """Without a log, under the schedule that plans are about."""
-    asked = scenario if scenario.rollout.preset == "rollart" else scenario.with_preset("rollart")
-    return asked.model_copy(update={"simulate": scenario.simulate.model_copy(update={"log": "off"})})
+def _base(scenario: Scenario) -> Scenario:
+    """The scenario without a log, under the rollart preset."""
+    base = scenario if scenario.rollout.preset == "rollart" else scenario.with_preset("rollart")
+    return base.model_copy(update={"simulate": scenario.simulate.model_copy(update={"log": "off"})})
 
 
-def _lasting(scenario: Scenario, steps: int, alpha: int) -> Scenario:
-    """So many steps that count."""
+def _with_steps(scenario: Scenario, steps: int, alpha: int) -> Scenario:
+    """With `steps` steps after the warmup."""
     training = scenario.training.model_copy(update={"steps": 1 + alpha + steps})
     section = scenario.simulate.model_copy(update={"warmup": None, "finite": False})
     return scenario.model_copy(update={"training": training, "simulate": section})
 
 
-def _keen(device: DeviceClass) -> float:
-    """How much more it is for prefill than for decode."""
+def _intensity(device: DeviceClass) -> float:
+    """FLOPs per byte: how well it suits prefill rather than decode."""
     return device.tflops / device.bandwidth
 
 
@@ -191,24 +191,24 @@ class RunPlans(Protocol):
 
 
 @contextmanager
-def _simulations(scenario: Scenario, steps: int, workers: int | None, tell: OnProgress) -> Iterator[RunPlans]:
-    """Simulates plans side by side. A plan that cannot be is left out, with the reason."""
+def _simulations(scenario: Scenario, steps: int, workers: int | None, on_progress: OnProgress) -> Iterator[RunPlans]:
+    """Simulates plans in parallel. An invalid plan is left out, with the reason."""
     transfer_s = transfer_seconds(scenario)
     pool = ProcessPoolExecutor(workers or os.cpu_count(), mp_context=multiprocessing.get_context("spawn"))
 
     def run(plans: list[tuple[str, ClusterPlan]], seed: int | None = None) -> tuple[list[PlanResult], dict[str, str]]:
-        lasting = [_lasting(applied(plan, scenario), steps, plan.alpha) for _, plan in plans]
-        futures: list[Future[SimulationResult]] = [pool.submit(simulate, each, seed=seed) for each in lasting]
+        scenarios = [_with_steps(applied(plan, scenario), steps, plan.alpha) for _, plan in plans]
+        futures: list[Future[SimulationResult]] = [pool.submit(simulate, each, seed=seed) for each in scenarios]
         tried, failed = [], {}
         for (how, plan), future in zip(plans, futures, strict=True):
             try:
                 result = future.result(DEADLINE_S)
             except ConfigError as error:
                 failed[plan.split] = str(error)
-                tell(f"{plan.split}: cannot be: {error}")
+                on_progress(f"{plan.split}: invalid: {error}")
                 continue
             tried.append(PlanResult(plan, result.price_per_hour, result, how, transfer_s))
-            tell(f"{plan.split}{f' ({how})' if how else ''}: {tried[-1].step_s:.1f} s a step")
+            on_progress(f"{plan.split}{f' ({how})' if how else ''}: {tried[-1].step_s:.1f} s per step")
         return tried, failed
 
     try:

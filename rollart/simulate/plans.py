@@ -1,7 +1,7 @@
-"""Plans: what a run could have, how a scenario looks with it, and all coarse splits of a budget.
+"""Plans: what the planner may choose, how a plan changes a scenario, and all coarse splits of a budget.
 
-A plan is what the planner may choose; everything else of a scenario stays. Prices are those of the device catalogue,
-per hour. Splits always round down, so none is above its budget.
+Everything else of a scenario stays. Prices are those of the device catalogue, per hour. Splits round down, so none
+exceeds its budget.
 """
 
 import math
@@ -17,13 +17,13 @@ from rollart.simulate.scenario import Scenario, ScenarioTask
 
 SPENDING = (1.0, 0.85, 0.7, 0.5)  # shares of the budget
 TRAINING = (0.08, 0.12, 0.16, 0.2, 0.25, 0.3, 0.4, 0.5)  # shares of that for training
-PARTS = 4  # the rest is divided between classes in so many parts
+PARTS = 4  # the rest is divided between device classes in this many parts
 NODE = 8  # devices; training takes whole nodes once it has one
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedEngines:
-    """So many engines of `parallel` devices of a class."""
+    """`count` engines of `parallel` devices each."""
 
     device: str
     count: int
@@ -68,12 +68,12 @@ class ClusterPlan:
 
 
 def plan_of(scenario: Scenario) -> ClusterPlan:
-    """The one that a scenario has. Raises ConfigError if a pool does not say its device class."""
+    """The plan of a scenario. Raises ConfigError if a pool has no device class."""
     ((_, train),) = scenario.pools_of("train").items()
     pairs = scenario.routing.disaggregate if isinstance(scenario.routing.disaggregate, list) else []
     generate = scenario.pools_of("generate")
     if train.auto or any(pool.auto for pool in generate.values()):
-        raise ConfigError("a plan begins from hardware: name a device class in every pool, not auto")
+        raise ConfigError("a plan needs to know the hardware: give every pool a device class, not auto")
     if scenario.simulate.colocated:
         raise ConfigError("a plan splits devices between training and generation; leave out simulate.colocated")
     ordered = [generate[name] for name in pairs] + [pool for name, pool in generate.items() if name not in pairs]
@@ -93,7 +93,7 @@ def plan_of(scenario: Scenario) -> ClusterPlan:
 
 
 def applied(plan: ClusterPlan, scenario: Scenario) -> Scenario:
-    """The scenario with this plan. Pools of a class that it has keep their names, so that tasks can name them."""
+    """The scenario with this plan. Pools of a class it already has keep their names, as tasks may name them."""
     trainer = next(iter(scenario.pools_of("train")))
     pools = {trainer: PoolConfig(role="train", device=plan.trainer, count=plan.trainers)}
     for name, each in zip(_names(plan, scenario), plan.engines, strict=True):
@@ -121,7 +121,7 @@ def applied(plan: ClusterPlan, scenario: Scenario) -> Scenario:
 
 
 def _names(plan: ClusterPlan, scenario: Scenario) -> Iterator[str]:
-    """Of the pools for a plan's engines: the scenario's of the same class while there are any."""
+    """Names of pools for the engines of a plan: those of the scenario with the same class, while there are any."""
     free = {name: pool.devices[0] for name, pool in scenario.pools_of("generate").items()}
     taken = set(scenario.pools)
     for each in plan.engines:
@@ -134,11 +134,11 @@ def _names(plan: ClusterPlan, scenario: Scenario) -> Iterator[str]:
 
 
 def _task(task: ScenarioTask, pools: Sequence[str]) -> ScenarioTask:
-    """Pinned only to pools that there are."""
+    """Pinned only to pools that exist."""
     if isinstance(task.affinity, str) and task.affinity in AFFINITIES:
         return task
-    wanted = [task.affinity] if isinstance(task.affinity, str) else task.affinity
-    left: str | list[str] = [name for name in wanted if name in pools] or "auto"
+    named = [task.affinity] if isinstance(task.affinity, str) else task.affinity
+    left: str | list[str] = [name for name in named if name in pools] or "auto"
     return task.model_copy(update={"affinity": left})
 
 
@@ -165,7 +165,7 @@ def splits(
 
 
 def variations(plan: ClusterPlan) -> Iterator[tuple[str, ClusterPlan]]:
-    """The same hardware used otherwise, one thing at a time, each with its name."""
+    """Other uses of the same hardware, one change at a time, with a name for each."""
     for alpha in {1, 2, 3} - {plan.alpha}:
         yield f"alpha {alpha}", replace(plan, alpha=alpha)
     for extra in {0, 1, 2} - {plan.extra_members}:
@@ -187,7 +187,7 @@ def variations(plan: ClusterPlan) -> Iterator[tuple[str, ClusterPlan]]:
 
 
 def min_parallel(scenario: Scenario, kind: str) -> int:
-    """As the scenario has it for this class; else the fewest devices, a power of two, that hold model and contexts."""
+    """As in the scenario's pool of this class; else the smallest power of two that holds the model and two contexts."""
     for pool in scenario.pools_of("generate").values():
         if pool.devices[0] == kind:
             return pool.tensor_parallel
@@ -219,7 +219,7 @@ def _bought(
     classes: Mapping[str, DeviceClass],
     max_devices: Mapping[str, int],
 ) -> tuple[PlannedEngines, ...]:
-    """Engines by their parts of the money; what rounding leaves buys more of them, the dearest first."""
+    """Engines for their shares of the money; what rounding leaves buys more, the most expensive first."""
     price = {kind: classes[kind].price * parallel[kind] for kind in mix}
     limit = {kind: max_devices[kind] // parallel[kind] if kind in max_devices else 1 << 30 for kind in mix}
     counts = {kind: min(limit[kind], math.floor(money * part / PARTS / price[kind])) for kind, part in mix.items()}

@@ -1,4 +1,4 @@
-"""Pictures: fits against data, and plans by price and time. Drawn without a display."""
+"""Pictures of fits against data, and of plans by price and time. No display is needed."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,41 +18,41 @@ from rollart.simulate.scenario import TrainPace
 _DATA, _FIT, _INK, _FAINT = "#56B4E9", "#D55E00", "#222222", "#8a8a8a"
 _UNITS = {"turns": "turns", "prompt": "tokens", "observation": "tokens", "response": "tokens"}
 _NAMES = {"prompt": "first observation", "delay": "around a generation"}
-_MOST = 2000  # dots
+_MAX_DOTS = 2000
 
 
 def fits(calibration: Calibration, path: Path) -> None:
-    """A row for each task, with the distribution functions of all that was fitted; below, engines and training."""
-    rows = [(task, calibration.spreads(task)) for task in calibration.found.tasks]
-    across = max(max(len(spreads) for _, spreads in rows), len(calibration.engines) + 1)
+    """A row per task with all fitted distribution functions; below them, engines and training."""
+    rows = [(task, calibration.fits(task)) for task in calibration.measurements.tasks]
+    across = max(max(len(panels) for _, panels in rows), len(calibration.engines) + 1)
     figure = Figure(figsize=(2.5 * across, 2.3 * (len(rows) + 1)), facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     axes: Any = figure.subplots(len(rows) + 1, across, squeeze=False)
     for each in axes.flat:
         each.set_visible(False)
-    for row, (task, spreads) in zip(axes, rows, strict=False):
-        for panel, (key, (data, fitted)) in zip(row, spreads.items(), strict=False):
+    for row, (task, panels) in zip(axes, rows, strict=False):
+        for panel, (key, (data, fitted)) in zip(row, panels.items(), strict=False):
             _panel(panel, f"{task}: {_NAMES.get(key, key)}", _UNITS.get(key, "seconds"))
             _cumulative(panel, data, fitted)
     last = axes[-1]
     for panel, (pool, engine) in zip(last, calibration.engines.items(), strict=False):
-        _panel(panel, f"{pool}: generations, seconds", "by the fit")
+        _panel(panel, f"{pool}: generations, seconds", "fitted")
         _engine(panel, engine)
     train = calibration.scenario.simulate.train
     assert train is not None
     _panel(last[len(calibration.engines)], "training steps, seconds", "tokens in the batch")
-    _training(last[len(calibration.engines)], calibration.found.trainings, train)
+    _training(last[len(calibration.engines)], calibration.measurements.trainings, train)
     figure.suptitle(f"{calibration.scenario.name}: measured (blue) and fitted (red)", x=0.01, ha="left", color=_INK)
     figure.savefig(path, dpi=110)
 
 
 def plans(search: PlanSearch, path: Path) -> None:
-    """Price against time of all plans that were simulated, and the front of those that none beats."""
+    """Price against time of all simulated plans, and their Pareto front."""
     figure = Figure(figsize=(8, 5), facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     axes: Any = figure.subplots()
-    _panel(axes, "Plans that were simulated", "price of all devices an hour, one H20 is 1")
-    axes.set_ylabel("seconds a step", fontsize=7.5, color=_FAINT)
+    _panel(axes, "Simulated plans", "price of all devices per hour, one H20 is 1")
+    axes.set_ylabel("seconds per step", fontsize=7.5, color=_FAINT)
     front = search.front
     axes.plot([each.price for each in search.tried], [each.step_s for each in search.tried], "o", color=_DATA, ms=5)
     prices, times = [each.price for each in front], [each.step_s for each in front]
@@ -89,7 +89,7 @@ def _cumulative(axes: Any, data: Sequence[float], fitted: float | Distribution) 
 
 
 def _engine(axes: Any, engine: EngineFit) -> None:
-    stride = max(1, len(engine.seconds) // _MOST)
+    stride = max(1, len(engine.seconds) // _MAX_DOTS)
     axes.plot(engine.expected[::stride], engine.seconds[::stride], ".", color=_DATA, markersize=2)
     end = max(engine.expected, default=0.0)
     axes.plot([0, end], [0, end], color=_FIT, linewidth=1.2)

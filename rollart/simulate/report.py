@@ -1,4 +1,4 @@
-"""The results of a simulation, for people and as one JSON object."""
+"""The results of a simulation, as text and as one JSON object."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ _NUMBERS: dict[str, tuple[str, Pick]] = {
 
 
 def summary(results: Sequence[SimulationResult]) -> dict[str, Any]:
-    """Means over the seeds; `interval` has half of the 95% interval of each, `runs` everything of each seed."""
+    """Means over the seeds; `interval` is half of the 95% interval of each, `runs` the full result of each seed."""
     numbers = {key: interval([pick(result) for result in results]) for key, (_, pick) in _NUMBERS.items()}
     first = results[0]
     return {
@@ -47,7 +47,7 @@ def summary(results: Sequence[SimulationResult]) -> dict[str, Any]:
 def report(results: Sequence[SimulationResult]) -> RenderableType:
     first = results[0]
     seeds = f"seed {first.seed}" if len(results) == 1 else f"{len(results)} seeds"
-    head = f" ({first.preset}, alpha {first.alpha}, {seeds}): {first.counted} steps after the warmup, simulated"
+    head = f" ({first.preset}, alpha {first.alpha}, {seeds}): {first.counted} simulated steps after the warmup"
     parts: list[RenderableType] = [Text.assemble((first.name, "bold"), head), _numbers(results), Text()]
     parts += [_heading("What a step is made of"), _shares(results), Text()]
     parts += [_heading("Where the time of a trajectory goes, seconds"), _seconds(results), Text()]
@@ -129,6 +129,6 @@ def _rest(results: Sequence[SimulationResult]) -> Text:
         f"busy      {', '.join(f'{name} {share:.1%}' for name, share in used.items())}",
         f"trained   {ages or 'nothing'}",
         f"dropped   {drops or 'no trajectory'}; groups: {groups or 'none'}",
-        f"price     {first.price_per_hour:.4g} an hour, in prices of an H20",
+        f"price     {first.price_per_hour:.4g} per hour, one H20 is 1",
     ]
     return Text("\n".join(lines))

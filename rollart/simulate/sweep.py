@@ -31,9 +31,9 @@ class SweepPoint:
         return self.values.get(PRESET)
 
 
-def points(asked: Sequence[str]) -> list[SweepPoint]:
+def points(sweeps: Sequence[str]) -> list[SweepPoint]:
     """All combinations of `KEY=A,B,C` and `KEY,KEY=A:B,C:D`, whose keys change together. Raises ConfigError."""
-    axes = [list(_axis(text)) for text in asked]
+    axes = [list(_axis(text)) for text in sweeps]
     found = [SweepPoint({key: value for part in parts for key, value in part.items()}) for parts in product(*axes)]
     if len({key for point in found for key in point.values}) < sum(len(axis[0]) for axis in axes):
         raise ConfigError("--sweep: a key may be swept only once")
@@ -55,7 +55,7 @@ def _axis(text: str) -> Iterator[dict[str, str]]:
 
 
 def _split(text: str, mark: str) -> list[str]:
-    """At every `mark` that no bracket is around."""
+    """At every `mark` outside brackets."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter in _OPEN) - (letter in _CLOSE)
@@ -71,18 +71,18 @@ Swept = Sequence[tuple[SweepPoint, Sequence[SimulationResult]]]
 
 
 def table(swept: Swept) -> Table:
-    """A row for each point, without the columns in which nothing is told."""
-    told = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))
+    """A row per point, without empty columns."""
+    rows = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))
     cells = [_cells(results) for _, results in swept]
     columns = [name for name in cells[0] if any(row[name].strip("0.%") for row in cells)]
     for key in swept[0][0].values:
         name = ".".join(key.split(".")[-2:])
-        told.add_column(name, overflow="fold", min_width=len(name))
+        rows.add_column(name, overflow="fold", min_width=len(name))
     for column in columns:
-        told.add_column(column, justify="right", no_wrap=True)
+        rows.add_column(column, justify="right", no_wrap=True)
     for (point, _), row in zip(swept, cells, strict=True):
-        told.add_row(*point.values.values(), *(row[name] for name in columns))
-    return told
+        rows.add_row(*point.values.values(), *(row[name] for name in columns))
+    return rows
 
 
 def _cells(results: Sequence[SimulationResult]) -> dict[str, str]:
@@ -108,7 +108,7 @@ def as_rows(swept: Swept) -> list[dict[str, Any]]:
 
 
 def _busy(result: SimulationResult) -> float:
-    """Of all generating devices."""
+    """Mean over all generating devices."""
     devices = sum(pool.devices for pool in result.pools.values())
     return sum(pool.busy * pool.devices for pool in result.pools.values()) / max(1, devices)
 

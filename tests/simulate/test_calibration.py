@@ -80,8 +80,8 @@ def test_the_shape_of_each_distribution_is_found_too(found: Calibration) -> None
     assert isinstance(work.reset, Distribution)
     assert work.reset.mixture is not None
     assert work.reset.mixture[1].share == pytest.approx(0.1, abs=0.04)
-    for data, spread in found.spreads("play").values():
-        assert distance(spread, data) < 0.1
+    for data, fitted in found.fits("play").values():
+        assert distance(fitted, data) < 0.1
 
 
 def test_failures_are_counted_as_shares(found: Calibration) -> None:
@@ -111,7 +111,7 @@ def test_a_calibrated_scenario_takes_as_long_as_what_it_was_calibrated_on(folder
 def test_a_run_that_has_not_trained_cannot_be_calibrated_on(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text("")
 
-    with pytest.raises(RollartError, match="has not trained a single step"):
+    with pytest.raises(RollartError, match="has not trained a step"):
         calibrate(tmp_path)
 
 
@@ -124,7 +124,7 @@ def test_a_folder_without_its_run_file_asks_for_it(folder: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("spread", "text"),
+    ("fitted", "text"),
     [
         (2.5, "always 2.5"),
         ({"lognormal": {"median": 3.8, "sigma": 0.64}, "max": 51}, "log-normal, median 3.8, sigma 0.64, at most 51"),
@@ -132,5 +132,5 @@ def test_a_folder_without_its_run_file_asks_for_it(folder: Path, tmp_path: Path)
         ({"quantiles": [[0, 1], [0.5, 2], [1, 3]]}, "p50 2"),
     ],
 )
-def test_a_spread_is_told_in_a_few_words(spread: object, text: str) -> None:
-    assert text in describe(Distribution.model_validate(spread) if isinstance(spread, dict) else spread)  # type: ignore[arg-type]
+def test_a_fit_is_described_in_a_few_words(fitted: object, text: str) -> None:
+    assert text in describe(Distribution.model_validate(fitted) if isinstance(fitted, dict) else fitted)  # type: ignore[arg-type]

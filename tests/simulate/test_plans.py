@@ -85,5 +85,5 @@ def test_a_model_too_large_for_one_device_gets_as_many_as_hold_it() -> None:
 
 
 def test_a_plan_needs_named_devices() -> None:
-    with pytest.raises(ConfigError, match="name a device class"):
+    with pytest.raises(ConfigError, match="give every pool a device class"):
         plan_of(scenario(pools={"fast": {"role": "generate"}}, tasks=[{"name": "maths"}]))

@@ -23,7 +23,7 @@ def calibrate(
         Path | None, typer.Option(metavar="FILE", help="Its run file, if it is not in the folder.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The picture; default: beside the scenario, as PNG.")
+        Path | None, typer.Option(metavar="FILE", help="The picture; default: next to the scenario, as PNG.")
     ] = None,
 ) -> None:
     """Fit the simulator's models to a real run, from its event log.
@@ -54,9 +54,9 @@ def _table(calibration: "Calibration") -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("", "", "measured", "fit", "distance"):
         table.add_column(column, justify="right" if column in ("measured", "distance") else "left")
-    for task in calibration.found.tasks:
-        for key, (data, spread) in calibration.spreads(task).items():
-            table.add_row(task, key, str(len(data)), describe(spread), f"{distance(spread, data):.3f}")
+    for task in calibration.measurements.tasks:
+        for key, (data, fitted) in calibration.fits(task).items():
+            table.add_row(task, key, str(len(data)), describe(fitted), f"{distance(fitted, data):.3f}")
     section = calibration.scenario.simulate
     for pool, engine in calibration.engines.items():
         pace = f"{engine.pace.fixed * 1e3:.3g} ms a pass, {engine.pace.token * 1e6:.3g} us a token"
@@ -65,6 +65,6 @@ def _table(calibration: "Calibration") -> Table:
         table.add_row(pool, "pass", str(len(engine.seconds)), pace)
     if section.train is not None:
         pace = f"{section.train.fixed * 1e3:.3g} ms a step, {section.train.token * 1e6:.3g} us a token"
-        table.add_row("trainer", "step", str(len(calibration.found.trainings)), pace)
+        table.add_row("trainer", "step", str(len(calibration.measurements.trainings)), pace)
     table.add_row("", "contention", "", f"{section.contention:.0%} longer while engines and trainer both work")
     return table

@@ -63,7 +63,7 @@ def plan(
         per_level=per_level,
         seeds=seeds,
         workers=workers,
-        tell=lambda text: console.print(text, style="dim", markup=False),
+        on_progress=lambda text: console.print(text, style="dim", markup=False),
     )
     _print(found, loaded, console, output, plot)
     if as_json:
@@ -95,7 +95,7 @@ def _limit(text: str) -> tuple[str, int]:
 def _table(found: "PlanSearch") -> Table:
     from rollart.simulate.plan_explanation import reason
 
-    title = f"{found.considered} splits considered, {len(found.tried)} plans simulated; these are beaten by none"
+    title = f"{found.considered} splits considered, {len(found.tried)} plans simulated; no other plan beats these"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for column in ("price/h", "s/step", "price/step"):
         table.add_column(column, justify="right", no_wrap=True)
