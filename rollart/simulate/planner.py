@@ -2,7 +2,7 @@
 
 All splits of the budget on a coarse grid are ranked by averages and the roofline; the most promising at every level of
 spending are simulated, in parallel processes; then other uses of the fastest hardware are tried, and those that help
-are combined. The numbers of a plan are always from its own simulations: one for most plans, and several with other seeds
+are combined. The numbers of a plan are always from its own simulations: one for most plans, several with other seeds
 for the Pareto front, so that no plan is there by luck.
 """
 
