@@ -108,7 +108,7 @@ def run_file(fleet: str, model: Path, slowdown: float) -> RunFile:
             "tasks": [
                 {
                     "name": name,
-                    "env": "rollart.envs.shaped:Shaped",
+                    "env": "benchmarks.paced:Shaped",
                     "args": {"turns": work.turns, "characters": work.read},
                     "max_turns": work.turns,
                     "max_context": work.context,

@@ -55,7 +55,7 @@ def pool(name: str, scale: float, processes: int, faults: bool = True, hedged: b
     chaos = {"hang": HANG / calls, "crash": CRASH / calls, "slow": SLOW, "slow_reset": SLOW_S * scale} if faults else {}
     task = TaskConfig(
         name=name,
-        env="rollart.envs.chaos:Chaos",
+        env="benchmarks.fault_injection:Chaos",
         args={"env": "benchmarks.paced:Paced", "args": {"steps": STEPS, "scale": scale}, **chaos},
     )
     config = EnvironmentsConfig(

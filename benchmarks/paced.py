@@ -1,12 +1,13 @@
-"""Slow environments for benchmarks. Standard library only."""
+"""Environments of a given pace or shape, for benchmarks and tests. Standard library only."""
 
 from __future__ import annotations
 
 import random
 import time
 
-from rollart.envs.chaos import RESET_QUANTILES, STEP_QUANTILES, Chaos, draw
+from benchmarks.fault_injection import RESET_QUANTILES, STEP_QUANTILES, Chaos, draw
 
+LETTERS = "abcdefghijklmnopqrstuvwxyz "
 BODY = 0.979  # of the resets are of the first mode
 FIRST_MODE = tuple((at / BODY, seconds) for at, seconds in RESET_QUANTILES if at <= BODY)
 
@@ -61,3 +62,30 @@ class Ordinary(Chaos):
     """Delayed, without the one reset in fifty that takes minutes."""
 
     reset_quantiles = FIRST_MODE
+
+
+class Shaped:
+    """Any action is right. Observations differ between seeds and turns, so prefix caches help no more than in a real
+    task."""
+
+    reusable = True
+
+    def __init__(self, turns: int = 8, characters: int = 100, held_out: bool = False) -> None:
+        self.turns, self.characters, self.held_out = turns, characters, held_out
+        self._rng = random.Random()
+        self._left = 0
+
+    def reset(self, seed: int) -> str:
+        self._rng = random.Random(f"shaped {seed} {self.held_out}")
+        self._left = self.turns
+        return self._observation()
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        self._left -= 1
+        return self._observation(), 1.0 if action else 0.0, self._left <= 0
+
+    def close(self) -> None:
+        pass
+
+    def _observation(self) -> str:
+        return "".join(self._rng.choices(LETTERS, k=self.characters))

@@ -1,6 +1,6 @@
 """Crashes in one way of the chaos wrapper. Imported by the host, not by pytest."""
 
-from rollart.envs.chaos import crash
+from benchmarks.fault_injection import crash
 
 
 class Crashing:

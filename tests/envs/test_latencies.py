@@ -4,7 +4,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.envs.chaos import RESET_QUANTILES, draw
+from benchmarks.fault_injection import RESET_QUANTILES, draw
 from rollart.envs.latencies import MIN_CALLS, Latencies, quantile
 from rollart.simulate.clock import run
 

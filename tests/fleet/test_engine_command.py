@@ -11,7 +11,7 @@ from rollart.placement.plan import plan
 
 RUN = """
 model: {tiny: {hidden: 64, layers: 2, heads: 2, kv_heads: 1, context: 256}}
-tasks: [{name: t, env: "rollart.envs.shaped:Shaped", max_context: 200}]
+tasks: [{name: t, env: "benchmarks.paced:Shaped", max_context: 200}]
 """
 SPEC = {"model": "m", "weights": "w", "seed": 0, "version": 0}
 

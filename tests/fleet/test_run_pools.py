@@ -25,9 +25,9 @@ name: pooled
 seed: 1
 model: {tiny: {hidden: 64, layers: 2, context: 256}}
 tasks:
-  - {name: reader, env: "rollart.envs.shaped:Shaped", args: {turns: 3, characters: 40}, max_turns: 3, max_context: 200,
+  - {name: reader, env: "benchmarks.paced:Shaped", args: {turns: 3, characters: 40}, max_turns: 3, max_context: 200,
      sampling: {max_tokens: 3}}
-  - {name: writer, env: "rollart.envs.shaped:Shaped", args: {turns: 1, characters: 10}, max_context: 60,
+  - {name: writer, env: "benchmarks.paced:Shaped", args: {turns: 1, characters: 10}, max_context: 60,
      sampling: {max_tokens: 24}}
 training: {steps: 3, batch_groups: 4, group_size: 4}
 environments: {processes: 16}

@@ -14,7 +14,7 @@ from rollart.placement.request import PlacementError
 
 RUN = """
 model: {tiny: {hidden: 4096, layers: 32, heads: 32, kv_heads: 8, context: 4096}}
-tasks: [{name: t, env: "rollart.envs.shaped:Shaped", max_context: 4096}]
+tasks: [{name: t, env: "benchmarks.paced:Shaped", max_context: 4096}]
 vllm: {container: podman run vllm}
 engine: {dtype: bfloat16, kv_megabytes: 20000}
 """

@@ -14,7 +14,7 @@ from rollart.models.tiny import make
 
 RUN = """
 model: {tiny: {hidden: 64, layers: 2, heads: 2, kv_heads: 1, context: 256}}
-tasks: [{name: t, env: "rollart.envs.shaped:Shaped", max_context: 200}]
+tasks: [{name: t, env: "benchmarks.paced:Shaped", max_context: 200}]
 pools:
   policy: {role: generate, device: cpu, engine: vllm}
 """

@@ -29,9 +29,9 @@ seed: 1
 model: {{tiny: {{hidden: 64, layers: 2, heads: 2, kv_heads: 1, context: 256}}}}
 vllm: {{python: {PYTHON}}}
 tasks:
-  - {{name: reader, env: "rollart.envs.shaped:Shaped", args: {{turns: 3, characters: 40}}, max_turns: 3,
+  - {{name: reader, env: "benchmarks.paced:Shaped", args: {{turns: 3, characters: 40}}, max_turns: 3,
      reward: "vllm_rewards:letters", max_context: 200, sampling: {{max_tokens: 4, temperature: 0.8}}}}
-  - {{name: writer, env: "rollart.envs.shaped:Shaped", args: {{turns: 1, characters: 10}}, max_context: 120,
+  - {{name: writer, env: "benchmarks.paced:Shaped", args: {{turns: 1, characters: 10}}, max_context: 120,
      reward: "vllm_rewards:letters", sampling: {{max_tokens: 80}}}}
 pools:
   policy: {{role: generate, device: cpu, engine: vllm}}

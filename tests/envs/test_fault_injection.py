@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
+from benchmarks import fault_injection
+from benchmarks.fault_injection import CRASHES, FAULTS, Chaos
 from rollart.config import EnvironmentsConfig, TaskConfig, TinyModelConfig
 from rollart.core.errors import EnvironmentFailed
 from rollart.core.types import Completion, Outcome, RewardResult
-from rollart.envs import hostile
-from rollart.envs.chaos import CRASHES, FAULTS, Chaos
 from rollart.envs.pool import EnvironmentPool
 from rollart.models import tiny
 from rollart.models.chat import ChatRenderer
 from rollart.rollout.trajectory import Attempt, TrajectoryRunner
 
-SHAPED = "rollart.envs.shaped:Shaped"
+SHAPED = "benchmarks.paced:Shaped"
 TURNS = 10_000
 
 
@@ -59,7 +59,7 @@ def test_rates_above_one_are_refused():
 @pytest.mark.parametrize("rates", [{"crash": 1.0}, {"hang": 1.0}])
 def test_a_crash_or_a_hang_costs_the_attempt_and_nothing_else(rates):
     async def run():
-        task = TaskConfig(name="t", env="rollart.envs.chaos:Chaos", args={"env": SHAPED, "seed": 1, **rates})
+        task = TaskConfig(name="t", env="benchmarks.fault_injection:Chaos", args={"env": SHAPED, "seed": 1, **rates})
         calm = TaskConfig(name="calm", env=SHAPED)
         deadline = 0.3 if "hang" in rates else 20
         pool = EnvironmentPool([task, calm], EnvironmentsConfig(processes=1, reset_deadline=deadline, retries=0))
@@ -144,7 +144,7 @@ def test_ten_thousand_hostile_replies_end_as_messages_or_as_a_failed_environment
     """Through all that real ones pass: a worker process, its connection, the checks, the chat template, the events and
     the encoding of the ledger."""
     args = {"env": SHAPED, "args": {"turns": 40}, "wrong": 0.04, "hostile": 0.9, "crash": 0.004, "seed": 11}
-    task = TaskConfig(name="t", env="rollart.envs.chaos:Chaos", args=args, max_turns=30, max_context=10**9)
+    task = TaskConfig(name="t", env="benchmarks.fault_injection:Chaos", args=args, max_turns=30, max_context=10**9)
     sink, outcomes, asked = Counting(), [], 0
 
     async def run():
@@ -179,7 +179,7 @@ def test_no_hostile_text_can_end_a_turn_or_open_one(renderer):
     rng = random.Random(2)
     tried = 0
     while tried < 500:
-        text = hostile.text(rng)
+        text = fault_injection.hostile_text(rng)
         if len(text) < 10_000 and not any("\ud800" <= letter <= "\udfff" for letter in text):
             assert [token for token in renderer.open([message(text)]) if token in control] == opening
             assert [token for token in renderer.extend("stop", [message(text)]) if token in control] == opening
