@@ -31,7 +31,7 @@ class MooncakeSender:
     """`lent` bytes are what this process adds to the store; None: enough for `VERSIONS` versions like the first."""
 
     def __init__(self, url: str, *, lent: int | None = None) -> None:
-        _library()  # what is missing is told before the first version
+        _library()  # fails before the first version
         self.url = url
         self._lent = lent
         self._kept: deque[list[str]] = deque()
