@@ -67,7 +67,7 @@ def test_the_extras_are_read_from_our_own_metadata() -> None:
     assert import_check._extras()["reasoning_gym"] == "games"
 
 
-def test_source_that_does_not_parse_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_source_that_does_not_parse_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "importable_broken.py").write_text("def (")
     monkeypatch.syspath_prepend(tmp_path)
     assert "not valid Python" in (import_check.problem("importable_broken:x") or "")

@@ -117,12 +117,12 @@ def test_a_valid_file_becomes_a_run_file_with_defaults(path: Path) -> None:
     ],
 )
 def test_a_problem_is_one_sentence_with_its_line(path: Path, old: str, new: str, sentence: str) -> None:
-    told = problems(path, old, new)
-    assert sentence in told
-    assert len(told.splitlines()) == 1
+    message = problems(path, old, new)
+    assert sentence in message
+    assert len(message.splitlines()) == 1
 
 
-def test_a_misspelt_required_key_is_told_once(path: Path) -> None:
+def test_a_misspelt_required_key_is_one_error(path: Path) -> None:
     assert (
         problems(path, "model:", "modle:") == "quick.yaml:3: unknown key 'modle' in the run file; did you mean 'model'?"
     )
@@ -132,24 +132,24 @@ def test_a_missing_key_names_its_section(path: Path) -> None:
     assert problems(path, "name: sums\n    env", "env") == "quick.yaml:14: key 'name' is missing in tasks.1"
 
 
-def test_a_task_without_environment_or_agent_is_told_what_it_needs(path: Path) -> None:
-    told = problems(path, "    env: json:JSONEncoder\n")
-    assert told == "quick.yaml:14: tasks.sums: task 'sums' needs either `env` or `agent`"
+def test_a_task_needs_an_environment_or_an_agent(path: Path) -> None:
+    message = problems(path, "    env: json:JSONEncoder\n")
+    assert message == "quick.yaml:14: tasks.sums: task 'sums' needs either `env` or `agent`"
 
 
-def test_several_problems_are_told_line_by_line(path: Path) -> None:
-    told = problems(path, "seed: 3", "sede: 3\ncolour: blue").splitlines()
-    assert [line.split(": ")[0] for line in told] == ["quick.yaml:2", "quick.yaml:3"]
+def test_several_problems_are_reported_line_by_line(path: Path) -> None:
+    message = problems(path, "seed: 3", "sede: 3\ncolour: blue").splitlines()
+    assert [line.split(": ")[0] for line in message] == ["quick.yaml:2", "quick.yaml:3"]
 
 
 def test_a_missing_extra_says_what_to_install(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "needy_env.py").write_text("import gguf_not_there\nclass Env: ...\n")
     monkeypatch.syspath_prepend(tmp_path)
-    told = problems(path, "json:JSONEncoder", "needy_env:Env")
-    assert "needs the package 'gguf_not_there', which is not installed; run: pip install 'gguf_not_there'" in told
+    message = problems(path, "json:JSONEncoder", "needy_env:Env")
+    assert "needs the package 'gguf_not_there', which is not installed; run: pip install 'gguf_not_there'" in message
 
 
-def test_a_model_folder_that_is_not_there_is_told_unless_it_is_not_needed(path: Path) -> None:
+def test_a_missing_model_folder_is_an_error_if_it_is_needed(path: Path) -> None:
     assert "is not a Hugging Face model folder" in problems(
         path, "tiny:\n    hidden: 64\n    layers: 2", "path: nowhere"
     )
@@ -243,9 +243,9 @@ any_path = settings(deadline=None, max_examples=60, suppress_health_check=[Healt
 def test_a_renamed_key_is_told_at_its_line(path: Path, number: int, name: str) -> None:
     before, _, after = LINES[number].partition(":")
     indent = before[: len(before) - len(before.lstrip(" -"))]
-    told = outcome(path, [*LINES[:number], f"{indent}{name}:{after}", *LINES[number + 1 :]])
+    message = outcome(path, [*LINES[:number], f"{indent}{name}:{after}", *LINES[number + 1 :]])
     if LINES[number].strip() != "size: 4":
-        assert f"{path}:{number + 1}: unknown key {name!r}" in told
+        assert f"{path}:{number + 1}: unknown key {name!r}" in message
 
 
 @any_path

@@ -40,7 +40,7 @@ def test_every_key_knows_its_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("a: 1\na: 2", "x:2: key 'a' is written twice"),
         ("a: &a [*a]", "contains itself"),
@@ -52,10 +52,10 @@ def test_every_key_knows_its_line() -> None:
         ("9" * 5000, "cannot be read"),
     ],
 )
-def test_what_is_not_plain_data_is_refused(text: str, told: str) -> None:
+def test_what_is_not_plain_data_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match="x") as caught:
         parse(text, "x")
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_aliases_cannot_blow_up() -> None:

@@ -15,7 +15,7 @@ def write(path: Path, at: float, *events: AnyEvent) -> None:
     log.close()
 
 
-def test_events_come_back_as_they_were(tmp_path: Path) -> None:
+def test_events_are_read_back_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     ended = TrajectoryEnded(
         trajectory="g.0", task="t", group="g", outcome=Outcome.STALE, turns=1, tokens=2, seconds=0.5, reason="stale"
@@ -44,7 +44,7 @@ def test_time_goes_on_across_a_resume(tmp_path: Path) -> None:
     assert [event.t for event in read_events(path)] == [5.0, 6.0]
 
 
-def test_a_line_cut_short_by_a_kill_does_not_spoil_what_follows(tmp_path: Path) -> None:
+def test_a_truncated_line_is_removed_before_more_is_written(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     write(path, 1.0, Warned(message="whole"))
     with open(path, "ab") as file:

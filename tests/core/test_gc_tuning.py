@@ -5,7 +5,7 @@ import pytest
 from rollart.core import gc_tuning
 
 
-def test_it_is_on_again_after_work_without_cycles_even_if_that_failed() -> None:
+def test_collection_is_enabled_again_even_after_an_error() -> None:
     assert gc.isenabled()
     with pytest.raises(RuntimeError), gc_tuning.disabled():
         assert not gc.isenabled()

@@ -24,7 +24,7 @@ def test_runs_are_the_list_they_stand_for(pairs: list[tuple[int, int]]) -> None:
 
 
 @given(spans)
-def test_equal_numbers_in_a_row_are_kept_once(pairs: list[tuple[int, int]]) -> None:
+def test_equal_numbers_in_a_row_are_stored_once(pairs: list[tuple[int, int]]) -> None:
     values = [value for value, _ in runs_of(pairs).spans]
     assert all(one != other for one, other in pairwise(values))
 
@@ -36,7 +36,7 @@ def test_a_list_grows_in_place_and_runs_replace_an_empty_one() -> None:
     assert joined([], more) is more  # type: ignore[arg-type, comparison-overlap]
 
 
-def test_lists_are_kept_as_tuples_and_runs_as_they_are() -> None:
+def test_lists_are_frozen_as_tuples_and_runs_unchanged() -> None:
     compact = RunLength.of(1, 2)
     assert frozen([1, 2]) == (1, 2)
     assert frozen(compact) is compact  # type: ignore[arg-type, comparison-overlap]

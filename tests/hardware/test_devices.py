@@ -24,8 +24,8 @@ def test_the_table_in_the_docs_is_the_catalogue() -> None:
 
 
 def test_speeds_are_dense_and_links_one_way() -> None:
-    told = {name: (CATALOGUE[name].tflops, CATALOGUE[name].link) for name in ("H100", "H800", "A100", "L40S", "B200")}
-    assert told == {
+    speeds = {name: (CATALOGUE[name].tflops, CATALOGUE[name].link) for name in ("H100", "H800", "A100", "L40S", "B200")}
+    assert speeds == {
         "H100": (989.5, 450),
         "H800": (989.5, 200),
         "A100": (312, 300),
@@ -40,17 +40,17 @@ def test_a_run_file_changes_one_number_and_keeps_the_others() -> None:
     assert changed.source.startswith("the run file (price); RollArt")
 
 
-def test_a_class_of_ones_own_has_plain_defaults() -> None:
+def test_a_user_defined_class_has_defaults() -> None:
     own = run(devices={"X1": {"tflops": 50, "bandwidth": 500, "memory": 24}}).device_classes()["X1"]
     assert (own.tflops, own.link, own.network, own.price, own.source) == (50, 10, 1, 1, "the run file")
 
 
-def test_a_class_of_ones_own_needs_its_three_numbers() -> None:
+def test_a_user_defined_class_needs_speed_bandwidth_and_memory() -> None:
     with pytest.raises(ValueError, match="'X1' is not in the catalogue: it needs bandwidth and memory"):
         run(devices={"X1": {"tflops": 50}})
 
 
-def test_an_unknown_class_is_told_with_the_known_ones() -> None:
+def test_an_unknown_class_is_an_error_that_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"no device class 'H9'; known are .*H100"):
         device_class("H9")
     with pytest.raises(ValueError, match="no device class 'H80'; did you mean 'H800'"):
@@ -74,6 +74,6 @@ def test_pools_that_make_no_sense_are_refused(pool: dict[str, object], words: st
         run(pools={"odd": pool})
 
 
-def test_the_default_names_are_kept_for_their_role() -> None:
+def test_the_default_names_are_reserved_for_their_role() -> None:
     with pytest.raises(ValueError, match="'engine' is reserved for pools of role generate"):
         run(pools={"engine": {"role": "environment"}})

@@ -34,7 +34,7 @@ def test_a_tiny_models_shape_is_known_without_making_it(architecture: str) -> No
     assert ModelShape.of(tiny.sizes(config)).parameters == made
 
 
-def test_a_folder_tells_its_shape_and_a_strange_one_what_it_lacks(tmp_path: Path) -> None:
+def test_the_shape_is_read_from_a_folder_and_a_missing_number_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert ModelShape.of_folder(tmp_path, 4).kv_bytes == 2 * 131072
     with pytest.raises(RollartError, match="has no 'vocab_size'"):

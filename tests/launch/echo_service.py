@@ -55,7 +55,7 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
     async def note(number: int) -> None:
         noted.append(number)
         if number < 0:
-            raise ValueError("nobody hears this")
+            raise ValueError("no caller gets this")
 
     async def notes() -> list[int]:
         return noted

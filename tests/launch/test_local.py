@@ -43,7 +43,7 @@ def echo(logs: Path) -> Command:
 
 
 def mirror(name: str = "mirror") -> Command:
-    """Answers with what it was told."""
+    """Answers with its spec."""
     return Command(name, ("-c", MIRROR), {"own": 1})
 
 
@@ -85,7 +85,7 @@ def test_a_launcher_ends_what_it_started_when_it_closes() -> None:
     assert not any(map(psutil.pid_exists, pids))
 
 
-def test_why_a_command_ended_is_told_to_everybody_who_waits(tmp_path: Path) -> None:
+def test_all_who_wait_for_a_command_get_the_reason_of_its_end(tmp_path: Path) -> None:
     async def check(launcher: LocalLauncher) -> None:
         started = await launcher.launch(echo(tmp_path), ResourceRequest())
         waiting = [asyncio.create_task(started.wait()) for _ in range(2)]
@@ -158,10 +158,10 @@ def test_a_gpu_belongs_to_one_command_until_it_ends() -> None:
 def test_commands_that_start_together_know_their_rank_and_where_to_meet() -> None:
     async def check(launcher: LocalLauncher) -> None:
         started = await launcher.launch_together([mirror(f"rank-{n}") for n in range(2)], ResourceRequest())
-        told = [rank.answer["spec"] for rank in started]
-        assert [(spec["rank"], spec["world"], spec["own"]) for spec in told] == [(0, 2, 1), (1, 2, 1)]
-        assert told[0]["rendezvous"] == told[1]["rendezvous"]
-        assert told[0]["rendezvous"].startswith("127.0.0.1:")
+        specs = [rank.answer["spec"] for rank in started]
+        assert [(spec["rank"], spec["world"], spec["own"]) for spec in specs] == [(0, 2, 1), (1, 2, 1)]
+        assert specs[0]["rendezvous"] == specs[1]["rendezvous"]
+        assert specs[0]["rendezvous"].startswith("127.0.0.1:")
 
     execute(check)
 

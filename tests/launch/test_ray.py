@@ -119,7 +119,7 @@ def test_what_no_node_has_is_refused_with_what_there_is(cluster: Cluster) -> Non
     asyncio.run(main())
 
 
-def test_what_is_only_busy_is_waited_for_and_then_told(cluster: Cluster) -> None:
+def test_busy_devices_are_waited_for_and_then_an_error(cluster: Cluster) -> None:
     async def main() -> None:
         async with joined(cluster, patience=0.5) as launcher:
             first = await launcher.launch(echo("first"), ResourceRequest(("H800",), count=2))
@@ -133,7 +133,7 @@ def test_what_is_only_busy_is_waited_for_and_then_told(cluster: Cluster) -> None
     asyncio.run(main())
 
 
-def test_a_start_that_fails_tells_the_end_of_its_log(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_start_that_fails_shows_the_end_of_its_log(cluster: Cluster, tmp_path: Path) -> None:
     async def main() -> None:
         async with joined(cluster) as launcher:
             for logs in (tmp_path, Path("/no/such/folder")):  # seen from the node, and not
@@ -166,7 +166,7 @@ def test_ranks_start_together_or_not_at_all(cluster: Cluster, tmp_path: Path) ->
     asyncio.run(main())
 
 
-def test_a_killed_node_is_noticed_and_its_service_starts_elsewhere(cluster: Cluster) -> None:
+def test_a_killed_node_is_noticed_and_its_service_starts_on_another(cluster: Cluster) -> None:
     async def main() -> None:
         async with joined(cluster) as launcher:
             request = ResourceRequest(("H20", "H800"))
@@ -185,7 +185,7 @@ def test_a_killed_node_is_noticed_and_its_service_starts_elsewhere(cluster: Clus
     asyncio.run(main())
 
 
-def test_a_killed_process_is_told_from_a_lost_node(cluster: Cluster) -> None:
+def test_a_killed_process_is_not_taken_for_a_lost_node(cluster: Cluster) -> None:
     async def main() -> None:
         async with joined(cluster) as launcher:
             started = await launcher.launch(echo(), ResourceRequest())
@@ -211,14 +211,14 @@ def test_nothing_outlives_a_controller_killed_at_once(cluster: Cluster) -> None:
     process.wait(timeout=60)
 
 
-def test_no_cluster_is_a_sentence() -> None:
+def test_a_missing_cluster_is_a_readable_error() -> None:
     with pytest.raises(ServiceError, match=r"no Ray cluster answers at 127.0.0.1:9 .* is `ray start --head` running"):
         asyncio.run(RayLauncher("127.0.0.1:9").nodes())
 
 
 def test_environments_of_a_killed_node_move_to_other_hosts(cluster: Cluster) -> None:
     lake = TaskConfig(name="lake", env="rollart.envs.frozen_lake:FrozenLake")
-    told = []
+    changes = []
 
     async def main() -> None:
         async with joined(cluster) as launcher:
@@ -227,7 +227,7 @@ def test_environments_of_a_killed_node_move_to_other_hosts(cluster: Cluster) -> 
                     *([lake], EnvironmentsConfig(processes=4, retries=3)),
                     launcher=launcher,
                     requests=[ResourceRequest(("H20", "H800")), ResourceRequest(("cpu",))],
-                    on_host_change=lambda started, reason: told.append((started.device, reason)),
+                    on_host_change=lambda started, reason: changes.append((started.device, reason)),
                 )
                 try:
                     await environments.start()
@@ -246,7 +246,7 @@ def test_environments_of_a_killed_node_move_to_other_hosts(cluster: Cluster) -> 
 
     async def until_lost(claim: Any) -> bool:
         try:
-            while not any(reason for _, reason in told):
+            while not any(reason for _, reason in changes):
                 await claim.step("?")
             await claim.step("?")
         except EnvironmentFailed:
@@ -254,8 +254,8 @@ def test_environments_of_a_killed_node_move_to_other_hosts(cluster: Cluster) -> 
         return False
 
     asyncio.run(main())
-    assert sorted(device for device, reason in told if not reason) == ["H20", "H800", "cpu"]
-    assert [device for device, reason in told if reason] == ["H20"]
+    assert sorted(device for device, reason in changes if not reason) == ["H20", "H800", "cpu"]
+    assert [device for device, reason in changes if reason] == ["H20"]
 
 
 def listens(port: int) -> bool:
@@ -297,8 +297,8 @@ def test_a_cluster_is_joined_from_outside_through_its_client_port(cluster: Clust
         while not listens(port):
             assert server.poll() is None and time.monotonic() < deadline
         outside = [sys.executable, "-c", THROUGH_A_CLIENT, f"ray://127.0.0.1:{port}", SERVICES]
-        told = subprocess.run(outside, capture_output=True, text=True, timeout=150, check=True).stdout
-        device, word, classes = json.loads(told.splitlines()[-1])
+        output = subprocess.run(outside, capture_output=True, text=True, timeout=150, check=True).stdout
+        device, word, classes = json.loads(output.splitlines()[-1])
         assert (device, word) == ("H800", "hello")
         assert {"H800", "cpu"} <= set(classes)  # nodes that other tests killed may still be listed
     finally:

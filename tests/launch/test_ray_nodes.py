@@ -8,7 +8,7 @@ from rollart.launch.launcher import ResourceRequest
 from rollart.launch.ray_nodes import choices, described, ray_nodes
 
 
-def told(name: str, labels: dict[str, str] | None = None, alive: bool = True, **resources: float) -> dict[str, Any]:
+def listed(name: str, labels: dict[str, str] | None = None, alive: bool = True, **resources: float) -> dict[str, Any]:
     identity = name * 8
     labels = {"ray.io/node-id": identity, **(labels or {})}
     return {
@@ -23,13 +23,13 @@ def told(name: str, labels: dict[str, str] | None = None, alive: bool = True, **
 
 
 CLUSTER = [
-    told("a", {"rollart.io/device": "H800"}, CPU=64.0, GPU=8.0),
-    told("b", {"ray.io/accelerator-type": "H20"}, CPU=64.0, GPU=4.0),
-    told("c", {"rollart.io/device": "H20"}, CPU=2.0),
-    told("d", {"rollart.io/device": "cpu"}, CPU=32.0),
-    told("e", CPU=16.0),
-    told("f", {"rollart.io/device": "H800"}, alive=False, GPU=8.0),
-    told("g", {"rollart.io/device": "mine", "ray.io/accelerator-type": "H20"}, GPU=1.0),
+    listed("a", {"rollart.io/device": "H800"}, CPU=64.0, GPU=8.0),
+    listed("b", {"ray.io/accelerator-type": "H20"}, CPU=64.0, GPU=4.0),
+    listed("c", {"rollart.io/device": "H20"}, CPU=2.0),
+    listed("d", {"rollart.io/device": "cpu"}, CPU=32.0),
+    listed("e", CPU=16.0),
+    listed("f", {"rollart.io/device": "H800"}, alive=False, GPU=8.0),
+    listed("g", {"rollart.io/device": "mine", "ray.io/accelerator-type": "H20"}, GPU=1.0),
 ]
 FREE = {"a" * 8: {"GPU": 2.0}, "b" * 8: {"GPU": 4.0}, "c" * 8: {"CPU": 2.0}, "e" * 8: {"CPU": 16.0}}
 
@@ -38,7 +38,7 @@ def selectors(request: ResourceRequest) -> list[tuple[str, dict[str, str]]]:
     return [(choice.resource, dict(choice.selector)) for choice in choices(request, ray_nodes(CLUSTER, FREE))]
 
 
-def test_a_node_has_its_own_label_before_that_of_ray_and_its_cpus_beside_its_gpus() -> None:
+def test_our_label_wins_over_that_of_ray_and_the_cpus_of_gpu_nodes_are_offered_too() -> None:
     offers = {node.name[0]: dict(node.total) for node in described(ray_nodes(CLUSTER, FREE))}
     assert offers == {
         "a": {"H800": 8, "cpu": 64},
@@ -50,7 +50,7 @@ def test_a_node_has_its_own_label_before_that_of_ray_and_its_cpus_beside_its_gpu
     }
 
 
-def test_classes_are_asked_for_by_label_in_order_of_preference() -> None:
+def test_classes_are_selected_by_label_in_order_of_preference() -> None:
     assert selectors(ResourceRequest(("H20", "H800", "cpu", "H9"))) == [
         ("GPU", {"ray.io/accelerator-type": "H20", "ray.io/node-id": "!in(gggggggg)"}),
         ("CPU", {"rollart.io/device": "H20"}),
@@ -61,9 +61,9 @@ def test_classes_are_asked_for_by_label_in_order_of_preference() -> None:
     ]
 
 
-def test_nodes_to_stay_apart_from_are_left_out() -> None:
+def test_nodes_to_avoid_are_left_out() -> None:
     assert selectors(ResourceRequest(("H800",), avoid=frozenset({"a-aaaaaa"}))) == []
-    cluster = [*CLUSTER, told("h", {"rollart.io/device": "H800"}, GPU=8.0)]
+    cluster = [*CLUSTER, listed("h", {"rollart.io/device": "H800"}, GPU=8.0)]
     (choice,) = choices(ResourceRequest(("H800",), avoid=frozenset({"a-aaaaaa"})), ray_nodes(cluster, FREE))
     assert choice.selector == {"rollart.io/device": "H800", "ray.io/node-id": "!in(aaaaaaaa)"}
 
@@ -79,6 +79,6 @@ def test_nodes_to_stay_apart_from_are_left_out() -> None:
         (0.5, 4, True, True),
     ],
 )
-def test_what_is_busy_is_told_from_what_is_not_there(count: float, times: int, ever: bool, now: bool) -> None:
+def test_busy_devices_differ_from_missing_ones(count: float, times: int, ever: bool, now: bool) -> None:
     (choice,) = choices(ResourceRequest(("H800",)), ray_nodes(CLUSTER, FREE))
     assert (choice.holds(count, times), choice.has_room(count, times)) == (ever, now)

@@ -48,7 +48,7 @@ def with_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[T
     return execute
 
 
-def test_calls_are_typed_and_run_at_the_same_time(with_service: Callable[[Test], None]) -> None:
+def test_calls_are_typed_and_run_concurrently(with_service: Callable[[Test], None]) -> None:
     async def check(child: Child, client: rpc.RpcClient) -> None:
         answers = await asyncio.gather(*(client.call("double", n, returns=int, deadline=10) for n in range(500)))
         assert answers == [2 * n for n in range(500)]
@@ -59,7 +59,7 @@ def test_calls_are_typed_and_run_at_the_same_time(with_service: Callable[[Test],
     with_service(check)
 
 
-def test_an_error_in_a_handler_is_the_callers_to_judge(with_service: Callable[[Test], None]) -> None:
+def test_an_error_in_a_handler_reaches_the_caller(with_service: Callable[[Test], None]) -> None:
     async def check(child: Child, client: rpc.RpcClient) -> None:
         with pytest.raises(ServiceError, match="ValueError: not today"):
             await client.call("fail", returns=int, deadline=10)
@@ -72,22 +72,22 @@ def test_an_error_in_a_handler_is_the_callers_to_judge(with_service: Callable[[T
     with_service(check)
 
 
-def test_what_a_handler_tells_is_heard_in_order_before_its_answer(with_service: Callable[[Test], None]) -> None:
+def test_streamed_values_arrive_in_order_before_the_answer(with_service: Callable[[Test], None]) -> None:
     async def check(child: Child, client: rpc.RpcClient) -> None:
-        heard: list[int] = []
-        on_item = partial(_note, heard)
+        received: list[int] = []
+        on_item = partial(_decode_into, received)
         assert await client.call("count", 100, returns=int, deadline=10, on_item=on_item) == 100
-        assert heard == list(range(100))
+        assert received == list(range(100))
         assert await client.call("count", 3, returns=int, deadline=10) == 3
 
     with_service(check)
 
 
-def _note(heard: list[int], item: msgspec.Raw) -> None:
-    heard.append(msgspec.msgpack.decode(item, type=int))
+def _decode_into(received: list[int], item: msgspec.Raw) -> None:
+    received.append(msgspec.msgpack.decode(item, type=int))
 
 
-def test_a_call_that_nobody_waits_for_is_done_in_its_turn_and_may_fail(with_service: Callable[[Test], None]) -> None:
+def test_a_call_without_an_answer_runs_in_its_turn_and_may_fail(with_service: Callable[[Test], None]) -> None:
     async def check(child: Child, client: rpc.RpcClient) -> None:
         for number in (3, -1, 5):
             client.send("note", number)
@@ -118,7 +118,7 @@ def test_a_killed_service_fails_its_open_calls_at_once(with_service: Callable[[T
     with_service(check)
 
 
-def test_a_service_ends_when_its_parent_lets_go_of_stdin(with_service: Callable[[Test], None]) -> None:
+def test_a_service_ends_when_its_parent_closes_stdin(with_service: Callable[[Test], None]) -> None:
     async def check(child: Child, client: rpc.RpcClient) -> None:
         assert child.process.stdin is not None
         child.process.stdin.close()
@@ -136,14 +136,12 @@ def test_a_caller_without_the_key_is_refused(with_service: Callable[[Test], None
     with_service(check)
 
 
-def test_a_service_that_others_can_reach_does_not_start_without_a_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_service_that_other_machines_can_reach_needs_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     with pytest.raises(ServiceError, match=r"listens on 0.0.0.0 needs a `key`"):
         asyncio.run(Child.start(echo(tmp_path), {"bind": "0.0.0.0"}))
 
 
-def test_connecting_to_nobody_is_a_sentence() -> None:
+def test_a_missing_service_is_a_readable_error() -> None:
     with pytest.raises(ServiceError, match="no service answers at"):
         asyncio.run(rpc.connect("http://127.0.0.1:9"))

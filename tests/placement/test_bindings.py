@@ -118,7 +118,7 @@ def test_ranks_are_of_one_class(asked: list[PlacementRequest], there: Inventory)
 
 
 @given(clusters(), st.permutations(CLASSES), st.integers(1, 3))
-def test_a_worker_that_lost_its_place_gets_the_best_one_left(
+def test_a_worker_that_lost_its_node_gets_the_best_remaining_device(
     there: Inventory, order: tuple[str, ...], threads: int
 ) -> None:
     lost = Binding("p", "generate", "p-3", order[0], tuple(order), order[0], "gone", 1.0, threads, "as named")
@@ -157,7 +157,7 @@ def test_engines_are_spread_and_ranks_are_packed() -> None:
     assert where(bound, "compute") == {("H800", "a"): 2, ("H800", "b"): 2}
 
 
-def test_hosts_of_environments_keep_away_from_accelerators_while_they_can() -> None:
+def test_environment_hosts_avoid_nodes_with_accelerators_while_they_can() -> None:
     there = cluster(node("gpu", H800=8, cpu=64), node("small", cpu=2), node("large", cpu=6))
     assert where(place([PlacementRequest("e", "environment", 4, ("cpu",))], there), "e") == {
         ("cpu", "small"): 1,
@@ -166,7 +166,7 @@ def test_hosts_of_environments_keep_away_from_accelerators_while_they_can() -> N
     assert where(place([PlacementRequest("e", "environment", 9, ("cpu",))], there), "e")["cpu", "gpu"] == 1
 
 
-def test_a_pool_with_a_fallback_makes_way_for_one_without() -> None:
+def test_a_pool_with_a_fallback_gives_way_to_one_without() -> None:
     there = cluster(node("a", H800=2, H20=2))
     asked = [
         PlacementRequest("first", "train", 2, ("H800", "H20")),
@@ -194,7 +194,7 @@ def test_cpus_may_be_shared_on_this_machine_only() -> None:
         place(asked, cluster(node("there", cpu=2)))
 
 
-def test_a_refusal_tells_what_there_is_what_is_taken_and_what_to_do() -> None:
+def test_a_refusal_lists_the_nodes_what_is_taken_and_what_to_do() -> None:
     there = cluster(node("a", H800=8, cpu=64), node("b", H20=8), Node("c", "", {"H800": 8.0}, {"H800": 2.0}))
     asked = [PlacementRequest("trainer", "train", 8, ("H800",)), PlacementRequest("compute", "generate", 4, ("H800",))]
     with pytest.raises(PlacementError) as refusal:
@@ -241,7 +241,7 @@ def test_a_refusal_on_a_laptop_leads_to_emulation_cpus_or_a_cluster() -> None:
     ]
 
 
-def test_many_nodes_that_are_alike_are_told_once() -> None:
+def test_nodes_with_the_same_devices_share_a_line() -> None:
     there = cluster(*(node(f"n-{number}", cpu=8) for number in range(200)))
     with pytest.raises(PlacementError, match="200 nodes such as n-0: 8 cpu"):
         place([PlacementRequest("compute", "generate", 4, ("H800",))], there)

@@ -38,19 +38,19 @@ def test_a_file_of_nodes_needs_no_cluster_and_is_never_overcommitted(tmp_path: P
         ("- {name: a, devices: {}}\n- {name: a, devices: {}}", "two nodes are named 'a'"),
     ],
 )
-def test_a_wrong_file_of_nodes_is_told_by_line_with_an_example(tmp_path: Path, text: str, words: str) -> None:
+def test_a_mistake_in_a_file_of_nodes_is_an_error_with_line_and_example(tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "nodes.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=words):
         read(file)
 
 
-def test_a_missing_file_of_nodes_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_of_nodes_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the nodes"):
         read(tmp_path / "nothing.yaml")
 
 
-def test_a_cluster_that_is_not_there_is_told_with_what_to_do() -> None:
+def test_a_cluster_that_does_not_answer_is_an_error_with_what_to_do() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(
@@ -59,7 +59,7 @@ def test_a_cluster_that_is_not_there_is_told_with_what_to_do() -> None:
         nodes_of(f"ray://127.0.0.1:{port}")
 
 
-def test_something_that_listens_but_is_no_cluster_is_given_up_at_the_deadline() -> None:
+def test_a_server_that_is_no_cluster_is_an_error_at_the_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"ray://127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(ServiceError, match=r"did not list its nodes within 0\.5 s.*--patience 2"):

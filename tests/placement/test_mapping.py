@@ -95,7 +95,7 @@ def test_a_class_that_cannot_hold_the_model_is_not_chosen(model: dict[str, str])
         choices(made, there(L40S=8))
 
 
-def test_models_stay_off_cpus_beside_accelerators_and_use_them_on_a_laptop(model: dict[str, str]) -> None:
+def test_models_run_on_cpus_only_without_accelerators(model: dict[str, str]) -> None:
     made = run(model, pools={"p": generate(), "e": {"role": "environment", "count": 3}})
     assert choices(made, there(H20=8, cpu=64))["p"].devices == ("H20",)
     here = Inventory((Node("vm", "", {"cpu": 2.0}, {"cpu": 2.0}),), "this machine", overcommit=True)

@@ -44,7 +44,7 @@ def test_the_batch_follows_the_weights_and_the_pipeline_the_bound() -> None:
     assert plan(sync, HERE).in_flight == 8 * 4
 
 
-def test_more_threads_than_cores_is_warned_of_here_and_refused_on_a_cluster() -> None:
+def test_more_threads_than_cores_are_a_warning_here_and_an_error_on_a_cluster() -> None:
     assert plan(run(), HERE).warnings == ()
     assert "ask for 5 threads, this machine has 2 cores" in plan(run(engine={"threads": 4}), HERE).warnings[0]
     with pytest.raises(PlacementError, match="pool 'engine' wants 1 engine on cpu of 4 threads each"):
@@ -88,8 +88,8 @@ def test_a_fallback_that_cannot_hold_the_model_is_left_out_with_a_warning() -> N
 def test_tasks_are_split_over_the_pools_by_what_each_does_best() -> None:
     shapes = {"a": WorkloadShape(prompt=900, decode=1), "b": WorkloadShape(prompt=4, decode=300, context=500)}
     made = plan(run(pools=EMULATED, engine={"max_batch": 16}), HERE, shapes)
-    told = {task.task: max(task.pools, key=lambda pool: task.pools[pool]) for task in made.tasks}
-    assert told == {"a": "compute", "b": "bandwidth"}
+    best = {task.task: max(task.pools, key=lambda pool: task.pools[pool]) for task in made.tasks}
+    assert best == {"a": "compute", "b": "bandwidth"}
 
 
 def test_a_pinned_task_stays_on_its_pool() -> None:
