@@ -74,7 +74,15 @@ def plan(run: RunFile, inventory: Inventory, measured: Mapping[str, WorkloadShap
             choice = auto.get(name) or _named(run, name, pool, classes, model, warnings)
             threads = {"train": run.training.threads, "generate": run.engine.threads}.get(pool.role, 1)
             requests.append(
-                PlacementRequest(name, pool.role, pool.count, choice.devices, threads, choice.why, pool.tensor_parallel)
+                PlacementRequest(
+                    pool=name,
+                    role=pool.role,
+                    workers=pool.count,
+                    choices=choice.devices,
+                    threads=threads,
+                    why=choice.why,
+                    devices=pool.tensor_parallel,
+                )
             )
     bindings = (*place(requests, inventory), *external)
     return PlacementPlan(
@@ -122,7 +130,6 @@ def _named(
 def _external(name: str, pool: PoolConfig) -> Iterator[Binding]:
     for number, url in enumerate(pool.urls):
         device = pool.devices[0]
-        about = "someone else runs it"
         yield Binding(
             pool=name,
             role=pool.role,
@@ -133,7 +140,7 @@ def _external(name: str, pool: PoolConfig) -> Iterator[Binding]:
             node=url,
             units=0.0,
             threads=0,
-            why=about,
+            why="someone else runs it",
             devices=pool.tensor_parallel,
             url=url,
         )

@@ -1,10 +1,13 @@
+import re
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
 from rollart.config import error_messages, loading
+from rollart.config.yaml_tree import dotted
 from rollart.core.errors import ConfigError
-from rollart.simulate.scenario import load
+from rollart.simulate.scenario import Scenario, load
 
 SCENARIO = Path(__file__).parents[2] / "examples" / "paper" / "end_to_end.yaml"
 
@@ -72,3 +75,11 @@ def test_an_old_key_of_a_scenario_is_an_error_that_names_the_new_one() -> None:
     assert str(raised.value).endswith(
         "simulate.workloads.swe.turns.least was renamed; write simulate.workloads.swe.turns.min"
     )
+
+
+@pytest.mark.parametrize(("old", "new"), error_messages.RENAMED.items())
+def test_a_new_name_is_a_key_and_an_old_one_is_not(old: str, new: str) -> None:
+    sections = error_messages._sections(Scenario, ())
+    keys = [re.sub("<[a-z]+>", "*", dotted((*path, key))) for path, section in sections for key in section.model_fields]
+    assert any(fnmatch(key, new) for key in keys)
+    assert not any(fnmatch(key, old) for key in keys)
