@@ -1,7 +1,7 @@
 """The driver of `agent: [command, ...]`: any program, in a sandbox of its own for each episode.
 
-It finds the gateway where the usual variables say, on the sandbox's own loopback; there is no other network. The
-episode is in ROLLART_EPISODE, as JSON. A reward may be written to the file that ROLLART_REWARD names.
+The usual environment variables point to the gateway, on the sandbox's own loopback; there is no other network.
+ROLLART_EPISODE holds the episode as JSON. A reward may be written to the file that ROLLART_REWARD names.
 
 Standard library only: the Python may be that of the agent's own environment, without rollart in it.
 """
@@ -23,11 +23,11 @@ from rollart.sandbox.reward_file import read_reward
 from rollart.sandbox.shell import CommandResult, Sandbox
 
 REWARD = f"{WORK}/.reward"
-OUTPUT = 8000  # bytes of what it wrote, for the log and for reward functions
+OUTPUT = 8000  # bytes of its output, for the log and for reward functions
 
 
 class CommandAgent:
-    """A driver: `run` plays one episode. It raises if the program ends with another exit code than 0."""
+    """A driver: `run` plays one episode. Raises if the program's exit code is not 0."""
 
     def run(self, agent: dict[str, Any], endpoint: dict[str, Any], episode: dict[str, Any]) -> dict[str, Any]:
         limits, mounts = SandboxLimits(**agent["limits"]), ExtraMounts(folders=tuple(agent["mounts"]))
@@ -39,8 +39,8 @@ class CommandAgent:
             result = run(sandbox, agent["command"], Endpoint(**endpoint), variables, agent["deadline"])
             if result.exit_code != 0:
                 raise RuntimeError(failure(agent["command"], result))
-            found = read_reward(sandbox, REWARD)
-        return dict(found, info={"output": result.output, **found["info"]})
+            verdict = read_reward(sandbox, REWARD)
+        return dict(verdict, info={"output": result.output, **verdict["info"]})
 
 
 def run(
@@ -55,8 +55,8 @@ def run(
     address = urlsplit(endpoint.url)
     assert address.hostname and address.port
     inside = replace(endpoint, url=f"http://127.0.0.1:{address.port}")
-    given = {**inside.environ(), "NO_PROXY": "*", **variables}
-    assigned = [f"{name}={shlex.quote(value)}" for name, value in given.items()]
+    environment = {**inside.environ(), "NO_PROXY": "*", **variables}
+    assigned = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
     line = f"cd {shlex.quote(folder)} && {' '.join(assigned)} {shlex.join(command)}"
     with PortForward(sandbox.processes[0], (address.hostname, address.port)):
         result = sandbox.run(line, deadline)
@@ -67,4 +67,4 @@ def run(
 
 def failure(command: list[str], result: CommandResult) -> str:
     ended = result.note or f"ended with exit code {result.exit_code}"
-    return f"`{shlex.join(command)}` {ended}; the last it wrote: {result.output[-500:].strip()!r}"
+    return f"`{shlex.join(command)}` {ended}; the end of its output: {result.output[-500:].strip()!r}"

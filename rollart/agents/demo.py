@@ -1,4 +1,4 @@
-"""A small agent to begin with: it talks to the policy over plain HTTP, and needs nothing but the standard library."""
+"""A small example agent: plain HTTP, standard library only."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ DEADLINE_S = 60.0
 
 
 def digits(endpoint: Endpoint, episode: AgentEpisode) -> dict[str, Any]:
-    """Asks for digits in `turns` turns of one conversation; the reward is the share of digits in what it gets."""
+    """Asks for digits in `turns` turns of one conversation; the reward is the share of digits in the answers."""
     messages: list[dict[str, Any]] = []
-    said = ""
+    text = ""
     for turn in range(int(episode.args.get("turns", 2))):
         messages.append({"role": "user", "content": f"digits {turn}"})
         answer = chat(endpoint, messages)
         messages.append({"role": "assistant", "content": answer})
-        said += answer
-    share = sum(letter in "0123456789" for letter in said) / max(1, len(said))
+        text += answer
+    share = sum(letter in "0123456789" for letter in text) / max(1, len(text))
     return {"reward": share, "success": share > 0.9}
 
 

@@ -1,11 +1,11 @@
-"""How the agent of a task is run: which class plays an episode in the forked process, and what it is told.
+"""How the agent of a task is run: which class plays an episode in the forked process, and its arguments.
 
 A driver is a class for the forking host, standard library only, with one method:
 
     def run(self, agent, endpoint: dict, episode: dict) -> dict
 
-`agent` is what the task names, as JSON; `endpoint` and `episode` are the fields of `Endpoint` and `AgentEpisode`. It
-answers with `reward`, `success` and `info`, all optional, and raises if the program fails.
+`agent` is the task's agent, as JSON; `endpoint` and `episode` are the fields of `Endpoint` and `AgentEpisode`. It
+returns `reward`, `success` and `info`, all optional, and raises if the program fails.
 """
 
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ from rollart.workers.host_handle import HostSpec
 
 FUNCTION = "{rollart}/agents/function.py:FunctionAgent"
 COMMAND = "{rollart}/agents/command.py:CommandAgent"
-LONGEST_S = 86_400.0  # for a command; the episode's own deadline comes first
+MAX_COMMAND_S = 86_400.0  # the episode's own deadline comes first
 
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """`imports` are made once, in the host, so that every episode is forked with them loaded."""
+    """`imports` are loaded once, in the host, before episodes are forked."""
 
     target: str
     agent: Any
@@ -41,7 +41,7 @@ def driver_of(task: TaskConfig) -> Driver:
 
 
 def command_of(task: TaskConfig, agent: AgentConfig) -> dict[str, Any]:
-    """What `CommandAgent` is told. If the task has a family, its Python is the first that the program finds."""
+    """The arguments of `CommandAgent`. If the task has a family, its Python is first in PATH."""
     family = families.installed(task.family) if task.family else None
     return {
         "command": agent.command,
@@ -49,7 +49,7 @@ def command_of(task: TaskConfig, agent: AgentConfig) -> dict[str, Any]:
         "mounts": [str(path.absolute()) for path in agent.mounts] + (family.mounts if family else []),
         "path": [str(family.python.parent)] if family else [],
         "limits": agent.limits,
-        "deadline": agent.deadline or LONGEST_S,
+        "deadline": agent.deadline or MAX_COMMAND_S,
     }
 
 

@@ -17,14 +17,14 @@ from rollart.core.endpoint import AgentEpisode, Endpoint
 
 
 class FunctionAgent:
-    """A driver: `run` plays one episode and answers with what `outcome` makes of the result."""
+    """A driver: `run` plays one episode and returns its `outcome`."""
 
     def run(self, agent: str, endpoint: dict[str, Any], episode: dict[str, Any]) -> dict[str, Any]:
-        given = Endpoint(**endpoint)
-        os.environ.update(given.environ())  # for frameworks that look nowhere else
+        where = Endpoint(**endpoint)
+        os.environ.update(where.environ())  # for frameworks that read only the environment
         random.seed(episode["seed"])
         module, _, name = agent.partition(":")
-        result = getattr(importlib.import_module(module), name)(given, AgentEpisode(**episode))
+        result = getattr(importlib.import_module(module), name)(where, AgentEpisode(**episode))
         if inspect.isawaitable(result):
             result = asyncio.run(_awaited(result))
         return outcome(result)

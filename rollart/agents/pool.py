@@ -2,10 +2,10 @@
 
 The invariants:
 - An episode is one process, forked for it and ended with it, and one key at the gateway, valid for as long.
-- However an episode ends, `captured` hears once what was sampled in it, unless the gateway itself was lost.
-- A failure of the program or of its deadline is EnvironmentFailed; one that followed a failure of the engines is
-  EngineFailed. A program that raises because a limit refused its request or cut its last answer has not failed:
-  the episode is truncated. A reward that nobody gives is RewardFailed. None of them is a reward.
+- However an episode ends, `captured` is called once with what was sampled, unless the gateway itself was lost.
+- A failure of the program, or its deadline, is EnvironmentFailed; after a failure of the engines it is EngineFailed. A
+  program that raises because a limit refused its request or cut its last response has not failed: the episode is
+  truncated. A missing reward is RewardFailed. No failure becomes a reward.
 """
 
 import asyncio
@@ -109,29 +109,29 @@ class AgentClaim:
         self, id: str, seed: int, held_out: bool, generate: Generate, captured: Callable[[CapturedEpisode], None]
     ) -> Step:
         """The whole episode. Raises EnvironmentFailed, EngineFailed or RewardFailed."""
-        watched = _Watched(generate)
+        probe = _GenerateProbe(generate)
         episode = AgentEpisode(id, self._task.name, seed, held_out, self._task.args)
         opened, raised = None, None
-        answer: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         try:
-            async with self._gateway.episode(self._limits(id, seed), watched.generate) as opened:
+            async with self._gateway.episode(self._limits(id, seed), probe.generate) as opened:
                 endpoint = asdict(opened.endpoint)
                 args = {"agent": driver_of(self._task).agent, "endpoint": endpoint, "episode": asdict(episode)}
                 try:
-                    answer = await self._run(args, watched)
+                    result = await self._run(args, probe)
                 except _Raised as error:
-                    raised = error  # whether it had a reason is known when the episode is captured
+                    raised = error  # it may be due to a limit, which is known when the episode is captured
         finally:
             if opened is not None and opened.captured is not None:
                 captured(opened.captured)
         if raised is not None and not (opened.captured is not None and opened.captured.limited):
             raise raised
-        return self._step(answer, opened.captured, raised)
+        return self._step(result, opened.captured, raised)
 
     def _limits(self, id: str, seed: int) -> EpisodeLimits:
-        agent, asked = self._task.agent, self._task.sampling
+        agent, config = self._task.agent, self._task.sampling
         assert agent is not None
-        sampling = Sampling(asked.temperature, asked.top_p, asked.top_k, asked.max_tokens)
+        sampling = Sampling(config.temperature, config.top_p, config.top_k, config.max_tokens)
         return EpisodeLimits(
             id,
             self._task.name,
@@ -142,33 +142,33 @@ class AgentClaim:
             max_parallel=agent.max_parallel,
         )
 
-    async def _run(self, args: dict[str, Any], watched: "_Watched") -> dict[str, Any]:
+    async def _run(self, args: dict[str, Any], probe: "_GenerateProbe") -> dict[str, Any]:
         try:
-            answer = await self._claim.call("run", args, self._deadline)
+            result = await self._claim.call("run", args, self._deadline)
         except (ProcessLost, CallRaised) as error:
-            told = str(error).replace(args["endpoint"]["key"], "(its key)")  # it may be part of a URL
-            failed = f"the agent of task {self._task.name!r} failed: {told}"
-            if watched.failure is not None:
-                raise EngineFailed(f"{failed}; before that, {watched.failure}") from error
+            reason = str(error).replace(args["endpoint"]["key"], "(its key)")  # it may be part of a URL
+            failed = f"the agent of task {self._task.name!r} failed: {reason}"
+            if probe.failure is not None:
+                raise EngineFailed(f"{failed}; before that, {probe.failure}") from error
             raise (_Raised if isinstance(error, CallRaised) else EnvironmentFailed)(failed) from error
-        if not isinstance(answer, dict):
-            raise EnvironmentFailed(f"the agent of task {self._task.name!r} answered {answer!r}, not a dict")
-        return answer
+        if not isinstance(result, dict):
+            raise EnvironmentFailed(f"the agent of task {self._task.name!r} returned {result!r}, not a dict")
+        return result
 
-    def _step(self, answer: dict[str, Any], captured: CapturedEpisode | None, raised: "_Raised | None") -> Step:
-        name, reward = self._task.name, answer.get("reward")
+    def _step(self, result: dict[str, Any], captured: CapturedEpisode | None, raised: "_Raised | None") -> Step:
+        name, reward = self._task.name, result.get("reward")
         if captured is None:
             raise EnvironmentFailed(f"the gateway was lost when the agent of task {name!r} had ended")
         if not captured.turns:
-            raise EnvironmentFailed(f"the agent of task {name!r} ended without a single answer of the policy")
+            raise EnvironmentFailed(f"the agent of task {name!r} ended without a single response of the policy")
         if reward is None and self._task.reward.function == RewardConfig().function:
-            why = f"; it had met a limit, and {raised}" if raised is not None else ""
+            why = f"; it reached a limit, and {raised}" if raised is not None else ""
             raise RewardFailed(
                 f"the agent of task {name!r} returned no reward, and the task names no reward function{why}"
             )
-        info = dict(answer.get("info") or {})
-        if answer.get("success") is not None:
-            info["success"] = bool(answer["success"])
+        info = dict(result.get("info") or {})
+        if result.get("success") is not None:
+            info["success"] = bool(result["success"])
         return Step((), reward, done=True, truncated=captured.truncated or raised is not None, info=info)
 
 
@@ -176,8 +176,8 @@ class _Raised(EnvironmentFailed):
     """The program itself raised, or ended with an error."""
 
 
-class _Watched:
-    """Remembers that generation failed, for a program that ends because of it."""
+class _GenerateProbe:
+    """Records that generation failed: the program may fail because of it."""
 
     def __init__(self, generate: Generate) -> None:
         self._generate = generate

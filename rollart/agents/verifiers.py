@@ -1,7 +1,7 @@
 """Environments of verifiers 0.4 as agents: `agent: rollart.agents.verifiers:play`, with `family: verifiers`.
 
-Their training client renders each prompt with the policy's own tokenizer and asks for tokens, so what verifiers thinks
-the model saw and said is what was sampled. Runs with the Python of the family: verifiers and the standard library only.
+Their training client renders each prompt with the policy's own tokenizer and requests tokens, so verifiers works with
+exactly what was sampled. Runs with the Python of the family: verifiers and the standard library only.
 """
 
 from __future__ import annotations
@@ -15,39 +15,38 @@ from verifiers.v1.clients import ModelContext
 from verifiers.v1.configs.client import EvalClientConfig, TrainClientConfig
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-from rollart.agents.split import choose
 from rollart.core.endpoint import AgentEpisode, Endpoint
 
-MOST = 1000
-# What an episode would import while it runs: the host does it once, and every episode is forked with it.
-EARLY = (
+MAX_TASKS = 1000
+# Imported once in the host, so that every episode is forked with them loaded.
+PRELOAD = (
     *("verifiers.v1.harnesses.null", "verifiers.v1.harnesses.bash", "renderers.client", "renderers.default"),
     *("transformers.models.auto.tokenization_auto", "openai.resources", "anyio._backends._asyncio", "httpcore"),
     *("mcp.server", "renderers.gpt_oss"),
 )
-for _name in EARLY:
+for _name in PRELOAD:
     importlib.import_module(_name)
 
 
 async def play(endpoint: Endpoint, episode: AgentEpisode) -> dict[str, Any]:
-    """An agent of the arguments `env` (verifiers' block of that name: taskset, agents, harnesses, runtimes), `client`
+    """An agent with the arguments `env` (verifiers' block of that name: taskset, agents, harnesses, runtimes), `client`
     (`train`; or `eval` for programs that stream or speak other APIs than chat completions), `tasks` (how many of the
     taskset to use), `path` (where its module is, if it is not installed) and `success` (the reward that is one)."""
     args = dict(episode.args)
     if args.get("path"):
         sys.path.insert(0, str(Path(args["path"]).absolute()))
     env = load_environment(resolve_env_config(args["env"]))
-    tasks = list(env.taskset.take(int(args.get("tasks", MOST))))
+    tasks = list(env.taskset.take(int(args.get("tasks", MAX_TASKS))))
     if not tasks:
         raise ValueError(f"the taskset of {args['env']} has no tasks")
-    task = tasks[choose([each.key for each in tasks], episode.seed, episode.held_out)]
+    task = tasks[episode.choose([each.key for each in tasks])]
     context = ModelContext(model=endpoint.model, client=client_of(endpoint, str(args.get("client", "train"))))
     async with env.serving():
         ended = await env.run_episode(task, context)
     failed = [*ended.errors, *(error for trace in ended.traces for error in trace.errors)]
     if not ended.ok:
         last = failed[-1] if failed else None
-        raise RuntimeError(f"{last.type}: {last.message}" if last else "the episode ended without a verdict")
+        raise RuntimeError(f"{last.type}: {last.message}" if last else "the episode ended without a result")
     return outcome(ended.traces, float(args.get("success", 1.0)))
 
 

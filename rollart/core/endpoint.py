@@ -5,8 +5,12 @@ A Python without rollart and its dependencies can import this, so agents can run
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+HELD_OUT = 5  # one item of a dataset in five is for evaluation only
 
 
 @dataclass(frozen=True)
@@ -56,3 +60,11 @@ class AgentEpisode:
     seed: int
     held_out: bool = False
     args: dict[str, Any] = field(default_factory=dict)
+
+    def choose(self, names: Sequence[str]) -> int:
+        """Index of the item that this episode plays, for agents with a dataset. One item in `HELD_OUT` is held out for
+        evaluation, by the hash of its name; a single item is for both."""
+        order = sorted(range(len(names)), key=lambda index: hashlib.sha256(names[index].encode()).digest())
+        kept = max(1, len(order) // HELD_OUT) if len(order) > 1 else 0
+        allowed = (order[:kept] if self.held_out else order[kept:]) or order
+        return allowed[self.seed % len(allowed)]

@@ -60,7 +60,7 @@ class TokenStream:
 class StreamingEngine(Protocol):
     """An engine that can stream tokens; the others return whole answers."""
 
-    async def stream(self, request: GenerationRequest, listener: TokenStream) -> Completion:
+    async def stream(self, request: GenerationRequest, stream: TokenStream) -> Completion:
         """As `generate`. An answer that `on_tokens` ended has the finish `length`, and may have more tokens than were
         streamed."""
         ...
@@ -93,7 +93,7 @@ class EnvironmentPool(Protocol):
 
 
 class Generate(Protocol):
-    def __call__(self, request: GenerationRequest, listener: TokenStream | None = None, /) -> Awaitable[Completion]:
+    def __call__(self, request: GenerationRequest, stream: TokenStream | None = None, /) -> Awaitable[Completion]:
         """Raises EngineFailed."""
         ...
 

@@ -41,17 +41,17 @@ class EngineClient:
     async def generate(self, request: GenerationRequest) -> Completion:
         return await self._call("generate", request, Completion, self._deadline)
 
-    async def stream(self, request: GenerationRequest, listener: TokenStream) -> Completion:
+    async def stream(self, request: GenerationRequest, stream: TokenStream) -> Completion:
         enough = False
 
         def on_item(item: msgspec.Raw) -> None:
             nonlocal enough
-            if not enough and listener.on_tokens(_tokens.decode(item)):
+            if not enough and stream.on_tokens(_tokens.decode(item)):
                 enough = True
                 self._client.send("abort", request.id)
 
         completion = await self._call(
-            "stream", StreamRequest(request, listener.every), Completion, self._deadline, on_item
+            "stream", StreamRequest(request, stream.every), Completion, self._deadline, on_item
         )
         return replace(completion, finish="length") if enough and completion.finish == "abort" else completion
 

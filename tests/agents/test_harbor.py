@@ -12,8 +12,7 @@ from rollart.agents.harbor import trial
 from rollart.agents.harbor.__main__ import solved
 from rollart.agents.harbor.image import image_of
 from rollart.agents.harbor.task import folders, load
-from rollart.agents.harbor.trial import played
-from rollart.agents.split import choose
+from rollart.agents.harbor.trial import play_and_verify
 from rollart.app import preflight
 from rollart.core.endpoint import AgentEpisode, Endpoint
 from rollart.core.event_log import read_events
@@ -77,7 +76,7 @@ def doing(command: str) -> Callable[[Sandbox], dict[str, Any]]:
 def test_the_solution_of_every_example_is_rewarded_and_doing_nothing_is_not(folder: Path) -> None:
     task = load(folder)
     assert solved(task, SandboxLimits())["reward"] == 1
-    nothing = played(task, SandboxLimits(), doing(":"))
+    nothing = play_and_verify(task, SandboxLimits(), doing(":"))
     assert nothing["reward"] == 0 and nothing["success"] is False
 
 
@@ -125,7 +124,7 @@ def test_a_harbor_task_trains(tmp_path: Path) -> None:
 @sandboxed
 def test_a_verifier_that_writes_no_reward_leaves_none(tmp_path: Path) -> None:
     task = load(made(tmp_path, "exit 1"))
-    found = played(
+    found = play_and_verify(
         task,
         SandboxLimits(),
         doing("echo 1 > /logs/verifier/reward.txt; mkdir -p /logs/verifier; echo 1 > /logs/reward"),
@@ -138,17 +137,17 @@ def test_a_verifier_that_writes_no_reward_leaves_none(tmp_path: Path) -> None:
 def test_what_the_agent_wrote_in_the_verifiers_folders_does_not_count(tmp_path: Path) -> None:
     forged = "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.json; echo exit 0 > /tests/test.sh"
     task = load(made(tmp_path, "ls /logs/verifier /solution 2>&1; echo 0.25 > /logs/verifier/reward.txt"))
-    assert played(task, SandboxLimits(), doing(forged))["reward"] == 0.25
+    assert play_and_verify(task, SandboxLimits(), doing(forged))["reward"] == 0.25
     linked = (
         "cd /task; rm -r logs tests; ln -s m logs; ln -s m tests; mkdir -p m/verifier; echo 1 > m/verifier/reward.json"
     )
-    assert played(task, SandboxLimits(), doing(linked))["reward"] == 0.25
+    assert play_and_verify(task, SandboxLimits(), doing(linked))["reward"] == 0.25
 
 
 @sandboxed
 def test_neither_tests_nor_solution_are_there_for_the_agent() -> None:
     task = load(EXAMPLES / "tasks" / "greet")
-    found = played(task, SandboxLimits(), doing("find /tests /solution /task -type f"))
+    found = play_and_verify(task, SandboxLimits(), doing("find /tests /solution /task -type f"))
     assert found["info"]["output"] == ""
 
 
@@ -171,7 +170,7 @@ CMD ["bash"]
         load(made(tmp_path, test, dockerfile))
     task = load(made(tmp_path, test, dockerfile.replace("*.nothing* ", "")))
     assert (task.image.workdir, task.image.variables["GREETING"]) == ("/srv/app", "hello me")
-    found = played(task, SandboxLimits(), doing("pwd; cat greeting notes/a.txt /data/b.txt; echo $OTHER"))
+    found = play_and_verify(task, SandboxLimits(), doing("pwd; cat greeting notes/a.txt /data/b.txt; echo $OTHER"))
     assert found["info"]["output"] == "/srv/app\nhello me\nabx\n"
     assert found["reward"] == 1
 
@@ -181,22 +180,22 @@ def test_a_run_that_a_sandbox_cannot_do_is_told_and_can_be_skipped(tmp_path: Pat
     dockerfile = "FROM debian\nRUN apt-get install -y --no-install-recommends sl\n"
     folder = made(tmp_path, "echo 1 > /logs/verifier/reward.txt", dockerfile)
     with pytest.raises(ValueError, match=r"`RUN .*apt-get install.* fails in a sandbox.*skip_run: true"):
-        played(load(folder), SandboxLimits(), doing(":"))
-    assert played(load(folder, skip_run=True), SandboxLimits(), doing(":"))["reward"] == 1
+        play_and_verify(load(folder), SandboxLimits(), doing(":"))
+    assert play_and_verify(load(folder, skip_run=True), SandboxLimits(), doing(":"))["reward"] == 1
 
 
 @pytest.mark.parametrize(
-    ("dockerfile", "told"),
+    ("dockerfile", "message"),
     [
         ("FROM a\nCOPY --from=b /x /y", "copies from another image"),
         ("FROM a\nCOPY b.txt /etc/b.txt", "writes to /etc/b.txt, which is read-only"),
         ("FROM a\nWORKDIR /usr/src", "writes to /usr/src"),
-        ("FROM a\nRUN <<EOF", "not understood"),
+        ("FROM a\nRUN <<EOF", "heredoc"),
         ("FROM a\nONBUILD RUN x", "ONBUILD"),
     ],
 )
-def test_what_a_sandbox_cannot_have_is_told(tmp_path: Path, dockerfile: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_what_a_sandbox_does_not_support_is_an_error(tmp_path: Path, dockerfile: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         load(made(tmp_path, "", dockerfile))
 
 
@@ -213,9 +212,13 @@ def test_without_a_dockerfile_a_task_is_in_app(tmp_path: Path) -> None:
     assert image_of(tmp_path).workdir == "/app"
 
 
+def chosen(names: list[str], seed: int, held_out: bool) -> int:
+    return AgentEpisode("id", "task", seed, held_out).choose(names)
+
+
 def test_held_out_tasks_are_never_trained_and_all_others_are() -> None:
     names = [f"task-{number}" for number in range(23)]
-    trained = {choose(names, seed, held_out=False) for seed in range(100)}
-    held_out = {choose(names, seed, held_out=True) for seed in range(100)}
+    trained = {chosen(names, seed, held_out=False) for seed in range(100)}
+    held_out = {chosen(names, seed, held_out=True) for seed in range(100)}
     assert len(held_out) == 4 and trained | held_out == set(range(23)) and not trained & held_out
-    assert choose(["one"], 5, held_out=True) == choose(["one"], 5, held_out=False) == 0
+    assert chosen(["one"], 5, held_out=True) == chosen(["one"], 5, held_out=False) == 0

@@ -1,6 +1,6 @@
-"""`python -m rollart.agents.harbor FOLDER`: plays each task's own solution, and tells which rewards it gets here.
+"""`python -m rollart.agents.harbor FOLDER`: plays each task's own solution and prints its reward.
 
-A task whose solution is not rewarded cannot be learnt in this sandbox, mostly because its tests need a network.
+A task whose solution is not rewarded cannot be learnt in this sandbox, usually because its tests need a network.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from rollart.agents.harbor.task import HarborTask, folders, load
-from rollart.agents.harbor.trial import played
+from rollart.agents.harbor.trial import play_and_verify
 from rollart.sandbox.archive import archive_paths
 from rollart.sandbox.bubblewrap import SandboxError, SandboxLimits
 from rollart.sandbox.shell import Sandbox
 
 
 def solved(task: HarborTask, limits: SandboxLimits, key: str = "reward") -> dict[str, Any]:
-    """What the verifier says of the task's own solution."""
+    """The verifier's reward for the task's own solution."""
 
     def solve(sandbox: Sandbox) -> dict[str, Any]:
         sandbox.unpack(archive_paths([(task.folder / "solution", "solution")]))
         sandbox.run(f"{task.image.enter} && bash /solution/solve.sh", task.agent_s)
         return {}
 
-    return played(task, limits, solve, key)
+    return play_and_verify(task, limits, solve, key)
 
 
 def main() -> None:
@@ -32,17 +32,17 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="a Harbor task, or a folder of them")
     parser.add_argument("--skip-run", action="store_true", help="do not run what the Dockerfiles would")
     parser.add_argument("--reward", default="reward", help="the name of the value to learn from")
-    given = parser.parse_args()
+    options = parser.parse_args()
     failed = 0
-    for folder in folders(given.folder):
+    for folder in folders(options.folder):
         try:
-            found = solved(load(folder, given.skip_run), SandboxLimits(), given.reward)
-            said = found["info"]["no_reward"] if found["reward"] is None else f"reward {found['reward']:g}"
-            good = bool(found.get("success"))
+            verdict = solved(load(folder, options.skip_run), SandboxLimits(), options.reward)
+            line = verdict["info"]["no_reward"] if verdict["reward"] is None else f"reward {verdict['reward']:g}"
+            good = bool(verdict.get("success"))
         except (ValueError, OSError, SandboxError) as error:
-            said, good = str(error), False
+            line, good = str(error), False
         failed += not good
-        print(f"{'ok' if good else 'NOT OK':8}{folder.name}: {said}")
+        print(f"{'ok' if good else 'NOT OK':8}{folder.name}: {line}")
     raise SystemExit(1 if failed else 0)
 
 

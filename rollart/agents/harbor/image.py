@@ -1,7 +1,7 @@
-"""What a task's Dockerfile makes, as far as a sandbox can: folders, files, variables and commands.
+"""Builds a task's Dockerfile in a sandbox, as far as possible: folders, files, variables and commands.
 
-The system is this machine's own /usr, whatever FROM says, and nobody inside is root: a RUN that installs packages
-fails, and the task with it, unless RUN is skipped because they are here already.
+The system is this machine's own /usr, whatever FROM says, and there is no root: a RUN that installs packages fails, and
+the task with it, unless RUN is skipped because they are installed already.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollart.sandbox.shell import Sandbox
 WORKDIR = "/app"
 CONVENTION = ("/agent", "/app", "/logs", "/solution", "/tests")
 SYSTEM = {"/", "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/proc", "/dev", "/tmp", "/sys", "/task"}
-IDLE = {"FROM", "CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "USER", "HEALTHCHECK", "VOLUME", "STOPSIGNAL", "MAINTAINER"}
+IGNORED = {"FROM", "CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "USER", "HEALTHCHECK", "VOLUME", "STOPSIGNAL", "MAINTAINER"}
 VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)\}")
 ROOT = re.compile(r"(?<![\w./\-}])/[A-Za-z]\w*")  # the first part of an absolute path
 BUILD_S = 600.0
@@ -29,7 +29,7 @@ BUILD_S = 600.0
 
 @dataclass(frozen=True)
 class BuildStep:
-    """Files to put at places in the sandbox, or a command to run, after `enter`."""
+    """Files to copy into the sandbox, or a command to run after `enter`."""
 
     copies: tuple[tuple[Path, str], ...] = ()
     command: str = ""
@@ -49,11 +49,11 @@ class Image:
         return ExtraMounts(links=tuple((root, root[1:]) for root in self.roots))
 
     def build(self, sandbox: Sandbox) -> None:
-        """Raises ValueError for a command that fails."""
+        """Raises ValueError if a command fails."""
         folders = " ".join(shlex.quote(folder) for _, folder in self.mounts.links)
         sandbox.run(f"mkdir -p {folders}")
         for step in self.steps:
-            if step.copies and not sandbox.unpack(archive_paths((path, place[1:]) for path, place in step.copies)):
+            if step.copies and not sandbox.unpack(archive_paths((path, target[1:]) for path, target in step.copies)):
                 raise ValueError("the files of its Dockerfile do not fit into the sandbox; raise `limits: {disk: MB}`")
             if step.command:
                 self._run(sandbox, step)
@@ -69,13 +69,12 @@ class Image:
 
     @property
     def enter(self) -> str:
-        """What a shell does first."""
+        """The first command of a shell."""
         return _enter(self.workdir, self.variables)
 
 
 def image_of(folder: Path, skip_run: bool = False, texts: Sequence[str] = ()) -> Image:
-    """With every folder of the root that the Dockerfile or `texts` name. Raises ValueError for what a sandbox cannot be
-    made to have."""
+    """With every root folder that the Dockerfile or `texts` mention. Raises ValueError for what a sandbox cannot do."""
     file = folder / "Dockerfile"
     workdir, variables = WORKDIR, dict[str, str]()
     steps: list[BuildStep] = []
@@ -83,23 +82,23 @@ def image_of(folder: Path, skip_run: bool = False, texts: Sequence[str] = ()) ->
     for word, rest in _instructions(text):
         rest = rest if word == "RUN" else _expanded(rest, {**VARIABLES, **variables})
         if word == "WORKDIR":
-            workdir = _place(posixpath.join(workdir, rest.strip()), file)
+            workdir = _writable(posixpath.join(workdir, rest.strip()), file)
         elif word in ("ENV", "ARG"):
             variables |= _variables(rest)
         elif word in ("COPY", "ADD"):
             steps.append(BuildStep(_copies(rest, folder, workdir, file)))
         elif word == "RUN" and not skip_run:
             steps.append(BuildStep(command=_command(rest), enter=_enter(workdir, variables)))
-        elif word not in IDLE and word != "RUN":
-            raise ValueError(f"{file} has {word}, which the sandbox does not know")
+        elif word not in IGNORED and word != "RUN":
+            raise ValueError(f"{file} has {word}, which the sandbox does not support")
     named = {found[0] for each in (text, *texts) for found in ROOT.finditer(each)}
     return Image(workdir, variables, tuple(steps), tuple(sorted({*CONVENTION, *named} - SYSTEM)))
 
 
 def _enter(workdir: str, variables: dict[str, str]) -> str:
-    place = shlex.quote(workdir)
+    folder = shlex.quote(workdir)
     exports = "".join(f" && export {name}={shlex.quote(value)}" for name, value in variables.items())
-    return f"mkdir -p {place} && cd {place}{exports}"
+    return f"mkdir -p {folder} && cd {folder}{exports}"
 
 
 def _expanded(text: str, variables: dict[str, str]) -> str:
@@ -118,7 +117,7 @@ def _instructions(text: str) -> list[tuple[str, str]]:
 
 def _variables(rest: str) -> dict[str, str]:
     parts = shlex.split(rest)
-    if parts and "=" not in parts[0]:  # the old form: one name, and all else is its value
+    if parts and "=" not in parts[0]:  # the old form: name, then value
         return {parts[0]: " ".join(parts[1:])} if len(parts) > 1 else {}
     return dict(part.split("=", 1) for part in parts if "=" in part)
 
@@ -127,7 +126,7 @@ def _command(rest: str) -> str:
     if rest.startswith("["):
         return shlex.join(json.loads(rest))
     if "<<" in rest:
-        raise ValueError(f"`RUN {rest[:60]}` has text of its own, which is not understood")
+        raise ValueError(f"`RUN {rest[:60]}` has a heredoc, which is not supported")
     return rest
 
 
@@ -145,11 +144,11 @@ def _copies(rest: str, context: Path, workdir: str, file: Path) -> tuple[tuple[P
         for path in found:
             into = target.endswith("/") or target == "." or len(sources) + len(found) > 2
             name = posixpath.join(target, path.name) if into and path.is_file() else target
-            copies.append((path, _place(posixpath.join(workdir, name), file)))
+            copies.append((path, _writable(posixpath.join(workdir, name), file)))
     return tuple(copies)
 
 
-def _place(path: str, file: Path) -> str:
+def _writable(path: str, file: Path) -> str:
     path = posixpath.normpath(path)
     if "/" + path.split("/")[1] in SYSTEM:
         raise ValueError(f"{file} writes to {path}, which is read-only in the sandbox")

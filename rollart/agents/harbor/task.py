@@ -1,4 +1,4 @@
-"""A Harbor task folder: what is asked, where it is done, and how it is verified."""
+"""A Harbor task folder: instruction, environment and verifier."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from rollart.agents.harbor.image import Image, image_of
 
-OTHERS = ("docker-compose.yaml", "docker-compose.yml")
+UNSUPPORTED = ("docker-compose.yaml", "docker-compose.yml")
 
 
 @dataclass(frozen=True)
 class HarborTask:
-    """`agent_s` and `verifier_s` are the seconds that the task gives to each; `variables` are of the verifier."""
+    """`agent_s` and `verifier_s` are their timeouts; `variables` are the verifier's."""
 
     folder: Path
     instruction: str
@@ -29,12 +29,12 @@ class HarborTask:
 
 
 def load(folder: Path, skip_run: bool = False) -> HarborTask:
-    """Raises ValueError for one that cannot be played here, FileNotFoundError for one that is not whole."""
+    """Raises ValueError if it cannot be played here, FileNotFoundError if it is incomplete."""
     about = tomllib.loads((folder / "task.toml").read_text())
-    unknown = [name for name in OTHERS if (folder / "environment" / name).exists()]
+    unknown = [name for name in UNSUPPORTED if (folder / "environment" / name).exists()]
     servers = ["mcp_servers"] if about.get("environment", {}).get("mcp_servers") else []
-    for wanted in [*unknown, *servers, *(["steps"] if about.get("steps") else [])]:
-        raise ValueError(f"the Harbor task {folder} needs {wanted}, which the sandbox does not have")
+    for needed in [*unknown, *servers, *(["steps"] if about.get("steps") else [])]:
+        raise ValueError(f"the Harbor task {folder} needs {needed}, which the sandbox does not have")
     if not (folder / "tests" / "test.sh").is_file():
         raise FileNotFoundError(f"the Harbor task {folder} has no tests/test.sh to verify it with")
     verifier = about.get("verifier", {})
@@ -55,8 +55,8 @@ def _seconds(about: dict[str, Any], section: str) -> float:
 
 
 def folders(path: Path) -> list[Path]:
-    """A task's own folder, or those in a folder of tasks, by name. Raises ValueError if there are none."""
+    """The folder of a task, or all tasks in a folder, by name. Raises ValueError if there are none."""
     found = [path] if (path / "task.toml").is_file() else sorted(each.parent for each in path.glob("*/task.toml"))
     if not found:
-        raise ValueError(f"{path} is no Harbor task, nor a folder of them: there is no task.toml")
+        raise ValueError(f"{path} is neither a Harbor task nor a folder of them: there is no task.toml")
     return found

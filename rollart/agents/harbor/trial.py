@@ -1,8 +1,8 @@
 """One trial of a Harbor task: its environment in a sandbox, an agent in it, and the verifier in another one.
 
 The invariants:
-- The agent sees neither tests nor solution: they come into a sandbox of their own, with a copy of the agent's files.
-- The reward is what the verifier wrote to /logs/verifier after the agent had ended; what was there before is removed.
+- The agent sees neither tests nor solution: the tests run in another sandbox, on a copy of the agent's files.
+- The reward is what the verifier wrote to /logs/verifier after the agent had ended; older files are removed.
   Without it there is no reward.
 """
 
@@ -18,7 +18,6 @@ from urllib.error import HTTPError
 from rollart.agents import command
 from rollart.agents.demo import chat
 from rollart.agents.harbor.task import HarborTask, folders, load
-from rollart.agents.split import choose
 from rollart.core.endpoint import AgentEpisode, Endpoint
 from rollart.envs.terminal.environment import RULES, observation, parse
 from rollart.sandbox.archive import archive_paths
@@ -29,27 +28,26 @@ from rollart.sandbox.shell import Sandbox, WorkTooBig
 AGENT, LOGS = "/agent", "/logs/verifier"
 OUTPUT = 8000
 CLEAR = "{ chmod -R u+rwx tests logs solution; rm -rf tests logs solution && mkdir -p logs/verifier; } 2>/dev/null"
-REFUSED = 400  # by the gateway: the episode has had its tokens or its calls
+REFUSED = 400  # by the gateway: the context or the calls of the episode are used up
 Play = Callable[[Sandbox], dict[str, Any]]
 
 
 def trial(endpoint: Endpoint, episode: AgentEpisode) -> dict[str, Any]:
-    """An agent of the arguments `folder` (a task, or a folder of tasks), `agent` (a command that runs in the sandbox,
-    where the folder `files` is /agent; without it the policy itself gives one command a turn), `turns`, `seconds` for
-    each of these, `rules` (of the shell, before the instruction), `reward` (the name of the value to learn from),
-    `limits` of the sandbox, and `skip_run`."""
+    """An agent with the arguments `folder` (a task, or a folder of tasks), `agent` (a command that runs in the sandbox,
+    with the folder `files` at /agent; without it the policy itself works, one command per turn), `turns`, `seconds` per
+    turn, `rules` (of the shell, before the instruction), `reward` (the name of the value to learn from), `limits` of
+    the sandbox, and `skip_run`."""
     args = dict(episode.args)
-    found = folders(Path(args.pop("folder")))
-    chosen = found[choose([path.name for path in found], episode.seed, episode.held_out)]
-    task = load(chosen, args.pop("skip_run", False))
+    paths = folders(Path(args.pop("folder")))
+    task = load(paths[episode.choose([path.name for path in paths])], args.pop("skip_run", False))
     limits, key = SandboxLimits(**args.pop("limits", {})), args.pop("reward", "reward")
-    way = employ if "agent" in args else converse
-    result = played(task, limits, lambda sandbox: way(endpoint, task, sandbox, **args), key)
+    play = play_command if "agent" in args else play_policy
+    result = play_and_verify(task, limits, lambda sandbox: play(endpoint, task, sandbox, **args), key)
     return dict(result, info={"harbor_task": task.name, **result["info"]})
 
 
-def played(task: HarborTask, limits: SandboxLimits, play: Play, key: str = "reward") -> dict[str, Any]:
-    """What the verifier says of what `play` did."""
+def play_and_verify(task: HarborTask, limits: SandboxLimits, play: Play, key: str = "reward") -> dict[str, Any]:
+    """The verifier's reward for what `play` did."""
     try:
         with Sandbox(limits=limits, output=OUTPUT, mounts=task.image.mounts) as sandbox:
             task.image.build(sandbox)
@@ -57,11 +55,11 @@ def played(task: HarborTask, limits: SandboxLimits, play: Play, key: str = "rewa
             work = sandbox.pack()
     except WorkTooBig as error:
         return {"reward": None, "info": {"no_reward": str(error)}}
-    found = verified(task, limits, work, key)
-    return dict(found, info={**info, **found["info"]})
+    verdict = verify(task, limits, work, key)
+    return dict(verdict, info={**info, **verdict["info"]})
 
 
-def verified(task: HarborTask, limits: SandboxLimits, work: bytes, key: str) -> dict[str, Any]:
+def verify(task: HarborTask, limits: SandboxLimits, work: bytes, key: str) -> dict[str, Any]:
     with Sandbox(limits=limits, output=OUTPUT, mounts=task.image.mounts) as sandbox:
         if not sandbox.unpack(work):
             return {"reward": None, "info": {"no_reward": "the agent's files do not fit into the verifier's sandbox"}}
@@ -70,17 +68,17 @@ def verified(task: HarborTask, limits: SandboxLimits, work: bytes, key: str) -> 
             return {"reward": None, "info": {"no_reward": "the tests could not be put into the verifier's sandbox"}}
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in task.variables.items())
         result = sandbox.run(f"{task.image.enter} && {variables} bash /tests/test.sh", task.verifier_s)
-        found = read_reward(sandbox, f"{LOGS}/reward.json", f"{LOGS}/reward.txt", key=key)
-    if found["reward"] is None:
-        print(f"{task.name}: {found['info']['no_reward']}; the verifier wrote: {result.output}", flush=True)
-        return found
-    return dict(found, success=found["reward"] >= 1)
+        verdict = read_reward(sandbox, f"{LOGS}/reward.json", f"{LOGS}/reward.txt", key=key)
+    if verdict["reward"] is None:
+        print(f"{task.name}: {verdict['info']['no_reward']}; the verifier wrote: {result.output}", flush=True)
+        return verdict
+    return dict(verdict, success=verdict["reward"] >= 1)
 
 
-def employ(
+def play_command(
     endpoint: Endpoint, task: HarborTask, sandbox: Sandbox, agent: list[str], files: str | None = None
 ) -> dict[str, Any]:
-    """A program, in the sandbox. One that is killed, for its time or the limits, is verified all the same."""
+    """Run a program in the sandbox. If it is killed, by its deadline or a limit, the task is verified all the same."""
     if files and not sandbox.unpack(archive_paths([(Path(files), AGENT[1:])])):
         raise ValueError(f"the agent's files, {files}, do not fit into the sandbox; raise `limits: {{disk: MB}}`")
     variables = {**task.image.variables, "HARBOR_INSTRUCTION": task.instruction}
@@ -90,23 +88,23 @@ def employ(
     return {"output": result.output, **({"killed": result.note} if result.note else {})}
 
 
-def converse(
+def play_policy(
     endpoint: Endpoint, task: HarborTask, sandbox: Sandbox, turns: int = 10, seconds: float = 10.0, rules: bool = True
 ) -> dict[str, Any]:
-    """The policy itself: it answers with a command, and is told what that wrote, until it is done or may not go on."""
+    """The policy itself works in the shell: one command per turn, until it is done or a limit is reached."""
     end = time.monotonic() + task.agent_s
     opening = RULES.format(turns=turns, seconds=seconds) if rules else ""
     messages = [{"role": "user", "content": opening + task.instruction}]
     for turn in range(turns):
         try:
-            said = chat(endpoint, messages)
+            reply = chat(endpoint, messages)
         except HTTPError as error:
             if error.code == REFUSED and turn > 0:
                 return {"turns": turn}
-            raise RuntimeError(f"the policy could not be asked: {error.read().decode(errors='replace')}") from error
-        action = parse(said)
+            raise RuntimeError(f"the policy did not answer: {error.read().decode(errors='replace')}") from error
+        action = parse(reply)
         if not action or time.monotonic() > end:
             return {"turns": turn + 1}
         shown = observation(sandbox.run(action, seconds))
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": shown}]
+        messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": shown}]
     return {"turns": turns}
