@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rollart.gateway.apis.base import Api, StreamWriter, encode, event
+from rollart.gateway.apis.base import Api, encode, event
 from rollart.gateway.apis.chat import ChatCompletions
 from rollart.gateway.apis.completions import Completions
 from rollart.gateway.apis.generate import Generate
@@ -132,31 +132,22 @@ class App:
     async def _serve(self, api: Api, session: EpisodeSession, exchange: Exchange) -> None:
         request = api.parse(exchange.body, session)
         if not self._any_model and request.model not in ("", self._model):
-            raise ApiError(
-                404,
-                f"there is no model {request.model!r} here, only {self._model!r}",
-                param="model",
-                code="model_not_found",
-            )
+            reason = f"there is no model {request.model!r} here, only {self._model!r}"
+            raise ApiError(404, reason, param="model", code="model_not_found")
         request.model = request.model or self._model
         if api is self._count:
             _respond(exchange, 200, {"input_tokens": session.count_tokens(request)})
         elif request.stream:
-            await self._stream(api, api.writer(request), request, session, exchange)
+            await self._stream(api, request, session, exchange)
         else:
             pending = await self._generate(session, request)
             await self._deliver(
                 api, session, pending, exchange, lambda: encode(api.response_body(request, pending.response))
             )
 
-    async def _stream(
-        self,
-        api: Api,
-        writer: StreamWriter,
-        request: CompletionRequest,
-        session: EpisodeSession,
-        exchange: Exchange,
-    ) -> None:
+    async def _stream(self, api: Api, request: CompletionRequest, session: EpisodeSession, exchange: Exchange) -> None:
+        writer = api.writer(request)
+
         def on_text(response: CompletionResponse, index: int, piece: str) -> bool:
             if not exchange.ready:
                 return False
@@ -174,9 +165,8 @@ class App:
             async with asyncio.timeout(self.limits.response_s):
                 return await session.serve(request, on_text)
         except TimeoutError:
-            raise ApiError(
-                504, f"there was no answer within {self.limits.response_s:g} s", code="deadline_exceeded"
-            ) from None
+            reason = f"there was no answer within {self.limits.response_s:g} s"
+            raise ApiError(504, reason, code="deadline_exceeded") from None
 
     async def _deliver(
         self, api: Api, session: EpisodeSession, pending: PendingResponse, exchange: Exchange, body: Callable[[], bytes]

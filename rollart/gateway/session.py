@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import count
+from typing import Literal
 
 from rollart.core.errors import EngineFailed
 from rollart.core.protocols import Generate, TokenStream
@@ -331,14 +332,9 @@ class EpisodeSession:
         if request.tools and request.parse_calls:
             whole, found = self._template.format.read(whole, request.tools)
             calls = tuple(ToolCall(name, arguments, f"call_{secrets.token_hex(12)}") for name, arguments in found)
-        choice = CompletionChoice(
-            whole,
-            calls,
-            "stop" if ended else "length",
-            stopped_by,
-            completion.tokens[:used],
-            completion.logprobs[:used],
-        )
+        finish: Literal["stop", "length"] = "stop" if ended else "length"
+        tokens, logprobs = completion.tokens[:used], completion.logprobs[:used]
+        choice = CompletionChoice(whole, calls, finish, stopped_by, tokens, logprobs)
         message = ChatMessage("assistant", request.prefix + whole, calls)
         return PendingChoice(claim, completion, used, text, choice, message, seconds, sent)
 

@@ -43,7 +43,7 @@ class TokenUsage(msgspec.Struct):
     prompt_tokens_details: PromptDetails | None = None
 
 
-class ApiError(msgspec.Struct):
+class VllmError(msgspec.Struct):
     message: str = ""
 
 
@@ -52,7 +52,7 @@ class GenerateResponse(msgspec.Struct):
 
     choices: list[Choice] = []
     usage: TokenUsage | None = None
-    error: ApiError | None = None
+    error: VllmError | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
 

@@ -75,12 +75,8 @@ class Responses(OpenAIApi):
         if request.previous_response_id is not None:
             found = session.responses.get(request.previous_response_id)
             if found is None:
-                raise ApiError(
-                    404,
-                    f"there is no response {request.previous_response_id!r} of this key",
-                    param="previous_response_id",
-                    code="previous_response_not_found",
-                )
+                reason = f"there is no response {request.previous_response_id!r} of this key"
+                raise ApiError(404, reason, param="previous_response_id", code="previous_response_not_found")
             before = found
         if request.instructions:
             before = (
