@@ -6,7 +6,7 @@
 Four processes, as in a run: the agents, the gateway, the controller with its router, and an engine.
 
 First an engine of fixed pace: each answer takes it the same time and costs it next to no CPU, so that the difference
-between two latencies is the way and not the work. All agents hold 10-turn conversations over HTTP; beside them some
+between two latencies is the way and not the work. All agents hold 10-turn conversations over HTTP; meanwhile some
 callers ask the same engine directly, over the connection that the controller would use. `overhead_ms` is the
 difference between both latencies at the same quantile; it holds for a machine that has CPU to spare, and `load_before`
 shows whether this one had. `gateway_cpu_ms` and `controller_cpu_ms` are CPU time per request, which does not depend on
@@ -151,13 +151,13 @@ async def agents(spec: dict[str, Any]) -> dict[str, Any]:
             Agent(number, spec["url"], key, session).play(spec["turns"], spec["spread"])
             for number, key in enumerate(spec["keys"])
         ]
-        beside = []
+        direct_calls = []
         if spec["engine"]:
             client = EngineClient(
                 await stack.enter_async_context(rpc.connected(spec["engine"], key=spec["engine_key"]))
             )
-            beside = [direct(client, number, spec["turns"], spec["spread"]) for number in range(spec["direct"])]
-        played, asked = await asyncio.gather(asyncio.gather(*plays), asyncio.gather(*beside))
+            direct_calls = [direct(client, number, spec["turns"], spec["spread"]) for number in range(spec["direct"])]
+        played, asked = await asyncio.gather(asyncio.gather(*plays), asyncio.gather(*direct_calls))
     return {"agents": played, "direct": asked}
 
 
@@ -189,7 +189,7 @@ class Bench:
     logs: Path
     load: Load
 
-    async def play(self, command: Command, spread: float, sampling: Sampling, beside: bool) -> Any:
+    async def play(self, command: Command, spread: float, sampling: Sampling, with_direct: bool) -> Any:
         """What the agents saw and what was captured of each."""
         engine = await self.launcher.launch(command, ResourceRequest())
         url = str(engine.answer["url"])
@@ -213,7 +213,7 @@ class Bench:
                     "spread": spread,
                     "direct": self.load.direct,
                 }
-                spec |= {"engine": url if beside else "", "engine_key": self.launcher.key if beside else ""}
+                spec |= {"engine": url if with_direct else "", "engine_key": self.launcher.key if with_direct else ""}
                 before = cpu_ms(gateway.pid), cpu_ms(os.getpid())
                 seen = await run_agents(spec)
                 used = cpu_ms(gateway.pid) - before[0], cpu_ms(os.getpid()) - before[1]
@@ -270,13 +270,13 @@ async def bench(load: Load) -> dict[str, Any]:
             paced = Command(
                 "paced engine", (__file__, "engine"), {"answer_s": load.answer_s}, Path(made) / "engine.log"
             )
-            seen, captured = await bench.play(paced, load.answer_s, Sampling(max_tokens=ANSWER), beside=True)
+            seen, captured = await bench.play(paced, load.answer_s, Sampling(max_tokens=ANSWER), with_direct=True)
             checked = check(seen["agents"], captured, template.text)
             config = EngineConfig(kv_megabytes=1024, max_batch=128)
             spec = {"model": str(folder), "weights": f"{made}/weights", "seed": 0, "version": 0}
             spec["config"] = config.model_dump(mode="json")
             torch = service_command("rollart.engines.torch.service", spec, name="engine", logs=Path(made))
-            reuse, _ = await bench.play(torch, min(1.0, load.answer_s), Sampling(max_tokens=8), beside=False)
+            reuse, _ = await bench.play(torch, min(1.0, load.answer_s), Sampling(max_tokens=8), with_direct=False)
         finally:
             await launcher.close()
     through = [second for agent in seen["agents"] for second in agent["seconds"]]

@@ -42,7 +42,7 @@ from rollart.weights.server import WeightServer
 from rollart.weights.store import Store, shared_folder
 
 MB = 1 << 20
-WINDOW = 512 * MB  # of a private buffer that copies go to: more would not fit beside 4 GB of weights
+WINDOW = 512 * MB  # of a private buffer that copies go to: more would not fit with 4 GB of weights
 POOL = 512 * MB  # of what tensors are cut from, for the same reason
 TENSOR = 16 * MB
 SHIFT = 16  # elements between tensors that are cut from the same place
@@ -223,7 +223,7 @@ class Bench:
 
     @staticmethod
     def _together(work: Callable[[], Cost]) -> Cost:
-        """What `work` cost the engine, and this process beside it."""
+        """What `work` cost the engine, and this process meanwhile."""
         began = time.process_time()
         theirs = work()
         return Cost(theirs.wall, theirs.cpu + time.process_time() - began)

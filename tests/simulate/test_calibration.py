@@ -50,7 +50,7 @@ def _truth() -> Scenario:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The log of a simulated run: nobody measures more exactly."""
+    """The log of a simulated run, whose true values are known."""
     folder = tmp_path_factory.mktemp("truth")
     simulate(_truth(), folder=folder)
     (folder / "run.yaml").write_text(loading.dump(_truth()))

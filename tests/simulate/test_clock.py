@@ -59,13 +59,13 @@ def test_a_sleeper_that_is_cancelled_wakes_at_once() -> None:
     assert run(main()) == 1.0
 
 
-def test_a_callback_that_fails_is_told_and_the_others_run() -> None:
+def test_a_callback_that_fails_is_reported_and_the_others_run() -> None:
     async def main() -> tuple[list[str], list[int]]:
-        loop, told, ran = asyncio.get_running_loop(), list[str](), list[int]()
-        loop.set_exception_handler(lambda loop, context: told.append(repr(context["exception"])))
+        loop, reported, ran = asyncio.get_running_loop(), list[str](), list[int]()
+        loop.set_exception_handler(lambda loop, context: reported.append(repr(context["exception"])))
         loop.call_later(1, lambda: 1 / 0)
         loop.call_later(1, ran.append, 1)
         await sleep(2)
-        return told, ran
+        return reported, ran
 
     assert run(main()) == (["ZeroDivisionError('division by zero')"], [1])

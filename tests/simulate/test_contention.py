@@ -27,7 +27,7 @@ def _engine() -> SimulatedEngine:
 
 
 async def _answered(engine: SimulatedEngine) -> float:
-    """When a request that begins now has its answer: about a second of passes later if nobody disturbs."""
+    """When a request that begins now has its answer: about a second of passes later if nothing disturbs it."""
     tokens = SimulatedRenderer().open([Message("user", f"10 {seed_of('x')}")])
     await engine.generate(GenerationRequest("r", "s", "t", 0, tokens, Sampling(max_tokens=200)))
     return asyncio.get_running_loop().time()

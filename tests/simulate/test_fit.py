@@ -97,8 +97,8 @@ def _engine_log(
     luck, now, made = random.Random(5), 0.0, []
     for _ in range(400):
         size, new, tokens = luck.randint(1, 32), luck.randint(5, 60), luck.randint(2, 12)
-        beside = any(step.began <= now < step.ended for step in trainings)
-        slow = 1.0 + contention if beside else 1.0
+        overlapping = any(step.began <= now < step.ended for step in trainings)
+        slow = 1.0 + contention if overlapping else 1.0
         first = now + slow * (fixed + token * size * new)
         ended = first + slow * (tokens - 1) * (fixed + token * size)
         made += [MeasuredGeneration("engine-0", now, first, ended, new, tokens, new + tokens)] * size
@@ -114,7 +114,7 @@ def test_the_pace_of_an_engine_is_found_from_its_generations() -> None:
     assert found.contention == 0.0
 
 
-def test_slower_passes_beside_training_are_contention_and_not_pace() -> None:
+def test_slower_passes_overlapping_training_are_contention_and_not_pace() -> None:
     trainings = [MeasuredStep(at, at + 5.0, 5.0, 100) for at in range(0, 200, 10)]
     found = fit.engine(_engine_log(0.004, 0.0003, 0.5, trainings), trainings, chunk=4096)
 
@@ -138,11 +138,11 @@ def test_batches_of_many_sizes_tell_the_fixed_part_of_training() -> None:
     assert pace.token == pytest.approx(0.002, rel=0.01)
 
 
-def test_time_of_training_beside_engines_is_not_all_its_own() -> None:
+def test_time_of_training_overlapping_engines_is_not_all_its_own() -> None:
     steps = [MeasuredStep(0.0, 1.5, 1.5, 1000)]
     assert fit.busy_shares(steps, [MeasuredGeneration("e-0", -1.0, 0.5, 0.75, 1, 1, 2)]) == [pytest.approx(0.5)]
 
-    alone, beside = fit.trainer(steps, 1.0, [0.0]), fit.trainer(steps, 1.0, [0.5])
+    alone, overlapping = fit.trainer(steps, 1.0, [0.0]), fit.trainer(steps, 1.0, [0.5])
 
-    assert beside.token == pytest.approx(alone.token * 0.75)
-    assert not math.isclose(alone.token, beside.token)
+    assert overlapping.token == pytest.approx(alone.token * 0.75)
+    assert not math.isclose(alone.token, overlapping.token)
