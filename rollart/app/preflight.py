@@ -38,16 +38,16 @@ def _missing(run: RunFile, tree: Tree, need_model: bool, only_task: str | None) 
             yield f"{tree.place(('training', 'algorithm', key))}: training.algorithm.{key} {wrong}"
     yield from (f"{tree.place(path)}: {wrong}" for path, wrong in backends.problems(run))
     hosts = run.pools_of("environment").values()
-    elsewhere = all(pool.urls for pool in hosts) and run.model.warmup is None and only_task is None
+    remote = all(pool.urls for pool in hosts) and run.model.warmup is None and only_task is None
     for index, task in enumerate(run.tasks):
         if only_task in (None, task.name):
-            for key, wrong in _missing_for_task(task, elsewhere):
+            for key, wrong in _missing_for_task(task, remote):
                 yield f"{tree.place(('tasks', index, key))}: tasks.{task.name}.{key} {wrong}"
 
 
-def _missing_for_task(task: TaskConfig, elsewhere: bool) -> Iterator[tuple[str, str]]:
-    """`elsewhere`: no environment runs here, so hosts that we cannot look into must have what it needs."""
-    targets: dict[str, str | None] = {} if elsewhere else {"env": task.env, "player": task.player}
+def _missing_for_task(task: TaskConfig, remote: bool) -> Iterator[tuple[str, str]]:
+    """`remote`: all environments run on hosts that cannot be inspected from here."""
+    targets: dict[str, str | None] = {} if remote else {"env": task.env, "player": task.player}
     if task.agent is not None:
         targets["agent"] = task.agent.function
         for folder in (task.agent.files, *task.agent.mounts):
@@ -58,7 +58,7 @@ def _missing_for_task(task: TaskConfig, elsewhere: bool) -> Iterator[tuple[str, 
     for key, target in targets.items():
         if target and (wrong := _missing_target(task, key, target)):
             yield key, wrong
-    if task.family and not elsewhere and (wrong := families.problem(task.family)):
+    if task.family and not remote and (wrong := families.problem(task.family)):
         yield "family", wrong
 
 

@@ -1,4 +1,4 @@
-"""One trajectory as a conversation to read: what was said, what it earned, which policy said it, how long it took."""
+"""One trajectory as a conversation: messages, rewards, policy versions and timings."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -14,7 +14,7 @@ _ROLES = {"system": "yellow", "user": "cyan", "assistant": "green", "tool": "mag
 
 
 def conversation(trajectory: Trajectory, log: Iterable[ev.AnyEvent] = ()) -> RenderableType:
-    """`log` may hold any events; those of this trajectory add the timings that the ledger does not keep."""
+    """Events of this trajectory in `log` add the timings that the ledger does not keep."""
     turns: dict[int, ev.TurnDone] = {}
     started: float | None = None
     for event in log:
@@ -37,8 +37,8 @@ def _head(trajectory: Trajectory, started: float | None) -> Iterator[Text]:
 
 def _turn(index: int, turn: Turn, event: ev.TurnDone | None) -> Iterator[RenderableType]:
     for message in turn.messages:
-        yield from _said(message.role, message.content)
-    yield from _said("assistant", turn.action)
+        yield from _message(message.role, message.content)
+    yield from _message("assistant", turn.action)
     notes = [f"turn {index + 1}", f"{len(turn.tokens)} tokens", _versions(turn.versions)]
     if turn.finish != "stop":
         notes.append(f"ended by {turn.finish}")
@@ -52,7 +52,7 @@ def _turn(index: int, turn: Turn, event: ev.TurnDone | None) -> Iterator[Rendera
     yield line if turn.reward is None else line.append(f" · reward {turn.reward:g}", style="bold")
 
 
-def _said(role: str, content: str) -> Iterator[RenderableType]:
+def _message(role: str, content: str) -> Iterator[RenderableType]:
     yield Text(role, style=f"bold {_ROLES.get(role, 'white')}")
     yield Padding(Text(content.rstrip() or "(nothing)"), (0, 0, 0, 2))
 

@@ -1,4 +1,4 @@
-"""Watching a run: a live screen on a terminal, plain lines elsewhere.
+"""The live view of a run: a screen on a terminal, plain lines otherwise.
 
 The event loop's thread folds events; one drawing thread takes a snapshot and draws it. They share only the metrics,
 and only under the lock, which is held for microseconds: drawing itself is done on frozen values. The drawing thread
@@ -35,7 +35,7 @@ class View:
         self.metrics = Metrics()
 
     def remember(self, past: Iterable[ev.AnyEvent]) -> None:
-        """What happened before this view: a resumed run keeps its history."""
+        """Replay the events of a run that is resumed."""
         for event in past:
             self.metrics.fold(event)
 
@@ -114,7 +114,7 @@ class LiveView(View):
 
 
 class PlainView(View):
-    """One line about every ten seconds, and one for each thing worth knowing at once."""
+    """One line about every ten seconds, and one at once for evaluations, warnings and other rare events."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
@@ -130,14 +130,14 @@ class PlainView(View):
             case ev.Warned():
                 self._say(f"warning: {event.message}")
             case ev.Quarantined():
-                again = f"it is tried again in {event.wait_s:.0f} s"
-                self._say(f"warning: task {event.task} is left out of the mixture, {again}: {event.reason}")
+                again = f"next probe in {event.wait_s:.0f} s"
+                self._say(f"warning: task {event.task} is in quarantine, {again}: {event.reason}")
             case ev.Released():
                 self._say(f"task {event.task} works again and is back in the mixture")
             case ev.RunStarted(emulated=emulated) if emulated:
                 self._say(f"EMULATED devices: {', '.join(emulated)}")
             case ev.RolledBack():
-                self._say(f"the trainer was lost and goes on from version {event.version}: {event.reason}")
+                self._say(f"the trainer was lost and restarts from version {event.version}: {event.reason}")
             case ev.RunEnded():
                 self._say(f"ended at version {event.version}: {event.reason}")
             case _ if event.t >= self._next:
@@ -163,6 +163,6 @@ def status(shot: Snapshot) -> str:
 
 
 def view(console: Console, weights: Mapping[str, float]) -> View:
-    """The live screen where it works."""
+    """The live screen on a real terminal, plain lines otherwise."""
     live = console.is_terminal and not console.is_dumb_terminal and not os.environ.get("CI")
     return LiveView(console, weights) if live else PlainView(console)

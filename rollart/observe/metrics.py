@@ -37,7 +37,7 @@ class _Open(NamedTuple):
 
 
 class Metrics:
-    """Call `fold` with each event; `snapshot` says what is known."""
+    """Call `fold` with each event; `snapshot` returns the current values."""
 
     def __init__(self) -> None:
         self.t = 0.0
@@ -140,7 +140,7 @@ class Metrics:
             gone.clear()
 
     def _forget_after(self, version: int) -> None:
-        """What was trained after `version` is of a history that was given up."""
+        """Drop the steps and evaluations after `version`: they will be made again."""
         self.version = version
         for task in self.tasks.values():
             task.held_out = [point for point in task.held_out if point.version <= version]
@@ -156,7 +156,7 @@ class Metrics:
 
     def _rolled_back(self, event: ev.RolledBack) -> None:
         self._forget_after(event.version)
-        self.warnings.append(f"the trainer was lost and went on from version {event.version}: {event.reason}")
+        self.warnings.append(f"the trainer was lost and restarted from version {event.version}: {event.reason}")
 
     def _run_ended(self, event: ev.RunEnded) -> None:
         self.phase, self.ended = event.reason, True
@@ -288,7 +288,7 @@ class Metrics:
 
     def _quarantined(self, event: ev.Quarantined) -> None:
         self._environment_use.quarantined(event)
-        self.warnings.append(f"task {event.task} is left out of the mixture: {event.reason}")
+        self.warnings.append(f"task {event.task} is in quarantine: {event.reason}")
 
     def _released(self, event: ev.Released) -> None:
         self.warnings.append(f"task {event.task} works again and is back in the mixture after {event.seconds:.0f} s")

@@ -73,7 +73,7 @@ def _head(shot: Snapshot) -> Text:
 
 
 def emulation(shot: Snapshot) -> Text:
-    """Said wherever a run is shown: its times are not those of the hardware that it names."""
+    """A warning wherever a run is shown: its times are not those of the hardware that it names."""
     return Text(f"\nEMULATED devices: {', '.join(shot.emulated)}" if shot.emulated else "", style="bold yellow")
 
 
@@ -99,7 +99,7 @@ def results(shot: Snapshot) -> Table:
 
 
 def scores(shot: Snapshot) -> Table:
-    """One evaluation, with the 95% interval that so many episodes allow."""
+    """One evaluation, with the 95% interval for its number of episodes."""
     rows = table("task", "success", "95% interval", "reward", "episodes", "unplayed")
     for index, task in enumerate(shot.tasks):
         if point := task.now:
@@ -188,7 +188,7 @@ def _drops(shot: Snapshot) -> RenderableType:
 
 
 def agents(shot: Snapshot) -> Table:
-    """How often the conversations of agents were continued as they were, and how often not."""
+    """How often agents continued their conversations unchanged, and how often not."""
     rows = table("task", *AGENT)
     for task in shot.tasks:
         if task.agent:
@@ -197,8 +197,8 @@ def agents(shot: Snapshot) -> Table:
 
 
 def environments(use: Sequence[EnvironmentSummary]) -> Table:
-    """By task: resets, second ones that raced and won, those tried again, processes lost, times in quarantine."""
-    rows = table("task", "resets", "p50", "p95", "p99", "hedged", "won", "again", "killed", "out")
+    """By task: resets, hedged resets and those that won, retries, processes lost, quarantines."""
+    rows = table("task", "resets", "p50", "p95", "p99", "hedged", "won", "retried", "killed", "out")
     for each in use:
         counts = (each.hedged, each.won, each.retried, each.killed, each.quarantined)
         rows.add_row(each.task, str(each.resets), *_spans(each.reset_s), *map(str, counts))
@@ -206,8 +206,8 @@ def environments(use: Sequence[EnvironmentSummary]) -> Table:
 
 
 def rewards(use: Sequence[RewardSummary]) -> Table:
-    """Calls, what they took and what went wrong, by function; the last column is what its platform charges for."""
-    rows = table("name", "by", "calls", "p50", "p95", "cold", "hedged", "again", "failed", "billed")
+    """By function: calls, how long they took, what went wrong, and what the platform charges for."""
+    rows = table("name", "by", "calls", "p50", "p95", "cold", "hedged", "retried", "failed", "billed")
     for each in use:
         counts = (each.cold, each.hedged, each.retried, each.failed)
         name = each.function.rpartition(":")[2]
@@ -231,10 +231,10 @@ def places(where: Sequence[WorkerPlacement]) -> Table:
 
 
 def routing(routes: Sequence[RouteSummary]) -> Group:
-    """For each pool and task: how much went there, how long it was expected to take and took, and mostly why."""
+    """By pool and task: requests, tokens, predicted and actual times, and the most frequent reason."""
     parts: list[RenderableType] = []
     for pool in sorted({route.pool for route in routes}):
-        rows = table("task", "asked", "prefill", "cached", "fetched", "decoded", "predicted", "actual", "mostly")
+        rows = table("task", "requests", "prefill", "cached", "fetched", "decoded", "predicted", "actual", "mostly")
         for route in (route for route in routes if route.pool == pool):
             why, times = max(route.why.items(), key=lambda item: item[1])
             tokens = (route.prefilled, route.cached, route.fetched, route.decoded)
@@ -287,7 +287,7 @@ class _GapTotal:
 
 
 def logprob_gaps(history: Sequence[StepPoint]) -> Table:
-    """By task and age: the mean over all trained tokens, the largest, and the mean of the last step that had any."""
+    """By task and age: the mean over all trained tokens, the largest, and the mean in the last step."""
     cells: dict[tuple[str, int], _GapTotal] = {}
     for point in history:
         for gap in point.gaps:

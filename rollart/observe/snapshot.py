@@ -101,7 +101,7 @@ class Utilisation:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlacement:
-    """Where a worker runs now: the class it wanted, the one it got, and its node."""
+    """Where a worker runs: the device class in its request, the one it got, and its node."""
 
     role: str
     pool: str
@@ -130,7 +130,7 @@ class RouteSummary:
 
 @dataclass(frozen=True, slots=True)
 class DurationQuantiles:
-    """In seconds: what half, 95% and 99% of them did not exceed."""
+    """Percentiles, in seconds."""
 
     p50: float = 0.0
     p95: float = 0.0
@@ -140,7 +140,7 @@ class DurationQuantiles:
 @dataclass(frozen=True, slots=True)
 class EnvironmentSummary:
     """What happened to the environments of one task. `killed` are processes that failed or hung in a call, `hedged` the
-    second resets, of which so many `won`."""
+    second resets, and `won` those that were faster."""
 
     task: str
     resets: int

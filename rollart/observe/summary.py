@@ -1,4 +1,4 @@
-"""`summary.json`: the numbers of a run that people and scripts ask for first."""
+"""`summary.json`: the main numbers of a run, for people and scripts."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from rollart.observe.snapshot import Snapshot, failure_ratio
 
 
 def write(directory: Path) -> dict[str, Any]:
-    """Summarise the event log in `directory` and keep the summary beside it, replaced as a whole."""
+    """Summarise the event log in `directory` and write `summary.json` next to it, atomically."""
     summary = summarise(measure(read_events(directory / "events.jsonl"))) | {"directory": str(directory)}
     new = directory / "summary.json.new"
     new.write_text(json.dumps(summary, indent=2) + "\n")
@@ -21,7 +21,7 @@ def write(directory: Path) -> dict[str, Any]:
 
 
 def summarise(shot: Snapshot) -> dict[str, Any]:
-    """The part worth keeping, as plain values."""
+    """The numbers that are kept, as plain values."""
     tasks = {}
     for task in shot.tasks:
         before, after = task.before, task.now
@@ -69,7 +69,7 @@ def summarise(shot: Snapshot) -> dict[str, Any]:
 
 
 def _tidy(value: Any) -> Any:
-    """Six digits say enough."""
+    """Round to six digits."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):

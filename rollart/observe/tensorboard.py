@@ -28,7 +28,7 @@ class TensorBoard:
         self._write(Record(wall_time=self._wall, file_version="brain.Event:2"))
 
     def remember(self, past: Iterable[ev.AnyEvent]) -> None:
-        """What earlier files hold already, so that counts go on where they stopped."""
+        """Replay events that earlier files have, so that counts continue."""
         for event in past:
             self._metrics.fold(event)
 

@@ -1,6 +1,6 @@
 """The event log as a Chrome trace, for Perfetto or chrome://tracing.
 
-Trajectories are packed into lanes: one takes the first lane of its task that is free and gives it back when it ends, so
+Trajectories are packed into lanes: one takes the first lane of its task that is free and releases it when it ends, so
 there are only as many lanes as there were trajectories at once. Within a track, slices nest or follow, never cross.
 """
 
@@ -39,7 +39,7 @@ class Track:
 
 @dataclass(slots=True)
 class Lanes:
-    """The tracks of one task. The lowest free lane is given first."""
+    """The tracks of one task. The lowest free lane is used first."""
 
     pid: int
     free: list[int] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Lanes:
         self.made += 1
         return self.made
 
-    def give(self, lane: int) -> None:
+    def release(self, lane: int) -> None:
         heapq.heappush(self.free, lane)
 
 
@@ -70,7 +70,7 @@ def _slice(pid: int, tid: int, name: str, begin: int, end: int, args: dict[str, 
 
 
 class Timeline:
-    """Feed it the events in order; `records` answers with what each one adds to the trace."""
+    """Feed it the events in order; `records` yields what each one adds to the trace."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, Lanes] = {}
@@ -153,7 +153,7 @@ class Timeline:
         label = f"{name} {args['outcome']}"
         yield _slice(track.pid, track.tid, label, began, end, {"version": trajectory.started.version, **args})
         yield from trajectory.inner
-        trajectory.lanes.give(track.tid)
+        trajectory.lanes.release(track.tid)
 
     def _count(self, event: ev.EngineSample | ev.PipelineSample) -> Iterator[Record]:
         if isinstance(event, ev.PipelineSample):
@@ -199,7 +199,7 @@ class Timeline:
             case ev.Warned():
                 yield _instant(event.message, event.t, {})
             case ev.Quarantined():
-                yield _instant(f"{event.task} is left out of the mixture", event.t, {"reason": event.reason})
+                yield _instant(f"{event.task} is in quarantine", event.t, {"reason": event.reason})
             case ev.Released():
                 yield _instant(f"{event.task} is back in the mixture", event.t, {})
             case _:

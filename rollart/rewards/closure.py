@@ -77,14 +77,24 @@ def _target(name: str, path: Path) -> Path:
 
 
 def _imports(path: Path, name: str) -> Iterator[str]:
-    """Modules that a file imports, anywhere in it; those in a `try` count only if they are installed."""
-    tree = ast.parse(path.read_bytes())
+    """Modules that a file imports, anywhere in it; those in a `try` count only if they are installed, those under
+    `if TYPE_CHECKING` never."""
+    tree = _RunTime().visit(ast.parse(path.read_bytes()))
     optional = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.Try) for inner in ast.walk(node)}
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(tree):
         for module in _imported(node, package):
             if id(node) not in optional or find(module.partition(".")[0]):
                 yield module
+
+
+class _RunTime(ast.NodeTransformer):
+    """Removes what only type checkers read."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        if ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            return node.orelse
+        return self.generic_visit(node)
 
 
 def _imported(node: ast.AST, package: str) -> Iterator[str]:

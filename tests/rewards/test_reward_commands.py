@@ -87,8 +87,8 @@ def test_a_served_reward_gives_what_it_gives_here_and_a_changed_one_is_noticed(u
     assert "HTTP 401" in unsigned.stderr
     assert len(json.loads(unsigned.stdout)["different"]) == 4
     assert json.loads(changed.stdout)["different"] == ["a-3"]
-    assert "a-3: here RewardResult(value=0.8" in changed.stderr
-    assert "there RewardResult(value=0.7" in changed.stderr
+    assert "a-3: local RewardResult(value=0.8" in changed.stderr
+    assert "served RewardResult(value=0.7" in changed.stderr
 
 
 @pytest.mark.parametrize(

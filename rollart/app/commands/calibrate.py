@@ -20,17 +20,17 @@ def calibrate(
         "workload.yaml"
     ),
     run_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Its run file, if it is not in the folder.")
+        Path | None, typer.Option(metavar="FILE", help="The run file, if it is not in the folder.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The picture; default: next to the scenario, as PNG.")
+        Path | None, typer.Option(metavar="FILE", help="The picture, as PNG; default: next to the scenario.")
     ] = None,
 ) -> None:
     """Fit the simulator's models to a real run, from its event log.
 
-    Writes the run file with a `simulate` section that says how long turns,
-    answers, resets, steps, rewards, passes of engines and training steps
-    are, and draws the fits against the data.
+    Writes the run file with a `simulate` section: the distributions of turns,
+    answers, resets, steps and rewards, and the speed of engines and trainer.
+    Draws the fits against the data.
 
     [dim]rollart calibrate runs/quickstart-1 -o workload.yaml
     rollart simulate workload.yaml --set rollout.alpha=2[/dim]

@@ -1,4 +1,4 @@
-"""`rollart envs`: the families of environment packages, each with a virtual environment of its own, and their hosts."""
+"""`rollart envs`: families of environment packages, each in its own virtual environment, and hosts that serve them."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ from rollart.app.commands.common import guarded
 from rollart.core.errors import RollartError
 from rollart.envs import families
 
-app = typer.Typer(invoke_without_command=True, help="List, add, remove and serve families of environments.")
+app = typer.Typer(invoke_without_command=True)
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The family; `rollart envs` lists them.")]
 
@@ -21,11 +21,11 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="The family; `rollart 
 @app.callback()
 @guarded
 def envs(context: typer.Context) -> None:
-    """List the families: which are installed, and what they offer.
+    """List, add, remove and serve families of environments.
 
-    A family is a package, or a few, with a Python of its own; tasks name it
-    with `family: NAME`. They are kept in ROLLART_ENVS, or in the user's data
-    folder.
+    A family is one or more packages in a virtual environment of their own;
+    a task uses it with `family: NAME`. Families are kept in the folder
+    ROLLART_ENVS, or in the user's data folder. Without a command, lists them.
 
     [dim]rollart envs
     rollart envs add textarena[/dim]
@@ -51,21 +51,30 @@ def _state(there: families.InstalledFamily | None, family: families.Family | Non
     if there is None:
         return "-"
     old = family is not None and family.requirements != there.requirements
-    return f"Python {there.version}, {there.megabytes:.0f} MB{', other versions; add it again' if old else ''}"
+    return f"Python {there.version}, {there.megabytes:.0f} MB{', outdated: add it --again' if old else ''}"
 
 
 @app.command()
 @guarded
 def add(
     name: Name,
-    python: Annotated[str | None, typer.Option(metavar="PATH", help="The Python to build it with.")] = None,
+    python: Annotated[str | None, typer.Option(metavar="PATH", help="The Python to create it with.")] = None,
     requirements: Annotated[
         Path | None,
-        typer.Option("-r", "--requirements", metavar="FILE", exists=True, dir_okay=False, help="For one of your own."),
+        typer.Option(
+            "-r",
+            "--requirements",
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="The packages of a family of your own.",
+        ),
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Make it anew, even if it is there.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Install it again if it is installed.")] = False,
 ) -> None:
-    """Install a family, and try it out. What fails or is interrupted leaves nothing behind.
+    """Install a family and test it.
+
+    If it fails or is interrupted, nothing is left behind.
 
     [dim]rollart envs add textarena
     rollart envs add mine -r requirements.txt[/dim]
@@ -76,7 +85,9 @@ def add(
     console = Console(highlight=False)
     with console.status(name) as status:
         made = install.add(family, lambda line: status.update(f"{name}: {line[:100]}"), python=python, again=again)
-    console.print(f"{name} is there: Python {made.version}, {made.megabytes:.0f} MB, in {made.folder}", soft_wrap=True)
+    console.print(
+        f"{name} is installed: Python {made.version}, {made.megabytes:.0f} MB, in {made.folder}", soft_wrap=True
+    )
 
 
 @app.command()
@@ -95,7 +106,7 @@ def remove(name: Name) -> None:
 @app.command()
 @guarded
 def python(name: Name) -> None:
-    """Print the path of a family's Python, to run something with its packages.
+    """Print the path of a family's Python, to run a program with its packages.
 
     [dim]$(rollart envs python openenv) -m uvicorn my_server:app[/dim]
     """
@@ -105,18 +116,19 @@ def python(name: Name) -> None:
 @app.command()
 @guarded
 def serve(
-    family: Annotated[str | None, typer.Option(metavar="NAME", help="Run it with the Python of this family.")] = None,
-    host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 for other machines.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 7070,
+    family: Annotated[str | None, typer.Option(metavar="NAME", help="Use the Python of this family.")] = None,
+    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 for other machines.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 7070,
     imports: Annotated[
         list[str] | None,
-        typer.Option("--import", metavar="MODULE:CLASS", help="Import this once, for all; again for more."),
+        typer.Option("--import", metavar="MODULE:CLASS", help="Import this before forking, once for all; repeatable."),
     ] = None,
 ) -> None:
-    """Serve environments to runs elsewhere, which name this host in `urls` of a pool.
+    """Serve environments to runs on other machines.
 
-    Runs must show the key in ROLLART_WORKER_KEY. Keys and episodes travel in
-    the clear: use a network that you trust.
+    A run names this host in `urls` of a pool, and must have the same
+    ROLLART_WORKER_KEY. Keys and episodes are not encrypted: use a network that
+    you trust.
 
     [dim]ROLLART_WORKER_KEY=secret rollart envs serve --host 0.0.0.0 --import my_envs:Lake
     ROLLART_WORKER_KEY=secret rollart envs serve --family textarena[/dim]
@@ -129,4 +141,4 @@ def serve(
     command = [interpreter, module.__file__, "--host", host, "--port", str(port)]
     for path in imports or []:
         command += ["--import", path]
-    os.execv(interpreter, command)  # it becomes the host, so signals are the host's own
+    os.execv(interpreter, command)  # this process becomes the host, so signals reach it

@@ -23,9 +23,9 @@ def play(
     tokens: Annotated[bool, typer.Option("--tokens", help="Show token ids and pieces as well.")] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Play one episode of a task and see what the agent would see.
+    """Play one episode of a task, and see what the agent sees.
 
-    A line is an action; Ctrl-D leaves.
+    Each line that you type is an action; Ctrl-D quits.
 
     [dim]rollart play examples/quickstart.yaml frozen_lake
     rollart play examples/quickstart.yaml guess_number --player scripted --tokens

@@ -22,7 +22,9 @@ def reproduce(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The picture.")] = Path("paper.png"),
     as_json: AsJson = False,
 ) -> None:
-    """Simulate the scenarios of the RollArt paper; print published value, simulated value and error.
+    """Simulate the scenarios of the RollArt paper, and compare with its figures.
+
+    Prints published value, simulated value and error.
 
     One set of constants for all of them. Takes a few minutes.
 

@@ -1,4 +1,4 @@
-"""`rollart reward`: serve a reward function, package it, and check that it answers there as it does here."""
+"""`rollart reward`: serve a reward function, package it, and compare the served one with the local one."""
 
 import asyncio
 import json
@@ -11,7 +11,11 @@ from rich.console import Console
 from rollart.app.commands.common import AsJson, guarded, print_json
 from rollart.core.errors import RollartError
 
-app = typer.Typer(no_args_is_help=True, help="Serve, package and test a reward function.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Serve, package and test a reward function.\n\n"
+    "[dim]rollart reward serve rollart.rewards.functions:env_return --port 8080[/dim]",
+)
 
 Target = Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="The reward function.")]
 
@@ -20,13 +24,13 @@ Target = Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="The rewa
 @guarded
 def serve(
     target: Target,
-    host: Annotated[str, typer.Option(help="Where to listen; other hosts than this need a secret.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="The address; other than localhost needs a secret.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8080,
-    threads: Annotated[int, typer.Option(min=1, help="Calls at the same time.")] = 8,
+    threads: Annotated[int, typer.Option(min=1, help="Maximum concurrent calls.")] = 8,
 ) -> None:
-    """Serve the function over HTTP with functions-framework, as a platform would.
+    """Serve the function over HTTP with functions-framework, as a cloud platform would.
 
-    With a secret in ROLLART_REWARD_SECRET, only signed requests are answered.
+    With a secret in ROLLART_REWARD_SECRET, unsigned requests are refused.
 
     [dim]rollart reward serve rollart.rewards.functions:env_return --port 8080[/dim]
     """
@@ -39,9 +43,12 @@ def serve(
 @guarded
 def package(
     target: Target,
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="A folder that is empty or new.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="A new or empty folder.")],
 ) -> None:
-    """Write what a platform needs to run the function: container file, requirements, handlers and all modules.
+    """Write a folder that cloud platforms can deploy.
+
+    It has a container file, requirements, handlers and all modules that the
+    function imports.
 
     [dim]rollart reward package my_rewards:brief -o brief/[/dim]
     """
@@ -56,16 +63,20 @@ def package(
 def test(
     target: Target,
     url: Annotated[str, typer.Option(metavar="URL", help="Where the function is served.")],
-    run: Annotated[Path, typer.Option(metavar="RUN_DIR", help="The folder of the run whose episodes are scored.")],
+    run: Annotated[Path, typer.Option(metavar="RUN_DIR", help="The run folder whose episodes are scored.")],
     secret: Annotated[
         str | None, typer.Option(metavar="NAME", help="The environment variable with the secret, to sign requests.")
     ] = None,
     args: Annotated[str, typer.Option(metavar="JSON", help="Keyword arguments of the function.")] = "{}",
-    task: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only of this task; again for more.")] = None,
-    episodes: Annotated[int, typer.Option(min=1, help="The last so many.")] = 100,
+    task: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only episodes of this task; repeatable.")
+    ] = None,
+    episodes: Annotated[int, typer.Option(min=1, help="How many episodes, the newest first.")] = 100,
     as_json: AsJson = False,
 ) -> None:
-    """Score recorded episodes there and here, and show where the results differ. Ends with 1 if any does.
+    """Score recorded episodes with the served and the local function, and compare.
+
+    Exits with 1 if any result differs.
 
     [dim]rollart reward test my_rewards:brief --url http://127.0.0.1:8080 --run runs/quickstart-1[/dim]
     """
@@ -78,8 +89,8 @@ def test(
     different = [each for each in compared if not each.same]
     console = Console(stderr=as_json, highlight=False)
     for each in different:
-        console.print(f"{each.episode}: here {each.here}, there {each.there}", markup=False, soft_wrap=True)
-    console.print(f"{len(compared)} episodes, {len(different)} differ; {totals.seconds / len(compared):.3f} s a call")
+        console.print(f"{each.episode}: local {each.here}, served {each.there}", markup=False, soft_wrap=True)
+    console.print(f"{len(compared)} episodes, {len(different)} differ; {totals.seconds / len(compared):.3f} s per call")
     if as_json:
         print_json({"episodes": len(compared), "different": [each.episode for each in different]})
     if different:

@@ -19,15 +19,17 @@ KEY = "ROLLART_API_KEY"
 def serve(
     model: ModelDir,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
-    name: Annotated[str | None, typer.Option(help="The model's name for clients; absent: that of the folder.")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="The model's name for clients; default: that of the folder.")] = None,
     threads: Annotated[int, typer.Option(min=1, help="Threads of the engine.")] = 1,
-    dtype: Annotated[str, typer.Option(metavar="float32|bfloat16", help="What the engine computes in.")] = "float32",
+    dtype: Annotated[
+        str, typer.Option(metavar="float32|bfloat16", help="The number format of the engine.")
+    ] = "float32",
 ) -> None:
-    """Offer a saved model over OpenAI's and Anthropic's APIs.
+    """Serve a saved model over the OpenAI and Anthropic APIs.
 
-    Prints the base URLs and the key, which is taken from ROLLART_API_KEY or
-    made up. Ctrl-C ends it.
+    Prints the base URLs and the API key, which is ROLLART_API_KEY or a random
+    one. Stop it with Ctrl-C.
 
     [dim]rollart serve --model runs/quickstart-1/model
     rollart serve --model models/smollm2 --port 0 --name smollm2[/dim]
@@ -57,5 +59,5 @@ async def _serve(model: Path, name: str, key: str, host: str, port: int, threads
         typer.echo(f"OpenAI       {endpoint.base_url}")
         typer.echo(f"Anthropic    {endpoint.anthropic_base_url}")
         typer.echo(f"key          {key if os.environ.get(KEY) != key else f'the one in {KEY}'}")
-        typer.echo("Ctrl-C ends it.")
+        typer.echo("Stop it with Ctrl-C.")
         await saved.wait()

@@ -108,7 +108,7 @@ def test_names_that_are_taken_or_wrong_are_refused() -> None:
 def test_a_user_family_is_installed_listed_used_and_removed(home: Path, tmp_path: Path) -> None:
     (tmp_path / "requirements.txt").write_text("# nothing but Python\n")
     code, text = command("add", "mine", "-r", str(tmp_path / "requirements.txt"))
-    assert code == 0 and "mine is there: Python 3." in text
+    assert code == 0 and "mine is installed: Python 3." in text
     assert "mine" in command()[1]
     python = command("python", "mine")[1].strip()
     where = subprocess.run([python, "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True, timeout=60)
