@@ -34,11 +34,11 @@ from rollart.warmup.prepare import Progress, prepare_in_child
 OnLog = Callable[[EventLog], None]
 _SAMPLE_SECONDS = 0.5
 _REASON_SECONDS = 15.0
-_LOSSES = 3
+_MAX_TRAINER_LOSSES = 3
 
 
 async def train(run: RunFile, directory: Path, *, resume: bool = False, on_log: OnLog | None = None) -> dict[str, Any]:
-    """Train as the run file says and leave everything in `directory`. Answers with the summary."""
+    """Train as the run file says and leave everything in `directory`. Returns the summary."""
     gc_tuning.collect_rarely()
     if resume:
         _check_same_run(run, directory)
@@ -67,7 +67,7 @@ async def train(run: RunFile, directory: Path, *, resume: bool = False, on_log: 
 
 
 async def evaluate(run: RunFile, model: Path, *, directory: Path, on_log: OnLog | None = None) -> dict[str, Any]:
-    """Play the held-out episodes of every task with the policy in `model`."""
+    """Run the held-out episodes of every task with the policy in `model`."""
     directory.mkdir(parents=True, exist_ok=True)
     ledger = SqliteLedger.open(directory / "ledger.sqlite")
     with contextlib.closing(ledger), _event_log(directory, on_log) as log, _terminable():
@@ -101,8 +101,8 @@ def rollout_tasks(run: RunFile) -> list[RolloutTask]:
 
 @dataclass(frozen=True, slots=True)
 class _Training:
-    """One run while its services are up. A trainer that is lost comes back at the last checkpoint, and all that was
-    ready by then is there again."""
+    """One run while its services are up. A lost trainer is restarted at the last checkpoint, with all trajectories that
+    were ready by then."""
 
     run: RunFile
     fleet: Fleet
@@ -110,7 +110,7 @@ class _Training:
     log: EventLog
     checkpoints: Path
 
-    async def whole(self, recovery: Recovery, model: Path) -> None:
+    async def run_all(self, recovery: Recovery, model: Path) -> None:
         """Evaluate, take all steps, keep the model in `model`, evaluate again."""
         steps, episodes = self.run.training.steps, self.run.evaluation.final_episodes
         runner = _runner(self.run, self.fleet, self.log)
@@ -118,16 +118,16 @@ class _Training:
         if recovery.version == 0:
             await _supervised(self.fleet, evaluator.run(0, episodes, label="before", final=True), trainer=False)
         await self._until_trained(evaluator, recovery)
-        _keep_model(self.checkpoints / f"{steps:06d}", model)  # whatever becomes of the last evaluation
+        _keep_model(self.checkpoints / f"{steps:06d}", model)  # even if the last evaluation fails
         await _supervised(self.fleet, evaluator.run(steps, episodes, label="after", final=True), trainer=False)
 
     async def _until_trained(self, evaluator: Evaluator, recovery: Recovery) -> None:
-        """All steps, through losses of the trainer."""
+        """All steps, across restarts of the trainer."""
         losses, lost = 0, None
         while True:
             try:
                 if lost is not None:
-                    await self._revive(recovery.version, str(lost))
+                    await self._restart_trainer(recovery.version, str(lost))
                 return await self._learn(evaluator, recovery)
             except (ServiceError, BaseExceptionGroup) as error:
                 lost = _root(error)
@@ -135,16 +135,16 @@ class _Training:
                     raise
             before, recovery = recovery, self.ledger.recover()
             losses = losses + 1 if recovery.version == before.version else 1
-            if losses > _LOSSES:
+            if losses > _MAX_TRAINER_LOSSES:
                 again = "`rollart train ... --resume` goes on from the last checkpoint"
                 raise ServiceError(
                     f"the trainer was lost {losses} times at version {recovery.version}; {again}: {lost}"
                 )
 
-    async def _revive(self, version: int, reason: str) -> None:
-        """A trainer that is lost again before it has learnt anything is one more loss."""
+    async def _restart_trainer(self, version: int, reason: str) -> None:
+        """A trainer that is lost again during its restart is one more loss."""
         try:
-            await self.fleet.revive_trainer(self.checkpoints / f"{version:06d}", version, reason)
+            await self.fleet.restart_trainer(self.checkpoints / f"{version:06d}", version, reason)
         except ServiceError as error:
             raise TrainerLost(str(error)) from error
 
@@ -152,7 +152,7 @@ class _Training:
         run, fleet = self.run, self.fleet
         scheduler = _scheduler(run, run.rollout.schedule(), fleet, self.ledger, self.log)
         scheduler.recover(recovery)
-        pipeline = TrainingLoop(
+        loop = TrainingLoop(
             plan=LoopPlan(run.training.steps, run.checkpoint.every, run.evaluation.every, run.evaluation.episodes),
             version=recovery.version,
             scheduler=scheduler,
@@ -165,8 +165,8 @@ class _Training:
             on_saved=lambda version: _prune(self.checkpoints, version, run.checkpoint.keep, spare=fleet.version),
         )
         try:
-            async with _beside(_sample(scheduler, fleet, self.log)):
-                await _supervised(fleet, pipeline.run())
+            async with _background(_sample(scheduler, fleet, self.log)):
+                await _supervised(fleet, loop.run())
         finally:
             await scheduler.stop()
 
@@ -175,7 +175,7 @@ async def _train(run: RunFile, directory: Path, ledger: SqliteLedger, recovery: 
     checkpoints = directory / "checkpoints"
     model = checkpoints / f"{recovery.version:06d}" if recovery.version else await _prepare(run, directory, log)
     async with Fleet(run, directory, log, model=model, version=recovery.version) as fleet:
-        await _Training(run, fleet, ledger, log, checkpoints).whole(recovery, directory / "model")
+        await _Training(run, fleet, ledger, log, checkpoints).run_all(recovery, directory / "model")
 
 
 def _runner(run: RunFile, fleet: Fleet, log: EventLog, lockstep: Lockstep | None = None) -> TrajectoryRunner:
@@ -236,11 +236,11 @@ def _result(result: Evaluated) -> dict[str, float]:
 async def _prepare(run: RunFile, directory: Path, log: EventLog) -> Path:
     """The model that RL starts from, made in a child process so that Ctrl-C and the live view stay prompt."""
 
-    def tell(progress: Progress) -> None:
+    def on_progress(progress: Progress) -> None:
         if progress.stage == "warmup":
             log.emit(WarmupStep(step=progress.done, steps=progress.total, loss=progress.value or 0.0))
 
-    return await prepare_in_child(run, directory / "start", tell, directory / "logs" / "prepare.log")
+    return await prepare_in_child(run, directory / "start", on_progress, directory / "logs" / "prepare.log")
 
 
 def _keep_model(checkpoint: Path, model: Path) -> None:
@@ -250,17 +250,19 @@ def _keep_model(checkpoint: Path, model: Path) -> None:
 
 
 def _check_same_run(run: RunFile, directory: Path) -> None:
-    """A run goes on with the model that it began with; everything else may change."""
+    """A run resumes with the model that it started with; everything else may change."""
     stored = directory / "run.yaml"
     if not stored.exists():
-        raise RollartError(f"{directory} holds no run that could be resumed")
+        raise RollartError(f"{directory} has no run to resume")
     if loading.load(stored).model != run.model:
-        raise RollartError(f"`model` differs from that of the run in {directory}; resume with the same, or start anew")
+        raise RollartError(
+            f"`model` differs from that of the run in {directory}; resume with the same model, or use another directory"
+        )
 
 
 async def _supervised(fleet: Fleet, work: Any, trainer: bool = True) -> Any:
-    """`work`, unless a service that it needs is lost first."""
-    async with _beside(fleet.supervise(trainer)) as watching:
+    """The result of `work`, unless a service that it needs is lost first."""
+    async with _background(fleet.supervise(trainer)) as watching:
         working = asyncio.ensure_future(work)
         try:
             await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
@@ -268,7 +270,7 @@ async def _supervised(fleet: Fleet, work: Any, trainer: bool = True) -> Any:
                 await watching
             failure = working.exception()
             if failure is not None and isinstance(_root(failure), ServiceError):
-                # The loss of a service shows first as a broken connection; its watcher knows why.
+                # A lost service shows first as a broken connection; its watcher knows why.
                 await asyncio.wait([watching], timeout=_REASON_SECONDS)
                 if watching.done():
                     await watching
@@ -279,7 +281,7 @@ async def _supervised(fleet: Fleet, work: Any, trainer: bool = True) -> Any:
 
 
 @contextlib.asynccontextmanager
-async def _beside(work: Any) -> AsyncIterator[asyncio.Future[Any]]:
+async def _background(work: Any) -> AsyncIterator[asyncio.Future[Any]]:
     task = asyncio.ensure_future(work)
     try:
         yield task
@@ -299,8 +301,8 @@ async def _sample(scheduler: Scheduler, fleet: Fleet, log: EventLog) -> None:
 
 
 def _prune(checkpoints: Path, version: int, keep: int, spare: int) -> None:
-    """Keep the newest `keep` up to `version`, which the ledger has just committed; later ones are of a lost history.
-    Engines that are started again begin with `spare`."""
+    """Keep the newest `keep` up to `version`, which the ledger has just committed; later ones belong to a discarded
+    history. Restarted engines begin with `spare`."""
     numbers = sorted(int(path.name) for path in checkpoints.iterdir() if path.name.isdigit())
     kept = [number for number in numbers if number <= version][-keep:]
     for number in set(numbers) - set(kept) - {spare}:
@@ -344,7 +346,7 @@ def _terminable() -> Iterator[None]:
 
 
 def _root(error: BaseException) -> BaseException:
-    """The one failure that a group of tasks is about."""
+    """The first failure of a group of tasks."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

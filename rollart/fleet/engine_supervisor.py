@@ -8,7 +8,7 @@ when no engine is left. Engines that someone else runs are connected to, and rec
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,11 @@ from rollart.core.events import EngineSample, EventSink, ServiceEnded, ServiceSt
 from rollart.core.types import Publication
 from rollart.engines.backends import backend_of
 from rollart.engines.client import EngineClient
-from rollart.fleet.engine_command import engine_command, request_of
 from rollart.hardware.devices import DeviceClass
 from rollart.hardware.roofline import ModelShape, Roofline
 from rollart.launch import rpc
 from rollart.launch.external import ExternalService
-from rollart.launch.launcher import Launcher, ServiceHandle, relaunch
+from rollart.launch.launcher import Command, Launcher, ResourceRequest, ServiceHandle, relaunch, service_command
 from rollart.placement.bindings import Binding
 from rollart.placement.plan import acts_as
 from rollart.rollout.engine_registry import EngineRegistry
@@ -34,6 +33,7 @@ SETTLED_S = 60.0  # an engine that lived this long can start
 MAX_SHORT_LIVES = 3
 MAX_RESTARTS = 30  # attempts to bring one engine back
 MAX_BACKOFF_S = 30.0
+_FRONT = ResourceRequest(count=0.1)  # for a service in front of a server that someone else runs
 
 
 @dataclass(slots=True)
@@ -251,3 +251,22 @@ class EngineSupervisor:
                 self.registry.update_status(name, status)
                 self._sink.emit(EngineSample.of(name, status))
             await asyncio.sleep(SAMPLE_S)
+
+
+def engine_command(
+    run: RunFile, binding: Binding, spec: Mapping[str, Any], devices: Mapping[str, DeviceClass], logs: Path
+) -> Command:
+    """`spec` is what all engines of the run have in common."""
+    pool = run.all_pools()[binding.pool]
+    backend, (device, slowdown) = backend_of(pool), acts_as(run, binding)
+    full = {**spec, "config": run.engine.model_dump(mode="json"), "classes": binding.choices, **backend.spec(run, pool)}
+    if slowdown != 1.0:
+        full["emulate"] = {"device": asdict(devices[device]), "slowdown": slowdown}
+    if binding.url:
+        full["url"] = binding.url
+    command = service_command(backend.module, full, name=binding.worker, logs=logs, threads=run.engine.threads)
+    return replace(command, start_deadline=backend.start_deadline(run))
+
+
+def request_of(binding: Binding) -> ResourceRequest:
+    return _FRONT if binding.url else binding.request()

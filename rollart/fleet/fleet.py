@@ -1,7 +1,7 @@
 """The services of one run, each where placement says: engines, trainer, environments and rewards.
 
-Invariants: everything started here ends with the `async with`, however it is left. Lost engines and hosts are brought
-back beside the run; a lost trainer ends `supervise` with TrainerLost, and `revive_trainer` brings it back at the last
+Invariants: everything started here ends with the `async with`, however it is left. Lost engines and hosts are restarted
+while the run goes on; a lost trainer ends `supervise` with TrainerLost, and `restart_trainer` starts it at the last
 checkpoint, with the engines at the same version.
 """
 
@@ -37,7 +37,7 @@ from rollart.rollout.routing_policy import routing_policy
 from rollart.training.client import TrainerClient
 from rollart.weights.store import shared_folder
 
-# What a declared affinity makes us expect of a task's answers, as a share of their longest, until they are measured.
+# Expected length of a task's completions by declared affinity, as a share of max_tokens, until measured.
 _PRIORS = {"prefill": 0.1, "decode": 0.8}
 
 
@@ -83,7 +83,7 @@ class Fleet:
 
     async def _start(self) -> None:
         remove = partial(shutil.rmtree, self._weights, ignore_errors=True)
-        remove()  # what a killed run may have left
+        remove()  # a killed run may have left some
         self._stack.callback(remove)
         launcher = _launcher(self._run)
         self._stack.push_async_callback(launcher.close)
@@ -114,7 +114,7 @@ class Fleet:
                 binding.request() for binding in bindings["environment"] if not run.all_pools()[binding.pool].urls
             ],
             urls=[url for pool in run.pools_of("environment").values() for url in pool.urls],
-            on_host_change=partial(self._tell_host, bindings["environment"][0]),
+            on_host_change=partial(self._report_host, bindings["environment"][0]),
             sink=self._log,
         )
         self._engines = EngineSupervisor(
@@ -150,10 +150,10 @@ class Fleet:
             deadline=run.rollout.trajectory_deadline,
             log=self._logs / "agents.log",
             requests=[binding.request() for binding in bindings if not run.all_pools()[binding.pool].urls],
-            on_host_change=partial(self._tell_host, bindings[0]),
+            on_host_change=partial(self._report_host, bindings[0]),
         )
 
-    def _tell_host(self, binding: Binding, host: ServiceHandle, ended: str | None) -> None:
+    def _report_host(self, binding: Binding, host: ServiceHandle, ended: str | None) -> None:
         if ended is not None:
             self._log.emit(ServiceEnded(role="environment", name=host.name, reason=ended))
             return
@@ -195,7 +195,7 @@ class Fleet:
     # While the run goes on
 
     async def supervise(self, trainer: bool = True) -> None:
-        """Watch every service that is needed now; returns never, raises when the run cannot go on as it is."""
+        """Watch every service that is needed now. Never returns; raises when the run cannot go on as it is."""
         async with asyncio.TaskGroup() as group:
             if self._train and trainer:
                 group.create_task(self._trainer.watch())
@@ -206,16 +206,16 @@ class Fleet:
                 group.create_task(self._gateway.watch())
                 group.create_task(self.agents.watch())
 
-    async def revive_trainer(self, checkpoint: Path, version: int, reason: str) -> None:
-        """The trainer again, at `version`; the engines follow it there. Raises ServiceError."""
+    async def restart_trainer(self, checkpoint: Path, version: int, reason: str) -> None:
+        """Restart the trainer at `version` and bring the engines there. Raises ServiceError."""
         self._checkpoint = (checkpoint.absolute() if version else self._model, version)
-        await self._trainer.again()
+        await self._trainer.restart()
         await self.router.load(await self.trainer.publish())
         self._log.emit(RolledBack(version=version, reason=reason))
 
 
 def _priors(run: RunFile, placed: PlacementPlan) -> dict[str, float]:
-    """The tokens that a turn is expected to answer with: as an earlier run measured them, or as the user declares."""
+    """Expected tokens per turn: as an earlier run measured them, or as the user declares."""
     measured = {task.task: task.shape.decode for task in placed.tasks if task.shape.source == MEASURED}
     declared = {task.name: (task.sampling.max_tokens, str(task.affinity)) for task in run.tasks}
     return {

@@ -1,4 +1,4 @@
-"""The trainer of a run: one service, or several ranks of one, started together and replaced together."""
+"""The trainer of a run: one service, or several ranks, started together and restarted together."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -14,16 +14,16 @@ from rollart.launch.launcher import Launcher, ResourceRequest, ServiceHandle, se
 from rollart.placement.bindings import Binding
 from rollart.training.client import TrainerClient
 
-BACK_S, LONGEST_BACK_OFF_S = 180.0, 15.0
+RESTART_S, MAX_BACKOFF_S = 180.0, 15.0
 REASON_S = 10.0
 
 
 class TrainerLost(ServiceError):
-    """The trainer ended; what it learnt since its last checkpoint is gone."""
+    """The trainer ended; its steps since the last checkpoint are lost."""
 
 
 class TrainerSupervisor:
-    """`spec` tells what every rank is told, for the checkpoint that it starts from."""
+    """`spec` is what every rank needs, for the checkpoint that it starts from."""
 
     def __init__(
         self,
@@ -74,9 +74,9 @@ class TrainerSupervisor:
         self._connection = client
         self.client = TrainerClient(client, self._run.training.deadline)
         for binding, started in zip(self._bindings, self._started, strict=True):
-            self._tell(binding, started, clock() - began)
+            self._report_started(binding, started, clock() - began)
 
-    def _tell(self, binding: Binding, started: ServiceHandle, seconds: float) -> None:
+    def _report_started(self, binding: Binding, started: ServiceHandle, seconds: float) -> None:
         self._sink.emit(ServiceStarted(role="train", name=started.name, pid=started.pid, seconds=seconds))
         self._sink.emit(binding.placed(started))
 
@@ -98,24 +98,24 @@ class TrainerSupervisor:
         await asyncio.sleep(REASON_S)
         return reason
 
-    async def again(self) -> None:
-        """Start anew from the checkpoint that `spec` names now, apart from nodes that went silent if that can be. A
-        node that could take it may join a while later, so it is tried for `BACK_S`. Raises ServiceError."""
+    async def restart(self) -> None:
+        """Start from the checkpoint that `spec` names now, first without the nodes that went silent. Retries for
+        `RESTART_S`, because a node with room may join meanwhile. Raises ServiceError."""
         clock = asyncio.get_running_loop().time
         silent = frozenset(started.node for started in self._started if started.node_lost)
         for started in self._started:
-            started.kill()  # an orderly end would take the weight store along, which the engines still need
+            started.kill()  # an orderly end would remove the weight store, which the engines still need
         await self.stop()
-        deadline, back_off = clock() + BACK_S, 1.0
+        deadline, backoff = clock() + RESTART_S, 1.0
         while True:
             try:
                 return await self.start(silent)
             except ServiceError as error:
-                if clock() + back_off > deadline:
+                if clock() + backoff > deadline:
                     raise
                 self._sink.emit(Warned(message=f"the trainer is not back yet: {error}"))
-            await asyncio.sleep(back_off)
-            silent, back_off = frozenset(), min(LONGEST_BACK_OFF_S, back_off * 2)
+            await asyncio.sleep(backoff)
+            silent, backoff = frozenset(), min(MAX_BACKOFF_S, backoff * 2)
 
     async def stop(self) -> None:
         await self._stack.aclose()

@@ -12,7 +12,7 @@ from rollart.rollout.prediction import Predictor
 RATE = 0.05  # of the moving averages
 FACTOR_MIN, FACTOR_MAX = 0.01, 100.0
 FULL_WEIGHT_TOKENS = 64  # samples of fewer tokens count for less
-SCAN_ALL_BELOW, SCAN_SAMPLE = 8, 4  # of a pool with more engines than the first, so many are compared, in rotation
+SCAN_ALL_BELOW, SCAN_SAMPLE = 8, 4  # of larger pools, a sample of engines is compared, in rotation
 PREFILL_WINDOW = 4.0  # mean requests, over which the share of prefill is averaged
 PREFILL_SHARE_MAX = 0.9
 IMBALANCE = 1.1  # times its share that an engine may have before others are considered

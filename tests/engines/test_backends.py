@@ -7,7 +7,7 @@ from rollart.app import preflight
 from rollart.config import PoolConfig, RunFile
 from rollart.core.errors import ConfigError
 from rollart.engines.backends import BACKENDS, Backend, Problem, start_deadline
-from rollart.fleet.engine_command import engine_command
+from rollart.fleet.engine_supervisor import engine_command
 from rollart.launch.launcher import Node
 from rollart.placement.inventory import Inventory
 from rollart.placement.plan import plan

@@ -4,7 +4,7 @@ import pytest
 
 from rollart.app import preflight
 from rollart.config import RunFile
-from rollart.fleet.engine_command import engine_command, request_of
+from rollart.fleet.engine_supervisor import engine_command, request_of
 from rollart.launch.launcher import Command, Node, ResourceRequest
 from rollart.placement.inventory import Inventory
 from rollart.placement.plan import plan
