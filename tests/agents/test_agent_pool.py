@@ -169,7 +169,7 @@ def test_what_fails_in_an_agent_is_never_a_reward(run: Run) -> None:
             ("no_reward", Outcome.REWARD_FAILED, "no reward function"),
             ("crash", Outcome.ENV_FAILED, "I give up"),
             ("killed", Outcome.ENV_FAILED, "exit code 9"),
-            ("silent", Outcome.ENV_FAILED, "without a single answer"),
+            ("silent", Outcome.ENV_FAILED, "without a single response"),
             ("nonsense", Outcome.ENV_FAILED, "return the reward as a number"),
             ("not_a_number", Outcome.ENV_FAILED, "finite"),
         ):

@@ -89,15 +89,15 @@ def test_the_messages_api_is_reached_through_the_variables_of_anthropic(tmp_path
 
 @sandboxed
 @pytest.mark.parametrize(
-    ("script", "told"),
+    ("script", "message"),
     [
-        ("echo last words; exit 3", "ended with exit code 3; the last it wrote: 'last words'"),
+        ("echo last words; exit 3", "ended with exit code 3; the end of its output: 'last words'"),
         ("no-such-program", "ended with exit code 127"),
         ("kill -KILL $PPID; sleep 60", "the shell ended"),
     ],
 )
-def test_a_program_that_fails_is_told_with_its_last_words(tmp_path: Path, script: str, told: str) -> None:
-    with pytest.raises(RuntimeError, match=told):
+def test_a_program_that_fails_is_reported_with_the_end_of_its_output(tmp_path: Path, script: str, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
         play(tmp_path, {"command": ["bash", "-c", script]})
 
 
