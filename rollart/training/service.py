@@ -39,6 +39,7 @@ from rollart.weights.transports import sender
 from rollart.weights.transports.offers import SenderGroup
 
 T = TypeVar("T")
+Sources = tuple[tuple[str, ...], ...]
 SHUTDOWN_DEADLINE = 1.0
 END_GRACE = 0.5
 
@@ -47,7 +48,7 @@ class TrainerService:
     def __init__(self, spec: dict[str, Any]) -> None:
         self._spec = spec
         self._store = Store(Path(spec["weights"]))
-        self._sources: tuple[tuple[str, ...], ...] = ()
+        self._sources: Sources = ()
         self._training = ThreadPoolExecutor(1, "trainer")
         self._heartbeats: asyncio.Task[None] | None = None
         self._publisher: Publisher | None = None
@@ -56,10 +57,7 @@ class TrainerService:
     async def open(self) -> None:
         def build() -> Trainer:
             spec, config = self._spec, _config(self._spec)
-            ranks = _join(spec, config)
-            server = _serve(self._store, spec)
-            self._sources = _sources(ranks, server)
-            self._publisher = _publisher(self._store, spec, ranks, server)
+            ranks, self._publisher, self._sources = _join(spec, config, self._store)
             trainer = Trainer(
                 Path(spec["model"]),
                 config,
@@ -122,10 +120,7 @@ async def _follow(spec: dict[str, Any], thread: ThreadPoolExecutor) -> None:
     config = _config(spec)
 
     def build() -> Learner:
-        ranks, store = _join(spec, config), Store(Path(spec["weights"]))
-        server = _serve(store, spec)
-        _sources(ranks, server)
-        publisher = _publisher(store, spec, ranks, server)
+        ranks, publisher, _ = _join(spec, config, Store(Path(spec["weights"])))
         return Learner(Path(spec["model"]), config, ranks, spec["seed"], publisher)
 
     def follow() -> None:
@@ -147,25 +142,15 @@ def _rank_address(spec: Mapping[str, Any]) -> RankAddress:
     return msgspec.convert(spec.get("group") or {"rank": 0, "ranks": 1, "address": ""}, RankAddress)
 
 
-def _join(spec: Mapping[str, Any], config: TrainingConfig) -> Ranks:
-    return Ranks.join(_rank_address(spec), service.torch_device(config.device, spec), patience=config.deadline)
-
-
-def _publisher(store: Store, spec: Mapping[str, Any], ranks: Ranks, server: WeightServer) -> Publisher:
-    """Raises TransferFailed if the transport of the run file is not available here."""
-    transport, dtype = _config(spec).transport, spec.get("engine_dtype")
-    senders = [] if transport == "http" else [SenderGroup([sender(transport)], server.offer)]
-    return Publisher(store, shard=ranks.rank, shards=ranks.size, dtype=dtype, senders=senders)
-
-
-def _serve(store: Store, spec: Mapping[str, Any]) -> WeightServer:
-    """For engines on other machines; it ends with the process."""
-    return WeightServer(store, spec.get("bind", service.LOOPBACK), spec.get("key"))
-
-
-def _sources(ranks: Ranks, server: WeightServer) -> tuple[tuple[str, ...], ...]:
-    """Where each rank's shard is served."""
-    return tuple((url,) for url in ranks.all_gather_text("weights", server.url))
+def _join(spec: Mapping[str, Any], config: TrainingConfig, store: Store) -> tuple[Ranks, Publisher, Sources]:
+    """The ranks, this one's publisher, and where each rank serves its shard to engines on other machines. Raises
+    TransferFailed if the transport of the run file is not available here."""
+    ranks = Ranks.join(_rank_address(spec), service.torch_device(config.device, spec), patience=config.deadline)
+    server = WeightServer(store, spec.get("bind", service.LOOPBACK), spec.get("key"))
+    sources = tuple((url,) for url in ranks.all_gather_text("weights", server.url))
+    senders = [] if config.transport == "http" else [SenderGroup([sender(config.transport)], server.offer)]
+    publisher = Publisher(store, shard=ranks.rank, shards=ranks.size, dtype=spec.get("engine_dtype"), senders=senders)
+    return ranks, publisher, sources
 
 
 def _exit_if_lost(work: Callable[[], T]) -> T:
