@@ -72,7 +72,10 @@ class Metrics:
         self._environment_use, self._reward_use = EnvironmentMetrics(), RewardMetrics()
         self._places: dict[str, WorkerPlacement] = {}
         self._swaps = SwapMetrics()
-        self._folds: dict[type, Callable[[Any], None]] = {
+        self._handlers = self._table()
+
+    def _table(self) -> dict[type, Callable[[Any], None]]:
+        return {
             ev.RunStarted: self._run_started,
             ev.RunEnded: self._run_ended,
             ev.RolledBack: self._rolled_back,
@@ -104,9 +107,9 @@ class Metrics:
     def fold(self, event: ev.AnyEvent) -> None:
         self.t = event.t
         self._values.fold(event)
-        fold = self._folds.get(type(event))
-        if fold:
-            fold(event)
+        handler = self._handlers.get(type(event))
+        if handler:
+            handler(event)
 
     def _totals(self) -> dict[str, float]:
         """Totals at this moment. RL is what lies between two of them: from the first rollout to the last step."""
