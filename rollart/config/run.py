@@ -16,10 +16,9 @@ from rollart.config.hardware import (
     RoutingConfig,
     VllmConfig,
 )
-from rollart.config.model import ModelConfig
 from rollart.config.rollout import EnvironmentsConfig, RewardsConfig, RolloutConfig
 from rollart.config.task import INVOKERS, TaskConfig
-from rollart.config.training import CheckpointConfig, EvaluationConfig, TrainingConfig
+from rollart.config.training import CheckpointConfig, EvaluationConfig, ModelConfig, TrainingConfig
 from rollart.config.yaml_tree import did_you_mean
 from rollart.hardware.devices import CATALOGUE, DeviceClass
 

@@ -82,9 +82,11 @@ class EnvironmentClaim:
         self._used = True
         for number in range(tries):
             try:
-                with self._killed_on_failure():
-                    return await self._hedged(seed, fresh=number > 0)
-            except FAILURES as error:
+                return await self._hedged(seed, fresh=number > 0)
+            except BaseException as error:
+                self._claim.kill()
+                if not isinstance(error, FAILURES):
+                    raise
                 failure = error
             again = number + 1 < tries
             self._shared.emit(EnvironmentLost(task=task.name, call="reset", reason=str(failure), retried=again))
@@ -106,14 +108,6 @@ class EnvironmentClaim:
             self._shared.counts.failed_steps += 1
             self._shared.emit(EnvironmentLost(task=task.name, call="step", reason=str(error)))
             raise EnvironmentFailed(f"the environment of task {task.name!r} failed in a step: {error}") from error
-
-    @contextmanager
-    def _killed_on_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._claim.kill()
-            raise
 
     async def _hedged(self, seed: int, fresh: bool) -> Observation:
         """One try: a reset, and a second one at the same time if it is slow."""

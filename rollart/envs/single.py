@@ -26,35 +26,28 @@ class SingleEnvironment:
 
     async def reset(self, seed: int, held_out: bool) -> tuple[Message, ...]:
         args = {"env": self._task.env, "args": self._task.args, "held_out": held_out, "seed": seed}
-        return self._parse(parse_observation, await self._call("reset", args, self._config.reset_deadline))
+        return await self._call("reset", args, self._config.reset_deadline, parse_observation)
 
     async def step(self, action: str) -> Step:
-        return self._parse(parse_step, await self._call("step", {"action": action}, self._config.step_deadline))
+        return await self._call("step", {"action": action}, self._config.step_deadline, parse_step)
 
     async def scripted(self, seed: int) -> str:
         """The next action of the task's scripted player, which may look inside the environment."""
         args = {"player": self._task.player, "args": self._task.player_args, "seed": seed}
-        return str(await self._call("act", args, self._config.step_deadline))
+        return await self._call("act", args, self._config.step_deadline, str)
 
-    async def demonstrate(self, seed: int, deadline: float) -> Any:
+    async def demonstrate(self, seed: int, deadline: float) -> tuple[Any, ...]:
         """A whole training episode by the scripted player; see `EnvironmentProcess.demonstrate`."""
         task = self._task
         args = {"env": task.env, "args": task.args, "player": task.player, "player_args": task.player_args}
-        return await self._call("demonstrate", {**args, "seed": seed, "turns": task.max_turns}, deadline)
+        return await self._call("demonstrate", {**args, "seed": seed, "turns": task.max_turns}, deadline, tuple)
 
-    async def _call(self, name: str, args: Mapping[str, object], deadline: float) -> Any:
+    async def _call(self, name: str, args: Mapping[str, object], deadline: float, parse: Callable[[Any], T]) -> T:
         try:
-            return await self._claim.call(name, args, deadline)
-        except (ProcessLost, CallRaised) as error:
-            raise EnvironmentFailed(f"the environment of task {self._task.name!r} failed: {error}") from error
-
-    def _parse(self, parse: Callable[[Any], T], reply: Any) -> T:
-        try:
-            return parse(reply)
-        except InvalidReply as error:
-            raise EnvironmentFailed(
-                f"the environment of task {self._task.name!r} broke its protocol: {error}"
-            ) from error
+            return parse(await self._claim.call(name, args, deadline))
+        except (ProcessLost, CallRaised, InvalidReply) as error:
+            what = "broke its protocol" if isinstance(error, InvalidReply) else "failed"
+            raise EnvironmentFailed(f"the environment of task {self._task.name!r} {what}: {error}") from error
 
 
 @asynccontextmanager

@@ -21,7 +21,6 @@ from rollart.engines.client import EngineClient
 from rollart.hardware.devices import DeviceClass
 from rollart.hardware.roofline import ModelShape, Roofline
 from rollart.launch import rpc
-from rollart.launch.external import ExternalService
 from rollart.launch.launcher import Command, Launcher, ResourceRequest, ServiceHandle, relaunch, service_command
 from rollart.placement.bindings import Binding
 from rollart.placement.plan import acts_as
@@ -123,7 +122,7 @@ class EngineSupervisor:
         stack = AsyncExitStack()
         started: ServiceHandle
         if binding.url and backend_of(pool).connects:
-            external = ExternalService(binding.worker, binding.url, device_name)
+            external = rpc.ExternalService(binding.worker, binding.url, device_name)
             client = await external.connect(stack)
             started = external
         else:

@@ -11,6 +11,7 @@ import hmac
 import inspect
 import itertools
 import logging
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar, get_type_hints
 
@@ -29,6 +30,7 @@ T = TypeVar("T")
 Handler = Callable[..., Awaitable[Any]]
 Stream = Callable[[object], None]
 MAX_FRAME = 1 << 30
+ENGINE_KEY = "ROLLART_ENGINE_KEY"  # environment variable: the key of external engines
 # The kernel notices a dead machine (see `enable_keepalive`). This ping finds a process that hangs; it is slow because
 # one that holds the GIL for seconds, in a forward pass or while it loads weights, is not dead. aiohttp pings after this
 # many seconds without a message and waits half as long for the answer.
@@ -261,3 +263,32 @@ async def connected(url: str, *, key: str | None = None) -> AsyncIterator[RpcCli
         yield client
     finally:
         await client.close()
+
+
+class ExternalService:
+    """An engine that someone else runs: reached by its URL, never started or stopped. Implements
+    `rollart.launch.launcher.ServiceHandle`; it ends when its connection is lost."""
+
+    pid = 0
+    node_lost = False
+
+    def __init__(self, name: str, url: str, device: str) -> None:
+        self.name, self.node, self.address, self.device = name, url, url, device
+        self.answer: Mapping[str, Any] = {"url": url}
+        self._client: RpcClient | None = None
+
+    async def connect(self, stack: contextlib.AsyncExitStack) -> RpcClient:
+        """Raises ServiceError."""
+        self._client = await stack.enter_async_context(connected(self.address, key=os.environ.get(ENGINE_KEY)))
+        return self._client
+
+    async def wait(self) -> str:
+        return await self._client.lost() if self._client is not None else f"{self.address} was never reached"
+
+    async def stop(self) -> None:
+        """It is not ours to stop."""
+
+    def kill(self) -> None:
+        """Disconnect: the supervisor connects again later."""
+        if self._client is not None:
+            self._client.fail(f"{self.address} was disconnected")

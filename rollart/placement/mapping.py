@@ -13,12 +13,12 @@ from rollart.core.errors import ConfigError
 from rollart.hardware.devices import DeviceClass
 from rollart.hardware.roofline import ModelShape, Roofline
 from rollart.placement.inventory import Inventory
-from rollart.placement.memory import need_of
 from rollart.placement.request import DeviceChoice
 from rollart.placement.workload import (
     WorkloadShape,
     expected_batch,
     may_use,
+    need_of,
     shape_of,
     shares,
     training_seconds,

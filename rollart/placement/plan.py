@@ -10,7 +10,6 @@ from rollart.hardware.roofline import ModelShape, Roofline
 from rollart.placement.bindings import Binding, place
 from rollart.placement.inventory import Inventory
 from rollart.placement.mapping import Mapper
-from rollart.placement.memory import need_of
 from rollart.placement.request import DeviceChoice, PlacementError, PlacementRequest
 from rollart.placement.workload import (
     WorkloadShape,
@@ -19,6 +18,7 @@ from rollart.placement.workload import (
     may_use,
     measured_shapes,
     model_shape,
+    need_of,
     shape_of,
     shares,
     turn_seconds,

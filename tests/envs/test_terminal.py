@@ -8,8 +8,8 @@ import pytest
 from rollart.config import EnvironmentsConfig, TaskConfig
 from rollart.envs.pool import EnvironmentPool
 from rollart.envs.terminal import Terminal, player
-from rollart.envs.terminal.environment import KINDS, observation, parse
-from rollart.envs.terminal.problem import belongs_to_held_out
+from rollart.envs.terminal.environment import observation, parse
+from rollart.envs.terminal.problems import KINDS, belongs_to_held_out
 from rollart.sandbox.bubblewrap import SandboxError
 from rollart.sandbox.shell import CommandResult
 

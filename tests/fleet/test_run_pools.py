@@ -13,9 +13,9 @@ from rollart.config import TinyModelConfig
 from rollart.core.event_log import read_events
 from rollart.core.events import EngineSwapped, Placed, TurnDone
 from rollart.fleet import controller as controller
-from rollart.launch.external import KEY
 from rollart.launch.launcher import ResourceRequest, service_command
 from rollart.launch.local import LocalLauncher
+from rollart.launch.rpc import ENGINE_KEY
 from rollart.models.tiny import make
 
 pytestmark = pytest.mark.slow
@@ -73,7 +73,7 @@ def test_an_engine_that_someone_else_runs_serves_as_a_pool(tmp_path: Path, monke
 
     async def main() -> dict[str, Any]:
         launcher = LocalLauncher()
-        monkeypatch.setenv(KEY, launcher.key)
+        monkeypatch.setenv(ENGINE_KEY, launcher.key)
         spec = {"model": str(model), "weights": str(tmp_path / "weights"), "config": {}, "seed": 0, "version": 0}
         engine = await launcher.launch(
             service_command("rollart.engines.torch.service", spec, name="engine", logs=tmp_path), ResourceRequest()

@@ -22,9 +22,8 @@ from rollart.engines.vllm.engine import VllmEngine
 from rollart.engines.vllm.kv_transfer import KVPeers
 from rollart.engines.vllm.server import VllmServer, started
 from rollart.hardware.roofline import ModelShape
-from rollart.launch.external import KEY
 from rollart.launch.local import free_port
-from rollart.launch.rpc import Handler
+from rollart.launch.rpc import ENGINE_KEY, Handler
 from rollart.launch.service import LOOPBACK, main
 from rollart.weights.reader import WeightReader
 
@@ -60,7 +59,7 @@ async def _engine(spec: dict[str, Any], stack: AsyncExitStack) -> VllmEngine:
         server, url = await stack.enter_async_context(started(spec))
         api = await stack.enter_async_context(VllmApi(url, grace=GRACE_S))
     else:
-        api = await stack.enter_async_context(VllmApi(spec["url"], key=os.environ.get(KEY), grace=GRACE_S))
+        api = await stack.enter_async_context(VllmApi(spec["url"], key=os.environ.get(ENGINE_KEY), grace=GRACE_S))
         if not await api.healthy(HEALTH_S):
             raise ServiceError(f"no vLLM server answers at {spec['url']}")
 

@@ -11,19 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rollart.envs.terminal import chores, repairs
-from rollart.envs.terminal.problem import Maker, Problem, belongs_to_held_out
+from rollart.envs.terminal.problems import KINDS, Problem, belongs_to_held_out
 from rollart.sandbox.archive import archive
 from rollart.sandbox.bubblewrap import SandboxLimits
 from rollart.sandbox.shell import CommandResult, Sandbox, WorkTooBig
 
-KINDS: dict[str, Maker] = {
-    maker.__name__: maker
-    for maker in (
-        *(chores.find, chores.count, chores.config, chores.restore, chores.tidy),
-        *(repairs.test, repairs.rename, repairs.script),
-    )
-}
 RULES = (
     "You have a bash shell in a folder of your own. Answer with one command at a time, as plain text or in a ```bash "
     "block; you then see what it wrote and its exit code. Say `done` when the task is done. You have {turns} turns, "
