@@ -30,8 +30,7 @@ from rollart.core.types import Batch, Sample, SampleGroup
 from rollart.models import tiny
 from rollart.observe.draw import table
 from rollart.training.trainer import Trainer
-from rollart.weights.delta import changed_shares, decode, encode
-from rollart.weights.delta_cost import Codec, break_even, predicted_bytes
+from rollart.weights.delta import Codec, break_even, changed_shares, decode, encode, predicted_bytes
 
 T = TypeVar("T")
 RATES = "1e-7,1e-6,1e-5,1e-4,1e-3"

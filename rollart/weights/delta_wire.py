@@ -9,8 +9,7 @@ a base (the first, and one of every `ANCHOR_EVERY`) is always sent in full.
 import threading
 from collections import OrderedDict
 
-from rollart.weights.delta import decode, encode
-from rollart.weights.delta_cost import Link, measured_codec
+from rollart.weights.delta import Link, encode, measured_codec
 from rollart.weights.manifest import ITEM_BYTES, Manifest
 from rollart.weights.store import MissingVersion, Shard, Store
 
@@ -39,32 +38,11 @@ class LinkSpeeds:
 speeds = LinkSpeeds()  # of this process: receivers come and go, links stay
 
 
-class DeltaBase:
-    """The version at the receiver that deltas may be relative to."""
-
-    def __init__(self, shard: Shard) -> None:
-        self._shard = shard
-
-    @classmethod
-    def of(cls, store: Store, manifest: Manifest) -> "DeltaBase | None":
-        """None if it is not in the store, or incomplete."""
-        shard = _base(store, manifest)
-        return None if shard is None else cls(shard)
-
-    def ask(self, source: str, streams: int) -> dict[str, str]:
-        """The headers that request a delta; none for a link that is too fast or not yet measured. The link carries
-        `streams` at once, but one core may have to encode them all."""
-        speed = (speeds.of(source) or FAST_LINK) * streams
-        if speed >= FAST_LINK:
-            return {}
-        return {BASE: self._shard.manifest.id, SPEED: f"{speed:.0f}"}
-
-    def apply(self, delta: bytes, bucket: int, into: memoryview) -> None:
-        """Raises WrongDelta."""
-        decode(delta, self._shard.data[slice(*self._shard.manifest.bounds(bucket))], into)
-
-    def release(self) -> None:
-        self._shard.release()
+def delta_request(base: Shard, source: str, streams: int) -> dict[str, str]:
+    """The headers that request a delta; none for a link that is too fast or not yet measured. The link carries
+    `streams` at once, but one core may have to encode them all."""
+    speed = (speeds.of(source) or FAST_LINK) * streams
+    return {BASE: base.manifest.id, SPEED: f"{speed:.0f}"} if speed < FAST_LINK else {}
 
 
 class DeltaCache:
@@ -94,7 +72,7 @@ class DeltaCache:
         return made
 
     def _make(self, shard: Shard, start: int, stop: int, bytes_per_s: int) -> bytes | None:
-        base = _base(self._store, shard.manifest)
+        base = base_of(self._store, shard.manifest)
         if base is None:
             return None
         try:
@@ -105,9 +83,8 @@ class DeltaCache:
             base.release()
 
 
-def _base(store: Store, manifest: Manifest) -> Shard | None:
-    if manifest.base is None:
-        return None
+def base_of(store: Store, manifest: Manifest) -> Shard | None:
+    """The base of a version; None if it has none, or it is not complete in the store."""
     for version, id, number in store.shards():
         if (id, number) != (manifest.base, manifest.shard):
             continue

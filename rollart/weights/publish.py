@@ -17,7 +17,7 @@ import xxhash
 from torch import Tensor
 
 from rollart.core.types import Publication
-from rollart.weights.delta_cost import ANCHOR_EVERY
+from rollart.weights.delta import ANCHOR_EVERY
 from rollart.weights.manifest import ALIGN, ITEM_BYTES, Manifest, TensorPart, bucket_size, lay_out
 from rollart.weights.store import Shard, ShardWriter, Store
 from rollart.weights.transports import Sender

@@ -31,15 +31,10 @@ class WeightReader:
     fetched. `patience` is the timeout for the next bucket."""
 
     def __init__(
-        self,
-        root: Path,
-        *,
-        bind: str = LOOPBACK,
-        streams: int = STREAMS,
-        patience: float = PATIENCE_S,
+        self, root: Path, *, bind: str = LOOPBACK, streams: int = STREAMS, patience: float = PATIENCE_S
     ) -> None:
-        self.store = Store(root)
-        self._bind, self._streams, self._patience = bind, streams, patience
+        self.store, self.patience = Store(root), patience
+        self._bind, self._streams = bind, streams
         self._servers: dict[str | None, WeightServer] = {}
         self._lock = threading.Lock()
 
@@ -55,7 +50,7 @@ class WeightReader:
                 return held
             except MissingVersion as error:
                 held.release()
-                if (failure := download.failure(self._patience)) is not None:
+                if (failure := download.failure()) is not None:
                     raise failure from error
                 if attempt + 1 == TAKEOVERS:  # else another process was fetching it, and died
                     raise
@@ -78,11 +73,7 @@ class WeightReader:
             if publication.key not in self._servers:
                 self._servers[publication.key] = WeightServer(self.store, self._bind, publication.key)
             relay = self._servers[publication.key].url
-        return Replica(self.store, publication, shard, relay=relay, streams=self._streams, patience=self._patience)
-
-    @property
-    def patience(self) -> float:
-        return self._patience
+        return Replica(self.store, publication, shard, relay=relay, streams=self._streams, patience=self.patience)
 
     def close(self) -> None:
         for server in self._servers.values():
@@ -122,10 +113,10 @@ class _Download:
         used = {replica.transport for replica in self._replicas.values() if replica.began.is_set()}
         return ", ".join(sorted(used)) or SHARED_MEMORY
 
-    def failure(self, patience: float) -> RollartError | None:
+    def failure(self) -> RollartError | None:
         """Why a shard that this process was fetching failed."""
         for thread in list(self._threads.values()):
-            thread.join(patience)
+            thread.join(self._weights.patience)
         return next(iter(self._failures.values()), None)
 
     def _shard(self, number: int) -> Shard:
@@ -141,11 +132,10 @@ class _Download:
                     raise
             if number not in self._threads:
                 self._replicas[number] = self._weights.replica(self._publication, number)
-                thread = threading.Thread(
+                self._threads[number] = threading.Thread(
                     target=self._fetch_shard, args=(number,), name=f"replica-{number}", daemon=True
                 )
-                self._threads[number] = thread
-                thread.start()
+                self._threads[number].start()
             self._replicas[number].began.wait(POLL_S)
 
     def _fetch_shard(self, number: int) -> None:

@@ -15,7 +15,7 @@ import xxhash
 
 from rollart.core.errors import RollartError
 from rollart.core.types import Publication
-from rollart.weights.delta_wire import DeltaBase
+from rollart.weights.delta_wire import base_of
 from rollart.weights.loaded_version import CorruptWeights
 from rollart.weights.manifest import Manifest
 from rollart.weights.server import WAIT_S, JoinReply
@@ -47,9 +47,8 @@ class Replica:
         self._member = uuid.uuid4().hex
         self._origin = next((url for url in publication.sources[shard] if url.startswith("http://")), "")
         if not self._origin:
-            raise TransferFailed(
-                f"version {publication.version} is not on this host, and its publication names no source"
-            )
+            missing = f"version {publication.version} is not on this host"
+            raise TransferFailed(f"{missing}, and its publication names no source")
         self._control = HttpReceiver([self._origin], key=publication.key, deadline=WAIT_S + patience)
         self._path = path_of(publication.version, publication.id, shard)
         self._state = threading.Condition()
@@ -67,26 +66,22 @@ class Replica:
         """In use for the buckets."""
         return self._receiver.transport if self._receiver is not None else "http"
 
-    def run(self) -> str:
-        """Blocks until the shard is complete; returns the transport. Raises RollartError, and BeingWritten if another
-        process of this host is fetching it."""
+    def run(self) -> None:
+        """Blocks until the shard is complete. Raises RollartError: BeingWritten if another process is fetching it."""
         try:
             query = f"manifest?member={self._member}&relay={quote(self._relay)}"
             joined = msgspec.json.decode(self._control.ask(self._origin, f"{self._path}/{query}"), type=JoinReply)
             with self._store.create(joined.manifest) as writer:
                 self.began.set()
-                return self._fetch(writer, joined)
+                self._fetch(writer, joined)
         finally:
             self.over.set()
-            self._leave()
+            with contextlib.suppress(TransferFailed):  # then its lease expires
+                self._control.ask(self._origin, f"{self._path}/leave?member={self._member}")
             self._control.close()
 
-    def _leave(self) -> None:
-        with contextlib.suppress(TransferFailed):  # then its lease expires
-            self._control.ask(self._origin, f"{self._path}/leave?member={self._member}")
-
-    def _fetch(self, writer: ShardWriter, joined: JoinReply) -> str:
-        base = DeltaBase.of(self._store, joined.manifest)
+    def _fetch(self, writer: ShardWriter, joined: JoinReply) -> None:
+        base = base_of(self._store, joined.manifest)
         sources = [*joined.sources, self._origin]
         streams = min(self._streams, joined.manifest.buckets)
         plain = HttpReceiver(sources, key=self._publication.key, deadline=self._patience, base=base, streams=streams)
@@ -108,7 +103,6 @@ class Replica:
             receiver.finish()
         finally:
             receiver.close()
-        return receiver.transport
 
     def _follow(self, manifest: Manifest) -> None:
         """Receives the checksums as the publisher computes them."""
@@ -154,17 +148,15 @@ class Replica:
             return bucket if self._failure is None else None
 
     def _fetch_bucket(self, writer: ShardWriter, receiver: Receiver, bucket: int) -> None:
-        start, stop = writer.manifest.bounds(bucket)
-        into = writer.data[start:stop]
+        into = writer.data[slice(*writer.manifest.bounds(bucket))]
         for _ in range(TRIES):
             checksum = receiver.update(bucket, into)
             if checksum is None:
                 checksum = xxhash.xxh3_64_intdigest(into)
             if checksum == self._sums[bucket]:
                 return
-        raise CorruptWeights(
-            f"bucket {bucket} of version {writer.manifest.version} came {TRIES} times with a wrong checksum"
-        )
+        version = writer.manifest.version
+        raise CorruptWeights(f"bucket {bucket} of version {version} came {TRIES} times with a wrong checksum")
 
     def _arrived(self, writer: ShardWriter, bucket: int) -> None:
         with self._state:

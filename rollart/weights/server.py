@@ -8,6 +8,10 @@
   a base that it has;
 - `leave?member=...`: the member is done.
 
+Replicas relay buckets in a tree, so that a publisher serves each bucket only a few times: in order of joining, the
+first `fan_out` fetch from the publisher, each of them serves the next `fan_out`, and so on. A replica that loses its
+parent goes to the grandparent, and at last to the publisher.
+
 Invariants: nothing is served before it is final. A shard with members is held, so that its memory is not reused for
 another version, until they leave or send no heartbeat for `LEASE_S`. A request waits for at most `WAIT_S`; clients
 retry.
@@ -19,7 +23,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,7 +33,6 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 
 from rollart.weights.delta_wire import BASE, DELTA, ENCODING, SPEED, DeltaCache
-from rollart.weights.fan_out import FanOut
 from rollart.weights.manifest import Manifest
 from rollart.weights.store import STEM, MissingVersion, Shard, Store
 
@@ -38,6 +41,7 @@ LEASE_S = 60.0
 IDLE_S = 120.0
 LOOPBACK = "127.0.0.1"
 OFFERS = 4
+FAN_OUT = 2
 LOCAL_RTT_US = 200
 IN_FLIGHT = 256 << 10
 MIN_RTT_AT = 148  # in the kernel's struct tcp_info
@@ -50,6 +54,34 @@ class JoinReply(msgspec.Struct, frozen=True):
     sources: tuple[str, ...]
     sums: bytes
     offers: tuple[str, ...] = ()
+
+
+def ancestors(position: int, fan_out: int = FAN_OUT) -> list[int]:
+    """Ancestors of replica number `position`, nearest first, without the publisher.
+
+    >>> ancestors(1), ancestors(2), ancestors(7)
+    ([], [0], [2, 0])
+    """
+    above = []
+    while position >= fan_out:
+        position = position // fan_out - 1
+        above.append(position)
+    return above
+
+
+class FanOut:
+    """Of one shard of one publication. Replicas that cannot serve, and so have no URL, are leaves."""
+
+    def __init__(self, fan_out: int = FAN_OUT) -> None:
+        self._relays: list[str] = []
+        self._fan_out = fan_out
+
+    def join(self, relay: str) -> Sequence[str]:
+        """The URLs to fetch buckets from, in this order, before the publisher's own."""
+        if relay and relay not in self._relays:
+            self._relays.append(relay)
+        position = self._relays.index(relay) if relay else len(self._relays)
+        return [self._relays[index] for index in ancestors(position, self._fan_out)]
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ files are reused for later versions, and their page tables are kept. Space is re
 file system is an error and not a fatal signal.
 """
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -22,25 +23,15 @@ class NoRoom(RollartError):
 
 
 class ShmFile:
-    """A mapped file, made by `opened`, which takes no lock."""
+    """A mapped file, which owns `fd` and takes no lock."""
 
-    def __init__(self, fd: int, size: int, writable: bool) -> None:
-        self.fd, self.size, self.writable = fd, size, writable
+    def __init__(self, fd: int, writable: bool) -> None:
+        self.fd, self.size = fd, os.fstat(fd).st_size
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        self._map = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=access)
-        self.view = memoryview(self._map)
+        self.view = memoryview(mmap.mmap(fd, self.size, flags=mmap.MAP_SHARED, prot=access))
 
     def __del__(self) -> None:
         os.close(self.fd)  # frees the lock too
-
-    @classmethod
-    def opened(cls, path: Path, writable: bool) -> "ShmFile":
-        fd = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
-        try:
-            return cls(fd, os.fstat(fd).st_size, writable)
-        except BaseException:
-            os.close(fd)
-            raise
 
     @property
     def gone(self) -> bool:
@@ -56,11 +47,13 @@ class ShmCache:
         self._lock = threading.Lock()
 
     def hold(self, path: Path, writable: bool = False) -> ShmFile | None:
-        """The file at `path` under a shared lock; None if it is being reused for another version. Raises
-        FileNotFoundError."""
+        """The file at `path` under a shared lock; None if it is being reused for another version, or gone."""
         with self._lock:
             self._forget()
-            file = self._mapped(path, writable)
+            try:
+                file = self._mapped(path, writable)
+            except FileNotFoundError:
+                return None
             if not self._holds.get(file) and not try_lock(file.fd, fcntl.LOCK_SH):
                 return None
             self._holds[file] = self._holds.get(file, 0) + 1
@@ -81,7 +74,7 @@ class ShmCache:
         key = about.st_ino, writable
         file = self._files.get(key)
         if file is None or file.size < about.st_size or file.gone:
-            file = self._files[key] = ShmFile.opened(path, writable)
+            file = self._files[key] = ShmFile(os.open(path, os.O_RDWR if writable else os.O_RDONLY), writable)
         return file
 
     def _forget(self) -> None:
@@ -98,18 +91,16 @@ class ShmCache:
 
 def is_at(fd: int, path: Path) -> bool:
     """Whether `path` names this open file."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(path.stat(), os.fstat(fd))
-    except FileNotFoundError:
-        return False
+    return False
 
 
 def try_lock(fd: int, kind: int) -> bool:
-    try:
+    with contextlib.suppress(BlockingIOError):
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        return True
+    return False
 
 
 def reserve(fd: int, size: int, folder: Path, what: str) -> None:

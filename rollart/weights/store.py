@@ -67,10 +67,7 @@ class Store:
             sums = os.open(self.path(version, id, shard, "sums"), os.O_RDONLY)
         except FileNotFoundError:
             raise MissingVersion(f"version {version} ({id}) is not in {self.root}") from None
-        try:
-            file = self.cache.hold(self.path(version, id, shard, "data"))
-        except FileNotFoundError:
-            file = None
+        file = self.cache.hold(self.path(version, id, shard, "data"))
         if file is None:
             os.close(sums)
             raise MissingVersion(f"version {version} ({id}) has just been retired from {self.root}")
@@ -107,16 +104,14 @@ class Store:
         name = manifest.version, manifest.id, manifest.shard
         path = self.path(*name, "sums")
         another = BeingWritten(f"version {manifest.version} is being written to {self.root} by another process")
-        left = os.open(path, os.O_RDWR | os.O_CREAT)
-        try:
-            if not try_lock(left, fcntl.LOCK_EX):
+        with open(path, "ab") as left:
+            if not try_lock(left.fileno(), fcntl.LOCK_EX):
                 raise another
-            if os.fstat(left).st_size >= manifest.buckets * SUM_BYTES and self.path(*name, "manifest").exists():
+            complete = os.fstat(left.fileno()).st_size >= manifest.buckets * SUM_BYTES
+            if complete and self.path(*name, "manifest").exists():
                 raise another
             for kind in ("manifest", "data", "sums"):
                 self.path(*name, kind).unlink(missing_ok=True)
-        finally:
-            os.close(left)
         try:
             sums = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND)
         except FileExistsError:
@@ -128,31 +123,23 @@ class Store:
 
     def _data_file(self, manifest: Manifest, target: Path) -> None:
         """Makes `target` a file of the right size: an unneeded one, else a new one."""
-        taken = False
+        taken, what = False, f"version {manifest.version} of the weights"
         for data in self._unneeded(manifest.shard):
-            try:
-                fd = os.open(data, os.O_RDWR)
-            except FileNotFoundError:  # another process took it
-                continue
-            try:
-                if not try_lock(fd, fcntl.LOCK_EX):
+            with contextlib.suppress(FileNotFoundError), open(data, "r+b") as file:  # else another process took it
+                if not try_lock(file.fileno(), fcntl.LOCK_EX):
                     continue
                 free = self._retire(data)  # a reader that has just found it will see that its name is gone
                 if taken:
                     free.unlink()
                     continue
-                reserve(fd, manifest.size, self.root, f"version {manifest.version} of the weights")
+                reserve(file.fileno(), manifest.size, self.root, what)
                 free.rename(target)
                 taken = True
-            finally:
-                os.close(fd)
-        if not taken:
-            self._new_file(manifest, target)
-
-    def _new_file(self, manifest: Manifest, target: Path) -> None:
+        if taken:
+            return
         fd = os.open(target, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            reserve(fd, max(1, manifest.size), self.root, f"version {manifest.version} of the weights")
+            reserve(fd, max(1, manifest.size), self.root, what)
         except BaseException:
             target.unlink()
             raise
@@ -174,19 +161,13 @@ class Store:
 
     def _state(self, version: int, id: str, shard: int) -> str:
         """`complete`, being `written`, or `broken`."""
-        try:
-            sums = os.open(self.path(version, id, shard, "sums"), os.O_RDONLY)
-        except FileNotFoundError:
-            return "broken"
-        try:
-            if not try_lock(sums, fcntl.LOCK_SH):
+        with contextlib.suppress(FileNotFoundError), open(self.path(version, id, shard, "sums"), "rb") as sums:
+            if not try_lock(sums.fileno(), fcntl.LOCK_SH):
                 return "written"
             manifest = Manifest.decode(self.path(version, id, shard, "manifest").read_bytes())
-            return "complete" if os.fstat(sums).st_size >= manifest.buckets * SUM_BYTES else "broken"
-        except FileNotFoundError:
-            return "broken"
-        finally:
-            os.close(sums)
+            if os.fstat(sums.fileno()).st_size >= manifest.buckets * SUM_BYTES:
+                return "complete"
+        return "broken"
 
     def _retire(self, data: Path) -> Path:
         """Removes the name of a shard; returns the new path of its data."""
@@ -206,12 +187,9 @@ class Store:
     def tidy(self) -> None:
         """Removes what no process holds or writes, and the folder if it is empty then."""
         for data in self.root.glob("*.data"):
-            fd = os.open(data, os.O_RDWR)
-            try:
-                if try_lock(fd, fcntl.LOCK_EX):
+            with open(data, "r+b") as file:
+                if try_lock(file.fileno(), fcntl.LOCK_EX):
                     self._retire(data).unlink()
-            finally:
-                os.close(fd)
         with contextlib.suppress(OSError):  # not empty
             self.root.rmdir()
 

@@ -7,8 +7,18 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.weights.delta import CHUNK, WrongDelta, changed_shares, decode, encode
-from rollart.weights.delta_cost import Codec, Link, break_even, measured_codec, predicted_bytes
+from rollart.weights.delta import (
+    CHUNK,
+    Codec,
+    Link,
+    WrongDelta,
+    break_even,
+    changed_shares,
+    decode,
+    encode,
+    measured_codec,
+    predicted_bytes,
+)
 
 DTYPES = {torch.bfloat16: 2, torch.float32: 4}
 FAST = Codec(encode=1e9, decode=1e9)

@@ -8,7 +8,7 @@ from published import Origin, same, tensors
 from torch import Tensor
 
 from rollart.weights import delta_wire
-from rollart.weights.delta_cost import ANCHOR_EVERY
+from rollart.weights.delta import ANCHOR_EVERY
 from rollart.weights.delta_wire import FAST_LINK, MIN_MEASURED, LinkSpeeds, most_common_item
 from rollart.weights.manifest import Manifest, ShardPiece, TensorPart
 from rollart.weights.reader import WeightReader

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.weights.fan_out import FanOut, ancestors
+from rollart.weights.server import FanOut, ancestors
 
 
 @given(st.integers(0, 500), st.integers(1, 5))

@@ -9,10 +9,10 @@ from faulty import Wire, cut_after, faithful, flipping
 from published import BUCKET, DEADLINE_S, Origin, line, process, same, shares, tensors
 
 from rollart.core.types import Publication
-from rollart.weights.fan_out import FAN_OUT
 from rollart.weights.loaded_version import CorruptWeights
 from rollart.weights.publish import Publisher
 from rollart.weights.reader import WeightReader
+from rollart.weights.server import FAN_OUT
 from rollart.weights.shm_file import NoRoom
 from rollart.weights.store import MissingVersion
 from rollart.weights.transports import TransferFailed

@@ -183,7 +183,7 @@ def test_a_mapping_is_kept_while_its_file_comes_back_and_dropped_when_it_is_remo
         mapped.append(shard._file)
         shard.release()
     assert len(set(mapped)) == 2
-    assert isinstance(mapped[0]._map, mmap.mmap)
+    assert isinstance(mapped[0].view.obj, mmap.mmap)
     store.clear()
     reader.open(*written(store, 9)).release()
     assert len(reader.cache._files) == 1

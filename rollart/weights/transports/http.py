@@ -18,9 +18,10 @@ from urllib.parse import urlsplit
 
 import xxhash
 
-from rollart.weights.delta import WrongDelta
-from rollart.weights.delta_wire import DELTA, ENCODING, DeltaBase, speeds
+from rollart.weights.delta import WrongDelta, decode
+from rollart.weights.delta_wire import DELTA, ENCODING, delta_request, speeds
 from rollart.weights.manifest import Manifest
+from rollart.weights.store import Shard
 from rollart.weights.transports import TransferFailed
 
 STRIKES = 2
@@ -91,12 +92,11 @@ class HttpReceiver:
         *,
         key: str | None = None,
         deadline: float = 30.0,
-        base: DeltaBase | None = None,
+        base: Shard | None = None,
         streams: int = 1,
     ) -> None:
         self._base = self._held = base
-        self._streams = streams
-        self._sources, self._deadline = tuple(dict.fromkeys(sources)), deadline
+        self._sources, self._deadline, self._streams = tuple(dict.fromkeys(sources)), deadline, streams
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._strikes: Counter[str] = Counter()
         self._senders: dict[int, set[str]] = {}
@@ -174,7 +174,7 @@ class HttpReceiver:
         asked = {"Range": f"bytes={start + have}-{stop - 1}"}
         base = self._base if have == 0 else None
         if base is not None:
-            asked |= base.ask(source, self._streams)
+            asked |= delta_request(base, source, self._streams)
         connection.request("GET", f"{self._path}/data", headers=self._headers | asked)
         response = connection.getresponse()
         began = time.monotonic()
@@ -197,9 +197,9 @@ class HttpReceiver:
         speeds.record(source, got - have, time.monotonic() - began)
         return got - have
 
-    def _decoded(self, base: DeltaBase, delta: bytes, bucket: int, into: memoryview, checksum: xxhash.xxh3_64) -> int:
+    def _decoded(self, base: Shard, delta: bytes, bucket: int, into: memoryview, checksum: xxhash.xxh3_64) -> int:
         try:
-            base.apply(delta, bucket, into)
+            decode(delta, base.data[slice(*base.manifest.bounds(bucket))], into)
         except WrongDelta as error:
             self._base = None  # plain from now on; released at the end all the same
             raise _Refused(str(error)) from error

@@ -17,8 +17,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from rollart.weights.manifest import Manifest
-from rollart.weights.transports import TransferFailed
-from rollart.weights.transports.registered import RegisteredMemory, address
+from rollart.weights.transports import RegisteredMemory, TransferFailed, address
 
 SCHEME = "mooncake"
 INSTALL = "install it with pip install 'rollart[mooncake]' and, on Debian, apt-get install libibverbs1 libnuma1"
@@ -37,7 +36,7 @@ class MooncakeSender:
         self._kept: deque[list[str]] = deque()
         self._store: Any = None
         self._memory: RegisteredMemory[int]
-        self._address = 0
+        self._address: int
         self._manifest: Manifest
 
     def start(self, manifest: Manifest, data: memoryview) -> None:
@@ -48,9 +47,7 @@ class MooncakeSender:
             self._memory = _registered(self._store, VERSIONS + 1)
         self._address = self._memory.use(data)
         self._manifest = manifest
-        while len(self._kept) >= VERSIONS:
-            for key in self._kept.popleft():
-                self._store.remove(key, True)
+        self._evict(keep=VERSIONS - 1)
         self._kept.append([])
 
     def update(self, bucket: int) -> None:
@@ -74,13 +71,15 @@ class MooncakeSender:
 
     def close(self) -> None:
         if self._store is not None:
-            for keys in self._kept:
-                for key in keys:
-                    self._store.remove(key, True)
-            self._kept.clear()
+            self._evict(keep=0)
             self._memory.clear()
             self._store.close()
             self._store = None
+
+    def _evict(self, keep: int) -> None:
+        while len(self._kept) > keep:
+            for key in self._kept.popleft():
+                self._store.remove(key, True)
 
 
 class MooncakeReceiver:

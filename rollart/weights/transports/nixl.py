@@ -20,8 +20,7 @@ from typing import Any
 import msgspec
 
 from rollart.weights.manifest import Manifest
-from rollart.weights.transports import TransferFailed
-from rollart.weights.transports.registered import RegisteredMemory, address
+from rollart.weights.transports import RegisteredMemory, TransferFailed, address
 
 SCHEME = "nixl"
 INSTALL = "install it with pip install 'rollart[nixl]'"
