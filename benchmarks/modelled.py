@@ -22,7 +22,6 @@ from rollart.core.types import (
     Step,
     StepMetrics,
 )
-from rollart.simulate.clock import sleep
 
 Seconds = Callable[[random.Random], float]
 
@@ -44,7 +43,7 @@ class ModelledEngine:
         self.running += 1
         before = self.version
         try:
-            await sleep(self.seconds(self.rng))
+            await asyncio.sleep(self.seconds(self.rng))
         except asyncio.CancelledError:
             self.aborted += 1
             raise
@@ -57,7 +56,7 @@ class ModelledEngine:
         return Completion([1] * self.tokens, [-1.0] * self.tokens, versions, "stop", prompt=len(request.tokens))
 
     async def prefill(self, request: GenerationRequest) -> int:
-        await sleep(self.seconds(self.rng))
+        await asyncio.sleep(self.seconds(self.rng))
         if self.rng.random() < self.failures:
             raise EngineFailed("the modelled engine failed")
         return len(request.tokens) - 1
@@ -66,7 +65,7 @@ class ModelledEngine:
         self.aborted += 1
 
     async def load(self, publication: Publication) -> LoadResult:
-        await sleep(self.load_seconds(self.rng))
+        await asyncio.sleep(self.load_seconds(self.rng))
         self.version = publication.version
         return LoadResult(self.version)
 
@@ -81,7 +80,7 @@ class ModelledEnvironment:
 
     async def reset(self, seed: int) -> tuple[Message, ...]:
         rng = self.pool.rng
-        await sleep(self.pool.reset_seconds(rng))
+        await asyncio.sleep(self.pool.reset_seconds(rng))
         if rng.random() < self.pool.failures:
             raise EnvironmentFailed("the modelled environment failed to reset")
         self.left = self.pool.turns(rng)
@@ -89,7 +88,7 @@ class ModelledEnvironment:
 
     async def step(self, action: str) -> Step:
         rng = self.pool.rng
-        await sleep(self.pool.step_seconds(rng))
+        await asyncio.sleep(self.pool.step_seconds(rng))
         if rng.random() < self.pool.failures:
             raise EnvironmentFailed("the modelled environment failed to step")
         self.left -= 1
@@ -127,7 +126,7 @@ class ModelledRewards:
     failures: float = 0.0
 
     async def score(self, task: str, episode: Episode) -> RewardResult:
-        await sleep(self.seconds(self.rng))
+        await asyncio.sleep(self.seconds(self.rng))
         if self.rng.random() < self.failures:
             raise RewardFailed("the modelled reward failed")
         return RewardResult(self.rng.random())
@@ -163,7 +162,7 @@ class ModelledTrainer:
     async def step(self, batch: Batch) -> StepMetrics:
         self.batches.append(batch)
         seconds = self.seconds(self.rng)
-        await sleep(seconds)
+        await asyncio.sleep(seconds)
         self.version = batch.step + 1
         tokens = sum(len(sample.tokens) for group in batch.groups for sample in group.samples)
         return StepMetrics(self.version, seconds, tokens)

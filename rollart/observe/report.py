@@ -42,10 +42,10 @@ def report(shot: Snapshot, width: int = 100) -> RenderableType:
     if any(point.gaps for point in shot.history):
         parts += [Text(), _title("Logprobs of the engine against the trainer's"), logprob_gaps(shot.history)]
     if any(sum(task.stages.values()) for task in shot.tasks):
-        parts += [Text(), _title("WorkerPlacement the time of a trajectory went"), *_stages(shot, width)]
+        parts += [Text(), _title("Where the time of a trajectory went"), *_stages(shot, width)]
     pools = {place.pool for place in shot.places if place.role == "generate"} | {route.pool for route in shot.routes}
     if len(pools) > 1 or len({place.node for place in shot.places}) > 1:
-        parts += [Text(), _title("WorkerPlacement it ran"), places(shot.places)]
+        parts += [Text(), _title("Where it ran"), places(shot.places)]
     if len(pools) > 1:
         parts += [Text(), _title("Routing of requests"), routing(shot.routes)]
     if any(task.agent for task in shot.tasks):

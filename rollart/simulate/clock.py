@@ -44,7 +44,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__()
         self._now = 0.0
         self._times: list[float] = []
-        self._due: dict[float, _Call | list[_Call]] = {}
+        self._due: dict[float, list[_Call]] = {}
         self._timers = 0
         self._cancelled = 0
         self.handled = 0
@@ -68,15 +68,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._set(_Call(when, callback, args, self, context))
 
     def _set(self, call: _Call) -> _Call:
-        when = call._when
-        due = self._due.get(when)
-        if due is None:
-            self._due[when] = call
-            heapq.heappush(self._times, when)
-        elif isinstance(due, list):
-            due.append(call)
-        else:
-            self._due[when] = [due, call]
+        if (due := self._due.get(call._when)) is None:
+            due = self._due[call._when] = []
+            heapq.heappush(self._times, call._when)
+        due.append(call)
         self._timers += 1
         call._scheduled = True
         return call
@@ -84,8 +79,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def _timer_handle_cancelled(self, handle: _Call) -> None:
         self._cancelled += handle._scheduled  # one that has fired is gone already
         if self._cancelled > 1000 and self._cancelled * 2 > self._timers:
-            left = {when: [call for call in _listed(due) if not call._cancelled] for when, due in self._due.items()}
-            self._due = {when: calls[0] if len(calls) == 1 else calls for when, calls in left.items() if calls}
+            left = {when: [call for call in due if not call._cancelled] for when, due in self._due.items()}
+            self._due = {when: calls for when, calls in left.items() if calls}
             self._times = list(self._due)
             heapq.heapify(self._times)
             self._timers -= self._cancelled
@@ -118,36 +113,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 raise Deadlock("every coroutine waits and no timer is set")
             self._now = max(self._now, self._times[0])
             while self._times and self._times[0] <= self._now:
-                for call in _listed(self._due.pop(heapq.heappop(self._times))):
+                for call in self._due.pop(heapq.heappop(self._times)):
                     self._timers -= 1
                     call._scheduled = False
                     if call._cancelled:
                         self._cancelled -= 1
                     else:
                         ready.append(call)
-
-
-def _listed(due: _Call | list[_Call]) -> list[_Call]:
-    return due if isinstance(due, list) else [due]
-
-
-async def sleep(seconds: float) -> None:
-    """`asyncio.sleep` with less overhead."""
-    if seconds <= 0.0:
-        return await asyncio.sleep(0)
-    loop = asyncio.get_running_loop()
-    done = loop.create_future()
-    timer = loop.call_later(seconds, _end, done)
-    try:
-        await done
-    except asyncio.CancelledError:
-        timer.cancel()
-        raise
-
-
-def _end(done: "asyncio.Future[None]") -> None:
-    if not done.done():
-        done.set_result(None)
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:

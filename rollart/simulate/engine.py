@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rollart.core.types import Completion, EngineStatus, Finish, GenerationRequest, LoadResult, Publication
-from rollart.simulate.clock import sleep
 from rollart.simulate.decoding import CLOSE, DecodingBatch, SimulatedSequence
 from rollart.simulate.pass_cost import PassCost, seconds_of, steps_in
 from rollart.simulate.weight_transfer import WeightTransfer
@@ -126,7 +125,7 @@ class SimulatedEngine:
         fetched = 0
         if request.kv_from is not None and request.kv_from != self.url:
             fetched = len(request.tokens) - 1 - self._cache.cached(request.session)
-            await sleep(fetched * self._cost.link)
+            await asyncio.sleep(fetched * self._cost.link)
         return await self._serve(request, tokens, finish, fetched)
 
     async def prefill(self, request: GenerationRequest) -> int:

@@ -18,7 +18,6 @@ from rollart.core.errors import EnvironmentFailed
 from rollart.core.run_length import RunLength, run_of
 from rollart.core.seeds import seed_of
 from rollart.core.types import Finish, GenerationRequest, Message, Step
-from rollart.simulate.clock import sleep
 from rollart.simulate.distributions import Draw, draw_of
 from rollart.simulate.scenario import Scenario, Workload
 
@@ -75,7 +74,7 @@ class SimulatedEnvironment:
             if seconds > task.hedge_after:
                 seconds = min(seconds, task.hedge_after + task.reset(rng.random()))
             failed = rng.random() < task.workload.reset_failures
-            await sleep(min(seconds, config.reset_deadline))
+            await asyncio.sleep(min(seconds, config.reset_deadline))
             if not failed and seconds <= config.reset_deadline:
                 return
         raise EnvironmentFailed("the simulated environment could not be reset")
@@ -87,7 +86,7 @@ class SimulatedEnvironment:
             seconds += max(0.0, task.delay(rng.random()))
         pool.stepping += 1
         try:
-            await sleep(min(seconds, pool.config.step_deadline))
+            await asyncio.sleep(min(seconds, pool.config.step_deadline))
         finally:
             pool.stepping -= 1
         failures = task.workload.step_failures

@@ -1,16 +1,16 @@
 """The result of a simulation: plain numbers, per step after the warmup."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, stdev
 from typing import Any
 
-from rollart.config import PoolConfig
+from rollart.core import events as ev
 from rollart.hardware.devices import DeviceClass
 from rollart.rollout.engine_state import EnginePool
 from rollart.simulate.scenario import Scenario
-from rollart.simulate.tally import Tally
 
 STAGES = ("claim", "reset", "queue", "generate", "step", "score")
 PARTS = ("generate", "reset", "step", "reward", "train", "weights")
@@ -76,18 +76,74 @@ class SimulationResult:
 
 def price_per_hour(scenario: Scenario, classes: Mapping[str, DeviceClass]) -> float:
     """Of all devices, in prices of the catalogue; those that training and generation share count once."""
-    price = 0.0
-    for role in ("train", "generate"):
-        for pool in scenario.pools_of(role).values():
-            if role == "train" and scenario.simulate.colocated:
-                continue
-            price += classes[pool.devices[0]].price * devices_of(pool)
     scoring = scenario.simulate.scoring
+    pools = [] if scenario.simulate.colocated else [*scenario.pools_of("train").values()]
+    pools += scenario.pools_of("generate").values()
+    price = sum(classes[pool.devices[0]].price * pool.workers * pool.tensor_parallel for pool in pools)
     return price + (classes[scoring.device].price * scoring.devices if scoring.device else 0.0)
 
 
-def devices_of(pool: PoolConfig) -> int:
-    return pool.workers * pool.tensor_parallel
+class Tally:
+    """An event sink that keeps only sums, so memory does not grow. `service_totals` are added when a step ends."""
+
+    def __init__(self, clock: Callable[[], float], warmup: int, service_totals: Callable[[], dict[str, float]]) -> None:
+        self.totals: Any = Counter()
+        self.step_times: list[float] = []
+        self._clock, self._warmup, self._service_totals = clock, warmup, service_totals
+        self._started: dict[str, float] = {}
+        self._before: Counter[str] = Counter()
+        self._after: Counter[str] = Counter()
+
+    def emit(self, event: ev.AnyEvent) -> None:
+        event.t = self._clock()
+        self.fold(event)
+
+    def fold(self, event: ev.AnyEvent) -> None:
+        totals = self.totals
+        match event:
+            case ev.TurnDone():
+                totals["turns"] += 1
+                totals["answer tokens"] += event.tokens
+                totals["stage queue"] += event.queue_s
+                totals["stage generate"] += event.generate_s - event.queue_s
+                totals["stage step"] += event.env_s
+            case ev.TrajectoryStarted():
+                self._started[event.trajectory] = event.t
+            case ev.EnvironmentReset():
+                began = self._started.get(event.trajectory, event.t)
+                totals["stage claim"] += max(0.0, event.t - event.seconds - began)
+                totals["stage reset"] += event.seconds
+            case ev.Scored():
+                totals["stage score"] += event.seconds
+            case ev.TrajectoryEnded():
+                self._started.pop(event.trajectory, None)
+                totals["ended"] += 1
+                totals[f"outcome {event.outcome.value}"] += 1
+            case ev.GroupDropped():
+                totals[f"dropped {event.reason}"] += 1
+            case ev.BatchTaken():
+                totals["wait"] += event.waited_s
+                totals["trained"] += event.trajectories
+                totals["trained tokens"] += event.tokens
+                for age, count in event.staleness.items():
+                    totals[f"age {age}"] += count
+            case ev.StepDone():
+                totals["steps"] += 1
+                totals["train"] += event.seconds
+                self.step_times.append(event.t)
+                if event.version == self._warmup:
+                    self._before = self._snapshot()
+                self._after = self._snapshot()
+
+    @property
+    def measured(self) -> Counter[str]:
+        """Totals of the steps after the warmup, or of the whole time if no step ended; `t` is that time."""
+        if not self.step_times:
+            return self._snapshot()
+        return Counter({key: self._after[key] - self._before[key] for key in self._after})
+
+    def _snapshot(self) -> Counter[str]:
+        return Counter(self.totals) + Counter(self._service_totals()) + Counter({"t": self._clock()})
 
 
 def result_of(
@@ -102,8 +158,7 @@ def result_of(
     totals: Any = tally.measured
     steps, span, samples = max(1, totals["steps"]), max(1e-9, totals["t"] or seconds), max(1, totals["samples"])
     scoring, price = scenario.simulate.scoring, price_per_hour(scenario, classes)
-    ended, turns = max(1, totals["ended"]), totals["turns"]
-    trained = max(1, totals["trained"])
+    ended, processes = max(1, totals["ended"]), max(1, scenario.environments.processes * len(scenario.tasks))
     return SimulationResult(
         name=scenario.name,
         preset=scenario.rollout.preset,
@@ -123,46 +178,34 @@ def result_of(
         price_per_hour=price,
         cost_per_step=price * span / steps / 3600,
         trainer_use=totals["train"] / span,
-        environments_use=totals["environments"]
-        / samples
-        / max(1, scenario.environments.processes * len(scenario.tasks)),
+        environments_use=totals["environments"] / samples / processes,
         reward_use=totals["reward busy"] / span / scoring.concurrency,
         reward_calls=totals["reward calls"] / steps,
         reward_cold=totals["reward cold"] / max(1, totals["reward calls"]),
-        turns=turns / ended,
+        turns=totals["turns"] / ended,
         running=totals["running"] / samples,
         all_turns=tally.totals["turns"],
         events=events,
         exposed={part: totals[f"part {part}"] / samples for part in PARTS},
         trajectory={stage: totals[f"stage {stage}"] / ended for stage in STAGES},
         pools={name: _use(name, pool, totals, span, samples) for name, pool in pools.items()},
-        staleness=_named(totals, "age ", lambda age, count: (int(age), count / trained)),
-        outcomes=_named(totals, "outcome ", lambda name, count: (name, count)),
-        drops=_named(totals, "dropped ", lambda name, count: (name, count)),
+        staleness={int(age): count / max(1, totals["trained"]) for age, count in _named(totals, "age ") if count},
+        outcomes={name: count for name, count in _named(totals, "outcome ") if count},
+        drops={reason: count for reason, count in _named(totals, "dropped ") if count},
         step_times=tuple(tally.step_times),
     )
 
 
 def _use(name: str, pool: EnginePool, totals: Any, span: float, samples: int) -> PoolUse:
     engines = max(1, len(pool.engines))
-    of = engines * span
-    prefix = f"idle {name} "
-    return PoolUse(
-        device=pool.roofline.device.name,
-        devices=engines * pool.roofline.devices,
-        prefill=totals[f"prefill {name}"] / of,
-        decode=totals[f"decode {name}"] / of,
-        weights=totals[f"weights {name}"] / of,
-        idle={
-            key.removeprefix(prefix): n / engines / samples
-            for key, n in sorted(totals.items())
-            if key.startswith(prefix)
-        },
-    )
+    shares = {kind: totals[f"{kind} {name}"] / (engines * span) for kind in ("prefill", "decode", "weights")}
+    idle = {cause: count / engines / samples for cause, count in _named(totals, f"idle {name} ")}
+    return PoolUse(pool.roofline.device.name, engines * pool.roofline.devices, **shares, idle=idle)
 
 
-def _named(totals: Mapping[str, Any], prefix: str, make: Any) -> dict[Any, Any]:
-    return dict(make(key.removeprefix(prefix), n) for key, n in sorted(totals.items()) if key.startswith(prefix) and n)
+def _named(totals: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """The totals whose names begin with `prefix`, without it."""
+    return ((key.removeprefix(prefix), n) for key, n in sorted(totals.items()) if key.startswith(prefix))
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 import asyncio
 import heapq
 import random
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,8 +24,6 @@ from rollart.core.types import (
 from rollart.hardware.devices import DeviceClass
 from rollart.hardware.roofline import ModelShape
 from rollart.rollout.groups import Group
-from rollart.rollout.ledger import GroupRecord
-from rollart.simulate.clock import sleep
 from rollart.simulate.constants import TRAINING_EFFICIENCY
 from rollart.simulate.distributions import draw_of
 from rollart.simulate.engine import SimulatedEngine
@@ -71,7 +69,7 @@ class SimulatedRewards:
             seconds += self._cold_start(luck.random())
         self.active += 1
         try:
-            await sleep(seconds)
+            await asyncio.sleep(seconds)
         finally:
             self.active -= 1
             ended = asyncio.get_running_loop().time()
@@ -101,7 +99,7 @@ class SimulatedTrainer:
         weights: WeightTransfer,
         pace: TrainPace | None,
         epochs: int,
-        work: Callable[[float], Awaitable[None]] = sleep,
+        work: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.version = 0
         self.busy = self.blocked = False
@@ -114,7 +112,7 @@ class SimulatedTrainer:
         lengths = [len(sample.tokens) for group in batch.groups for sample in group.samples]
         if (wait := self._weights.free_at - clock()) > 0:
             self.blocked = True
-            await sleep(wait)
+            await asyncio.sleep(wait)
             self.blocked, self.blocked_s = False, self.blocked_s + wait
         self.busy = True
         began = clock()
@@ -175,19 +173,9 @@ class Contention:
 class NullLedger:
     """A ledger for runs that are never resumed."""
 
-    def start(self, group: GroupRecord) -> None: ...
+    def _ignore(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def add(self, trajectory: Trajectory, *, held_out: bool = False) -> None: ...
-
-    def lease(self, step: int, groups: Iterable[str]) -> None: ...
-
-    def drop(self, group: str, reason: str) -> None: ...
-
-    def quarantine(self, task: str, times: int) -> None: ...
-
-    def release(self, task: str) -> None: ...
-
-    def commit(self, version: int) -> None: ...
+    start = add = lease = drop = quarantine = release = commit = _ignore
 
 
 def to_samples(group: Group) -> SampleGroup:

@@ -33,10 +33,9 @@ from rollart.simulate.constants import MEMORY_FOR_KV
 from rollart.simulate.engine import SimulatedEngine
 from rollart.simulate.environments import ResponseLengths, SimulatedEnvironments, SimulatedRenderer
 from rollart.simulate.pass_cost import PassCost
-from rollart.simulate.result import SimulationResult, result_of
+from rollart.simulate.result import SimulationResult, Tally, result_of
 from rollart.simulate.scenario import Scenario
 from rollart.simulate.services import Contention, NullLedger, SimulatedRewards, SimulatedTrainer, to_samples
-from rollart.simulate.tally import Tally
 from rollart.simulate.weight_transfer import WeightTransfer
 
 _CPU_ENGINE = {"max_batch": 64, "prefill_chunk": 512, "kv_megabytes": 512}  # as the run file's own defaults
@@ -303,8 +302,6 @@ class Simulation:
                 engine = self._engines[each.name]
                 for key in ("prefill", "decode", "weights"):
                     totals[f"{key} {name}"] += getattr(engine.times, key)
-                totals[f"generated {name}"] += engine.generated
-                totals["preempted"] += engine.preempted
         totals["blocked"] = self._trainer.blocked_s
         totals["reward calls"], totals["reward cold"] = self._rewards.calls, self._rewards.cold
         totals["reward busy"] = self._rewards.busy_s

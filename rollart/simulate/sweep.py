@@ -1,9 +1,10 @@
 """A sweep: the same scenario with other values of some keys, one point for each."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from statistics import fmean
 from typing import Any
 
 from rich.table import Table
@@ -86,20 +87,17 @@ def table(swept: Swept) -> Table:
 
 
 def _cells(results: Sequence[SimulationResult]) -> dict[str, str]:
-    def mean(pick: Callable[[SimulationResult], float]) -> float:
-        return sum(map(pick, results)) / len(results)
-
     step, half = interval([result.step_s for result in results])
     return {
         "s/step": f"{step:,.4g}",
         "+-": "" if math.isnan(half) else f"{half:.2g}",
-        "tokens/s": f"{mean(lambda r: r.tokens_per_s):,.0f}",
-        "trainer": f"{mean(lambda r: r.trainer_use):.0%}",
-        "engines": f"{mean(_busy):.0%}",
-        "rewards": f"{mean(lambda r: r.reward_use):.1%}",
-        "unused": f"{mean(_unused):.1%}",
+        "tokens/s": f"{fmean(result.tokens_per_s for result in results):,.0f}",
+        "trainer": f"{fmean(result.trainer_use for result in results):.0%}",
+        "engines": f"{fmean(map(_busy, results)):.0%}",
+        "rewards": f"{fmean(result.reward_use for result in results):.1%}",
+        "unused": f"{fmean(map(_unused, results)):.1%}",
         "price/h": f"{results[0].price_per_hour:.4g}",
-        "price/step": f"{mean(lambda r: r.cost_per_step):.4g}",
+        "price/step": f"{fmean(result.cost_per_step for result in results):.4g}",
     }
 
 

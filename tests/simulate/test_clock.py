@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from rollart.simulate.clock import Deadlock, run, sleep
+from rollart.simulate.clock import Deadlock, run
 
 
 def test_sleeping_costs_no_time_but_moves_the_clock() -> None:
@@ -49,8 +49,8 @@ def test_cancelled_timers_never_fire_and_are_thrown_out() -> None:
 
 def test_a_sleeper_that_is_cancelled_wakes_at_once() -> None:
     async def main() -> float:
-        sleeper = asyncio.create_task(sleep(100))
-        await sleep(1)
+        sleeper = asyncio.create_task(asyncio.sleep(100))
+        await asyncio.sleep(1)
         sleeper.cancel()
         with pytest.raises(asyncio.CancelledError):
             await sleeper
@@ -65,7 +65,7 @@ def test_a_callback_that_fails_is_reported_and_the_others_run() -> None:
         loop.set_exception_handler(lambda loop, context: reported.append(repr(context["exception"])))
         loop.call_later(1, lambda: 1 / 0)
         loop.call_later(1, ran.append, 1)
-        await sleep(2)
+        await asyncio.sleep(2)
         return reported, ran
 
     assert run(main()) == (["ZeroDivisionError('division by zero')"], [1])
