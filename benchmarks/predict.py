@@ -10,6 +10,7 @@ Last line: `median_error` and `worst_error`, relative to the measured step time.
 import argparse
 import asyncio
 import json
+import math
 import os
 import time
 from dataclasses import dataclass, replace
@@ -21,9 +22,9 @@ from benchmarks.scratch import scratch_folder
 from rollart.config import RunFile
 from rollart.core.event_log import read_events
 from rollart.core.events import StepDone
-from rollart.fleet import controller as controller
+from rollart.fleet import controller
 from rollart.simulate.calibration import calibrate
-from rollart.simulate.fit import scaled
+from rollart.simulate.distributions import Distribution, LogNormal, MixturePart, Normal, draw_of
 from rollart.simulate.scenario import Scenario
 from rollart.simulate.simulation import simulate
 from rollart.warmup.prepare import prepare
@@ -99,6 +100,31 @@ def measure(folder: Path, setting: Setting, delay: float, model: Path) -> float:
     asyncio.run(controller.train(run_file(folder, setting, delay, model), folder))
     ends = [event.t for event in read_events(folder / "events.jsonl") if isinstance(event, StepDone)]
     return (ends[-1] - ends[0]) / (len(ends) - 1)
+
+
+def scaled(given: float | Distribution, factor: float) -> float | Distribution:
+    """Everything times `factor`, for instance for a slower environment."""
+    if not isinstance(given, Distribution):
+        return given * factor
+    if given.geometric is not None:
+        draw = draw_of(given)
+        return Distribution(values=[factor * draw((n + 0.5) / 200) for n in range(200)])
+    changed: dict[str, object] = {
+        key: factor * value for key in ("exponential", "min", "max") if (value := getattr(given, key)) is not None
+    }
+    if given.normal is not None:
+        changed["normal"] = Normal(mean=factor * given.normal.mean, sd=factor * given.normal.sd)
+    if given.lognormal is not None:
+        changed["lognormal"] = LogNormal(median=factor * math.exp(given.lognormal.mu), sigma=given.lognormal.sigma)
+    if given.uniform is not None:
+        changed["uniform"] = (factor * given.uniform[0], factor * given.uniform[1])
+    if given.quantiles is not None:
+        changed["quantiles"] = [(p, factor * value) for p, value in given.quantiles]
+    if given.values is not None:
+        changed["values"] = [factor * value for value in given.values]
+    if given.mixture is not None:
+        changed["mixture"] = [MixturePart(share=part.share, of=scaled(part.of, factor)) for part in given.mixture]
+    return given.model_copy(update=changed)
 
 
 def predict(calibrated: Scenario, setting: Setting, seeds: int) -> float:

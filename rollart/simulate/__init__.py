@@ -16,9 +16,9 @@ trainer and weight transfers.
 | `environments`, `services`, `weight_transfer` | the other simulated services |
 | `simulation` | `simulate`: builds the services and runs the real scheduler, router and training loop on them |
 | `clock` | the virtual-time event loop |
-| `tally`, `result`, `report`, `sweep` | from events to a `SimulationResult`, to tables and JSON |
+| `result`, `report`, `sweep` | from events to a `SimulationResult`, to tables and JSON |
 | `measurements`, `fit`, `calibration` | from the log of a real run to a scenario: `calibrate(folder)` |
-| `plans`, `estimate`, `planner`, `plan_explanation` | which hardware to buy and how to use it: `search(scenario)` |
+| `plans`, `planner` | which hardware to buy and how to use it: `search(scenario)` |
 | `paper` | the figures of the RollArt paper, published and simulated |
 | `plots` | pictures of fits and plans |
 """

@@ -111,31 +111,6 @@ def uncut(values: Sequence[float], cut: Sequence[float]) -> list[float]:
     return [ordered[min(len(ordered) - 1, int(place))] for place in places]
 
 
-def scaled(given: float | Distribution, factor: float) -> float | Distribution:
-    """Everything times `factor`, for instance for a slower environment."""
-    if not isinstance(given, Distribution):
-        return given * factor
-    if given.geometric is not None:
-        draw = draw_of(given)
-        return Distribution(values=[factor * draw((n + 0.5) / 200) for n in range(200)])
-    changed: dict[str, object] = {
-        key: factor * value for key in ("exponential", "min", "max") if (value := getattr(given, key)) is not None
-    }
-    if given.normal is not None:
-        changed["normal"] = Normal(mean=factor * given.normal.mean, sd=factor * given.normal.sd)
-    if given.lognormal is not None:
-        changed["lognormal"] = LogNormal(median=factor * math.exp(given.lognormal.mu), sigma=given.lognormal.sigma)
-    if given.uniform is not None:
-        changed["uniform"] = (factor * given.uniform[0], factor * given.uniform[1])
-    if given.quantiles is not None:
-        changed["quantiles"] = [(p, factor * value) for p, value in given.quantiles]
-    if given.values is not None:
-        changed["values"] = [factor * value for value in given.values]
-    if given.mixture is not None:
-        changed["mixture"] = [MixturePart(share=part.share, of=scaled(part.of, factor)) for part in given.mixture]
-    return given.model_copy(update=changed)
-
-
 @dataclass(frozen=True, slots=True)
 class EngineFit:
     """`pace` without contention; `contention` is how much longer a pass takes during training. `expected` and `seconds`

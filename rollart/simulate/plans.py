@@ -1,7 +1,8 @@
-"""Plans: what the planner may choose, how a plan changes a scenario, and all coarse splits of a budget.
+"""Plans: what the planner may choose, how a plan changes a scenario, all coarse splits of a budget, and an estimate of
+the step time.
 
 Everything else of a scenario stays. Prices are those of the device catalogue, per hour. Splits round down, so none
-exceeds its budget.
+exceeds its budget. The estimate is from averages and the roofline: it takes milliseconds, and rules out most plans.
 """
 
 import math
@@ -12,12 +13,18 @@ from rollart.config import AFFINITIES, PoolConfig
 from rollart.core.errors import ConfigError
 from rollart.engines.backends import with_tensor_parallel
 from rollart.hardware.devices import DeviceClass
+from rollart.hardware.roofline import Roofline
 from rollart.simulate.constants import MEMORY_FOR_KV
-from rollart.simulate.scenario import Scenario, ScenarioTask
+from rollart.simulate.distributions import mean_of
+from rollart.simulate.pass_cost import PassCost
+from rollart.simulate.scenario import Scenario, ScenarioTask, Workload
+from rollart.simulate.services import training_seconds
+from rollart.simulate.weight_transfer import WeightTransfer
 
 SPENDING = (1.0, 0.85, 0.7, 0.5)  # shares of the budget
 TRAINING = (0.08, 0.12, 0.16, 0.2, 0.25, 0.3, 0.4, 0.5)  # shares of that for training
 PARTS = 4  # the rest is divided between device classes in this many parts
+ENGINE_BATCH = 256  # sequences in one pass, at most
 NODE = 8  # devices; training takes whole nodes once it has one
 
 
@@ -229,3 +236,85 @@ def _bought(
         counts[kind] += more
         left -= more * price[kind]
     return tuple(PlannedEngines(kind, count, parallel[kind]) for kind, count in counts.items() if count)
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """Means of a trajectory of the mixture: tokens, and seconds outside engines."""
+
+    turns: float
+    prefilled: float
+    answered: float
+    context: float
+    waiting: float
+
+    @property
+    def tokens(self) -> float:
+        return self.prefilled + self.answered
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Seconds per step: the largest of training, generation of a batch, and the latency of a trajectory (rollout,
+    training and weight transfer), which `alpha + 1` batches share."""
+
+    train: float
+    generate: float
+    latency: float
+
+    @property
+    def step(self) -> float:
+        return max(self.train, self.generate, self.latency)
+
+
+def means_of(scenario: Scenario) -> Means:
+    total = sum(task.weight for task in scenario.tasks)
+    each = [(task.weight / total, _means(scenario.workload(task.name))) for task in scenario.tasks]
+    return Means(*(sum(share * getattr(means, key) for share, means in each) for key in Means.__dataclass_fields__))
+
+
+def _means(workload: Workload) -> Means:
+    turns = max(1.0, mean_of(workload.turns))
+    prefilled = mean_of(workload.prompt) + (turns - 1) * mean_of(workload.observation)
+    answered = turns * mean_of(workload.response)
+    waiting = mean_of(workload.reset) + turns * (mean_of(workload.step) + mean_of(workload.delay))
+    return Means(turns, prefilled, answered, (prefilled + answered) / 2, waiting + mean_of(workload.reward))
+
+
+def estimate(plan: ClusterPlan, scenario: Scenario, means: Means) -> Estimate:
+    trajectories = plan.batch_groups * plan.group_size
+    engines = sum(each.count for each in plan.engines)
+    running = (plan.alpha + 1) * trajectories / engines
+    rate, slowest = 0.0, 0.0
+    for each in plan.engines:
+        cost, room = _cost(each, scenario)
+        batch = max(1.0, min(running, ENGINE_BATCH, room / means.context))
+        fixed, slope = cost.decode(round(batch), batch * means.context)
+        a_pass = fixed + slope * batch * means.context
+        attended = means.prefilled * means.context
+        prefill = cost.mixed(round(means.prefilled), attended, means.context, means.turns, 0, 0.0)
+        rate += each.count / (prefill + means.answered * a_pass / batch)
+        slowest = max(slowest, means.answered * a_pass + prefill)
+    trainer = scenario.device_classes()[plan.trainer]
+    train = training_seconds(scenario, trainer, plan.trainers)([means.tokens] * trajectories)
+    latency = (means.waiting + slowest + train + transfer_seconds(scenario)) / (plan.alpha + 1)
+    return Estimate(train, trajectories / rate, latency)
+
+
+def transfer_seconds(scenario: Scenario) -> float:
+    """From the end of a training step until engines have its weights."""
+    weights = WeightTransfer.of(scenario)
+    return weights.hidden_s + weights.exposed_s
+
+
+def _cost(engines: PlannedEngines, scenario: Scenario) -> tuple[PassCost, float]:
+    """The pass cost of one engine, and its room for KV in tokens."""
+    shape, device = scenario.shape, scenario.device_classes()[engines.device]
+    measured = [
+        scenario.simulate.engines[name]
+        for name, pool in scenario.pools_of("generate").items()
+        if pool.devices[0] == engines.device and name in scenario.simulate.engines
+    ]
+    room = device.memory * 1e9 * engines.parallel * MEMORY_FOR_KV - shape.parameters * shape.number_bytes
+    cost = PassCost(Roofline(device, shape, devices=engines.parallel), measured[0] if measured else None)
+    return cost, room / shape.kv_bytes

@@ -1,4 +1,4 @@
-"""Pictures of fits against data, and of plans by price and time. No display is needed."""
+"""Pictures of fits against data, of plans by price and time, and of published figures. No display is needed."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +12,7 @@ from rollart.simulate.calibration import Calibration
 from rollart.simulate.distributions import Distribution, draw_of
 from rollart.simulate.fit import EngineFit
 from rollart.simulate.measurements import MeasuredStep
+from rollart.simulate.paper import CLOSE, PaperRow
 from rollart.simulate.planner import PlanSearch
 from rollart.simulate.scenario import TrainPace
 
@@ -69,6 +70,23 @@ def plans(search: PlanSearch, path: Path) -> None:
     axes.axvline(search.budget, color=_FAINT, linewidth=0.8, linestyle=":")
     axes.set_ylim(bottom=0)
     figure.savefig(path, dpi=130)
+
+
+def figures(rows: Sequence[PaperRow], path: Path) -> None:
+    """Published against simulated values, and the band in which they count as close."""
+    figure = Figure(figsize=(7, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes: Any = figure.subplots()
+    low = min(min(row.published, row.simulated) for row in rows if row.simulated > 0) / 2
+    ends = np.array([low, max(max(row.published, row.simulated) for row in rows) * 2])
+    axes.plot(ends, ends, color="grey", linewidth=0.8)
+    axes.fill_between(ends, (1 - CLOSE) * ends, (1 + CLOSE) * ends, color="grey", alpha=0.2)
+    for name in dict.fromkeys(row.figure for row in rows):
+        of = [row for row in rows if row.figure == name and row.simulated > 0]
+        axes.scatter([row.published for row in of], [row.simulated for row in of], label=name, s=18)
+    axes.set(xscale="log", yscale="log", xlabel="published", ylabel="simulated", title=f"The band is {CLOSE:.0%}")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
 
 
 def _panel(axes: Any, title: str, below: str) -> None:

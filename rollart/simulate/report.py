@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from rollart.simulate.result import PARTS, STAGES, SimulationResult, interval
@@ -64,11 +64,9 @@ def _heading(text: str) -> Text:
     return Text(text, style="bold")
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right")
-    return table
+def _table(first: str, *others: str) -> Table:
+    columns = (Column(name, justify="right") for name in others)
+    return Table(first, *columns, box=None, pad_edge=False, header_style="dim")
 
 
 def _overview(results: Sequence[SimulationResult]) -> Table:

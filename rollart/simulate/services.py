@@ -3,7 +3,7 @@
 import asyncio
 import heapq
 import random
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,12 +22,11 @@ from rollart.core.types import (
     Trajectory,
 )
 from rollart.hardware.devices import DeviceClass
-from rollart.hardware.roofline import ModelShape
 from rollart.rollout.groups import Group
 from rollart.simulate.constants import TRAINING_EFFICIENCY
 from rollart.simulate.distributions import draw_of
 from rollart.simulate.engine import SimulatedEngine
-from rollart.simulate.scenario import Scenario, TrainPace
+from rollart.simulate.scenario import Scenario
 from rollart.simulate.weight_transfer import WeightTransfer
 
 _DONE_S = 1e-4
@@ -86,47 +85,47 @@ class SimulatedRewards:
         return False
 
 
+def training_seconds(scenario: Scenario, device: DeviceClass, ranks: int) -> Callable[[Sequence[float]], float]:
+    """Seconds of a training step by the lengths of its trajectories: from FLOPs, or as measured."""
+    shape, pace = scenario.shape, scenario.simulate.train
+    flops = device.tflops * 1e12 * ranks * TRAINING_EFFICIENCY
+
+    def seconds(lengths: Sequence[float]) -> float:
+        if pace is not None:
+            return pace.fixed + pace.token * sum(lengths)
+        forward = sum(lengths) * shape.token_flops
+        forward += shape.attention_flops * sum(length * length for length in lengths) / 2
+        return 3.0 * scenario.training.epochs * forward / flops
+
+    return seconds
+
+
 class SimulatedTrainer:
-    """Step time from FLOPs, or as measured; `work` makes it pass. `busy` while it trains, `blocked` while weights are
-    exchanged."""
+    """`work` makes the `seconds` of a step pass. `blocked_s` are seconds that it waited for a weight transfer."""
 
     def __init__(
         self,
-        *,
-        shape: ModelShape,
-        device: DeviceClass,
-        ranks: int,
+        seconds: Callable[[Sequence[float]], float],
         weights: WeightTransfer,
-        pace: TrainPace | None,
-        epochs: int,
         work: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.version = 0
-        self.busy = self.blocked = False
+        self.busy = False
         self.blocked_s = 0.0
-        self._shape, self._weights, self._pace, self._epochs, self._work = shape, weights, pace, epochs, work
-        self._flops = device.tflops * 1e12 * ranks * TRAINING_EFFICIENCY
+        self._seconds, self._weights, self._work = seconds, weights, work
 
     async def step(self, batch: Batch) -> StepMetrics:
         clock = asyncio.get_running_loop().time
         lengths = [len(sample.tokens) for group in batch.groups for sample in group.samples]
         if (wait := self._weights.free_at - clock()) > 0:
-            self.blocked = True
             await asyncio.sleep(wait)
-            self.blocked, self.blocked_s = False, self.blocked_s + wait
+            self.blocked_s += wait
         self.busy = True
         began = clock()
-        await self._work(self.seconds(lengths))
+        await self._work(self._seconds(lengths))
         self.busy = False
         self.version = batch.step + 1
         return StepMetrics(self.version, clock() - began, sum(lengths))
-
-    def seconds(self, lengths: list[int]) -> float:
-        if self._pace is not None:
-            return self._pace.fixed + self._pace.token * sum(lengths)
-        forward = sum(lengths) * self._shape.token_flops
-        forward += self._shape.attention_flops * sum(length * length for length in lengths) / 2
-        return 3.0 * self._epochs * forward / self._flops
 
     async def publish(self) -> Publication:
         self._weights.publish(self.version)

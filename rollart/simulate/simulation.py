@@ -35,13 +35,18 @@ from rollart.simulate.environments import ResponseLengths, SimulatedEnvironments
 from rollart.simulate.pass_cost import PassCost
 from rollart.simulate.result import SimulationResult, Tally, result_of
 from rollart.simulate.scenario import Scenario
-from rollart.simulate.services import Contention, NullLedger, SimulatedRewards, SimulatedTrainer, to_samples
+from rollart.simulate.services import (
+    Contention,
+    NullLedger,
+    SimulatedRewards,
+    SimulatedTrainer,
+    to_samples,
+    training_seconds,
+)
 from rollart.simulate.weight_transfer import WeightTransfer
 
 _CPU_ENGINE = {"max_batch": 64, "prefill_chunk": 512, "kv_megabytes": 512}  # as the run file's own defaults
 _GPU_ENGINE = {"max_batch": 256, "prefill_chunk": 2048}
-
-
 OnProgress = Callable[[int, float], None]
 
 
@@ -109,7 +114,10 @@ class Simulation:
         self._weights = WeightTransfer.of(scenario)
         self._environments = SimulatedEnvironments(scenario)
         self._rewards = SimulatedRewards(scenario)
-        self._trainer = self._make_trainer()
+        (train,) = scenario.pools_of("train").values()
+        seconds = training_seconds(scenario, self._device(train.devices[0]), train.count)
+        contention = Contention(scenario.simulate.contention, self._engines.values())
+        self._trainer = SimulatedTrainer(seconds, self._weights, contention.train)
         router = self._make_router(sink)
         runner = TrajectoryRunner(
             environments=self._environments,
@@ -121,8 +129,8 @@ class Simulation:
             lockstep=Lockstep() if schedule.lockstep else None,
         )
         tasks = [
-            RolloutTask(task.name, task.weight, task.max_turns, task.max_context, _sampling(task.sampling.max_tokens))
-            for task in scenario.tasks
+            RolloutTask(t.name, t.weight, t.max_turns, t.max_context, Sampling(max_tokens=t.sampling.max_tokens))
+            for t in scenario.tasks
         ]
         ledger = NullLedger()
         self._scheduler = Scheduler(
@@ -150,19 +158,6 @@ class Simulation:
             sink=sink,
             checkpoints=Path("checkpoints"),
             on_saved=lambda version: None,
-        )
-
-    def _make_trainer(self) -> SimulatedTrainer:
-        scenario = self._scenario
-        ((_, pool),) = scenario.pools_of("train").items()
-        return SimulatedTrainer(
-            shape=scenario.shape,
-            device=self._device(pool.devices[0]),
-            ranks=pool.count,
-            weights=self._weights,
-            pace=scenario.simulate.train,
-            epochs=scenario.training.epochs,
-            work=Contention(scenario.simulate.contention, self._engines.values()).train,
         )
 
     def _make_router(self, sink: EventSink) -> Router:
@@ -224,10 +219,9 @@ class Simulation:
 
     async def _sample(self, sink: EventSink, log: bool) -> None:
         """Every few seconds, record what engines and the trainer are doing or waiting for."""
-        samples, scheduler, environments = self._samples, self._scheduler, self._environments
+        samples = self._samples
         while True:
-            busy = False
-            why = self._why_idle()
+            busy, why = False, self._why_idle()
             for pool, kind in self._pools.items():
                 idle = sum(self._engines[engine.name].idle for engine in kind.engines)
                 if idle:
@@ -235,8 +229,8 @@ class Simulation:
                 busy = busy or idle < len(kind.engines)
             samples[f"part {self._busiest(busy)}"] += 1
             samples["samples"] += 1
-            samples["environments"] += environments.in_use
-            samples["running"] += scheduler.running
+            samples["environments"] += self._environments.in_use
+            samples["running"] += self._scheduler.running
             if log:
                 await self._emit_samples(sink)
             if self._on_progress is not None:
@@ -263,8 +257,7 @@ class Simulation:
     async def _emit_samples(self, sink: EventSink) -> None:
         sink.emit(self._scheduler.sample(self._environments.in_use, self._environments.capacity))
         for name, engine in self._engines.items():
-            status = await engine.status()
-            sink.emit(EngineSample.of(name, status))
+            sink.emit(EngineSample.of(name, await engine.status()))
 
     def _emit_start(self, sink: EventSink) -> None:
         scenario = self._scenario
@@ -282,17 +275,10 @@ class Simulation:
         for name, kind in self._pools.items():
             device = kind.roofline.device.name
             for engine in kind.engines:
-                sink.emit(
-                    Placed(
-                        role="generate",
-                        pool=name,
-                        name=engine.name,
-                        wanted=device,
-                        device=device,
-                        node="",
-                        why="simulated",
-                    )
+                placed = Placed(
+                    role="generate", pool=name, name=engine.name, wanted=device, device=device, node="", why="simulated"
                 )
+                sink.emit(placed)
 
     def _totals(self) -> dict[str, float]:
         """Totals that the services count themselves."""
@@ -306,7 +292,3 @@ class Simulation:
         totals["reward calls"], totals["reward cold"] = self._rewards.calls, self._rewards.cold
         totals["reward busy"] = self._rewards.busy_s
         return totals
-
-
-def _sampling(max_tokens: int) -> Sampling:
-    return Sampling(max_tokens=max_tokens)

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.predict import scaled
 from rollart.simulate import fit
 from rollart.simulate.distributions import Distribution, LogNormal, draw_of, mean_of
 from rollart.simulate.measurements import MeasuredGeneration, MeasuredStep
@@ -87,7 +88,7 @@ def test_what_was_cut_short_counts_as_longer() -> None:
 def test_a_scaled_spread_has_the_scaled_mean(factor: float) -> None:
     spread = Distribution(lognormal=LogNormal(median=2.0, sigma=0.5), max=20.0)
 
-    assert mean_of(fit.scaled(spread, factor)) == pytest.approx(factor * mean_of(spread), rel=0.03)
+    assert mean_of(scaled(spread, factor)) == pytest.approx(factor * mean_of(spread), rel=0.03)
 
 
 def _engine_log(

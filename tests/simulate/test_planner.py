@@ -9,10 +9,18 @@ from hypothesis import strategies as st
 from rollart.core.errors import ConfigError
 from rollart.hardware.devices import CATALOGUE
 from rollart.simulate import plots
-from rollart.simulate.estimate import estimate, means_of
-from rollart.simulate.plan_explanation import differences, explanation, reason
-from rollart.simulate.planner import PlanResult, PlanSearch, combined, pareto, promising, search
-from rollart.simulate.plans import plan_of, splits
+from rollart.simulate.planner import (
+    PlanResult,
+    PlanSearch,
+    combined,
+    differences,
+    explanation,
+    pareto,
+    promising,
+    reason,
+    search,
+)
+from rollart.simulate.plans import estimate, means_of, plan_of, splits
 from rollart.simulate.result import SimulationResult
 from rollart.simulate.scenario import Scenario
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from rollart.app.commands.common import guarded
 
@@ -51,9 +51,8 @@ def _table(calibration: "Calibration") -> Table:
     from rollart.simulate.calibration import describe
     from rollart.simulate.fit import distance
 
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("", "", "measured", "fit", "distance"):
-        table.add_column(column, justify="right" if column in ("measured", "distance") else "left")
+    measured, distances = Column("measured", justify="right"), Column("distance", justify="right")
+    table = Table("", "", measured, "fit", distances, box=None, pad_edge=False, header_style="dim")
     for task in calibration.measurements.tasks:
         for key, (data, fitted) in calibration.fits(task).items():
             table.add_row(task, key, str(len(data)), describe(fitted), f"{distance(fitted, data):.3f}")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from rollart.app.commands.common import guarded
 from rollart.core.errors import RollartError
@@ -35,9 +35,8 @@ def envs(context: typer.Context) -> None:
 
 
 def _list(console: Console) -> None:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("family", "installed", "offers"):
-        table.add_column(column, overflow="fold")
+    columns = (Column(name, overflow="fold") for name in ("family", "installed", "offers"))
+    table = Table(*columns, box=None, pad_edge=False, header_style="dim")
     there = {family.name: family for family in families.all_installed()}
     for name, family in families.catalogue().items():
         table.add_row(name, _state(there.pop(name, None), family), family.offers)

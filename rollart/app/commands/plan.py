@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from rollart.app.commands.common import AsJson, Overrides, ScenarioPath, guarded, print_json, say
 from rollart.core.errors import ConfigError
@@ -73,7 +73,7 @@ def plan(
 def _print(found: "PlanSearch", scenario: "Scenario", console: Console, output: Path | None, plot: Path) -> None:
     from rollart.config import loading
     from rollart.simulate import plots
-    from rollart.simulate.plan_explanation import explanation
+    from rollart.simulate.planner import explanation
     from rollart.simulate.plans import applied
 
     console.print(_table(found))
@@ -93,31 +93,24 @@ def _limit(text: str) -> tuple[str, int]:
 
 
 def _table(found: "PlanSearch") -> Table:
-    from rollart.simulate.plan_explanation import reason
+    from rollart.simulate.planner import reason
 
     title = f"{found.considered} splits considered, {len(found.tried)} plans simulated; no other plan beats these"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for column in ("price/h", "s/step", "price/step"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for column in ("plan", "why"):
-        table.add_column(column)
+    columns = [Column(name, justify="right", no_wrap=True) for name in ("price/h", "s/step", "price/step")]
+    table = Table(*columns, "plan", "why", title=title, title_justify="left", box=None, pad_edge=False)
+    table.header_style, table.padding = "dim", (0, 2, 0, 0)
     rows = found.front
     if found.given is not None and found.given not in rows:
         rows = [*rows, found.given]
     for each in rows:
-        mark = "as given: " if each is found.given else ""
-        table.add_row(
-            f"{each.price:.4g}",
-            f"{each.step_s:.4g}",
-            f"{each.cost_per_step:.3g}",
-            each.plan.split,
-            mark + reason(each, found.given),
-        )
+        why = ("as given: " if each is found.given else "") + reason(each, found.given)
+        numbers = (f"{each.price:.4g}", f"{each.step_s:.4g}", f"{each.cost_per_step:.3g}")
+        table.add_row(*numbers, each.plan.split, why)
     return table
 
 
 def _summary(found: "PlanSearch") -> dict[str, Any]:
-    from rollart.simulate.plan_explanation import reason
+    from rollart.simulate.planner import reason
 
     def described(each: "PlanResult") -> dict[str, Any]:
         plan = asdict(each.plan) | {"split": each.plan.split}

@@ -1,11 +1,12 @@
 """`rollart reproduce`: published figures against simulated ones."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from rollart.app.commands.common import AsJson, guarded, print_json, say
 
@@ -31,7 +32,7 @@ def reproduce(
     [dim]rollart reproduce paper
     rollart reproduce paper --json[/dim]
     """
-    from rollart.simulate import paper
+    from rollart.simulate import paper, plots
 
     console = Console(stderr=as_json, highlight=False)
     folder = scenarios or paper.FOLDER
@@ -45,31 +46,20 @@ def reproduce(
     )
     for reason in dict.fromkeys(row.reason for row in missed if row.reason):
         console.print(f"- {reason}", style="dim", soft_wrap=True)
-    _draw(rows, output)
+    plots.figures(rows, output)
     say(console, f"picture: {output}")
     if as_json:
         print_json(_summary(rows))
 
 
 def _table(rows: "list[PaperRow]") -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("figure", "what"):
-        table.add_column(column)
-    for column in ("published", "simulated", "error"):
-        table.add_column(column, justify="right")
-    table.add_column("")
+    numbers = (Column(name, justify="right") for name in ("published", "simulated", "error"))
+    table = Table("figure", "what", *numbers, "", box=None, pad_edge=False, header_style="dim")
     for row in rows:
         verdict = "" if row.close else "reason below" if row.reason else "missed"
         style = "" if row.close else "yellow" if row.reason else "red"
-        table.add_row(
-            row.figure,
-            row.what,
-            f"{row.published:.3g}",
-            f"{row.simulated:.3g}",
-            f"{row.error:+.0%}",
-            verdict,
-            style=style,
-        )
+        values = (f"{row.published:.3g}", f"{row.simulated:.3g}", f"{row.error:+.0%}")
+        table.add_row(row.figure, row.what, *values, verdict, style=style)
     return table
 
 
@@ -78,35 +68,5 @@ def _summary(rows: "list[PaperRow]") -> dict[str, Any]:
         "within_15_percent": sum(row.close for row in rows),
         "missed_with_reason": sum(not row.close and bool(row.reason) for row in rows),
         "missed": sum(not row.close and not row.reason for row in rows),
-        "rows": [
-            {
-                "figure": row.figure,
-                "what": row.what,
-                "published": row.published,
-                "simulated": row.simulated,
-                "error": row.error,
-                "reason": row.reason if not row.close else "",
-            }
-            for row in rows
-        ],
+        "rows": [asdict(row) | {"error": row.error, "reason": "" if row.close else row.reason} for row in rows],
     }
-
-
-def _draw(rows: "list[PaperRow]", path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 7), layout="constrained")
-    low = min(min(row.published, row.simulated) for row in rows if row.simulated > 0) / 2
-    high = max(max(row.published, row.simulated) for row in rows) * 2
-    axes.plot([low, high], [low, high], color="grey", linewidth=0.8)
-    axes.fill_between([low, high], [0.85 * low, 0.85 * high], [1.15 * low, 1.15 * high], color="grey", alpha=0.2)
-    for name in dict.fromkeys(row.figure for row in rows):
-        of = [row for row in rows if row.figure == name and row.simulated > 0]
-        axes.scatter([row.published for row in of], [row.simulated for row in of], label=name, s=18)
-    axes.set(xscale="log", yscale="log", xlabel="published", ylabel="simulated", title="The band is 15%")
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
