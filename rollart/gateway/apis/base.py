@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from rollart.gateway.errors import ApiError, invalid
-from rollart.gateway.messages import ChatMessage, CompletionChoice, CompletionRequest, CompletionResponse
+from rollart.gateway.messages import CompletionRequest, CompletionResponse
 from rollart.gateway.session import EpisodeSession
 
 T = TypeVar("T")
@@ -19,7 +19,7 @@ encode = msgspec.json.Encoder().encode
 class Api(Protocol):
     """`streams_text`: text can be sent while it is generated."""
 
-    streams_text: bool
+    streams_text: bool = True
 
     def parse(self, body: bytes, session: EpisodeSession) -> CompletionRequest:
         """Raises ApiError."""
@@ -32,8 +32,8 @@ class Api(Protocol):
     def error(self, error: ApiError) -> Any: ...
 
     def on_delivered(self, request: CompletionRequest, response: CompletionResponse, session: EpisodeSession) -> None:
-        """Called when the response was delivered."""
-        ...
+        """Called when the response was delivered. Most store nothing: their clients repeat the conversation."""
+        return
 
 
 class StreamWriter(Protocol):
@@ -94,11 +94,3 @@ def check_format(format: ResponseFormat | None, param: str) -> None:
             "and check the response",
             f"{param}.type",
         )
-
-
-def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
-
-
-def conversation(request: CompletionRequest, choice: CompletionChoice) -> tuple[ChatMessage, ...]:
-    return (*request.messages, ChatMessage("assistant", choice.text, choice.calls))

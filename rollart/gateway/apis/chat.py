@@ -6,32 +6,53 @@ from typing import Any
 from msgspec import Struct
 from msgspec.json import Decoder
 
-from rollart.gateway.apis.base import DONE, ResponseFormat, StreamWriter, check_format, decode_body, event
-from rollart.gateway.apis.openai import (
-    FunctionSpec,
-    OpenAIApi,
-    OpenAIMessage,
-    StreamFields,
-    TokenCount,
-    finish_reason,
-    parse_tool_choice,
-    tool,
-    usage,
-)
+from rollart.gateway.apis import openai
+from rollart.gateway.apis.base import ContentPart, ResponseFormat, check_format, decode_body, text_of
 from rollart.gateway.errors import invalid
-from rollart.gateway.messages import CompletionChoice, CompletionRequest, CompletionResponse
+from rollart.gateway.messages import ChatMessage, CompletionRequest, CompletionResponse, Tool, ToolCall
 from rollart.gateway.session import EpisodeSession
 
 
+class _Function(Struct):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
 class _Tool(Struct):
-    function: FunctionSpec
+    function: _Function
     type: str = "function"
 
 
-class _Request(StreamFields, kw_only=True):
-    messages: list[OpenAIMessage]
+class _FunctionCall(Struct):
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class _ToolCall(Struct):
+    function: _FunctionCall
+    id: str | None = None
+
+
+class _Message(Struct):
+    role: str
+    content: str | list[ContentPart] | None = None
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    def chat_message(self, number: int) -> ChatMessage:
+        calls = tuple(
+            ToolCall(call.function.name, openai.arguments(call.function.arguments), call.id or "")
+            for call in self.tool_calls or ()
+        )
+        text = text_of(self.content, f"messages[{number}].content")
+        return ChatMessage(self.role, text, calls, self.tool_call_id or "")
+
+
+class _Request(openai.StreamFields, kw_only=True):
+    messages: list[_Message]
     model: str = ""
-    max_completion_tokens: TokenCount | None = None
+    max_completion_tokens: openai.TokenCount | None = None
     logprobs: bool | None = None
     tools: list[_Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -39,7 +60,7 @@ class _Request(StreamFields, kw_only=True):
     response_format: ResponseFormat | None = None
 
 
-class ChatCompletions(OpenAIApi):
+class ChatCompletions(openai.OpenAIApi):
     _decoder = Decoder(_Request)
 
     def parse(self, body: bytes, session: EpisodeSession) -> CompletionRequest:
@@ -47,9 +68,10 @@ class ChatCompletions(OpenAIApi):
         if not request.messages:
             raise invalid("there must be at least one message", "messages")
         check_format(request.response_format, "response_format")
-        tools = tuple(tool(each.function) for each in request.tools or ())
+        functions = [tool.function for tool in request.tools or ()]
+        tools = tuple(Tool(each.name, each.description or "", each.parameters or {}) for each in functions)
         limit = request.max_completion_tokens
-        force, parse_calls = parse_tool_choice(request.tool_choice, tools)
+        force, parse_calls = openai.parse_tool_choice(request.tool_choice, tools)
         return CompletionRequest(
             model=request.model,
             messages=tuple(message.chat_message(number) for number, message in enumerate(request.messages)),
@@ -64,43 +86,39 @@ class ChatCompletions(OpenAIApi):
 
     def response_body(self, request: CompletionRequest, response: CompletionResponse) -> Any:
         body: dict[str, Any] = {
-            **self._head(response, "chat.completion"),
-            "choices": [self._choice(request, number, choice) for number, choice in enumerate(response.choices)],
-            "usage": usage(response),
+            **openai.head(response, "chatcmpl", "chat.completion"),
+            "choices": [self._choice(request, response, number) for number in range(len(response.choices))],
+            "usage": openai.usage(response),
         }
         if request.token_ids:
             body["prompt_token_ids"] = response.prompt
         return body
 
-    def _head(self, response: CompletionResponse, kind: str) -> dict[str, Any]:
-        return {"id": f"chatcmpl-{response.id}", "object": kind, "created": response.created, "model": response.model}
-
-    def _choice(self, request: CompletionRequest, number: int, choice: CompletionChoice) -> dict[str, Any]:
+    def _choice(self, request: CompletionRequest, response: CompletionResponse, number: int) -> dict[str, Any]:
+        choice = response.choices[number]
         message: dict[str, Any] = {"role": "assistant", "content": choice.text or (None if choice.calls else "")}
         if choice.calls:
-            message["tool_calls"] = _calls(choice)
+            message["tool_calls"] = _calls(choice.calls)
         body: dict[str, Any] = {
             "index": number,
             "message": message,
             "logprobs": self.logprobs(choice) if request.logprobs else None,
-            "finish_reason": finish_reason(choice),
+            "finish_reason": "tool_calls" if choice.calls else choice.finish,
         }
         if request.token_ids:
             body["token_ids"] = choice.tokens
         return body
 
-    def writer(self, request: CompletionRequest) -> StreamWriter:
+    def writer(self, request: CompletionRequest) -> "_Writer":
         return _Writer(self, request)
 
-    def chunk(self, response: CompletionResponse, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        return event({**self._head(response, "chat.completion.chunk"), "choices": choices, **more})
 
-
-class _Writer:
+class _Writer(openai.ChunkWriter):
     """Logprobs and token ids come with the end of their choice."""
 
     def __init__(self, api: ChatCompletions, request: CompletionRequest) -> None:
-        self._api, self._request = api, request
+        super().__init__(request, "chatcmpl", "chat.completion.chunk")
+        self._api = api
         self._begun: set[int] = set()
 
     def text(self, response: CompletionResponse, index: int, piece: str) -> bytes:
@@ -112,17 +130,16 @@ class _Writer:
             pieces.append(self._opened(response, index))
             if rest := choice.text[sent[index] :]:
                 pieces.append(self._delta(response, index, {"content": rest}))
-            for number, call in enumerate(_calls(choice)):
+            for number, call in enumerate(_calls(choice.calls)):
                 pieces.append(self._delta(response, index, {"tool_calls": [{"index": number, **call}]}))
-            last: dict[str, Any] = {"index": index, "delta": {}, "finish_reason": finish_reason(choice)}
+            reason = "tool_calls" if choice.calls else choice.finish
+            last: dict[str, Any] = {"index": index, "delta": {}, "finish_reason": reason}
             if self._request.logprobs:
                 last["logprobs"] = self._api.logprobs(choice)
             if self._request.token_ids:
                 last["token_ids"] = choice.tokens
-            pieces.append(self._api.chunk(response, [last]))
-        if self._request.usage_in_stream:
-            pieces.append(self._api.chunk(response, [], usage=usage(response)))
-        return b"".join([*pieces, DONE])
+            pieces.append(self.chunk(response, [last]))
+        return b"".join([*pieces, self.last(response)])
 
     def _opened(self, response: CompletionResponse, index: int) -> bytes:
         if index in self._begun:
@@ -131,11 +148,11 @@ class _Writer:
         return self._delta(response, index, {"role": "assistant", "content": ""})
 
     def _delta(self, response: CompletionResponse, index: int, delta: dict[str, Any]) -> bytes:
-        return self._api.chunk(response, [{"index": index, "delta": delta, "finish_reason": None}])
+        return self.chunk(response, [{"index": index, "delta": delta, "finish_reason": None}])
 
 
-def _calls(choice: CompletionChoice) -> list[dict[str, Any]]:
+def _calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
     return [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in choice.calls
+        for call in calls
     ]

@@ -5,8 +5,8 @@ from typing import Any
 
 from msgspec.json import Decoder
 
-from rollart.gateway.apis.base import DONE, StreamWriter, decode_body, event
-from rollart.gateway.apis.openai import OpenAIApi, StreamFields, usage
+from rollart.gateway.apis.base import decode_body
+from rollart.gateway.apis.openai import ChunkWriter, OpenAIApi, StreamFields, head, usage
 from rollart.gateway.errors import invalid
 from rollart.gateway.messages import CompletionChoice, CompletionRequest, CompletionResponse
 from rollart.gateway.session import EpisodeSession
@@ -41,18 +41,10 @@ class Completions(OpenAIApi):
         )
 
     def response_body(self, request: CompletionRequest, response: CompletionResponse) -> Any:
-        choices = [self._choice(request, response, number) for number in range(len(response.choices))]
-        return {**self._head(response), "choices": choices, "usage": usage(response)}
+        choices = [self.choice(request, response, number) for number in range(len(response.choices))]
+        return {**head(response, "cmpl", "text_completion"), "choices": choices, "usage": usage(response)}
 
-    def _head(self, response: CompletionResponse) -> dict[str, Any]:
-        return {
-            "id": f"cmpl-{response.id}",
-            "object": "text_completion",
-            "created": response.created,
-            "model": response.model,
-        }
-
-    def _choice(self, request: CompletionRequest, response: CompletionResponse, number: int) -> dict[str, Any]:
+    def choice(self, request: CompletionRequest, response: CompletionResponse, number: int) -> dict[str, Any]:
         choice = response.choices[number]
         body: dict[str, Any] = {
             "index": number,
@@ -76,32 +68,22 @@ class Completions(OpenAIApi):
             "text_offset": offsets[: len(pieces)],
         }
 
-    def writer(self, request: CompletionRequest) -> StreamWriter:
+    def writer(self, request: CompletionRequest) -> "_Writer":
         return _Writer(self, request)
 
-    def chunk(self, response: CompletionResponse, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        return event({**self._head(response), "choices": choices, **more})
 
-    def last(self, request: CompletionRequest, response: CompletionResponse, index: int, rest: str) -> dict[str, Any]:
-        return {**self._choice(request, response, index), "text": rest}
-
-
-class _Writer:
+class _Writer(ChunkWriter):
     def __init__(self, api: Completions, request: CompletionRequest) -> None:
-        self._api, self._request = api, request
+        super().__init__(request, "cmpl", "text_completion")
+        self._api = api
 
     def text(self, response: CompletionResponse, index: int, piece: str) -> bytes:
-        return self._api.chunk(response, [{"index": index, "text": piece, "finish_reason": None}])
+        return self.chunk(response, [{"index": index, "text": piece, "finish_reason": None}])
 
     def end(self, response: CompletionResponse, sent: Sequence[int]) -> bytes:
-        rests = [choice.text[sent[index] :] for index, choice in enumerate(response.choices)]
-        pieces = [
-            self._api.chunk(response, [self._api.last(self._request, response, index, rest)])
-            for index, rest in enumerate(rests)
-        ]
-        if self._request.usage_in_stream:
-            pieces.append(self._api.chunk(response, [], usage=usage(response)))
-        return b"".join([*pieces, DONE])
+        choices = [self._api.choice(self._request, response, index) for index in range(len(sent))]
+        rests = [{**choice, "text": choice["text"][start:]} for choice, start in zip(choices, sent, strict=True)]
+        return b"".join(self.chunk(response, [rest]) for rest in rests) + self.last(response)
 
 
 def _prompt(prompt: str | list[str | int | list[int]]) -> tuple[str | None, list[int] | None]:

@@ -6,7 +6,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.json import Decoder
 
-from rollart.gateway.apis.base import DONE, StreamWriter, decode_body, event
+from rollart.gateway.apis.base import DONE, decode_body, event
 from rollart.gateway.apis.openai import OpenAIApi, SamplingFields, usage
 from rollart.gateway.errors import invalid
 from rollart.gateway.messages import CompletionChoice, CompletionRequest, CompletionResponse
@@ -62,7 +62,7 @@ class Generate(OpenAIApi):
         """Tokens are named by their numbers: several may have the same text."""
         return {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
 
-    def writer(self, request: CompletionRequest) -> StreamWriter:
+    def writer(self, request: CompletionRequest) -> "_Writer":
         return _Writer(self, request)
 
 

@@ -6,25 +6,10 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 from msgspec.json import Decoder
 
-from rollart.gateway.apis.base import (
-    ContentPart,
-    ResponseFormat,
-    StreamWriter,
-    check_format,
-    decode_body,
-    event,
-    text_of,
-)
-from rollart.gateway.apis.openai import Probability, TokenCount, arguments
+from rollart.gateway.apis.base import Api, ContentPart, ResponseFormat, check_format, decode_body, event, text_of
+from rollart.gateway.apis.openai import Probability, TokenCount, arguments, parse_tool_choice
 from rollart.gateway.errors import ApiError, invalid
-from rollart.gateway.messages import (
-    ChatMessage,
-    CompletionChoice,
-    CompletionRequest,
-    CompletionResponse,
-    Tool,
-    ToolCall,
-)
+from rollart.gateway.messages import ChatMessage, CompletionRequest, CompletionResponse, Tool, ToolCall
 from rollart.gateway.session import EpisodeSession
 from rollart.gateway.tools import value
 
@@ -90,17 +75,14 @@ class _CountRequest(_Request):
     max_tokens: TokenCount = 1
 
 
-class Messages:
-    streams_text = True
+class Messages(Api):
     _decoder: "Decoder[Any]" = Decoder(_Request)
 
     def parse(self, body: bytes, session: EpisodeSession) -> CompletionRequest:
         request = decode_body(self._decoder, body)
         if not request.messages:
             raise invalid("there must be at least one message", "messages")
-        check_format(
-            request.output_config.format if request.output_config is not None else None, "output_config.format"
-        )
+        check_format(request.output_config.format if request.output_config else None, "output_config.format")
         messages = [each for number, message in enumerate(request.messages) for each in _chat_messages(message, number)]
         if system := text_of(request.system, "system"):
             messages.insert(0, ChatMessage("system", system))
@@ -125,44 +107,22 @@ class Messages:
         )
 
     def response_body(self, request: CompletionRequest, response: CompletionResponse) -> Any:
-        choice = response.choices[0]
-        return {
-            **self._head(response),
-            "content": _blocks(choice),
-            "stop_reason": _reason(choice),
-            "stop_sequence": choice.stopped_by,
-            "usage": _usage(response, response.completion_tokens),
-        }
+        end = {**_stop(response), "usage": _usage(response, response.completion_tokens)}
+        return {**_head(response), "content": _blocks(response), **end}
 
-    def _head(self, response: CompletionResponse) -> dict[str, Any]:
-        return {"id": f"msg_{response.id}", "type": "message", "role": "assistant", "model": response.model}
-
-    def writer(self, request: CompletionRequest) -> StreamWriter:
-        return _Writer(self)
-
-    def start(self, response: CompletionResponse) -> bytes:
-        empty: dict[str, Any] = {
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": _usage(response, 0),
-        }
-        return _event("message_start", message={**self._head(response), **empty})
+    def writer(self, request: CompletionRequest) -> "_Writer":
+        return _Writer()
 
     def error(self, error: ApiError) -> Any:
         kind = _KINDS.get(error.status, "api_error")
         where = f"{error.param}: " if error.param else ""
         return {"type": "error", "error": {"type": kind, "message": f"{where}{error}"}}
 
-    def on_delivered(self, request: CompletionRequest, response: CompletionResponse, session: EpisodeSession) -> None:
-        """Nothing to store: clients repeat the conversation."""
-
 
 class _Writer:
     """The text is the first block, the calls are those after it."""
 
-    def __init__(self, api: Messages) -> None:
-        self._api = api
+    def __init__(self) -> None:
         self._started = self._text_open = False
 
     def text(self, response: CompletionResponse, index: int, piece: str) -> bytes:
@@ -181,21 +141,22 @@ class _Writer:
         pieces.append(self._start(response))
         if self._text_open:
             pieces.append(_event("content_block_stop", index=0))
-        blocks = [block for block in _blocks(choice) if block["type"] == "tool_use"]
+        blocks = [block for block in _blocks(response) if block["type"] == "tool_use"]
         for index, (block, call) in enumerate(zip(blocks, choice.calls, strict=True), start=self._text_open):
             delta = {"type": "input_json_delta", "partial_json": call.arguments}
             pieces.append(_event("content_block_start", index=index, content_block={**block, "input": {}}))
             pieces.append(_event("content_block_delta", index=index, delta=delta))
             pieces.append(_event("content_block_stop", index=index))
-        end = {"stop_reason": _reason(choice), "stop_sequence": choice.stopped_by}
-        pieces.append(_event("message_delta", delta=end, usage=_usage(response, response.completion_tokens)))
+        usage = _usage(response, response.completion_tokens)
+        pieces.append(_event("message_delta", delta=_stop(response), usage=usage))
         return b"".join([*pieces, _event("message_stop")])
 
     def _start(self, response: CompletionResponse) -> bytes:
         if self._started:
             return b""
         self._started = True
-        return self._api.start(response)
+        message = _head(response) | {"content": [], "stop_reason": None, "stop_sequence": None}
+        return _event("message_start", message={**message, "usage": _usage(response, 0)})
 
 
 class CountTokens(Messages):
@@ -230,18 +191,20 @@ def _chat_messages(message: _Message, number: int) -> Iterator[ChatMessage]:
 
 
 def _tool_choice(choice: _ToolChoice | None, tools: tuple[Tool, ...]) -> tuple[str | None, bool]:
-    kind = choice.type if choice is not None else "auto"
-    if kind in ("auto", "none"):
-        return None, kind == "auto"
-    name = (choice.name or "") if choice is not None and kind == "tool" else ""
-    if kind not in ("any", "tool"):
-        raise invalid(f"the type is auto, any, tool or none, not {kind!r}", "tool_choice.type")
-    if not tools or (name and name not in [tool.name for tool in tools]):
-        raise invalid(f"tool_choice names {name or 'a tool'}, which is not among the tools", "tool_choice")
-    return name, True
+    if choice is None:
+        return None, True
+    in_openai: dict[str, Any] = {"auto": "auto", "none": "none", "any": "required", "tool": {"name": choice.name or ""}}
+    if choice.type not in in_openai:
+        raise invalid(f"the type is auto, any, tool or none, not {choice.type!r}", "tool_choice.type")
+    return parse_tool_choice(in_openai[choice.type], tools)
 
 
-def _blocks(choice: CompletionChoice) -> list[dict[str, Any]]:
+def _head(response: CompletionResponse) -> dict[str, Any]:
+    return {"id": f"msg_{response.id}", "type": "message", "role": "assistant", "model": response.model}
+
+
+def _blocks(response: CompletionResponse) -> list[dict[str, Any]]:
+    choice = response.choices[0]
     blocks: list[dict[str, Any]] = [{"type": "text", "text": choice.text}] if choice.text or not choice.calls else []
     for call in choice.calls:
         parsed = value(call.arguments)
@@ -250,12 +213,12 @@ def _blocks(choice: CompletionChoice) -> list[dict[str, Any]]:
     return blocks
 
 
-def _reason(choice: CompletionChoice) -> str:
-    if choice.calls:
-        return "tool_use"
-    if choice.stopped_by is not None:
-        return "stop_sequence"
-    return "end_turn" if choice.finish == "stop" else "max_tokens"
+def _stop(response: CompletionResponse) -> dict[str, Any]:
+    choice = response.choices[0]
+    reason = "end_turn" if choice.finish == "stop" else "max_tokens"
+    if choice.calls or choice.stopped_by is not None:
+        reason = "tool_use" if choice.calls else "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": choice.stopped_by}
 
 
 def _usage(response: CompletionResponse, made: int) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What OpenAI's APIs have in common: errors, tools, usage, logprobs."""
+"""What OpenAI's APIs have in common: errors, tools, usage, logprobs, chunks of a stream."""
 
 import json
 from collections.abc import Sequence
@@ -6,17 +6,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from rollart.gateway.apis.base import ContentPart, stop_strings, text_of
+from rollart.gateway.apis.base import DONE, Api, event
 from rollart.gateway.errors import ApiError, invalid
-from rollart.gateway.messages import (
-    ChatMessage,
-    CompletionChoice,
-    CompletionRequest,
-    CompletionResponse,
-    Tool,
-    ToolCall,
-)
-from rollart.gateway.session import EpisodeSession
+from rollart.gateway.messages import CompletionChoice, CompletionRequest, CompletionResponse, Tool
 from rollart.gateway.template import ChatTemplate
 
 TokenCount = Annotated[int, Meta(ge=1)]
@@ -45,7 +37,8 @@ class SamplingFields(Struct, kw_only=True):
     def sampling(self) -> dict[str, Any]:
         """As fields of a CompletionRequest."""
         keys = ("max_tokens", "temperature", "top_p", "top_k", "seed")
-        return {key: getattr(self, key) for key in keys} | {"n": self.n or 1, "stop": stop_strings(self.stop)}
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return {key: getattr(self, key) for key in keys} | {"n": self.n or 1, "stop": stop}
 
 
 class StreamFields(SamplingFields, kw_only=True):
@@ -57,41 +50,8 @@ class StreamFields(SamplingFields, kw_only=True):
         return {"stream": bool(self.stream), "usage_in_stream": options is not None and options.include_usage}
 
 
-class FunctionSpec(Struct):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class FunctionCall(Struct):
-    name: str
-    arguments: str | dict[str, Any] = "{}"
-
-
-class MessageToolCall(Struct):
-    function: FunctionCall
-    id: str | None = None
-
-
-class OpenAIMessage(Struct):
-    role: str
-    content: str | list[ContentPart] | None = None
-    tool_calls: list[MessageToolCall] | None = None
-    tool_call_id: str | None = None
-
-    def chat_message(self, number: int) -> ChatMessage:
-        calls = tuple(
-            ToolCall(call.function.name, arguments(call.function.arguments), call.id or "")
-            for call in self.tool_calls or ()
-        )
-        text = text_of(self.content, f"messages[{number}].content")
-        return ChatMessage(self.role, text, calls, self.tool_call_id or "")
-
-
-class OpenAIApi:
+class OpenAIApi(Api):
     """`template` decodes tokens for logprobs."""
-
-    streams_text = True
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
@@ -99,9 +59,6 @@ class OpenAIApi:
     def error(self, error: ApiError) -> Any:
         kind = _KINDS.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
-
-    def on_delivered(self, request: CompletionRequest, response: CompletionResponse, session: EpisodeSession) -> None:
-        """Nothing to store: clients repeat the conversation."""
 
     def piece(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._template.piece(token)
@@ -112,12 +69,26 @@ class OpenAIApi:
         return {"content": [self.piece(token, logprob) for token, logprob in pairs], "refusal": None}
 
 
+class ChunkWriter:
+    """Streams a response as chunks with `choices`; `prefix` is that of their id, `kind` their object."""
+
+    def __init__(self, request: CompletionRequest, prefix: str, kind: str) -> None:
+        self._request, self._prefix, self._kind = request, prefix, kind
+
+    def chunk(self, response: CompletionResponse, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return event({**head(response, self._prefix, self._kind), "choices": choices, **more})
+
+    def last(self, response: CompletionResponse) -> bytes:
+        usages = self.chunk(response, [], usage=usage(response)) if self._request.usage_in_stream else b""
+        return usages + DONE
+
+
+def head(response: CompletionResponse, prefix: str, kind: str) -> dict[str, Any]:
+    return {"id": f"{prefix}-{response.id}", "object": kind, "created": response.created, "model": response.model}
+
+
 def arguments(value: str | dict[str, Any]) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def tool(function: FunctionSpec) -> Tool:
-    return Tool(function.name, function.description or "", function.parameters or {})
 
 
 def parse_tool_choice(choice: str | dict[str, Any] | None, tools: Sequence[Tool]) -> tuple[str | None, bool]:
@@ -136,10 +107,6 @@ def parse_tool_choice(choice: str | dict[str, Any] | None, tools: Sequence[Tool]
     if not tools or (name and name not in [each.name for each in tools]):
         raise invalid(f"tool_choice names {name or 'a tool'}, which is not among the tools", "tool_choice")
     return name, True
-
-
-def finish_reason(choice: CompletionChoice) -> str:
-    return "tool_calls" if choice.calls else choice.finish
 
 
 def usage(response: CompletionResponse) -> dict[str, Any]:

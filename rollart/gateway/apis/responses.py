@@ -7,26 +7,10 @@ from typing import Any
 from msgspec import Struct
 from msgspec.json import Decoder
 
-from rollart.gateway.apis.base import (
-    ContentPart,
-    ResponseFormat,
-    StreamWriter,
-    check_format,
-    conversation,
-    decode_body,
-    event,
-    text_of,
-)
+from rollart.gateway.apis.base import ContentPart, ResponseFormat, check_format, decode_body, event, text_of
 from rollart.gateway.apis.openai import OpenAIApi, Probability, Temperature, TokenCount, arguments, parse_tool_choice
 from rollart.gateway.errors import ApiError, invalid
-from rollart.gateway.messages import (
-    ChatMessage,
-    CompletionChoice,
-    CompletionRequest,
-    CompletionResponse,
-    Tool,
-    ToolCall,
-)
+from rollart.gateway.messages import ChatMessage, CompletionRequest, CompletionResponse, Tool, ToolCall
 from rollart.gateway.session import EpisodeSession
 
 
@@ -70,7 +54,7 @@ class Responses(OpenAIApi):
 
     def parse(self, body: bytes, session: EpisodeSession) -> CompletionRequest:
         request = decode_body(self._decoder, body)
-        check_format(request.text.format if request.text is not None else None, "text.format")
+        check_format(request.text.format if request.text else None, "text.format")
         before: tuple[ChatMessage, ...] = ()
         if request.previous_response_id is not None:
             found = session.responses.get(request.previous_response_id)
@@ -102,7 +86,8 @@ class Responses(OpenAIApi):
         )
 
     def on_delivered(self, request: CompletionRequest, response: CompletionResponse, session: EpisodeSession) -> None:
-        session.remember(f"resp_{response.id}", conversation(request, response.choices[0]))
+        answer = ChatMessage("assistant", response.choices[0].text, response.choices[0].calls)
+        session.remember(f"resp_{response.id}", (*request.messages, answer))
 
     def response_body(self, request: CompletionRequest, response: CompletionResponse) -> Any:
         choice = response.choices[0]
@@ -111,20 +96,11 @@ class Responses(OpenAIApi):
             **_head(request, response),
             "status": "incomplete" if short else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if short else None,
-            "output": _output(response.id, choice),
+            "output": _output(response),
             "usage": _usage(response),
         }
 
-    def started_body(self, request: CompletionRequest, response: CompletionResponse) -> dict[str, Any]:
-        return {
-            **_head(request, response),
-            "status": "in_progress",
-            "incomplete_details": None,
-            "output": [],
-            "usage": None,
-        }
-
-    def writer(self, request: CompletionRequest) -> StreamWriter:
+    def writer(self, request: CompletionRequest) -> "_Writer":
         return _Writer(self, request)
 
 
@@ -145,10 +121,8 @@ class _Writer:
 
     def end(self, response: CompletionResponse, sent: Sequence[int]) -> bytes:
         choice, pieces, whole = response.choices[0], [], self._api.response_body(self._request, response)
-        if rest := choice.text[sent[0] :]:
-            pieces.append(self.text(response, 0, rest))
-        elif not (choice.calls or self._text_open):
-            pieces.append(self.text(response, 0, ""))
+        if choice.text[sent[0] :] or not (choice.calls or self._text_open):
+            pieces.append(self.text(response, 0, choice.text[sent[0] :]))
         pieces.append(self._start(response))
         for index, item in enumerate(whole["output"]):
             pieces += (
@@ -176,7 +150,8 @@ class _Writer:
         if self._started:
             return b""
         self._started = True
-        begun = self._api.started_body(self._request, response)
+        begun = _head(self._request, response) | {"status": "in_progress", "incomplete_details": None}
+        begun |= {"output": [], "usage": None}
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
     def _event(self, kind: str, **data: Any) -> bytes:
@@ -234,13 +209,14 @@ def _head(request: CompletionRequest, response: CompletionResponse) -> dict[str,
     }
 
 
-def _output(number: str, choice: CompletionChoice) -> list[dict[str, Any]]:
-    output = [_message(number, choice.text)] if choice.text or not choice.calls else []
+def _output(response: CompletionResponse) -> list[dict[str, Any]]:
+    choice = response.choices[0]
+    output = [_message(response.id, choice.text)] if choice.text or not choice.calls else []
     for index, call in enumerate(choice.calls):
         output.append(
             {
                 "type": "function_call",
-                "id": f"fc_{number}_{index}",
+                "id": f"fc_{response.id}_{index}",
                 "call_id": call.id,
                 "name": call.name,
                 "arguments": call.arguments,
