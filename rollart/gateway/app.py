@@ -11,8 +11,7 @@ The invariants:
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollart.gateway.apis.base import Api, encode, event
 from rollart.gateway.apis.chat import ChatCompletions
@@ -33,13 +32,9 @@ EVENTS = b"text/event-stream; charset=utf-8"
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ApiRoute:
-    """A request goes to `api`; without one the response is `listing`."""
-
+class ApiRoute(NamedTuple):
+    api: Api
     session: EpisodeSession
-    api: Api | None = None
-    listing: Any = None
 
 
 class App:
@@ -50,37 +45,36 @@ class App:
     ) -> None:
         self.limits = limits
         self._sessions, self._model, self._any_model = sessions, model, any_model
-        chat, messages, count = ChatCompletions(template), Messages(), CountTokens()
-        self._chat, self._messages, self._count = chat, messages, count
+        self._chat, self._messages, self._count = ChatCompletions(template), Messages(), CountTokens()
         self._apis: dict[str, Api] = {
-            "/chat/completions": chat,
+            "/chat/completions": self._chat,
             "/completions": Completions(template),
             "/responses": Responses(template),
-            "/messages": messages,
-            "/messages/count_tokens": count,
+            "/messages": self._messages,
+            "/messages/count_tokens": self._count,
             "/inference/v1/generate": Generate(template),
         }
         self._open = 0
 
     # Routing
 
-    def route(self, exchange: Exchange) -> ApiRoute | None:
-        """None: a health check. Raises ApiError."""
+    def route(self, exchange: Exchange) -> ApiRoute | dict[str, Any]:
+        """The API and the session of the request, or the response if it needs neither. Raises ApiError."""
         key, path = _key(exchange.path, exchange.headers)
         if path == "/health":
-            return None
+            return {"ok": True}
         session = self._sessions.find(key) if key else None
         if session is None:
             reason = "this key is not known, or its episode is over" if key else "send a key: Authorization: Bearer ..."
             raise ApiError(401, reason, code="invalid_api_key")
         api = self._apis.get(path)
         if api is None:
-            return ApiRoute(session, listing=self._listing(path))
+            return self._listing(path)
         if exchange.method != "POST":
             raise ApiError(405, f"{path} takes POST, not {exchange.method}", code="method_not_allowed")
-        return ApiRoute(session, api)
+        return ApiRoute(api, session)
 
-    def _listing(self, path: str) -> Any:
+    def _listing(self, path: str) -> dict[str, Any]:
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "rollart"}
         if path == "/models":
             return {"object": "list", "data": [model]}
@@ -104,14 +98,12 @@ class App:
     # Responses
 
     async def handle(self, exchange: Exchange) -> None:
-        route: ApiRoute | None = exchange.route
+        route: ApiRoute | dict[str, Any] = exchange.route
         try:
-            if route is None:
-                _respond(exchange, 200, {"ok": True})
-            elif route.api is None:
-                _respond(exchange, 200, route.listing)
-            else:
+            if isinstance(route, ApiRoute):
                 await self._admit(route.api, route.session, exchange)
+            else:
+                _respond(exchange, 200, route)
         except ApiError as error:
             self.refuse(exchange, error)
         except ClientGone:

@@ -99,7 +99,7 @@ class Gateway:
             began = asyncio.get_running_loop().time()
             reason = await self._started.wait()
             self._sink.emit(ServiceEnded(role="gateway", name="gateway", reason=reason))
-            await self._shut_down()
+            await self.close()
             lived = asyncio.get_running_loop().time() - began
             restarts = 0 if lived > HEALTHY_S else restarts + 1
             if restarts > RESTARTS:
@@ -115,9 +115,7 @@ class Gateway:
             self._started.kill()
 
     async def close(self) -> None:
-        await self._shut_down()
-
-    async def _shut_down(self) -> None:
+        """`start` may be called again."""
         self._lose()
         tasks = [*self._running.values(), *([self._pulling] if self._pulling else [])]
         for task in tasks:

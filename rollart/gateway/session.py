@@ -115,7 +115,8 @@ class EpisodeSession:
         try:
             chain = digests(request.messages, request.tools)
             new, context, after, sampling = self._prepare(request, chain)
-            self._count(chain)
+            self.counts.requests += 1
+            self.counts.retries += bool(chain) and self._history.is_retry(chain)
             claims = [self._segments.claim(context, after, new=number > 0) for number in range(request.n)]
             response = CompletionResponse(secrets.token_hex(12), int(time.time()), request.model, context)
             choices = await self._choices(request, response, claims, sampling, on_text)
@@ -129,7 +130,6 @@ class EpisodeSession:
         return PendingResponse(request, response, tuple(choices), new, chain)
 
     def delivered(self, pending: PendingResponse) -> None:
-        """The client has it all."""
         request = pending.request
         for each in pending.choices:
             fresh = each.claim.segment.turns == 0
@@ -177,11 +177,6 @@ class EpisodeSession:
             raise invalid(f"this episode has had its {self.limits.max_calls} completions", code="max_calls_exceeded")
         if self._open >= self.limits.max_parallel:
             raise busy(f"this key has {self._open} requests under way, its limit; wait for one to end")
-
-    def _count(self, chain: list[bytes]) -> None:
-        self.counts.requests += 1
-        if chain and self._history.is_retry(chain):
-            self.counts.retries += 1
 
     def _prepare(
         self, request: CompletionRequest, chain: list[bytes]
@@ -289,8 +284,10 @@ class EpisodeSession:
             episode=limits.id,
             branch_of="" if claim.branch_of is None else f"{limits.id}~{claim.branch_of.number}",
         )
-        streams = on_text is not None and request.force is None
-        text = self._detokenizer(request) if streams or request.stop else None
+        streams, text = on_text is not None and request.force is None, None
+        if streams or request.stop:
+            call_start = self._template.format.call_start if request.tools and request.parse_calls else None
+            text = IncrementalDetokenizer(self._template.text, request.stop, call_start)
 
         def on_tokens(tokens: list[int]) -> bool:
             assert text is not None
@@ -316,10 +313,6 @@ class EpisodeSession:
         if completion.finish == "abort" or not completion.tokens:
             raise ApiError(503, "the engine aborted this request", code="engine_failed", retry_after=1)
         return self._read(request, claim, completion, clock() - start, text.sent if text is not None else 0)
-
-    def _detokenizer(self, request: CompletionRequest) -> IncrementalDetokenizer:
-        call_start = self._template.format.call_start if request.tools and request.parse_calls else None
-        return IncrementalDetokenizer(self._template.text, request.stop, call_start)
 
     def _read(
         self, request: CompletionRequest, claim: SegmentClaim, completion: Completion, seconds: float, sent: int

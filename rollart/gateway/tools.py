@@ -14,7 +14,7 @@ What cannot be parsed as a call stays text.
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from rollart.gateway.detokenizer import overlap
 from rollart.gateway.messages import Tool
@@ -27,45 +27,26 @@ _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTA
 _decoder = json.JSONDecoder()
 
 
-class ToolFormat(Protocol):
-    marks: tuple[str, ...]
-    """Kept when tokens are decoded, though the model may have control tokens for them."""
+class Tagged:
+    """The default, which the other formats override. `marks` are kept when tokens are decoded, though the model may
+    have control tokens for them; a call begins with `start`."""
+
+    marks: tuple[str, ...] = ()
+    start, key, opening, closing = "<tool_call>", "arguments", "<tool_call>\n", "\n</tool_call>"
 
     def write(self, name: str, arguments: str) -> str:
         """A call as the model would have written it."""
-        ...
-
-    def begin(self, name: str) -> str:
-        """How a call of this tool, or of any if it is empty, begins."""
-        ...
-
-    def read(self, text: str, tools: Sequence[Tool] = ()) -> tuple[str, NamedCalls]:
-        """The text without the calls, and each call's name and arguments. The text before a call is unchanged."""
-        ...
-
-    def call_start(self, text: str) -> int:
-        """From where on this incomplete text may belong to a call."""
-        ...
-
-    def explain(self, tools: Sequence[Tool]) -> str:
-        """Instructions for a model whose template does not support tools."""
-        ...
-
-
-class Tagged:
-    marks: tuple[str, ...] = ()
-    key, opening, closing = "arguments", "<tool_call>\n", "\n</tool_call>"
-
-    def write(self, name: str, arguments: str) -> str:
         call = f'{{"name": {_json(name)}, "{self.key}": {_json(value(arguments))}}}'
         return f"{self.opening}{call}{self.closing}"
 
     def begin(self, name: str) -> str:
+        """How a call of this tool, or of any if it is empty, begins."""
         if not name:
             return f'{self.opening}{{"name": "'
         return f'{self.opening}{{"name": {_json(name)}, "{self.key}": '
 
     def read(self, text: str, tools: Sequence[Tool] = ()) -> tuple[str, NamedCalls]:
+        """The text without the calls, and each call's name and arguments. The text before a call is unchanged."""
         calls: NamedCalls = []
 
         def take(match: re.Match[str]) -> str:
@@ -82,11 +63,12 @@ class Tagged:
         return _call(_parsed(inside), self.key)
 
     def call_start(self, text: str) -> int:
-        mark = self.opening.strip()
-        at = text.find(mark)
-        return at if at >= 0 else len(text) - overlap(text, mark)
+        """From where on this incomplete text may belong to a call."""
+        at = text.find(self.start)
+        return at if at >= 0 else len(text) - overlap(text, self.start)
 
     def explain(self, tools: Sequence[Tool]) -> str:
+        """Instructions for a model whose template does not support tools."""
         listed = "\n".join(_json(described(tool)) for tool in tools)
         known = tools[0].parameters.get("properties")
         example = self.write(tools[0].name, _json(dict.fromkeys(known, "...") if isinstance(known, dict) else {}))
@@ -106,18 +88,14 @@ class Bare(Tagged):
 
 class Listed(Tagged):
     marks: tuple[str, ...] = ("[TOOL_CALLS]",)
-    opening, closing = "[TOOL_CALLS][", "]"
+    start, opening, closing = "[TOOL_CALLS]", "[TOOL_CALLS][", "]"
 
     def read(self, text: str, tools: Sequence[Tool] = ()) -> tuple[str, NamedCalls]:
-        before, mark, after = text.partition(self.marks[0])
+        before, mark, after = text.partition(self.start)
         parsed = _parsed(after.strip()) if mark else None
         calls = [_call(each, self.key) for each in parsed] if isinstance(parsed, list) else []
         whole = [call for call in calls if call is not None]
         return (before.rstrip(), whole) if whole and len(whole) == len(calls) else (text, [])
-
-    def call_start(self, text: str) -> int:
-        at = text.find(self.marks[0])
-        return at if at >= 0 else len(text) - overlap(text, self.marks[0])
 
 
 class Named(Listed):
@@ -163,7 +141,7 @@ class Marked(Tagged):
         return name, _json(arguments)
 
 
-def format_of(template: str) -> ToolFormat:
+def format_of(template: str) -> Tagged:
     """The format that a chat template mentions; Tagged if it mentions none."""
     if "[TOOL_CALLS]" in template:
         return Named() if "[ARGS]" in template else Listed()

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from rollart.gateway.detokenizer import IncrementalDetokenizer, cut_at_stop, overlap
 from rollart.gateway.template import ChatTemplate
-from rollart.gateway.tools import Bare, Listed, Marked, Named, Tagged, ToolFormat
+from rollart.gateway.tools import Bare, Listed, Marked, Named, Tagged
 
-FORMATS: tuple[ToolFormat, ...] = (Tagged(), Bare(), Listed(), Named(), Marked())
+FORMATS: tuple[Tagged, ...] = (Tagged(), Bare(), Listed(), Named(), Marked())
 SAID = st.lists(
     st.sampled_from([*"ab{[< \n", "é", "€", "🙂", "<tool_call>", "[TOOL_CALLS]", "</tool_call>", '{"name": "f"}']),
     max_size=12,

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollart.gateway.messages import Tool
-from rollart.gateway.tools import Bare, Listed, Marked, Named, Tagged, ToolFormat, canonical, format_of
+from rollart.gateway.tools import Bare, Listed, Marked, Named, Tagged, canonical, format_of
 
 NAMES = st.text("abc_1", min_size=1, max_size=8)
-FORMATS: tuple[ToolFormat, ...] = (Tagged(), Bare(), Listed(), Named(), Marked())
+FORMATS: tuple[Tagged, ...] = (Tagged(), Bare(), Listed(), Named(), Marked())
 VALUES = st.dictionaries(NAMES, st.integers() | st.text(max_size=20) | st.lists(st.booleans(), max_size=3), max_size=4)
 
 
