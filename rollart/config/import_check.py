@@ -73,12 +73,9 @@ def _names(tree: ast.Module) -> set[str]:
             case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
                 names.update((alias.asname or alias.name).partition(".")[0] for alias in aliases)
             case ast.Assign() | ast.AnnAssign():
-                names.update(node.id for node in ast.walk(statement) if _stored(node) and isinstance(node, ast.Name))
+                targets = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
+                names.update(node.id for node in targets if isinstance(node.ctx, ast.Store))
     return names
-
-
-def _stored(node: ast.AST) -> bool:
-    return isinstance(getattr(node, "ctx", None), ast.Store)
 
 
 def _imports(tree: ast.Module, name: str) -> Iterator[str]:

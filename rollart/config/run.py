@@ -41,8 +41,7 @@ class RunFile(Section):
         default_factory=dict, description="which workers run on which device class, by name"
     )
     measured: Path | None = Field(
-        None,
-        description="folder of an earlier run, whose measured tasks decide `device: auto` and the first routes",
+        None, description="folder of an earlier run, whose measured tasks decide `device: auto` and the first routes"
     )
     routing: RoutingConfig = RoutingConfig()
     engine: EngineConfig = EngineConfig()
@@ -90,16 +89,14 @@ class RunFile(Section):
         for name, pool in self.pools.items():
             for device_class in pool.devices:
                 if device_class not in known and not pool.auto:
-                    near = did_you_mean(device_class, known)
-                    hint = near or f"; define it in `devices`, or use {', '.join(known)}"
+                    hint = did_you_mean(device_class, known) or f"; define it in `devices`, or use {', '.join(known)}"
                     raise Conflict(f"there is no device class {device_class!r}{hint}", "pools", name, "device")
 
     def _check_pools(self) -> None:
         for role, default in DEFAULT_POOLS.items():
             if default in self.pools and self.pools[default].role != role:
-                raise Conflict(
-                    f"the name {default!r} is reserved for pools of role {role}; choose another", "pools", default
-                )
+                what = f"the name {default!r} is reserved for pools of role {role}; choose another"
+                raise Conflict(what, "pools", default)
         roles = [pool.role for pool in self.pools.values()]
         if "generate" in roles and self.engine.count != 1:
             raise Conflict("engine.count is for runs without pools of role generate", "engine", "count")

@@ -93,8 +93,7 @@ class TrainingConfig(Section):
     threads: Positive = Field(1, description="CPU threads of each rank")
     device: TorchDevice = "auto"
     transport: str = Field(
-        "http",
-        description="how weights reach other machines: http, nixl or mooncake://host:port; http is the fallback",
+        "http", description="how weights reach other machines: http, nixl or mooncake://host:port; http is the fallback"
     )
     algorithm: AlgorithmConfig = AlgorithmConfig()
     deadline: Seconds = Field(600.0, description="seconds for one step")

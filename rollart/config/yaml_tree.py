@@ -64,20 +64,13 @@ class Tree:
         if not equals or not all(keys.split(".")):
             raise ConfigError(f"{place}: write it as section.key=value")
         new = parse(text, place, lines=False)
-        path = self._enter(keys.split("."), place)
-        parent = self._at(path[:-1])
+        path, parent = self._enter(keys.split("."), place)
         parent[path[-1]] = new.value
         self.places = {old: where for old, where in self.places.items() if old[: len(path)] != path}
         self.places.update({path + below: where for below, where in new.places.items()})
 
-    def _at(self, path: KeyPath) -> Any:
-        value = self.value
-        for step in path:
-            value = value[step]
-        return value
-
-    def _enter(self, keys: Sequence[str], place: str) -> KeyPath:
-        """The path of `keys`; creates missing sections."""
+    def _enter(self, keys: Sequence[str], place: str) -> tuple[KeyPath, Any]:
+        """The path of `keys`, and the section or list that its last step is in; creates missing sections."""
         path: KeyPath = ()
         value = self.value
         for depth, key in enumerate(keys):
@@ -94,7 +87,7 @@ class Tree:
                     value[key] = {}
                     self.places[path] = place
                 value = value[step]
-        return path
+        return path, value
 
 
 def _item(items: list[Any], key: str, above: str, place: str) -> int:

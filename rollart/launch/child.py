@@ -79,10 +79,8 @@ class Child:
             late = f"{self.name} did not start within {command.start_deadline:g} s"
             raise ServiceError(late + tail(self.log)) from None
         if answer is None:
-            code, python = await self.process.wait(), command.python or sys.executable
-            raise ServiceError(
-                f"could not start {self.name}: {python} ended while it started, with {describe(code)}{tail(self.log)}"
-            )
+            how, python = describe(await self.process.wait()) + tail(self.log), command.python or sys.executable
+            raise ServiceError(f"could not start {self.name}: {python} ended while it started, with {how}")
         if "error" in answer:
             raise ServiceError(str(answer["error"]))
         return answer

@@ -1,8 +1,7 @@
 """TCP keepalive: how a connection notices that the machine at its other end is gone.
 
-A dead machine sends nothing: an idle connection would wait forever, and one with unsent data for 15 minutes. With
-keepalive the kernels probe each other. The reply needs no Python: a busy process is never taken for dead, and a silent
-machine is noticed within `TIMEOUT_S`.
+A dead machine sends nothing: an idle connection would wait forever, and one with unsent data for 15 minutes. Here the
+kernels probe each other, without Python: a busy process is not taken for dead, a silent machine is within `TIMEOUT_S`.
 """
 
 import socket

@@ -9,6 +9,7 @@ the arguments is the folder of this package on the node.
 import asyncio
 import os
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -40,8 +41,7 @@ def service_command(module: str, spec: Mapping[str, Any], *, name: str, logs: Pa
 
 @dataclass(frozen=True, slots=True)
 class ResourceRequest:
-    """Where a command should run: `count` devices of one of the classes, in order of preference, on any node but those
-    to `avoid`."""
+    """`count` devices of one of the classes, in order of preference, on any node but those to `avoid`."""
 
     devices: tuple[str, ...] = ("cpu",)
     count: float = 1
@@ -112,17 +112,12 @@ class Launcher(Protocol):
     async def close(self) -> None: ...
 
 
-async def relaunch(
-    launcher: Launcher, command: Command, request: ResourceRequest, ended: ServiceHandle
-) -> ServiceHandle:
-    """Start again what ended. A silent node is avoided if any other satisfies the request: a cluster may list it for a
-    while yet."""
-    if not ended.node_lost:
-        return await launcher.launch(command, request)
-    try:
-        return await launcher.launch(command, replace(request, avoid=request.avoid | {ended.node}))
-    except Unsatisfiable:
-        return await launcher.launch(command, request)
+async def relaunch(launcher: Launcher, command: Command, request: ResourceRequest, old: ServiceHandle) -> ServiceHandle:
+    """Start again what ended. A silent node, which a cluster may list for a while yet, is avoided if possible."""
+    if old.node_lost:
+        with suppress(Unsatisfiable):
+            return await launcher.launch(command, replace(request, avoid=request.avoid | {old.node}))
+    return await launcher.launch(command, request)
 
 
 async def all_or_none(starts: Iterable[Coroutine[Any, Any, S]]) -> list[S]:

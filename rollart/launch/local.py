@@ -1,7 +1,6 @@
 """The local launcher: commands as child processes of the controller, on the devices of this machine.
 
-CPUs may be overcommitted: processes share them well. A GPU belongs to one command, or to a few that requested fractions
-of it, until they end.
+CPUs may be overcommitted. A GPU belongs to one command, or to a few that requested fractions of it, until they end.
 """
 
 import asyncio
@@ -45,17 +44,14 @@ class LocalLauncher:
         total = {device: float(count) for device, count in Counter(self._devices).items()}
         return Node(self._name, LOOPBACK, {"cpu": cores} | total, {"cpu": cores} | free)
 
-    async def launch(self, command: Command, request: ResourceRequest) -> ServiceHandle:
-        return await self._launch(command, request, {})
-
     async def launch_together(self, commands: Sequence[Command], request: ResourceRequest) -> Sequence[ServiceHandle]:
         rendezvous = f"{LOOPBACK}:{free_port(LOOPBACK)}"
         return await all_or_none(
-            self._launch(command, request, {"rank": rank, "world": len(commands), "rendezvous": rendezvous})
+            self.launch(command, request, rank=rank, world=len(commands), rendezvous=rendezvous)
             for rank, command in enumerate(commands)
         )
 
-    async def _launch(self, command: Command, request: ResourceRequest, more: Mapping[str, Any]) -> Child:
+    async def launch(self, command: Command, request: ResourceRequest, **more: Any) -> Child:
         device, taken = self._reserve(command.name, request)
         visible = {VISIBLE: ",".join(map(str, taken))} if taken else {}
         placed = replace(command, environment={**visible, **command.environment})
@@ -83,9 +79,8 @@ class LocalLauncher:
                 for gpu, part in taken.items():
                     self._free[gpu] -= part
                 return device, taken
-        if self._name in request.avoid or not any(
-            node.total.get(device, 0) >= request.count for device in request.devices
-        ):
+        possible = any(node.total.get(device, 0) >= request.count for device in request.devices)
+        if self._name in request.avoid or not possible:
             raise Unsatisfiable(name, request, [node])
         raise ServiceError(f"{name} needs {request}, but they are in use: {node}")
 

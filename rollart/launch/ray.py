@@ -17,7 +17,7 @@ import secrets
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 # Ray prints pages about every node that dies; the launcher reports what matters.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "(?s).*")
@@ -42,7 +42,9 @@ RETRY_S = 1.0
 ATTEMPTS = 3
 MAX_CALLS = 100
 
+T = TypeVar("T")
 Release = Callable[[], Awaitable[None]]
+Attempt = Callable[[NodeChoice, list[NodeChoice]], Awaitable[T]]  # the best choice, and others of the same resource
 
 
 class RayLauncher:
@@ -141,15 +143,10 @@ class RayLauncher:
         locations: list[RayLocation] = await asyncio.gather(*located)
         port = await answer(actors[0].free_port.remote(locations[0].address), ASK_S)
         common = {"world": len(commands), "rendezvous": f"{locations[0].address}:{port}"}
+        resources = [next(iter(bundle)) for bundle in group.bundle_specs]
+        ranks = enumerate(zip(commands, actors, locations, resources, strict=True))
         return await all_or_none(
-            self._start(
-                *(command, actor, location, next(iter(bundle))),
-                more=common | {"rank": rank},
-                release=partial(release, rank),
-            )
-            for rank, (command, actor, location, bundle) in enumerate(
-                zip(commands, actors, locations, group.bundle_specs, strict=True)
-            )
+            self._start(*placed, more=common | {"rank": rank}, release=partial(release, rank)) for rank, placed in ranks
         )
 
     async def _start(
@@ -179,8 +176,6 @@ class RayLauncher:
         handle.ended.add_done_callback(lambda _: self._handles.discard(handle))
         return handle
 
-    # Placing
-
     async def _place_actor(self, name: str, request: ResourceRequest) -> tuple[Any, RayLocation, str]:
         async def attempt(first: NodeChoice, rest: list[NodeChoice]) -> tuple[Any, RayLocation, str]:
             actor = self._actor.options(
@@ -194,8 +189,7 @@ class RayLauncher:
                 await asyncio.shield(asyncio.to_thread(ray.kill, actor))
                 raise
 
-        placed: tuple[Any, RayLocation, str] = await self._retry(name, request, 1, attempt)
-        return placed
+        return await self._retry(name, request, 1, attempt)
 
     async def _place_group(self, name: str, request: ResourceRequest, times: int) -> PlacementGroup:
         async def attempt(first: NodeChoice, rest: list[NodeChoice]) -> PlacementGroup:
@@ -214,13 +208,7 @@ class RayLauncher:
 
         return await self._retry(name, request, times, attempt)
 
-    async def _retry(
-        self,
-        name: str,
-        request: ResourceRequest,
-        times: int,
-        attempt: Callable[[NodeChoice, list[NodeChoice]], Awaitable[Any]],
-    ) -> Any:
+    async def _retry(self, name: str, request: ResourceRequest, times: int, attempt: Attempt[T]) -> T:
         """The result of the first attempt that succeeds within the patience. Raises ServiceError."""
         clock = asyncio.get_running_loop().time
         deadline, failures = clock() + self._patience, 0

@@ -1,8 +1,7 @@
 """The nodes of a Ray cluster, by device class.
 
 A node's class is its label `rollart.io/device` (`ray start --labels rollart.io/device=H20`), else the accelerator that
-Ray detected, else cpu. Its devices are its GPUs, or its CPUs if it has none. The CPUs of nodes with GPUs are offered
-too, after those of other nodes.
+Ray detected, else cpu. Its devices are its GPUs, or its CPUs if it has none. CPUs of nodes with GPUs come last.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,8 +16,7 @@ Resource = Literal["GPU", "CPU"]
 
 @dataclass(frozen=True, slots=True)
 class RayNode:
-    """One class of devices of a node. `label` is the label that gave the class, if any; `port` is Ray's own there;
-    `second`: the CPUs of a node that has GPUs."""
+    """One class of devices of a node, given by `label`, if any. `port` is Ray's; `second`: CPUs of a node with GPUs."""
 
     id: str
     name: str

@@ -66,8 +66,7 @@ class _Outbox:
 
 def application(handlers: Mapping[str, Handler], key: str | None = None) -> Starlette:
     """A service whose methods are `handlers`: async functions of at most one argument, decoded to its annotation. A
-    last parameter of type `Stream` gets a function that sends the caller a value before the answer. Callers must show
-    the `key`, if there is one."""
+    last parameter of type `Stream` sends the caller values before the answer. Callers must show the `key`, if any."""
     methods = {name: _Method(handler) for name, handler in handlers.items()}
 
     async def health(request: Request) -> JSONResponse:

@@ -2,8 +2,7 @@
 
 A pool gets its first class while that has room, then the next of its list. Engines are spread over the nodes, so that a
 dead node costs few of them; the trainer's ranks are packed on devices of one class, because they wait for each other at
-every step. Workers on CPUs avoid nodes with accelerators while others have room. The same arguments give the same
-bindings, whatever the order of the nodes.
+every step. Workers on CPUs avoid nodes with accelerators while others have room. The order of the nodes is irrelevant.
 """
 
 import dataclasses
@@ -63,7 +62,8 @@ def place(requests: Sequence[PlacementRequest], inventory: Inventory) -> tuple[B
     refused, fitting, too_many = placed.request, 0, placed.request.workers
     while too_many - fitting > 1:
         middle = (fitting + too_many) // 2
-        fits = not isinstance(_bind_all(_with_workers(requests, refused.pool, middle), inventory), _NoRoom)
+        fewer = [dataclasses.replace(one, workers=middle) if one.pool == refused.pool else one for one in requests]
+        fits = not isinstance(_bind_all(fewer, inventory), _NoRoom)
         fitting, too_many = (middle, too_many) if fits else (fitting, middle)
     raise PlacementError(refusal_of(refused, placed.placed, fitting, inventory, placed.taken), refused.pool)
 
@@ -86,10 +86,6 @@ def _bind_all(requests: Sequence[PlacementRequest], inventory: Inventory) -> "tu
             return tuple(binding for request in requests for binding in bound[request.pool])
     assert first is not None
     return first
-
-
-def _with_workers(requests: Sequence[PlacementRequest], pool: str, workers: int) -> list[PlacementRequest]:
-    return [dataclasses.replace(one, workers=workers) if one.pool == pool else one for one in requests]
 
 
 def replace(

@@ -57,9 +57,6 @@ def inventory_of(run: RunFile, file: Path | None = None, patience: float = PATIE
     return Inventory(nodes_of(run.cluster, patience), f"the cluster {run.cluster}")
 
 
-# A cluster
-
-
 def nodes_of(address: str, patience: float = PATIENCE) -> tuple[Node, ...]:
     """The nodes of a Ray cluster, within `patience` seconds. Raises ServiceError."""
     until = time.monotonic() + patience
@@ -104,9 +101,6 @@ async def _list_nodes(launcher: Launcher) -> tuple[Node, ...]:
         return tuple(await launcher.nodes())
     finally:
         await launcher.close()
-
-
-# A file
 
 
 class _NodeFile(BaseModel):

@@ -30,8 +30,7 @@ EXTERNAL = "external"
 
 @dataclass(frozen=True, slots=True)
 class TaskPlacement:
-    """`pools` has the share of the task that each should serve while all are busy, predicted from its `shape`; the
-    router itself measures."""
+    """`pools` has the share of the task that each should serve while all are busy, predicted from its `shape`."""
 
     task: str
     environments: int
@@ -58,8 +57,7 @@ class PlacementPlan:
 
 
 def plan(run: RunFile, inventory: Inventory, measured: Mapping[str, WorkloadShape] | None = None) -> PlacementPlan:
-    """`measured` are the shapes of tasks; by default those of the run file's `measured` run. Raises RollartError if the
-    run cannot be placed."""
+    """`measured` are the shapes of tasks, by default of the run file's `measured` run. Raises RollartError."""
     classes, model = run.device_classes(), model_shape(run)
     if measured is None and run.measured is not None:
         measured = measured_shapes(run.measured)

@@ -1,7 +1,7 @@
 """The plan of a run as tables."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import groupby
 
 from rich.console import Group, RenderableType
@@ -36,8 +36,9 @@ def _pools(run: RunFile, plan: PlacementPlan) -> Table:
     about = f"preset {run.rollout.preset}, alpha {run.rollout.schedule().alpha}"
     rows.add_row("control", "controller", "1", "cpu", "here", about)
     for pool, bindings in groupby(plan.bindings, key=lambda binding: binding.pool):
-        for role, device, why, same in _alike(list(bindings)):
-            rows.add_row(role, pool, str(len(same)), plan.devices[pool] or device, _nodes(same), why)
+        for (role, device, why), same in groupby(bindings, key=lambda each: (each.role, each.device, each.why)):
+            alike = list(same)
+            rows.add_row(role, pool, str(len(alike)), plan.devices[pool] or device, _nodes(alike), why)
     for reward in dict.fromkeys(_reward(run, task.reward) for task in run.tasks):
         rows.add_row("reward", *reward, "started when needed")
     return rows
@@ -49,11 +50,6 @@ def _reward(run: RunFile, reward: RewardConfig) -> tuple[str, str, str, str]:
         return "rewards", f"up to {run.rewards.workers}", "cpu", "here"
     where = ", ".join(filter(None, [invoker.title, reward.name])) or str(reward.url)
     return reward.invoker, f"up to {reward.concurrency}", reward.device or "cpu", where
-
-
-def _alike(bindings: list[Binding]) -> Iterator[tuple[str, str, str, list[Binding]]]:
-    for (role, device, why), same in groupby(bindings, key=lambda binding: (binding.role, binding.device, binding.why)):
-        yield role, device, why, list(same)
 
 
 def _nodes(bindings: list[Binding]) -> str:

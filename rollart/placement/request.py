@@ -10,7 +10,6 @@ from rollart.launch.launcher import Node
 from rollart.placement.inventory import Inventory
 
 ROLES = {"train": "rank", "generate": "engine", "environment": "environment host"}  # in the order of placement
-_EXAMPLE_SLOWDOWN = 20000
 
 
 class PlacementError(ConfigError):
@@ -110,7 +109,7 @@ def _remedies(
         listed = ", ".join([*request.choices, best])
         remedies.append(f"allow a fallback, {key}.device: [{listed}] ({left[best]:g} {best} are free)")
     if "cpu" not in request.choices and request.role == "generate":
-        remedies.append(f"try it without such devices, {key}: {{device: {first}, emulate: {_EXAMPLE_SLOWDOWN}, ...}}")
+        remedies.append(f"try it without such devices, {key}: {{device: {first}, emulate: 20000, ...}}")
     if inventory.overcommit:
         remedies.append(f"use this machine's CPUs with {key}.device: cpu")
         remedies.append(f"name a `cluster` that has {first}")

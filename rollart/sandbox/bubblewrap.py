@@ -82,8 +82,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class ExtraMounts:
-    """`folders` of this machine are mounted at the same paths, read-only; `links` are names in the sandbox's root
-    folder for folders in the work folder."""
+    """`folders` of this machine, read-only at the same paths; `links` from / to folders in the work folder."""
 
     folders: tuple[str, ...] = ()
     links: tuple[tuple[str, str], ...] = ()
@@ -161,17 +160,14 @@ class Bubblewrap:
             ready, _, _ = select.select([info], [], [], max(0.0, deadline - time.monotonic()))
             piece = os.read(info, 4096) if ready else b""
             if not piece:
-                raise SandboxError(self._start_failure())
+                raise SandboxError(
+                    f"bubblewrap could not start a sandbox ({self._last_output()}), and nothing runs without one; "
+                    "it needs bubblewrap 0.8 or later and user namespaces: check `sysctl "
+                    "kernel.unprivileged_userns_clone` (1), `kernel.apparmor_restrict_unprivileged_userns` (0) and "
+                    "`user.max_user_namespaces` (not 0), and in a container allow them"
+                )
             text += piece
         return int(json.loads(text)["child-pid"])
-
-    def _start_failure(self) -> str:
-        return (
-            f"bubblewrap could not start a sandbox ({self._last_output()}), and nothing runs without one; "
-            "it needs bubblewrap 0.8 or later and user namespaces: check `sysctl "
-            "kernel.unprivileged_userns_clone` (1), `kernel.apparmor_restrict_unprivileged_userns` (0) and "
-            "`user.max_user_namespaces` (not 0), and in a container allow them"
-        )
 
     def send(self, request: bytes, deadline: float) -> None:
         """Write all of it by `deadline` (of time.monotonic). Raises SandboxError."""
@@ -215,8 +211,7 @@ class Bubblewrap:
         self._signal(shell, signal.SIGCONT)
 
     def _alive(self) -> int:
-        """The number of processes inside but init. The sandbox's own /proc misses no stopped process, but its ids are
-        not ours."""
+        """Processes inside but init: the sandbox's own /proc misses no stopped one, but its ids are not ours."""
         inside = Path(f"/proc/{self.init}/root/proc")
         return sum(not is_dead(int(entry.name), inside) for entry in inside.iterdir() if entry.name.isdecimal()) - 1
 

@@ -52,9 +52,8 @@ def program(machine: str = "") -> bytes:
             *_unless(EQUAL, architecture, KILL),
             _do(LOAD, NUMBER),
             *_if(AT_LEAST, X32, _error(errno.ENOSYS)),
-            *_if(
-                EQUAL, CLONE3[column], _error(errno.ENOSYS)
-            ),  # its flags cannot be filtered; libraries fall back to clone
+            # Its flags cannot be filtered; libraries fall back to clone.
+            *_if(EQUAL, CLONE3[column], _error(errno.ENOSYS)),
             *(part for number in denied for part in _if(EQUAL, number, _error(errno.EPERM))),
             *_when(CLONE[column], [_do(LOAD, FIRST), *_if(ANY_BIT, NAMESPACES, _error(errno.EPERM))]),
             *_when(SOCKET[column], _socket()),

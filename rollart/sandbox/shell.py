@@ -74,9 +74,8 @@ class OutputBuffer:
         left_out = self.total - len(self._head) - self._half
         if left_out <= 0:
             return _printable(self._head + self._tail)
-        return (
-            f"{_printable(self._head)}\n[... {left_out:,} bytes left out ...]\n{_printable(self._tail[-self._half :])}"
-        )
+        head, tail = _printable(self._head), _printable(self._tail[-self._half :])
+        return f"{head}\n[... {left_out:,} bytes left out ...]\n{tail}"
 
 
 class WorkTooBig(Exception):
@@ -120,9 +119,8 @@ class Sandbox:
         """Raises SandboxError."""
         text = command.encode(errors="replace").replace(b"\0", b"")
         if len(text) > COMMAND_BYTES:
-            return CommandResult(
-                "", None, f"the command has {len(text):,} bytes, more than {COMMAND_BYTES:,}; it was not run"
-            )
+            note = f"the command has {len(text):,} bytes, more than {COMMAND_BYTES:,}; it was not run"
+            return CommandResult("", None, note)
         if not self._shell:
             self._start_shell()
         tag, output = _tag(), OutputBuffer(self._output)
@@ -195,8 +193,7 @@ class Sandbox:
     def _follow(
         self, keep: Callable[[bytes], None], tags: tuple[str, ...], end: float, broken: Callable[[], str] = lambda: ""
     ) -> tuple[tuple[str, int] | None, str]:
-        """Read until one of `tags` comes, with its exit code: the reply. Without one, the limit that was broken, or
-        nothing if the time was up."""
+        """Read until the reply comes: one of `tags` and its exit code; else the broken limit, if the time is not up."""
         bwrap, check_at = self._bwrap, time.monotonic() + CHECK_S
         while True:
             now = time.monotonic()
@@ -265,9 +262,8 @@ class Sandbox:
     def _ended(self, output: OutputBuffer, reason: str) -> CommandResult:
         self._shell = 0
         self._drain(output.add)
-        return CommandResult(
-            output.text(), None, f"{reason}; a new shell starts in {WORK}, without the old one's variables"
-        )
+        note = f"{reason}; a new shell starts in {WORK}, without the old one's variables"
+        return CommandResult(output.text(), None, note)
 
 
 def _tag() -> str:
