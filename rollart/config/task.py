@@ -102,8 +102,7 @@ def _program(value: Any) -> Any:
 
 
 class AgentConfig(Section):
-    """A program that drives itself and calls the gateway for completions: `module:function`, or a command and its
-    arguments as a list, or this section."""
+    """A program that drives itself and calls the gateway for completions: a function or a command."""
 
     function: ImportPath | None = Field(None, description="module:function of an endpoint and an episode")
     command: list[str] | None = Field(

@@ -15,8 +15,7 @@ HELD_OUT = 5  # one item of a dataset in five is for evaluation only
 
 @dataclass(frozen=True)
 class Endpoint:
-    """`url` is the gateway, without a path. The key is valid until the episode ends. `tokenizer` is the folder of the
-    policy's tokenizer, for clients that send tokens."""
+    """`url` is the gateway, without a path; the key ends with the episode; `tokenizer` is a folder, the policy's."""
 
     url: str
     key: str = field(repr=False)

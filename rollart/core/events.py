@@ -135,8 +135,7 @@ class ResetHedged(Event):
 
 
 class EnvironmentLost(Event):
-    """A call of an environment failed or missed its deadline; its process and all that it started were killed. A reset
-    may be `retried` on a fresh one."""
+    """A call failed or missed its deadline; the environment's process was killed. A reset may be `retried`."""
 
     task: str
     call: Literal["reset", "step"]
@@ -145,9 +144,8 @@ class EnvironmentLost(Event):
 
 
 class TurnDone(Event):
-    """Generation of `generate_s`, ended `env_s` before `t`, then an environment step of `env_s`. `why` the request went
-    to this engine, and its predicted time; `fetched` of the cached tokens came from the engine `prefilled_by`, or from
-    the one that had the conversation before."""
+    """Generation of `generate_s`, then an environment step of `env_s`, ended at `t`. `why` the request went to the
+    engine; `fetched` of the cached tokens came from the engine `prefilled_by`, or from the conversation's last one."""
 
     trajectory: str
     task: str
@@ -302,8 +300,7 @@ class PipelineSample(Event):
 
 
 class Evaluated(Event):
-    """Held-out episodes, started at `version`; while training goes on, later versions may play the rest. `failed` ones
-    could not be played and do not count in `success`."""
+    """Held-out episodes, started at `version`; later versions may play the rest. `failed` ones are not in `success`."""
 
     version: int
     task: str

@@ -31,15 +31,13 @@ class Engine(Protocol):
         ...
 
     async def prefill(self, request: GenerationRequest) -> int:
-        """Compute the KV of the context and keep it for another engine to fetch; returns the number of tokens computed.
-        Raises EngineFailed."""
+        """Compute the context's KV for another engine to fetch; returns the tokens computed. Raises EngineFailed."""
         ...
 
     async def abort(self, request_id: str) -> None: ...
 
     async def load(self, publication: Publication) -> LoadResult:
-        """Fetch a published version and swap to it between two steps. Raises EngineFailed: then it goes on with the
-        version that it has."""
+        """Fetch a version and swap to it between two steps. Raises EngineFailed, and keeps the version that it has."""
         ...
 
     async def status(self) -> EngineStatus: ...
@@ -47,9 +45,8 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenStream:
-    """Callbacks for streamed tokens. `on_tokens` gets the new tokens, `every` at a time, and returns True to end the
-    answer early. `on_restart`: the answer starts over and all received so far is void; it raises EngineFailed if
-    that is not acceptable."""
+    """Callbacks. `on_tokens` gets the new tokens, `every` at a time, and returns True to end the answer early.
+    `on_restart`: the answer starts over, what was received is void; raises EngineFailed if that is not acceptable."""
 
     every: int
     on_tokens: Callable[[list[int]], bool]
@@ -61,8 +58,7 @@ class StreamingEngine(Protocol):
     """An engine that can stream tokens; the others return whole answers."""
 
     async def stream(self, request: GenerationRequest, stream: TokenStream) -> Completion:
-        """As `generate`. An answer that `on_tokens` ended has the finish `length`, and may have more tokens than were
-        streamed."""
+        """As `generate`. An answer that `on_tokens` ended has the finish `length`, and may have more tokens."""
         ...
 
 

@@ -18,10 +18,8 @@ class Schedule:
     extra_groups: int = 0
 
     def within(self, oldest: int | None, version: int) -> bool:
-        """Whether tokens as old as `oldest` may be trained on `version`.
-
-        After a resume from an earlier checkpoint tokens can be newer than the policy: the bound is on age only, and
-        importance weights correct the rest."""
+        """Whether tokens as old as `oldest` may be trained on `version`. After a resume from an earlier checkpoint they
+        can be newer than the policy: the bound is on age only, and importance weights correct the rest."""
         return oldest is None or not self.enforce or version - oldest <= self.alpha
 
 

@@ -75,8 +75,7 @@ class GenerationRequest:
 
 
 class Completion(Struct, frozen=True):
-    """One `logprob` and one `version` per token; `cached` of the `prompt` tokens needed no prefill, and `fetched` of
-    these came from another engine."""
+    """`cached` of the `prompt` tokens needed no prefill; `fetched` of these came from another engine."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -111,9 +110,8 @@ class EngineStatus:
 
 
 class Publication(Struct, frozen=True):
-    """A published version: `sources[shard]` are the URLs to fetch a shard from, best first, for readers that do not
-    find it in their own memory; `key` authenticates them there, and those that they serve. A version that is published
-    again, after a rollback, has another `id`."""
+    """A published version: `sources[shard]` are the URLs to fetch a shard from, best first, if not in the reader's own
+    memory; `key` authenticates readers. A version that is published again, after a rollback, has another `id`."""
 
     version: int
     id: str = ""
@@ -125,8 +123,7 @@ class Publication(Struct, frozen=True):
 class LoadResult:
     """An engine's weight swap: `transfer_s` to fetch and check the weights while generation went on, and `exposed_s` in
     which no step could run, or ran with a smaller batch because requests were drained. `recomputed` tokens of running
-    requests had KV of the old weights; `recompute_s` is what recomputing it cost after the previous swap, cached
-    sessions included, where the engine measures it."""
+    requests had KV of the old weights; `recompute_s` is what that cost after the previous swap, if measured."""
 
     version: int
     transfer_s: float = 0.0
@@ -201,8 +198,7 @@ class CaptureCounts(Struct):
 
 
 class CapturedEpisode(Struct, frozen=True):
-    """An episode as it was sampled, in the order of delivery. `truncated`: a limit refused a request; `cut`: the last
-    answer reached its maximum length."""
+    """An episode as sampled, in order. `truncated`: a limit refused a request; `cut`: the last answer was too long."""
 
     turns: tuple[Turn, ...]
     counts: CaptureCounts
@@ -250,9 +246,8 @@ class Trajectory(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A trajectory as the trainer gets it: one token sequence. `mask` is 1 where the policy sampled the token, at
-    `temperature`; logprobs are those of that distribution. Each segment of a trajectory is a sample, with the id of its
-    `trajectory`; their reward counts once."""
+    """A trajectory, or a segment of one, as the trainer gets it: one token sequence. `mask` is 1 where the policy
+    sampled, at `temperature`; logprobs are of that distribution. The reward of a trajectory's segments counts once."""
 
     id: str
     task: str
@@ -293,8 +288,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class LogprobGap:
-    """How far the engine's logprobs were from the trainer's, for the trained tokens of a task that are `age` versions
-    older than what was trained."""
+    """How far the engine's logprobs were from the trainer's, for a task's tokens that are `age` versions old."""
 
     task: str
     age: int

@@ -27,9 +27,8 @@ class ColumnSum:
     reusable = True
 
     def __init__(self, digits: int = 3, rules: bool = False, held_out: bool = False) -> None:
-        self._sums = ChainSumDataset(
-            ChainSumConfig(min_terms=2, max_terms=2, min_digits=digits, max_digits=digits, seed=0, size=1)
-        )
+        config = ChainSumConfig(min_terms=2, max_terms=2, min_digits=digits, max_digits=digits, seed=0, size=1)
+        self._sums = ChainSumDataset(config)
         self.rules, self.held_out = rules, held_out
         self.item: dict[str, Any] = {}
         self.expression = ""

@@ -45,9 +45,7 @@ class EnvironmentPool:
 
     Each task has one host for each of the `requests`, shared by the tasks, and a connection to each of the `urls`,
     where someone else runs a host; its processes are split over them in proportion to the requested counts, a URL
-    counting as one. With neither, it has a single host. `launcher` starts them; without one they run on this machine.
-    `sink` gets an event for every process that was lost.
-    """
+    counting as one. With neither, it has one host. Without a `launcher` they run here. Lost processes go to `sink`."""
 
     def __init__(
         self,
@@ -121,8 +119,7 @@ class EnvironmentPool:
                 raise result
 
     async def watch(self) -> NoReturn:
-        """Wait until no task has a host left; if only one has none, its episodes fail at once, which is for quarantine
-        to notice. Raises ServiceError."""
+        """Wait until no task has a host left (if one has none, quarantine notices). Raises ServiceError."""
         lost = await asyncio.gather(*(task.pool.watch() for task in self._tasks.values()), return_exceptions=True)
         raise ServiceError("; ".join(map(str, lost)))
 

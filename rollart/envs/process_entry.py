@@ -18,9 +18,8 @@ def make_rollart_importable() -> None:
     """Let a Python that does not have rollart import its modules, but nothing else of what is installed with it."""
     if "rollart" not in sys.modules:
         folder = Path(__file__).resolve().parent.parent
-        spec = importlib.util.spec_from_file_location(
-            "rollart", folder / "__init__.py", submodule_search_locations=[str(folder)]
-        )
+        init, search = folder / "__init__.py", [str(folder)]
+        spec = importlib.util.spec_from_file_location("rollart", init, submodule_search_locations=search)
         if spec is None or spec.loader is None:
             raise ImportError(f"{folder} is not a package")
         package = importlib.util.module_from_spec(spec)

@@ -1,7 +1,6 @@
-"""A host of environments that someone else runs: known by its URL, connected to, never started or stopped.
+"""A host of environments that someone else runs (`rollart envs serve`): never started or stopped, known by its URL.
 
-`rollart envs serve` is such a host. One connection to it stays open as long as it is needed; when that breaks, the host
-is lost, and `launch` tries to connect again.
+One connection to it stays open as long as it is needed. If it breaks, the host is lost; `launch` connects again.
 """
 
 import asyncio
@@ -70,11 +69,10 @@ class RemoteHost:
                 for path in command.spec["imports"]:
                     if ".py:" not in path:
                         await process.call("find", {"env": path}, CONNECT_S)
-        except (OSError, ProcessLost, CallRaised) as error:
+        except BaseException as error:
             process.kill("the connection was closed")
-            raise ServiceError(self._reason(error)) from error
-        except BaseException:
-            process.kill("the connection was closed")
+            if isinstance(error, (OSError, ProcessLost, CallRaised)):
+                raise ServiceError(self._reason(error)) from error
             raise
         return RemoteConnection(command.name, self._url, process, self._address)
 

@@ -83,9 +83,7 @@ def _info(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidReply(f"`info` is {_describe(value)}; expected a dict")
     if not _storable(value, MAX_DEPTH):
-        raise InvalidReply(
-            f"`info` is nested deeper than {MAX_DEPTH} levels, or contains an integer of more than 64 bits"
-        )
+        raise InvalidReply(f"`info` is nested deeper than {MAX_DEPTH} levels, or has an integer of more than 64 bits")
     return value
 
 

@@ -193,7 +193,7 @@ class Sandbox:
     def _follow(
         self, keep: Callable[[bytes], None], tags: tuple[str, ...], end: float, broken: Callable[[], str] = lambda: ""
     ) -> tuple[tuple[str, int] | None, str]:
-        """Read until the reply comes: one of `tags` and its exit code; else the broken limit, if the time is not up."""
+        """Read until one of `tags` comes, with its exit code: the reply. Else the broken limit, or "" at `end`."""
         bwrap, check_at = self._bwrap, time.monotonic() + CHECK_S
         while True:
             now = time.monotonic()

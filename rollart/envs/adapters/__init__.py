@@ -9,6 +9,7 @@ import os
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def instance(seed: int, held_out: bool) -> int:
@@ -19,6 +20,24 @@ def instance(seed: int, held_out: bool) -> int:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(number % 2**32)
     return number
+
+
+class CommandGame:
+    """A game of text commands. With `commands` each observation ends with the commands that would work."""
+
+    reusable = True
+    commands: bool
+    env: Any = None
+    state: Any = None
+
+    def close(self) -> None:
+        if self.env is not None:
+            self.env.close()
+            self.env = None
+
+    def _text(self, text: str) -> str:
+        listed = f"\n\nYou can: {', '.join(self.state.admissible_commands)}" if self.commands else ""
+        return text.strip() + listed
 
 
 def cache_folder(name: str) -> Path:

@@ -13,7 +13,7 @@ import textworld
 from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
 from textworld.envs import PddlEnv
 
-from rollart.envs.adapters import instance
+from rollart.envs.adapters import CommandGame, instance
 
 DATA = Path(alfworld.__file__).parent / "data"
 OPENABLE = ("cabinet", "drawer", "fridge", "microwave")
@@ -23,11 +23,8 @@ FOOD, DISHES = ("apple", "potato", "tomato", "egg", "bread"), ("mug", "cup", "pl
 DONE = {"": "", "clean": "isClean", "hot": "isHot", "cool": "isCool"}
 
 
-class AlfWorld:
-    """1 when the task is done. `tasks` are the kinds to draw from: "" (only put), "clean", "hot" and "cool". With
-    `commands` each observation ends with the commands that would work."""
-
-    reusable = True
+class AlfWorld(CommandGame):
+    """1 when the task is done. `tasks` are the kinds to draw from: "" (only put), "clean", "hot" and "cool"."""
 
     def __init__(
         self,
@@ -40,16 +37,12 @@ class AlfWorld:
         self.tasks = tuple(DONE if tasks is None else tasks)
         unknown = [task for task in self.tasks if task not in DONE]
         if unknown or not self.tasks:
-            raise ValueError(
-                f"`tasks` has {unknown[0]!r}; they are {', '.join(map(repr, DONE))}" if unknown else "no `tasks`"
-            )
+            what = f"`tasks` has {unknown[0]!r}" if unknown else "`tasks` is empty"
+            raise ValueError(f"{what}; they are {', '.join(map(repr, DONE))}")
         self.objects, self.max_actions, self.commands, self.held_out = objects, max_actions, commands, held_out
         self.infos = textworld.EnvInfos(won=True, admissible_commands=True)
-        self.rules = {
-            name: (DATA / f"alfred.{end}").read_text() for name, end in (("pddl_domain", "pddl"), ("grammar", "twl2"))
-        }
-        self.env: Any = None
-        self.state: Any = None
+        files = {"pddl_domain": "alfred.pddl", "grammar": "alfred.twl2"}
+        self.rules = {name: (DATA / file).read_text() for name, file in files.items()}
         self.actions = 0
 
     def reset(self, seed: int) -> str:
@@ -74,22 +67,8 @@ class AlfWorld:
         won = bool(self.state.won)
         truncated = not won and self.actions >= self.max_actions
         info = {"success": won} if won or truncated else {}
-        return {
-            "messages": self._text(feedback),
-            "reward": float(won),
-            "done": won,
-            "truncated": truncated,
-            "info": info,
-        }
-
-    def close(self) -> None:
-        if self.env is not None:
-            self.env.close()
-            self.env = None
-
-    def _text(self, text: str) -> str:
-        listed = f"\n\nYou can: {', '.join(self.state.admissible_commands)}" if self.commands else ""
-        return text.strip() + listed
+        step = {"messages": self._text(feedback), "reward": float(won), "info": info}
+        return {**step, "done": won, "truncated": truncated}
 
 
 def kitchen(rng: random.Random, tasks: tuple[str, ...], count: int) -> tuple[str, str]:

@@ -46,11 +46,10 @@ class Conversation:
             raise ValueError(f"`category` is {category!r}; it can be {', '.join(CATEGORIES)}")
         name = f"BFCL_v4_multi_turn_{category}.json"
         references = {row["id"]: row["ground_truth"] for row in _rows(DATA / "possible_answer" / name)}
-        entries = [{**row, "reference": references[row["id"]]} for row in _rows(DATA / name)]
         self.category = category
         self.entries: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
-        for entry in entries:
-            self.entries[belongs_to_held_out(entry["id"])].append(entry)
+        for row in _rows(DATA / name):
+            self.entries[belongs_to_held_out(row["id"])].append({**row, "reference": references[row["id"]]})
         self.entry: dict[str, Any] = {}
         self.round = 0
         self.client: McpClient
@@ -77,14 +76,10 @@ class Conversation:
         return self._question() if self.round < len(self.entry["question"]) else None
 
     def score(self, client: McpClient, calls: list[McpCall], answer: str) -> float:
-        made = [
-            [[_source(call)] for call in calls if call.round == turn] for turn in range(len(self.entry["question"]))
-        ]
-        player = f"rollart{next(self._episodes)}"
+        entry, player = self.entry, f"rollart{next(self._episodes)}"
+        made = [[[_source(call)] for call in calls if call.round == turn] for turn in range(len(entry["question"]))]
         try:
-            verdict = multi_turn_checker.multi_turn_checker(
-                made, self.entry["reference"], self.entry, self.category, player
-            )
+            verdict = multi_turn_checker.multi_turn_checker(made, entry["reference"], entry, self.category, player)
         finally:
             # The checker keeps the back ends of each player forever.
             for name in [name for name in vars(multi_turn_utils) if name.startswith(player)]:
@@ -124,9 +119,8 @@ def _call(source: str, classes: list[str]) -> dict[str, Any]:
     """The inverse; positional arguments get their names from the tool's description."""
     tree = ast.parse(source, mode="eval").body
     assert isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name)
-    docs = [
-        row for name in classes for row in _rows(DATA / "multi_turn_func_doc" / MULTI_TURN_FUNC_DOC_FILE_MAPPING[name])
-    ]
+    folder = DATA / "multi_turn_func_doc"
+    docs = [row for name in classes for row in _rows(folder / MULTI_TURN_FUNC_DOC_FILE_MAPPING[name])]
     names = next(list(row["parameters"]["properties"]) for row in docs if row["name"] == tree.func.id)
     arguments = {name: ast.literal_eval(value) for name, value in zip(names, tree.args, strict=False)}
     arguments.update({str(keyword.arg): ast.literal_eval(keyword.value) for keyword in tree.keywords})

@@ -1,7 +1,6 @@
 """BFCL's multi-turn back ends as an MCP server on stdio: the tools are those of the entry that began last.
 
-Run by path with the Python of the `bfcl` family. `_begin` and `_offer` are not listed: they are for the environment and
-not for the agent.
+Run by path with the Python of the `bfcl` family. `_begin` and `_offer` are for the environment and not listed.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 REVISION = "2025-06-18"
 CLIENT = {"name": "rollart", "version": "1"}
@@ -27,18 +27,6 @@ class McpError(Exception):
 
 class McpRefused(McpError):
     """The server replied with an error."""
-
-
-class McpTransport(Protocol):
-    def notify(self, message: dict[str, Any], deadline: float) -> None:
-        """Send a message that has no reply."""
-        ...
-
-    def request(self, message: dict[str, Any], deadline: float) -> Iterator[dict[str, Any]]:
-        """Send it and yield the messages that come back, until the caller stops."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class McpStdio:
@@ -54,6 +42,7 @@ class McpStdio:
         self._rest = b""
 
     def notify(self, message: dict[str, Any], deadline: float) -> None:
+        """Send a message that has no reply."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
@@ -62,6 +51,7 @@ class McpStdio:
             raise McpError(f"the MCP server ended with exit code {self._process.poll()}") from error
 
     def request(self, message: dict[str, Any], deadline: float) -> Iterator[dict[str, Any]]:
+        """Send it and yield the messages that come back, until the caller stops."""
         self.notify(message, deadline)
         while True:
             yield json.loads(self._line(deadline))
@@ -90,7 +80,7 @@ class McpStdio:
 
 
 class McpHttp:
-    """A server at a URL, which replies with one JSON object or a stream of events."""
+    """A server at a URL, which replies with one JSON object or a stream of events. Same methods as `McpStdio`."""
 
     def __init__(self, url: str, headers: dict[str, str] | None = None) -> None:
         self._url = url
@@ -141,7 +131,7 @@ class McpHttp:
 class McpClient:
     """Connects when constructed. `seconds` is the deadline of each request."""
 
-    def __init__(self, transport: McpTransport, seconds: float = 30.0) -> None:
+    def __init__(self, transport: McpStdio | McpHttp, seconds: float = 30.0) -> None:
         self._transport = transport
         self._seconds = seconds
         self._last_id = 0
@@ -152,9 +142,8 @@ class McpClient:
 
     def tools(self) -> list[dict[str, Any]]:
         """Name, description and input schema of each."""
-        found: list[dict[str, Any]] = []
         page = self.request("tools/list", {})
-        found += page["tools"]
+        found: list[dict[str, Any]] = page["tools"]
         while page.get("nextCursor"):
             page = self.request("tools/list", {"cursor": page["nextCursor"]})
             found += page["tools"]

@@ -1,7 +1,6 @@
 """Environments behind a server that speaks OpenEnv: one session each, over its WebSocket. Needs no package.
 
-Actions are typed. If the server's schema has one field, the text is its value; otherwise the text must contain a JSON
-object.
+Actions are typed. If the server's schema has one field, the text is its value; otherwise it must contain JSON.
 """
 
 from __future__ import annotations
@@ -71,9 +70,8 @@ class OpenEnv:
 
     def parse(self, action: str) -> dict[str, Any] | None:
         if self.field is None:
-            start = action.find("{")
             try:
-                value, _ = json.JSONDecoder().raw_decode(action, max(start, 0))
+                value, _ = json.JSONDecoder().raw_decode(action, max(action.find("{"), 0))
             except (ValueError, RecursionError):
                 return None
             return value if isinstance(value, dict) else None

@@ -14,8 +14,7 @@ RULES = "\nGive the final answer between <answer> and </answer>."
 
 
 class ReasoningGym:
-    """`config` are the dataset's own settings. With `tags` the question asks for the answer in tags; an answer without
-    them is scored as a whole."""
+    """`config` are the dataset's settings. With `tags` the answer should be in tags; else all of it is scored."""
 
     reusable = True
 
@@ -27,9 +26,8 @@ class ReasoningGym:
         self.entry: dict[str, Any] = {}
 
     def reset(self, seed: int) -> str:
-        self.source = reasoning_gym.create_dataset(
-            self.dataset, **{"size": 1, **self.config, "seed": instance(seed, self.held_out)}
-        )
+        config = {"size": 1, **self.config, "seed": instance(seed, self.held_out)}
+        self.source = reasoning_gym.create_dataset(self.dataset, **config)
         self.entry = self.source[0]
         return str(self.entry["question"]) + (RULES if self.tags else "")
 

@@ -19,9 +19,8 @@ Opponent = Callable[[str, random.Random], str]
 
 
 class TextArena:
-    """`opponent` is `module:Class`, constructed with `opponent_args` for each other seat in each game, and called with
-    what is new since its last move and a random generator; it returns its move. `seat` None: drawn by the seed. A win
-    is a success; so is a reward of 1."""
+    """`opponent` is `module:Class`, constructed with `opponent_args` for each other seat in each game, and called for
+    each move with what is new and a random generator. `seat` None: drawn by the seed. A reward of 1 is a success."""
 
     reusable = True
 
@@ -62,9 +61,7 @@ class TextArena:
 
     def step(self, action: str) -> dict[str, Any]:
         over, _ = self.game.step(action)
-        if not over:
-            over = self._others_move()
-        if not over:
+        if not over and not self._others_move():
             return {"messages": self.seen, "reward": None, "done": False}
         rewards, details = self.game.close()
         reward = float(rewards[self.seat])

@@ -12,27 +12,15 @@ from typing import Any
 
 import textworld
 
-from rollart.envs.adapters import cache_folder, instance
+from rollart.envs.adapters import CommandGame, cache_folder, instance
 
 UNSAFE = re.compile(r"[^A-Za-z0-9 ,.'-]+")
-INFOS = textworld.EnvInfos(
-    description=True,
-    objective=True,
-    won=True,
-    lost=True,
-    max_score=True,
-    policy_commands=True,
-    admissible_commands=True,
-)
+_FIELDS = ("description", "objective", "won", "lost", "max_score", "policy_commands", "admissible_commands")
+INFOS = textworld.EnvInfos(**dict.fromkeys(_FIELDS, True))
 
 
-class TextWorld:
-    """One of `games` games, by the seed; as many others are held out. Rewards are parts of the best score, 1 in all.
-
-    With `commands` each observation ends with the commands that would work.
-    """
-
-    reusable = True
+class TextWorld(CommandGame):
+    """One of `games` games, by the seed; as many others are held out. Rewards are parts of the best score, 1 in all."""
 
     def __init__(
         self,
@@ -47,10 +35,7 @@ class TextWorld:
     ) -> None:
         self.shape = {"rooms": rooms, "objects": objects, "quest_length": quest_length}
         self.games, self.max_actions, self.commands, self.held_out = games, max_actions, commands, held_out
-        self.env: Any = None
-        self.state: Any = None
-        self.score = 0
-        self.actions = 0
+        self.score = self.actions = 0
 
     def reset(self, seed: int) -> str:
         self.close()
@@ -71,15 +56,6 @@ class TextWorld:
         feedback = _feedback(self.state.feedback)
         step = {"messages": feedback if over else self._text(feedback), "reward": reward, "info": info}
         return {**step, "done": bool(over), "truncated": truncated}
-
-    def close(self) -> None:
-        if self.env is not None:
-            self.env.close()
-            self.env = None
-
-    def _text(self, text: str) -> str:
-        listed = f"\n\nYou can: {', '.join(self.state.admissible_commands)}" if self.commands else ""
-        return text.strip() + listed
 
 
 def game_file(number: int, rooms: int, objects: int, quest_length: int) -> Path:

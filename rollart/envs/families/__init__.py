@@ -22,8 +22,7 @@ RECORD = "family.json"
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`pythons` are the versions that it runs on, best first; empty: any. `tries` are environments and arguments to try
-    it out with."""
+    """It runs on the versions `pythons`, best first; empty: any. `tries` are environments and arguments to test it."""
 
     name: str
     offers: str

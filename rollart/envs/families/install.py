@@ -84,12 +84,8 @@ def _build(family: Family, folder: Path, interpreter: str, version: str, progres
     requirements.write_text(family.requirements)
     pip = [sys.executable, "-m", "pip", "--python", python] if ours else [python, "-m", "pip"]
     options = ["--disable-pip-version-check", "--no-input", *(["--no-deps"] if family.locked else [])]
-    _run(
-        [*pip, "install", *options, "-r", str(requirements)],
-        INSTALL_S,
-        f"the packages of {family.name!r} cannot be installed",
-        progress,
-    )
+    install = [*pip, "install", *options, "-r", str(requirements)]
+    _run(install, INSTALL_S, f"the packages of {family.name!r} cannot be installed", progress)
     made = InstalledFamily(family.name, folder, version, family.requirements)
     progress("trying it out")
     if family.modules:
@@ -97,17 +93,15 @@ def _build(family: Family, folder: Path, interpreter: str, version: str, progres
         _run(command, QUICK_S, f"{family.name!r} was installed but does not work, so it was removed", progress)
     for env, args in family.tries:
         asyncio.run(_try_out(made, env, args))
-    record = {"version": version, "requirements": family.requirements}
-    (folder / RECORD).write_text(json.dumps(record))
+    (folder / RECORD).write_text(json.dumps({"version": version, "requirements": family.requirements}))
 
 
 async def _try_out(made: InstalledFamily, env: str, args: dict[str, Any]) -> None:
     """The first turn of an episode, in a worker process as in a run."""
+    task = TaskConfig(name="trial", env=env, args=args)
     config = EnvironmentsConfig(processes=1, reset_deadline=QUICK_S, step_deadline=QUICK_S)
     try:
-        async with single_environment(
-            TaskConfig(name="trial", env=env, args=args), config, python=str(made.python)
-        ) as trial:
+        async with single_environment(task, config, python=str(made.python)) as trial:
             await trial.reset(0, held_out=False)
             await trial.step("x")
     except RollartError as error:
@@ -121,7 +115,7 @@ def _interpreter(family: Family, chosen: str | None) -> tuple[str, str]:
         if version is None:
             raise RollartError(f"--python {chosen} cannot be run")
         if family.pythons and version not in family.pythons:
-            raise RollartError(f"{family.name!r} runs on Python {_either(family.pythons)}; {chosen} is {version}")
+            raise RollartError(f"{family.name!r} runs on Python {' or '.join(family.pythons)}; {chosen} is {version}")
         return chosen, version
     if not family.pythons:
         return sys.executable, str(_version(sys.executable))
@@ -130,7 +124,7 @@ def _interpreter(family: Family, chosen: str | None) -> tuple[str, str]:
             if _version(candidate) == version:
                 return candidate, version
     raise RollartError(
-        f"{family.name!r} needs Python {_either(family.pythons)}, which is not on the PATH; install it, "
+        f"{family.name!r} needs Python {' or '.join(family.pythons)}, which is not on the PATH; install it, "
         f"or name it: rollart envs add {family.name} --python /path/to/python{family.pythons[0]}"
     )
 
@@ -143,10 +137,6 @@ def _version(python: str) -> str | None:
     except (OSError, subprocess.SubprocessError):  # not installed, or a launcher of a version that is not
         return None
     return answer.stdout.strip()
-
-
-def _either(versions: Sequence[str]) -> str:
-    return " or ".join(versions)
 
 
 def _run(command: Sequence[str], deadline: float, failure: str, progress: Progress) -> None:

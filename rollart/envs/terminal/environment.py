@@ -50,9 +50,8 @@ class Terminal:
         if unknown or not kinds:
             raise ValueError(f"Terminal has no kind {unknown[:1] or kinds}; the kinds are {', '.join(KINDS)}")
         if "test" in kinds and not any(Path(python).exists() for python in PYTHONS):
-            raise ValueError(
-                f"the kind `test` needs a Python in the sandbox, at {' or '.join(PYTHONS)}; install python3"
-            )
+            paths = " or ".join(PYTHONS)
+            raise ValueError(f"the kind `test` needs a Python in the sandbox, at {paths}; install python3")
         if difficulty not in (1, 2, 3):
             raise ValueError("Terminal needs a difficulty of 1, 2 or 3")
         self.kinds, self.difficulty, self.turns, self.deadline = tuple(kinds), difficulty, turns, deadline
@@ -100,8 +99,7 @@ class Terminal:
         checks = verify(self.problem, sandbox, self.limits, self.deadline)
         success = all(checks.values())
         info = {"success": success, "kind": self.problem.kind, "checks": checks}
-        messages = shown if shown else []
-        return {"messages": messages, "reward": float(success), "done": True, "truncated": truncated, "info": info}
+        return {"messages": shown or [], "reward": float(success), "done": True, "truncated": truncated, "info": info}
 
 
 def parse(action: str) -> str:

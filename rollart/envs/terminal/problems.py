@@ -91,10 +91,7 @@ def find(rng: random.Random, level: int) -> Problem:
         f"Which file has the word {word}? Write its path to answer.txt",
         files,
         (f"grep -rlw {word} . > answer.txt",),
-        (
-            Check("answer", 'realpath -s --relative-to=/task "$(cat answer.txt)"', there),
-            unchanged(files, there),
-        ),
+        (Check("answer", 'realpath -s --relative-to=/task "$(cat answer.txt)"', there), unchanged(files, there)),
     )
 
 
@@ -141,9 +138,7 @@ def restore(rng: random.Random, level: int) -> Problem:
     versions = 2 + level
     texts = {number: prose(rng, 2) for number in range(1, versions + 1)}
     good = rng.randint(1, versions - 1)
-    log = "".join(
-        f"{number} {'bad' if number > good else 'good'} {rng.choice(FOLDERS)}\n" for number in range(1, versions + 1)
-    )
+    log = "".join(f"{number} {'bad' if number > good else 'good'} {rng.choice(FOLDERS)}\n" for number in texts)
     files = {f"saved/{number}.txt": text for number, text in texts.items()}
     files |= {"saved/log": log, "page.txt": texts[versions]}
     return Problem(
@@ -160,9 +155,8 @@ def tidy(rng: random.Random, level: int) -> Problem:
     ending, other = rng.sample(("tmp", "bak", "log", "old"), 2)
     stems = names(rng, 4 * level)
     (folder,) = names(rng, 1, without=tuple(stems))
-    files = {f"{stem}.{rng.choice((ending, other))}": f"{stem}\n" for stem in stems[1:]} | {
-        f"{stems[0]}.{ending}": "x\n"
-    }
+    files = {f"{stem}.{rng.choice((ending, other))}": f"{stem}\n" for stem in stems[1:]}
+    files[f"{stems[0]}.{ending}"] = "x\n"
     after = sorted(f"./{folder}/{name}" if name.endswith(f".{ending}") else f"./{name}" for name in files)
     return Problem(
         "tidy",
