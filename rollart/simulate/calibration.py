@@ -1,10 +1,8 @@
-"""Calibration: the scenario of a real run, with the workload and paces of its event log.
+"""Calibration: a run file with a `simulate` section that has the workload and paces of its event log.
 
-The scenario is the run file with a `simulate` section. Measured resets and rewards include the retries and hedges of
-the run, so the scenario has none of its own.
+Measured resets and rewards include the retries and hedges of the run, so the scenario has none of its own.
 """
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -22,11 +20,8 @@ from rollart.simulate.measurements import RunMeasurements, TaskMeasurements, mea
 from rollart.simulate.scenario import Scenario, SimulateConfig, TransferConfig, Workload
 
 _CHUNK = 512
-_LINK = "measured"
-_INSTANT = 1e6  # GB/s: the time of a push is part of the training step
-_HEAD = "# Calibrated on the run in {folder}. Run it with `rollart simulate`, change it with --set and --preset.\n"
-
-Fits = dict[str, tuple[Sequence[float], float | Distribution]]
+_WHOLE = ("turns", "prompt", "observation", "response")
+_KEYS = (*_WHOLE, "reset", "step", "delay", "reward")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +39,13 @@ class Calibration:
         body = yaml.dump(
             self.tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110, default_flow_style=None
         )
-        return _HEAD.format(folder=self.folder) + body
+        how = "Run it with `rollart simulate`, change it with --set and --preset."
+        return f"# Calibrated on the run in {self.folder}. {how}\n{body}"
 
-    def fits(self, task: str) -> Fits:
+    def fits(self, task: str) -> dict[str, tuple[list[float], float | Distribution]]:
         """By key of the workload: the measured values and their fit."""
         workload = self.scenario.workload(task)
-        return {
-            key: (data, getattr(workload, key)) for key, data in _data(self.measurements.tasks[task]).items() if data
-        }
+        return {key: (data, getattr(workload, key)) for key, data in _data(self.measurements.tasks[task]).items()}
 
 
 def calibrate(folder: Path, run_file: Path | None = None) -> Calibration:
@@ -98,30 +92,15 @@ def _as_measured(tree: Tree, measurements: RunMeasurements) -> Tree:
     return tree
 
 
-def _data(log: TaskMeasurements) -> dict[str, Sequence[float]]:
-    return {
-        "turns": fit.uncut(log.turns, log.cut_turns),
-        "prompt": log.prompts,
-        "observation": log.observations,
-        "response": log.responses,
-        "reset": fit.uncut(log.resets, log.cut_resets),
-        "step": log.steps,
-        "delay": log.overheads,
-        "reward": log.rewards,
-    }
-
-
-_WHOLE = ("turns", "prompt", "observation", "response")
+def _data(log: TaskMeasurements) -> dict[str, list[float]]:
+    """By key of the workload."""
+    return {key: fit.uncut(log.values[key], log.cut[key]) for key in _KEYS if log.values[key]}
 
 
 def _workload(log: TaskMeasurements) -> Workload:
-    fitted: dict[str, Any] = {key: fit.distribution(data, key in _WHOLE) for key, data in _data(log).items() if data}
-    return Workload(
-        **fitted,
-        reset_failures=_share(log.failed_resets, len(log.resets)),
-        step_failures=_share(log.failed_steps, len(log.steps)),
-        reward_failures=_share(log.failed_rewards, len(log.rewards)),
-    )
+    fitted: dict[str, Any] = {key: fit.distribution(data, key in _WHOLE) for key, data in _data(log).items()}
+    failures = {f"{key}_failures": _share(log.failed[key], len(log.values[key])) for key in ("reset", "step", "reward")}
+    return Workload(**fitted, **failures)
 
 
 def _share(failed: int, succeeded: int) -> float:
@@ -135,7 +114,8 @@ def _transfer(scenario: Scenario, swaps: list[float]) -> tuple[TransferConfig, d
         return TransferConfig(), {}
     size = scenario.shape.parameters * scenario.shape.number_bytes
     rate = float(f"{size / (seconds * STORE_PULL_EFFICIENCY) / 1e9:.4g}")
-    return TransferConfig(push="instant", pull=_LINK), {"instant": _INSTANT, _LINK: rate}
+    links = {"instant": 1e6, "measured": rate}  # the time of a push is part of the training step
+    return TransferConfig(push="instant", pull="measured"), links
 
 
 def describe(fitted: float | Distribution) -> str:
@@ -153,8 +133,5 @@ def describe(fitted: float | Distribution) -> str:
         if all(not isinstance(part.of, Distribution) for part in fitted.mixture):
             return f"{len(fitted.mixture)} values, mean {mean_of(fitted):.3g}"
         return "; or ".join(f"{part.share:.1%} {describe(part.of)}" for part in fitted.mixture)
-    return f"quantiles, mean {mean_of(fitted):.3g}{_tail(fitted.quantiles or ())}"
-
-
-def _tail(quantiles: Iterable[tuple[float, float]]) -> str:
-    return "".join(f", p{100 * p:g} {value:.3g}" for p, value in quantiles if p in (0.5, 0.95, 1.0))
+    points = "".join(f", p{100 * p:g} {value:.3g}" for p, value in fitted.quantiles or () if p in (0.5, 0.95, 1.0))
+    return f"quantiles, mean {mean_of(fitted):.3g}{points}"

@@ -9,6 +9,7 @@ import asyncio
 import heapq
 from bisect import bisect_right
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any
 
 from msgspec import Struct
@@ -138,7 +139,7 @@ class DecodingBatch:
         swaps = self._swaps
         if len(swaps) > _MIN_SWAPS:
             first = min((entry[2].joined for entry in self._joined if _active(entry)), default=self.steps)
-            del swaps[: bisect_right(swaps, first, key=_step) - 1]
+            del swaps[: bisect_right(swaps, first, key=itemgetter(0)) - 1]
         swaps.append((self.steps, version))
 
     def record_versions(self, sequence: SimulatedSequence) -> None:
@@ -147,15 +148,11 @@ class DecodingBatch:
         if swaps[-1][0] <= joined:
             sequence.spans.append((swaps[-1][1], round(steps - joined)))
             return
-        index = bisect_right(swaps, joined, key=_step) - 1
+        index = bisect_right(swaps, joined, key=itemgetter(0)) - 1
         while joined < steps:
             until = swaps[index + 1][0] if index + 1 < len(swaps) else steps
             sequence.spans.append((swaps[index][1], round(until - joined)))
             joined, index = until, index + 1
-
-
-def _step(swap: tuple[float, int]) -> float:
-    return swap[0]
 
 
 def _active(entry: Entry) -> bool:

@@ -7,6 +7,7 @@ same numbers under every schedule and on every cluster, so comparisons are fair.
 import math
 from bisect import bisect_left
 from collections.abc import Callable
+from itertools import accumulate
 from statistics import NormalDist
 from typing import Annotated
 
@@ -72,8 +73,7 @@ class Distribution(Section):
 
     @model_validator(mode="after")
     def _one_kind(self) -> "Distribution":
-        given = [kind for kind in _KINDS if getattr(self, kind) is not None]
-        if len(given) != 1:
+        if sum(getattr(self, kind) is not None for kind in _KINDS) != 1:
             raise ValueError(f"give exactly one of {', '.join(_KINDS)}")
         if self.quantiles and sorted(self.quantiles) != self.quantiles:
             raise Conflict("quantiles must grow", "quantiles")
@@ -142,9 +142,7 @@ def _between(quantiles: list[tuple[float, float]]) -> Draw:
 def _mixed(parts: list[MixturePart]) -> Draw:
     total = sum(part.share for part in parts)
     draws = [draw_of(part.of) for part in parts]
-    ends: list[float] = []
-    for part in parts:
-        ends.append((ends[-1] if ends else 0.0) + part.share / total)
+    ends = list(accumulate(part.share / total for part in parts))
 
     def draw(u: float) -> float:
         index = min(len(ends) - 1, bisect_left(ends, u))

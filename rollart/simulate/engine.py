@@ -154,16 +154,13 @@ class SimulatedEngine:
         try:
             return await result
         except asyncio.CancelledError:
-            self._cancel(sequence)
+            sequence.cancelled = True
+            if sequence.decoding:
+                self._advance()
+                self._batch.leave(sequence)
+                if not self._phase:
+                    self._schedule()
             raise
-
-    def _cancel(self, sequence: SimulatedSequence) -> None:
-        sequence.cancelled = True
-        if sequence.decoding:
-            self._advance()
-            self._batch.leave(sequence)
-            if not self._phase:
-                self._schedule()
 
     async def abort(self, request_id: str) -> None:
         """Cancelling `generate` is enough."""
@@ -211,16 +208,6 @@ class SimulatedEngine:
             self._schedule()
         await done
         return loaded
-
-    def _swap(self, version: int, done: "asyncio.Future[None]") -> None:
-        self.version = version
-        self.swaps += 1
-        self._batch.swap(version)
-        if not self._keeps_kv:
-            self._cache.clear()
-            self._recompute = self._batch.count > 0
-        if not done.done():
-            done.set_result(None)
 
     # From event to event
 
@@ -331,9 +318,15 @@ class SimulatedEngine:
         phase, self._phase = self._phase, ""
         if phase == "weights":
             assert self._standstill is not None
-            _, version, done = self._standstill
+            _, self.version, done = self._standstill
             self._standstill = None
-            self._swap(version, done)
+            self.swaps += 1
+            self._batch.swap(self.version)
+            if not self._keeps_kv:
+                self._cache.clear()
+                self._recompute = self._batch.count > 0
+            if not done.done():
+                done.set_result(None)
         elif phase == "recompute":
             self._recompute = False
         else:

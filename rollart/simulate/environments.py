@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Self
+from typing import Self, cast
 
 from rollart.config import EnvironmentsConfig
 from rollart.core.errors import EnvironmentFailed
 from rollart.core.run_length import RunLength, run_of
 from rollart.core.seeds import seed_of
 from rollart.core.types import Finish, GenerationRequest, Message, Step
-from rollart.simulate.distributions import Draw, draw_of
+from rollart.simulate.distributions import draw_of
 from rollart.simulate.scenario import Scenario, Workload
 
 _MAX_SEEDS = 200_000  # of groups that may still get another member
@@ -136,12 +136,10 @@ class SimulatedRenderer:
 
     def open(self, messages: Sequence[Message]) -> list[int]:
         tokens, seed = messages[0].content.split()
-        prompt: Any = RunLength.of(int(seed), int(tokens))
-        return prompt  # type: ignore[no-any-return]
+        return cast(list[int], RunLength.of(int(seed), int(tokens)))
 
     def extend(self, finish: Finish, messages: Sequence[Message]) -> list[int]:
-        observation: Any = run_of(0, int(messages[0].content))
-        return observation  # type: ignore[no-any-return]
+        return cast(list[int], run_of(0, int(messages[0].content)))
 
     def may_fit(self, messages: Sequence[Message], tokens: int) -> bool:
         return True
@@ -154,9 +152,7 @@ class ResponseLengths:
     """The lengths of the policy's responses, drawn by the seed of the request."""
 
     def __init__(self, scenario: Scenario) -> None:
-        self._draws: dict[str, Draw] = {
-            task.name: draw_of(scenario.workload(task.name).response) for task in scenario.tasks
-        }
+        self._draws = {task.name: draw_of(scenario.workload(task.name).response) for task in scenario.tasks}
 
     def __call__(self, request: GenerationRequest) -> tuple[int, Finish]:
         sampling = request.sampling

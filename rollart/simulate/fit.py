@@ -68,8 +68,7 @@ def _one_mode(ordered: Array) -> Distribution:
     nearest = min(found, key=lambda each: distance(each, ordered))
     if distance(nearest, ordered) <= CLOSE and abs(mean_of(nearest) - mean) <= ALIKE * mean:
         return nearest
-    points = [(p, _digits(float(np.quantile(ordered, p)))) for p in _POINTS]
-    return Distribution(quantiles=points)
+    return Distribution(quantiles=[(p, _digits(float(np.quantile(ordered, p)))) for p in _POINTS])
 
 
 def _valley(ordered: Array) -> int | None:

@@ -6,6 +6,7 @@ the run. Nothing before the end of the first training step counts, as processes 
 only one step.
 """
 
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,22 +19,12 @@ from rollart.core.types import Outcome
 
 @dataclass(slots=True)
 class TaskMeasurements:
-    """Of one task. Tokens of first observations (`prompts`) count once per group; `overheads` is what a generation took
-    besides queue, prefill and decode. `cut_` is for cancelled ones: the turn they were in, or seconds of a reset."""
+    """Of one task, by key of its `Workload`. A prompt counts once per group; a `delay` is what a generation took
+    besides queue, prefill and decode. `cut` has the turn, or the seconds of the reset, of cancelled ones."""
 
-    turns: list[int] = field(default_factory=list)
-    prompts: list[int] = field(default_factory=list)
-    observations: list[int] = field(default_factory=list)
-    responses: list[int] = field(default_factory=list)
-    resets: list[float] = field(default_factory=list)
-    steps: list[float] = field(default_factory=list)
-    overheads: list[float] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
-    cut_turns: list[int] = field(default_factory=list)
-    cut_resets: list[float] = field(default_factory=list)
-    failed_resets: int = 0
-    failed_steps: int = 0
-    failed_rewards: int = 0
+    values: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    cut: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    failed: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +59,6 @@ class RunMeasurements:
     generations: dict[str, list[MeasuredGeneration]] = field(default_factory=dict)
     trainings: list[MeasuredStep] = field(default_factory=list)
     swaps: list[float] = field(default_factory=list)
-    exposed: list[float] = field(default_factory=list)
     devices: dict[str, str] = field(default_factory=dict)
 
 
@@ -79,7 +69,7 @@ def measure(folder: Path) -> RunMeasurements:
     reader = _Reader(since=done[0] if len(done) > 1 else 0.0)
     for event in read_events(log):
         reader.read(event)
-    if not reader.measurements.trainings or not any(log.turns for log in reader.measurements.tasks.values()):
+    if not reader.measurements.trainings or not any(log.values["turns"] for log in reader.measurements.tasks.values()):
         raise RollartError(f"the run in {folder} has not trained a step; there is nothing to calibrate on")
     return reader.measurements
 
@@ -115,9 +105,9 @@ class _Reader:
             case ev.EnvironmentReset() if event.trajectory in self._open:
                 self._open[event.trajectory].reset, self._open[event.trajectory].last = True, event.t
                 if event.t - event.seconds >= self._since:
-                    self._log(event.task).resets.append(event.seconds)
+                    self._log(event.task).values["reset"].append(event.seconds)
             case ev.Scored() if event.trajectory in self._open and event.t >= self._since:
-                self._log(event.task).rewards.append(event.seconds)
+                self._log(event.task).values["reward"].append(event.seconds)
             case ev.TrajectoryEnded():
                 self._ended(event)
             case ev.BatchTaken():
@@ -128,11 +118,8 @@ class _Reader:
                 self._published(event)
             case ev.EngineSwapped() if event.t > self._since:
                 self.measurements.swaps.append(event.seconds)
-                self.measurements.exposed.append(event.exposed_s)
             case ev.Placed():
                 self.measurements.devices[event.pool] = event.device
-            case _:
-                pass
 
     def _log(self, task: str) -> TaskMeasurements:
         return self.measurements.tasks.setdefault(task, TaskMeasurements())
@@ -141,11 +128,11 @@ class _Reader:
         trajectory = self._open.get(event.trajectory)
         if trajectory is None:
             return
-        log = self._log(event.task)
+        values = self._log(event.task).values
         if event.turn == 0:
             if trajectory.group not in self._groups:
                 self._groups.add(trajectory.group)
-                log.prompts.append(event.prompt)
+                values["prompt"].append(event.prompt)
         elif event.prompt > trajectory.context:  # else it rewrote its history
             trajectory.observations.append(event.prompt - trajectory.context)
         trajectory.context = event.prompt + event.tokens
@@ -155,9 +142,8 @@ class _Reader:
         if asked < self._since:
             return
         # An agent's work between two requests has no event; for an environment this gap is empty.
-        log.steps.append(event.env_s + (max(0.0, asked - before) if event.turn else 0.0))
-        engine_s = event.queue_s + event.prefill_s + event.decode_s
-        log.overheads.append(max(0.0, event.generate_s - engine_s))
+        values["step"].append(event.env_s + (max(0.0, asked - before) if event.turn else 0.0))
+        values["delay"].append(max(0.0, event.generate_s - (event.queue_s + event.prefill_s + event.decode_s)))
         ended = event.t - event.env_s
         pool = event.pool or event.engine.rpartition("-")[0]
         self.measurements.generations.setdefault(pool, []).append(
@@ -178,21 +164,20 @@ class _Reader:
             return
         log = self._log(event.task)
         if event.outcome.trainable:
-            log.turns.append(event.turns)
-            log.observations += trajectory.observations
-            log.responses += trajectory.responses
+            log.values["turns"].append(event.turns)
+            log.values["observation"] += trajectory.observations
+            log.values["response"] += trajectory.responses
         elif event.outcome is Outcome.REWARD_FAILED:
-            log.failed_rewards += 1
+            log.failed["reward"] += 1
         elif event.outcome is Outcome.ENV_FAILED:
-            log.failed_steps += trajectory.reset
-            log.failed_resets += not trajectory.reset
+            log.failed["step" if trajectory.reset else "reset"] += 1
         elif trajectory.reset:
-            log.cut_turns.append(event.turns + 1)
+            log.cut["turns"].append(event.turns + 1)
         elif trajectory.began >= self._since:
-            log.cut_resets.append(event.t - trajectory.began)
+            log.cut["reset"].append(event.t - trajectory.began)
 
     def _published(self, event: ev.Published) -> None:
-        if self._batch is not None and self._step is not None and self._batch.t >= self._since:
-            step = self._step
-            self.measurements.trainings.append(MeasuredStep(self._batch.t, event.t, step.seconds, step.tokens))
+        batch, step = self._batch, self._step
+        if batch is not None and step is not None and batch.t >= self._since:
+            self.measurements.trainings.append(MeasuredStep(batch.t, event.t, step.seconds, step.tokens))
         self._batch = self._step = None

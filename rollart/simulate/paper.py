@@ -5,7 +5,7 @@ as printed, or read off the vector graphics of the preprint. A figure that canno
 a reason, computed from the paper's own numbers, which is printed when the figure is missed.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -256,16 +256,6 @@ def production(scenarios: PaperScenarios) -> Iterator[PaperRow]:
         yield PaperRow("5 production", f"share of {what} in an iteration", published, seconds / got.step_s, _UNSTATED)
 
 
-FIGURES: Sequence[Callable[[PaperScenarios], Iterator[PaperRow]]] = (
-    weight_transfer,
-    end_to_end,
-    step_breakdown,
-    same_cost,
-    throughput,
-    production,
-)
-
-
 def reproduce(scenarios: PaperScenarios) -> Iterator[PaperRow]:
-    for figure in FIGURES:
+    for figure in (weight_transfer, end_to_end, step_breakdown, same_cost, throughput, production):
         yield from figure(scenarios)

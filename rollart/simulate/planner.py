@@ -255,9 +255,9 @@ def differences(plan: ClusterPlan, given: ClusterPlan) -> list[str]:
     found = []
     if moved := plan.trainers - given.trainers:
         found.append(f"{abs(moved)} {plan.trainer} {'more' if moved > 0 else 'fewer'} for training")
-    ours, theirs = _generation(plan), _generation(given)
-    more = {device: ours.get(device, 0) - theirs.get(device, 0) for device in sorted({*ours, *theirs})}
-    found += [f"{abs(n)} {kind} {'more' if n > 0 else 'fewer'} for generation" for kind, n in more.items() if n]
+    more = plan.generators
+    more.subtract(given.generators)
+    found += [f"{abs(n)} {kind} {'more' if n > 0 else 'fewer'} for generation" for kind, n in sorted(more.items()) if n]
     if plan.alpha != given.alpha:
         found.append(f"alpha {plan.alpha}, so trained data is up to {plan.alpha} versions old")
     if plan.extra_members != given.extra_members:
@@ -293,13 +293,6 @@ def explanation(search: PlanSearch) -> str:
     elif given is not None:
         lines.append("It is the plan as given.")
     return "\n".join(lines)
-
-
-def _generation(plan: ClusterPlan) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for each in plan.engines:
-        counts[each.device] = counts.get(each.device, 0) + each.devices
-    return counts
 
 
 def _limit(tried: PlanResult) -> str:

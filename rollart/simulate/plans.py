@@ -6,8 +6,10 @@ exceeds its budget. The estimate is from averages and the roofline: it takes mil
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from rollart.config import AFFINITIES, PoolConfig
 from rollart.core.errors import ConfigError
@@ -62,12 +64,10 @@ class ClusterPlan:
         generation = sum(classes[each.device].price * each.devices for each in self.engines)
         return generation + classes[self.trainer].price * self.trainers
 
-    def devices(self) -> dict[str, int]:
-        """By class."""
-        counts = {self.trainer: self.trainers}
-        for each in self.engines:
-            counts[each.device] = counts.get(each.device, 0) + each.devices
-        return counts
+    @property
+    def generators(self) -> Counter[str]:
+        """Devices for generation, by class."""
+        return sum((Counter({each.device: each.devices}) for each in self.engines), Counter())
 
     @property
     def split(self) -> str:
@@ -155,16 +155,18 @@ def splits(
     """Plans within the budget that train on the scenario's class and generate on `kinds`, `max_devices` of each."""
     classes, base, limits = scenario.device_classes(), plan_of(scenario), max_devices or {}
     parallel = {kind: min_parallel(scenario, kind) for kind in kinds}
+    mixes = [mix for mix in product(range(PARTS, -1, -1), repeat=len(kinds)) if sum(mix) == PARTS]
     seen: set[tuple[int, tuple[PlannedEngines, ...]]] = set()
     for spend in SPENDING:
         for share in TRAINING:
-            trainers = _whole_nodes(spend * budget * share / classes[base.trainer].price)
+            trainers = math.floor(spend * budget * share / classes[base.trainer].price + 1e-9)
+            trainers = trainers // NODE * NODE or trainers
             trainers = min(trainers, limits.get(base.trainer, trainers))
             left = dict(limits)
             if base.trainer in left:
                 left[base.trainer] -= trainers
             money = spend * budget - trainers * classes[base.trainer].price
-            for mix in _mixes(PARTS, len(kinds)):
+            for mix in mixes:
                 engines = _bought(money, dict(zip(kinds, mix, strict=True)), parallel, classes, left)
                 if engines and trainers and (trainers, engines) not in seen:
                     seen.add((trainers, engines))
@@ -187,10 +189,8 @@ def variations(plan: ClusterPlan) -> Iterator[tuple[str, ClusterPlan]]:
         if processes:
             yield f"{processes} processes", replace(plan, processes=processes)
     if len(plan.engines) == 2 and not plan.disaggregate:
-        yield (
-            f"prefill on {plan.engines[0].device}, decode on {plan.engines[1].device}",
-            replace(plan, disaggregate=True),
-        )
+        prefill, decode = (each.device for each in plan.engines)
+        yield f"prefill on {prefill}, decode on {decode}", replace(plan, disaggregate=True)
 
 
 def min_parallel(scenario: Scenario, kind: str) -> int:
@@ -202,21 +202,6 @@ def min_parallel(scenario: Scenario, kind: str) -> int:
     longest = max(task.max_context for task in scenario.tasks)
     need = shape.parameters * shape.number_bytes + 2 * longest * shape.kv_bytes
     return 1 << max(0, math.ceil(math.log2(need / (device.memory * 1e9 * MEMORY_FOR_KV))))
-
-
-def _whole_nodes(devices: float) -> int:
-    count = math.floor(devices + 1e-9)
-    return count if count < NODE else count // NODE * NODE
-
-
-def _mixes(parts: int, kinds: int) -> Iterator[tuple[int, ...]]:
-    """All ways to divide `parts` between `kinds`."""
-    if kinds == 1:
-        yield (parts,)
-        return
-    for first in range(parts, -1, -1):
-        for rest in _mixes(parts - first, kinds - 1):
-            yield (first, *rest)
 
 
 def _bought(

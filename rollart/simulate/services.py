@@ -39,15 +39,12 @@ class SimulatedRewards:
         scoring = scenario.simulate.scoring
         self.active = self.calls = self.cold = 0
         self.busy_s = 0.0
-        self._tasks = {
-            task.name: (draw_of(scenario.workload(task.name).reward), scenario.workload(task.name).reward_failures)
-            for task in scenario.tasks
-        }
+        workloads = {task.name: scenario.workload(task.name) for task in scenario.tasks}
+        self._tasks = {name: (draw_of(each.reward), each.reward_failures) for name, each in workloads.items()}
         self._retries = scenario.rewards.retries
         self._cold_start = draw_of(scoring.cold_start)
-        self._keep_warm = scoring.keep_warm if scoring.where == "serverless" else float("inf")
+        self._serverless, self._keep_warm = scoring.where == "serverless", scoring.keep_warm
         self._warm: list[float] = []  # expiry times of idle instances, a heap
-        self._warm_workers = scoring.where == "dedicated"
         self._free = asyncio.Semaphore(scoring.concurrency)
 
     async def score(self, task: str, episode: Episode) -> RewardResult:
@@ -63,7 +60,7 @@ class SimulatedRewards:
     async def _call(self, seconds: float, luck: random.Random) -> None:
         now = asyncio.get_running_loop().time()
         self.calls += 1
-        if not self._warm_workers and not self._take_warm(now):
+        if self._serverless and not self._take_warm(now):
             self.cold += 1
             seconds += self._cold_start(luck.random())
         self.active += 1
@@ -73,7 +70,7 @@ class SimulatedRewards:
             self.active -= 1
             ended = asyncio.get_running_loop().time()
             self.busy_s += ended - now
-            if not self._warm_workers:
+            if self._serverless:
                 heapq.heappush(self._warm, ended + self._keep_warm)
 
     def _take_warm(self, now: float) -> bool:

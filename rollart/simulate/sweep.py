@@ -13,9 +13,6 @@ from rollart.core.errors import ConfigError
 from rollart.simulate.report import summary
 from rollart.simulate.result import SimulationResult, interval
 
-PRESET = "preset"
-_OPEN, _CLOSE = "[{", "]}"
-
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
@@ -25,11 +22,11 @@ class SweepPoint:
 
     @property
     def overrides(self) -> list[str]:
-        return [f"{key}={value}" for key, value in self.values.items() if key != PRESET]
+        return [f"{key}={value}" for key, value in self.values.items() if key != "preset"]
 
     @property
     def preset(self) -> str | None:
-        return self.values.get(PRESET)
+        return self.values.get("preset")
 
 
 def points(sweeps: Sequence[str]) -> list[SweepPoint]:
@@ -59,7 +56,7 @@ def _split(text: str, mark: str) -> list[str]:
     """At every `mark` outside brackets."""
     parts, depth = [""], 0
     for letter in text:
-        depth += (letter in _OPEN) - (letter in _CLOSE)
+        depth += (letter in "[{") - (letter in "]}")
         if letter == mark and depth == 0:
             parts.append("")
         else:

@@ -51,6 +51,5 @@ class WeightTransfer:
         """Returns when an engine has all that it can load without standing still."""
         if not self._stops:
             now = asyncio.get_running_loop().time()
-            pushed = self._pushed_at.get(version, now)
-            await asyncio.sleep(max(pushed - now, self.pull_s - self.exposed_s))
+            await asyncio.sleep(max(self._pushed_at.get(version, now) - now, self.pull_s - self.exposed_s))
         return LoadResult(version, self.pull_s, self.exposed_s, self.size, self.method)

@@ -62,7 +62,7 @@ def found(folder: Path) -> Calibration:
     return calibrate(folder)
 
 
-def test_the_workload_that_made_a_log_is_found_in_it(found: Calibration) -> None:
+def test_the_workload_is_recovered_from_its_log(found: Calibration) -> None:
     truth, work = _truth().workload("play"), found.scenario.workload("play")
 
     for key in ("turns", "prompt", "observation", "response", "reset", "step", "reward"):
@@ -71,7 +71,7 @@ def test_the_workload_that_made_a_log_is_found_in_it(found: Calibration) -> None
     assert mean_of(work.delay) < 1e-6
 
 
-def test_the_shape_of_each_distribution_is_found_too(found: Calibration) -> None:
+def test_the_shape_of_each_distribution_is_recovered(found: Calibration) -> None:
     work = found.scenario.workload("play")
 
     assert isinstance(work.step, Distribution)
@@ -92,7 +92,7 @@ def test_failures_are_counted_as_shares(found: Calibration) -> None:
     assert work.step_failures == 0.0
 
 
-def test_the_paces_of_engine_and_trainer_are_found(found: Calibration) -> None:
+def test_the_paces_of_engine_and_trainer_are_recovered(found: Calibration) -> None:
     section = found.scenario.simulate
 
     assert section.engines["engine"].fixed == pytest.approx(0.006, rel=0.15)
@@ -100,7 +100,7 @@ def test_the_paces_of_engine_and_trainer_are_found(found: Calibration) -> None:
     assert section.train.fixed + section.train.token * 3000 == pytest.approx(0.2 + 0.0003 * 3000, rel=0.15)
 
 
-def test_a_calibrated_scenario_takes_as_long_as_what_it_was_calibrated_on(folder: Path, tmp_path: Path) -> None:
+def test_a_calibrated_scenario_takes_as_long_as_its_run(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "workload.yaml").write_text(calibrate(folder).text())
 
     again = simulate(load(tmp_path / "workload.yaml"))
@@ -108,14 +108,14 @@ def test_a_calibrated_scenario_takes_as_long_as_what_it_was_calibrated_on(folder
     assert again.step_s == pytest.approx(simulate(_truth()).step_s, rel=0.15)
 
 
-def test_a_run_that_has_not_trained_cannot_be_calibrated_on(tmp_path: Path) -> None:
+def test_a_run_that_has_not_trained_cannot_be_calibrated(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text("")
 
     with pytest.raises(RollartError, match="has not trained a step"):
         calibrate(tmp_path)
 
 
-def test_a_folder_without_its_run_file_asks_for_it(folder: Path, tmp_path: Path) -> None:
+def test_the_error_for_a_folder_without_a_run_file_asks_for_one(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_bytes((folder / "events.jsonl").read_bytes())
 
     with pytest.raises(RollartError, match="--run-file"):

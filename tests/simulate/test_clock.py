@@ -27,7 +27,7 @@ def test_timers_fire_in_order_of_time_then_of_creation() -> None:
     assert run(main()) == [3, 1, 2, 0]
 
 
-def test_a_program_that_would_hang_for_ever_is_an_error() -> None:
+def test_a_program_that_would_hang_is_an_error() -> None:
     async def main() -> None:
         await asyncio.Event().wait()
 
@@ -35,7 +35,7 @@ def test_a_program_that_would_hang_for_ever_is_an_error() -> None:
         run(main())
 
 
-def test_cancelled_timers_never_fire_and_are_thrown_out() -> None:
+def test_cancelled_timers_never_fire_and_are_removed() -> None:
     async def main() -> tuple[list[int], float]:
         loop, fired = asyncio.get_running_loop(), list[int]()
         timers = [loop.call_later(1 + number, fired.append, number) for number in range(5_000)]
@@ -47,7 +47,7 @@ def test_cancelled_timers_never_fire_and_are_thrown_out() -> None:
     assert run(main()) == ([0], 2.0)
 
 
-def test_a_sleeper_that_is_cancelled_wakes_at_once() -> None:
+def test_a_cancelled_sleep_ends_at_once() -> None:
     async def main() -> float:
         sleeper = asyncio.create_task(asyncio.sleep(100))
         await asyncio.sleep(1)

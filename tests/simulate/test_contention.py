@@ -49,7 +49,7 @@ def test_an_engine_is_slower_only_while_training_goes_on() -> None:
     assert answered == pytest.approx(_TOKENS * _PASS_S + 0.2, abs=0.02)
 
 
-def test_training_beside_an_idle_engine_takes_its_own_time() -> None:
+def test_training_next_to_an_idle_engine_is_not_slowed_down() -> None:
     async def main() -> float:
         await Contention(1.0, [_engine()]).train(3.0)
         return asyncio.get_running_loop().time()
@@ -57,7 +57,7 @@ def test_training_beside_an_idle_engine_takes_its_own_time() -> None:
     assert clock.run(main()) == pytest.approx(3.0)
 
 
-def test_without_contention_both_take_their_own_time() -> None:
+def test_without_contention_neither_is_slowed_down() -> None:
     async def main() -> tuple[float, float]:
         engine = _engine()
         answer = asyncio.create_task(_answered(engine))

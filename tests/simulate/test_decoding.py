@@ -14,7 +14,7 @@ def sequence(wanted: int) -> SimulatedSequence:
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 100), st.booleans()), max_size=30))
-def test_sequences_end_after_the_tokens_they_want_and_those_that_left_do_not(
+def test_sequences_end_after_their_tokens_unless_they_left(
     arrivals: list[tuple[int, int, bool]],
 ) -> None:
     batch, due, ended = DecodingBatch(), {}, {}
@@ -34,7 +34,7 @@ def test_sequences_end_after_the_tokens_they_want_and_those_that_left_do_not(
     assert all(due[order] <= at <= due[order] + 50 for order, at in ended.items())
 
 
-def test_the_last_to_join_is_found_when_later_ones_have_left() -> None:
+def test_last_skips_sequences_that_have_left() -> None:
     batch, first, second = DecodingBatch(), sequence(10), sequence(10)
     batch.join(first, 10)
     batch.join(second, 10)
@@ -42,7 +42,7 @@ def test_the_last_to_join_is_found_when_later_ones_have_left() -> None:
     assert batch.last() is first
 
 
-def test_a_long_sequence_knows_every_version_that_made_it_and_old_swaps_are_forgotten() -> None:
+def test_a_long_sequence_records_all_its_versions_and_old_swaps_are_dropped() -> None:
     batch, long = DecodingBatch(), sequence(10_000)
     for version in range(1, 1_000):
         batch.swap(version)
@@ -58,7 +58,7 @@ def test_a_long_sequence_knows_every_version_that_made_it_and_old_swaps_are_forg
     assert len(batch._swaps) < 100
 
 
-def test_a_sequence_that_saw_no_swap_is_of_the_version_it_met() -> None:
+def test_a_sequence_without_a_swap_has_the_version_it_joined() -> None:
     batch, one = DecodingBatch(), sequence(8)
     batch.swap(3)
     batch.join(one, 8)

@@ -19,7 +19,7 @@ KINDS = [
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: next(iter(kind)))
 @given(u=st.floats(0, 1), v=st.floats(0, 1))
-def test_a_draw_never_falls_as_its_luck_grows(kind: dict[str, object], u: float, v: float) -> None:
+def test_draws_are_monotonic_in_their_uniform_number(kind: dict[str, object], u: float, v: float) -> None:
     draw = draw_of(Distribution.model_validate(kind))
     low, high = sorted((u, v))
     assert draw(low) <= draw(high)
@@ -35,11 +35,11 @@ def test_a_draw_never_falls_as_its_luck_grows(kind: dict[str, object], u: float,
         ({"mixture": [{"share": 3, "of": 1.0}, {"share": 1, "of": 9.0}]}, 3),
     ],
 )
-def test_means_are_those_asked_for(spread: dict[str, object], mean: float) -> None:
+def test_means_are_as_configured(spread: dict[str, object], mean: float) -> None:
     assert mean_of(Distribution.model_validate(spread)) == pytest.approx(mean, rel=0.01)
 
 
-def test_a_mixture_has_two_modes_and_nothing_between() -> None:
+def test_a_mixture_has_two_modes_and_nothing_in_between() -> None:
     draw = draw_of(
         Distribution.model_validate(
             {
@@ -55,12 +55,12 @@ def test_a_mixture_has_two_modes_and_nothing_between() -> None:
     assert not any(51 < value < 378 for value in drawn)
 
 
-def test_least_and_most_cut_off() -> None:
+def test_min_and_max_clip() -> None:
     draw = draw_of(Distribution.model_validate({"normal": {"mean": 0, "sd": 10}, "min": -1, "max": 2}))
     assert draw(0.0) == -1 and draw(1.0) == 2
 
 
 @pytest.mark.parametrize("wrong", [{}, {"exponential": 1, "geometric": 2}, {"quantiles": [[0.5, 1], [0, 2]]}])
-def test_exactly_one_kind_that_makes_sense(wrong: dict[str, object]) -> None:
+def test_a_distribution_has_exactly_one_valid_kind(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         Distribution.model_validate(wrong)

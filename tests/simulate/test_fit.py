@@ -17,7 +17,7 @@ def _drawn(spread: Distribution, count: int = 2000) -> list[float]:
     return [draw(luck.random()) for _ in range(count)]
 
 
-def test_a_log_normal_is_found_again() -> None:
+def test_a_log_normal_is_recovered_from_its_draws() -> None:
     found = fit.distribution(_drawn(Distribution(lognormal=LogNormal(median=3.8, sigma=0.64))))
 
     assert isinstance(found, Distribution)
@@ -26,7 +26,7 @@ def test_a_log_normal_is_found_again() -> None:
     assert found.lognormal.sigma == pytest.approx(0.64, rel=0.05)
 
 
-def test_two_modes_far_apart_are_told_as_two_with_their_shares() -> None:
+def test_two_modes_far_apart_become_a_mixture_with_their_shares() -> None:
     luck = random.Random(1)
     resets = [luck.uniform(13, 51) if luck.random() < 0.979 else luck.uniform(378, 488) for _ in range(4000)]
 
@@ -38,7 +38,7 @@ def test_two_modes_far_apart_are_told_as_two_with_their_shares() -> None:
     assert mean_of(found.mixture[1].of) == pytest.approx(433, rel=0.05)
 
 
-def test_what_no_formula_describes_becomes_quantiles() -> None:
+def test_data_that_fits_no_formula_becomes_quantiles() -> None:
     luck = random.Random(3)
     found = fit.distribution([luck.choice((1.0, 2.0)) + luck.random() * 0.1 for _ in range(1000)])
 
@@ -54,21 +54,21 @@ def test_whole_numbers_keep_their_exact_shares() -> None:
     assert [(part.of, part.share) for part in found.mixture] == [(1.0, 0.3), (2.0, 0.5), (10.0, 0.2)]
 
 
-def test_numbers_that_are_all_alike_are_a_number_and_none_are_zero() -> None:
+def test_equal_numbers_become_one_number_and_no_numbers_become_zero() -> None:
     assert fit.distribution([2.0, 2.001, 2.0]) == pytest.approx(2.0, rel=0.01)
     assert fit.distribution([]) == 0.0
 
 
 @settings(deadline=None)
 @given(st.lists(st.floats(1e-4, 1e4), min_size=20, max_size=200))
-def test_no_fit_draws_beyond_what_was_measured(values: list[float]) -> None:
+def test_no_fit_draws_outside_the_measured_range(values: list[float]) -> None:
     draw = draw_of(fit.distribution(values))
 
     for at in (0.0, 0.3, 0.7, 1.0):
         assert min(values) * 0.985 <= draw(at) <= max(values) * 1.015
 
 
-def test_what_was_cut_short_counts_as_longer() -> None:
+def test_values_that_were_cut_short_count_as_longer() -> None:
     luck = random.Random(2)
     every = [luck.expovariate(1.0) for _ in range(4000)]
     limits = [luck.uniform(0.2, 3.0) for _ in every]
@@ -107,7 +107,7 @@ def _engine_log(
     return made
 
 
-def test_the_pace_of_an_engine_is_found_from_its_generations() -> None:
+def test_the_pace_of_an_engine_is_fitted_to_its_generations() -> None:
     found = fit.engine(_engine_log(0.004, 0.0003, 0.0, []), [], chunk=4096)
 
     assert found.pace.fixed == pytest.approx(0.004, rel=0.05)
@@ -131,7 +131,7 @@ def test_training_of_one_batch_size_counts_as_proportional_to_it() -> None:
     assert pace.token == pytest.approx(0.001)
 
 
-def test_batches_of_many_sizes_tell_the_fixed_part_of_training() -> None:
+def test_batches_of_many_sizes_reveal_the_fixed_part_of_training() -> None:
     steps = [MeasuredStep(0.0, 2.0 + n * 0.002, 2.0 + n * 0.002, n) for n in (100, 500, 1000, 2000)]
     pace = fit.trainer(steps, 0.0, [0.0] * 4)
 
@@ -139,7 +139,7 @@ def test_batches_of_many_sizes_tell_the_fixed_part_of_training() -> None:
     assert pace.token == pytest.approx(0.002, rel=0.01)
 
 
-def test_time_of_training_overlapping_engines_is_not_all_its_own() -> None:
+def test_training_time_that_overlaps_engines_is_corrected_for_contention() -> None:
     steps = [MeasuredStep(0.0, 1.5, 1.5, 1000)]
     assert fit.busy_shares(steps, [MeasuredGeneration("e-0", -1.0, 0.5, 0.75, 1, 1, 2)]) == [pytest.approx(0.5)]
 

@@ -16,7 +16,7 @@ def test_the_scenarios_that_ship_are_valid(path: Path) -> None:
     assert load(path).name == path.stem
 
 
-def test_tasks_are_the_same_in_all_scenarios_of_the_paper() -> None:
+def test_tasks_are_the_same_in_all_paper_scenarios() -> None:
     seen: dict[str, object] = {}
     for name in ("end_to_end", "end_to_end_small", "same_cost", "same_cost_math", "step_breakdown"):
         for task, workload in load(paper.FOLDER / f"{name}.yaml").simulate.workloads.items():
@@ -28,13 +28,13 @@ def test_a_row_is_close_within_fifteen_percent() -> None:
     assert paper.PaperRow("f", "w", 1.0, 1.15).close and not paper.PaperRow("f", "w", 1.0, 1.16).close
 
 
-def test_reproduce_counts_what_was_missed_and_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_reproduce_counts_missed_figures_and_their_reasons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows = [
         paper.PaperRow("f", "near", 1.0, 1.1),
         paper.PaperRow("f", "far", 1.0, 2.0),
         paper.PaperRow("f", "explained", 1.0, 3.0, "because"),
     ]
-    monkeypatch.setattr(paper, "FIGURES", [lambda scenarios: iter(rows)])
+    monkeypatch.setattr(paper, "reproduce", lambda scenarios: iter(rows))
     result = CliRunner().invoke(app, ["reproduce", "paper", "--json", "-o", str(tmp_path / "paper.png")])
     assert result.exit_code == 0, result.output
     summary = json.loads(result.stdout.strip().splitlines()[-1])

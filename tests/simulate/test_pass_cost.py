@@ -20,14 +20,14 @@ def test_the_closed_form_is_the_sum_of_single_passes(
 
 
 @given(st.floats(1, 1e5), st.floats(1e-4, 1.0), st.floats(0, 1e-6), st.integers(1, 256), st.floats(300, 1e6))
-def test_passes_in_some_seconds_and_seconds_of_passes_agree(
+def test_steps_in_is_the_inverse_of_seconds_of(
     steps: float, fixed: float, slope: float, batch: int, context: float
 ) -> None:
     seconds = seconds_of(steps, fixed, slope, batch, context)
     assert steps_in(seconds, fixed, slope, batch, context) == pytest.approx(steps, rel=1e-4)
 
 
-def test_a_decode_pass_costs_its_roofline_and_the_launch() -> None:
+def test_a_decode_pass_costs_its_roofline_and_the_overhead() -> None:
     roofline = Roofline(CATALOGUE["H20"], QWEN)
     fixed, slope = PassCost(roofline).decode(16, 50_000)
     assert fixed + slope * 50_000 == pytest.approx(roofline.seconds(decode(16, 50_000)) + PASS_S)

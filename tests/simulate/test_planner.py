@@ -49,14 +49,14 @@ def found() -> PlanSearch:
     return search(_scenario(), kinds=["H800", "H20"], steps=2, per_level=1, seeds=2, workers=2)
 
 
-def test_the_plan_found_is_within_budget_and_faster_than_the_one_given(found: PlanSearch) -> None:
+def test_the_fastest_plan_is_within_budget_and_beats_the_plan_as_given(found: PlanSearch) -> None:
     assert found.given is not None
     assert found.budget == pytest.approx(found.given.price)
     assert all(each.price <= found.budget + 1e-9 for each in found.tried)
     assert found.fastest.step_s < found.given.step_s
 
 
-def test_the_plans_that_none_beats_and_the_one_given_are_confirmed_by_another_seed(found: PlanSearch) -> None:
+def test_the_front_and_the_plan_as_given_are_confirmed_by_another_seed(found: PlanSearch) -> None:
     assert found.given is not None
     assert all(len(each.others) == 1 for each in (*found.front, found.given))
     assert found.fastest.step_s == (found.fastest.result.step_s + found.fastest.others[0]) / 2
@@ -83,7 +83,7 @@ def _tried(price: float, step_s: float) -> PlanResult:
 
 
 @given(st.lists(st.tuples(st.floats(1, 100), st.floats(1, 100)), min_size=1, max_size=40))
-def test_the_front_is_what_none_beats_and_beats_all_the_rest(points: list[tuple[float, float]]) -> None:
+def test_no_plan_beats_the_front_and_the_front_beats_all_others(points: list[tuple[float, float]]) -> None:
     every = [_tried(*point) for point in points]
     front = pareto(every)
 
@@ -99,7 +99,7 @@ def test_the_front_is_what_none_beats_and_beats_all_the_rest(points: list[tuple[
     assert [each.price for each in front] == sorted(each.price for each in front)
 
 
-def test_only_what_helped_is_put_together() -> None:
+def test_only_changes_that_helped_are_combined() -> None:
     best = _tried(100, 10)
     variants = [
         replace(_tried(100, 8), plan=replace(best.plan, alpha=2)),
@@ -112,7 +112,7 @@ def test_only_what_helped_is_put_together() -> None:
     assert combined(best, variants[3:]) is None
 
 
-def test_the_roofline_sees_which_side_of_a_split_is_too_small() -> None:
+def test_the_estimate_shows_which_side_of_a_split_is_too_small() -> None:
     scenario, own = _scenario(), plan_of(_scenario())
     means = means_of(scenario)
     more = replace(own, engines=(replace(own.engines[0], count=16),))
@@ -130,7 +130,7 @@ def test_promising_plans_come_from_every_level_of_spending() -> None:
     assert min(plan.price(CATALOGUE) for plan in plans) <= 50 < 85 < max(plan.price(CATALOGUE) for plan in plans)
 
 
-def test_differences_name_each_thing_that_changed() -> None:
+def test_differences_name_every_change() -> None:
     own = plan_of(_scenario())
     other = replace(own, trainers=8, alpha=2, processes=128, batch_groups=4, group_size=16)
 
@@ -143,12 +143,12 @@ def test_differences_name_each_thing_that_changed() -> None:
     assert differences(own, own) == []
 
 
-def test_an_unknown_device_class_is_told() -> None:
+def test_an_unknown_device_class_is_an_error() -> None:
     with pytest.raises(ConfigError, match="no device class 'H9'"):
         search(_scenario(), kinds=["H9"])
 
 
 @pytest.mark.parametrize("budget", [-3.0, 0.0, 3.0])
-def test_a_budget_that_buys_nothing_is_told(budget: float) -> None:
+def test_a_budget_that_buys_nothing_is_an_error(budget: float) -> None:
     with pytest.raises(ConfigError, match=f"a budget of {budget:g} buys no trainer"):
         search(_scenario(), budget)

@@ -34,7 +34,7 @@ def decoding(answer: int, batch: int, length: int) -> float:
     return seconds_of(answer - 1, fixed, slope, batch, batch * (length + 1.0))
 
 
-def test_a_lone_request_takes_its_prefill_and_its_decode_passes() -> None:
+def test_a_single_request_takes_its_prefill_and_its_decode_passes() -> None:
     async def main() -> Completion:
         return await engine().generate(request("a", 1000, 500))
 
@@ -71,7 +71,7 @@ def test_members_of_a_group_prefill_their_prompt_once() -> None:
     assert run(main()) == 5000 + 7
 
 
-def test_sequences_that_do_not_fit_start_again_later_and_lose_no_token() -> None:
+def test_preempted_sequences_resume_and_lose_no_token() -> None:
     async def main() -> tuple[list[Completion], int]:
         one = engine(kv_tokens=10_000)
         asked = (one.generate(request(str(n), 2000, 1500, opening=n)) for n in range(4))
@@ -82,7 +82,7 @@ def test_sequences_that_do_not_fit_start_again_later_and_lose_no_token() -> None
     assert [len(each.versions) for each in done] == [1500] * 4
 
 
-def test_parked_kv_goes_when_room_is_needed() -> None:
+def test_cached_kv_is_evicted_when_room_is_needed() -> None:
     async def main() -> int:
         one = engine(kv_tokens=10_000)
         await one.generate(request("old", 6000, 10, opening=1))
@@ -92,7 +92,7 @@ def test_parked_kv_goes_when_room_is_needed() -> None:
     assert run(main()) == 0
 
 
-def test_a_swap_in_mid_request_splits_its_versions_and_stops_the_engine_only_for_the_exposed_part() -> None:
+def test_a_swap_during_a_request_splits_its_versions_and_stops_the_engine_only_for_the_exposed_part() -> None:
     async def main() -> tuple[Completion, float]:
         one = engine()
         going = asyncio.create_task(one.generate(request("a", 1000, 4000)))
@@ -122,7 +122,7 @@ def test_a_cancelled_request_leaves_the_batch() -> None:
     assert ended < 3.0
 
 
-def test_kv_that_another_engine_has_is_fetched_and_not_computed() -> None:
+def test_kv_of_another_engine_is_fetched_and_not_computed() -> None:
     async def main() -> tuple[Completion, int]:
         first, second = engine(), engine()
         second.url = "two"

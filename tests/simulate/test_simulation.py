@@ -55,7 +55,7 @@ def test_the_same_seed_gives_the_same_event_log_byte_for_byte(file: Path, tmp_pa
     assert len(logs[0]) > 10_000
 
 
-def test_a_simulation_leaves_the_cycle_collector_as_good_as_nothing(file: Path) -> None:
+def test_a_simulation_makes_almost_no_reference_cycles(file: Path) -> None:
     failing = ("simulate.workloads.chat.reset_failures=0.2", "simulate.workloads.sum.reward_failures=0.2")
     simulate(load(file))
     found = {}
@@ -89,7 +89,7 @@ def test_slower_environments_make_longer_steps(file: Path) -> None:
     assert slower.trajectory["step"] > plain.trajectory["step"] + 10
 
 
-def test_failing_resets_are_tried_again_and_then_counted(file: Path) -> None:
+def test_failed_resets_are_retried_and_then_counted(file: Path) -> None:
     some = simulate(changed(file, "simulate.workloads.chat.reset_failures=0.3", "environments.retries=0"))
     assert some.steps == 4
     assert some.outcomes["env_failed"] > 0
@@ -100,7 +100,7 @@ def test_redundant_members_are_cancelled_once_their_group_is_complete(file: Path
     assert result.outcomes["cancelled"] > 0
 
 
-def test_dedicated_rewards_wait_for_each_other_and_functions_do_not(file: Path) -> None:
+def test_dedicated_rewards_queue_and_serverless_ones_do_not(file: Path) -> None:
     slow = "simulate.workloads.sum.reward=20"
     one = simulate(changed(file, slow, "simulate.scoring={where: dedicated, concurrency: 1, device: H800, devices: 1}"))
     many = simulate(changed(file, slow, "simulate.scoring={where: serverless, cold_start: 3, keep_warm: 5}"))
@@ -126,7 +126,7 @@ def test_blocking_weights_cost_more_than_a_store(file: Path) -> None:
     assert results["collective"].blocked_s > 0 == results["store"].blocked_s
 
 
-def test_measured_paces_take_the_place_of_the_models(file: Path) -> None:
+def test_measured_paces_replace_the_models(file: Path) -> None:
     result = simulate(
         changed(
             file,
@@ -138,7 +138,7 @@ def test_measured_paces_take_the_place_of_the_models(file: Path) -> None:
     assert result.trajectory["generate"] > 0.1 * 100
 
 
-def test_a_workload_file_is_laid_over_the_scenario(file: Path, tmp_path: Path) -> None:
+def test_a_workload_file_overrides_the_scenario(file: Path, tmp_path: Path) -> None:
     (tmp_path / "workload.yaml").write_text("train: {fixed: 3}\nwarmup: 2\n")
     scenario = load(file, ["simulate.warmup=0"], tmp_path / "workload.yaml")
     assert scenario.simulate.train is not None and scenario.simulate.train.fixed == 3
@@ -155,7 +155,7 @@ def test_a_workload_file_is_laid_over_the_scenario(file: Path, tmp_path: Path) -
         ("simulate.workloads.chat.turns={normal: {mean: 2}}", "sd"),
     ],
 )
-def test_mistakes_are_told_in_sentences(override: str, said: str, file: Path) -> None:
+def test_errors_are_sentences(override: str, said: str, file: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         load(file, [override])
 
@@ -184,7 +184,7 @@ def test_a_run_file_that_trains_can_be_simulated_as_it_is() -> None:
     assert result.pools["engine"].device == "cpu"
 
 
-def test_a_run_that_goes_on_begins_what_comes_after_its_last_step_and_one_that_ends_does_not(file: Path) -> None:
+def test_only_a_finite_run_starts_no_rollouts_beyond_its_last_step(file: Path) -> None:
     def finished(finite: bool) -> int:
         keys = ("simulate.warmup=0", "simulate.train={fixed: 300}", f"simulate.finite={finite}")
         return simulate(changed(file, *keys)).outcomes["finished"]
@@ -192,7 +192,7 @@ def test_a_run_that_goes_on_begins_what_comes_after_its_last_step_and_one_that_e
     assert finished(finite=True) == 4 * 4 * 4 < finished(finite=False)
 
 
-def test_a_warmup_must_leave_steps_to_count(file: Path) -> None:
+def test_a_warmup_must_leave_steps_to_measure(file: Path) -> None:
     assert load(file).warmup == 2
     assert load(file, ["rollout.alpha=2"]).warmup == 3
     with pytest.raises(ConfigError, match="4 steps of training leave none to measure after a warmup of 4"):

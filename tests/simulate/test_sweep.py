@@ -23,12 +23,12 @@ def test_keys_of_one_sweep_change_together_and_sweeps_combine() -> None:
     ]
 
 
-def test_values_in_brackets_are_whole() -> None:
+def test_values_in_brackets_are_not_split() -> None:
     found = points(["delay,n={normal: {mean: 5, sd: 2}}:1,[1, 2]:2"])
     assert [list(point.values.values()) for point in found] == [["{normal: {mean: 5, sd: 2}}", "1"], ["[1, 2]", "2"]]
 
 
-def test_a_preset_is_no_override() -> None:
+def test_a_preset_is_not_an_override() -> None:
     sync, rollart = points(["preset=sync,rollart"])
     assert (sync.preset, rollart.preset, sync.overrides) == ("sync", "rollart", [])
 
@@ -41,12 +41,12 @@ def test_a_preset_is_no_override() -> None:
         (["a=1", "a=2"], "a key may be swept only once"),
     ],
 )
-def test_a_sweep_that_cannot_be_read_says_how_to_write_it(text: list[str], said: str) -> None:
+def test_the_error_for_an_invalid_sweep_shows_the_syntax(text: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         points(text)
 
 
-def test_a_pool_of_none_is_left_out() -> None:
+def test_a_pool_of_count_zero_is_removed() -> None:
     mix = FOLDER.parent / "simulate" / "mix.yaml"
     assert set(load(mix, ["pools.h800.count=0"]).pools) == {"trainer", "h20"}
 

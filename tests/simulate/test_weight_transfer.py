@@ -17,7 +17,7 @@ def arrival(weights: WeightTransfer) -> float:
     return clock.run(fetch())
 
 
-def test_engines_pull_while_the_push_goes_on_and_stand_still_only_for_the_rest() -> None:
+def test_engines_pull_during_the_push_and_stand_still_only_for_the_rest() -> None:
     weights = WeightTransfer(SIZE, "store", LINK, LINK)
     assert arrival(weights) == pytest.approx(weights.push_s + weights.exposed_s)
     assert weights.exposed_s < weights.pull_s < weights.push_s
@@ -27,7 +27,7 @@ def test_engines_pull_while_the_push_goes_on_and_stand_still_only_for_the_rest()
 @pytest.mark.parametrize(
     "weights", [WeightTransfer(SIZE, "store", LINK, LINK, False), WeightTransfer(SIZE, "collective", LINK, LINK)]
 )
-def test_without_overlap_trainer_and_engines_wait_for_all_of_the_way(weights: WeightTransfer) -> None:
+def test_without_overlap_trainer_and_engines_wait_for_the_whole_transfer(weights: WeightTransfer) -> None:
     assert arrival(weights) == pytest.approx(weights.push_s + weights.pull_s)
     assert weights.free_at == pytest.approx(weights.push_s + weights.pull_s)
     assert weights.hidden_s == 0.0
