@@ -77,15 +77,9 @@ def sizes(config: TinyModelConfig) -> dict[str, Any]:
 
 
 def architecture(config: TinyModelConfig) -> Any:
-    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    match config.architecture:
-        case "qwen3":
-            return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes(config)))
-        case "llama":
-            return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes(config)))
-        case "qwen3_moe":
-            return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes(config)))
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(config.architecture, **sizes(config)))
 
 
 def _initialise(model: Any) -> None:

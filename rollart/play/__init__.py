@@ -1,1 +1,0 @@
-"""One episode in the terminal: `players` act, `episode` plays and shows."""

@@ -5,6 +5,7 @@ The environment runs in a process of its own, with the Python of its family, and
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -78,9 +79,7 @@ class EpisodeView:
     """Prints an episode. `typed`: the actions are on the screen already."""
 
     def __init__(self, console: Console, renderer: ChatRenderer | None, typed: bool) -> None:
-        self._console = console
-        self._renderer = renderer
-        self._typed = typed
+        self._console, self._renderer, self._typed = console, renderer, typed
 
     def show_observation(self, messages: Sequence[Message], prompt: Sequence[int]) -> None:
         for message in messages:
@@ -123,69 +122,57 @@ class EpisodeView:
         self._console.print(pieces)
 
 
+@dataclass(kw_only=True, slots=True)
 class EpisodeRunner:
     """The loop of one trajectory."""
 
-    def __init__(
-        self,
-        *,
-        task: TaskConfig,
-        env: SingleEnvironment,
-        player: Player,
-        view: EpisodeView,
-        renderer: ChatRenderer | None,
-        seed: int,
-    ) -> None:
-        self._task = task
-        self._env = env
-        self._player = player
-        self._view = view
-        self._renderer = renderer
-        self._seed = seed
-        self._turns: list[EpisodeTurn] = []
-        self._context: list[int] = []
+    task: TaskConfig
+    env: SingleEnvironment
+    player: Player
+    view: EpisodeView
+    renderer: ChatRenderer | None
+    seed: int
+    _turns: list[EpisodeTurn] = field(default_factory=list)
+    _context: list[int] = field(default_factory=list)
 
     async def run(self, held_out: bool, run: RunFile) -> RewardResult | None:
-        messages, finish = await self._env.reset(self._seed, held_out), None
+        messages, finish = await self.env.reset(self.seed, held_out), None
         info: dict[str, object] = {}
         while True:
             self._observe(messages, finish)
-            if self._too_long():
-                why, truncated = f"truncated: max_context ({self._task.max_context} tokens) has no room left", True
+            if len(self._context) + self.task.sampling.max_tokens > self.task.max_context:
+                why, truncated = f"truncated: max_context ({self.task.max_context} tokens) has no room left", True
                 break
-            action = await self._player.act(len(self._turns), self._context)
+            action = await self.player.act(len(self._turns), self._context)
             if action is None:
-                self._view.show_end(f"you left after {self._count()}", None)
+                self.view.show_end(f"you left after {self._count()}", None)
                 return None
             self._act(action)
-            step = await self._env.step(action.text)
-            self._view.show_step(step)
+            step = await self.env.step(action.text)
+            self.view.show_step(step)
             self._turns.append(EpisodeTurn(tuple(messages), action.text, step.reward))
             info.update(step.info)
             messages, finish = step.messages, action.finish
-            if step.done or len(self._turns) >= self._task.max_turns:
+            if step.done or len(self._turns) >= self.task.max_turns:
                 why, truncated = self._why(step)
                 break
         result = await self._score(run, truncated, info)
-        self._view.show_end(why, result)
+        self.view.show_end(why, result)
         return result
 
     def _observe(self, messages: Sequence[Message], finish: Finish | None) -> None:
         prompt: list[int] = []
-        if self._renderer is not None:
-            prompt = self._renderer.open(messages) if finish is None else self._renderer.extend(finish, messages)
+        if self.renderer is not None:
+            prompt = self.renderer.open(messages) if finish is None else self.renderer.extend(finish, messages)
         self._context += prompt
-        self._view.show_observation(messages, prompt)
+        self.view.show_observation(messages, prompt)
 
     def _act(self, action: Action) -> None:
         tokens = action.tokens
         if tokens is None:
-            tokens = self._renderer.action(action.text) if self._renderer is not None else []
+            tokens = self.renderer.action(action.text) if self.renderer is not None else []
         self._context += tokens
-        self._view.show_action(action, tokens)
-
-    def _too_long(self) -> bool:
-        return len(self._context) + self._task.sampling.max_tokens > self._task.max_context
+        self.view.show_action(action, tokens)
 
     def _why(self, step: Step) -> tuple[str, bool]:
         if step.truncated:
@@ -200,13 +187,13 @@ class EpisodeRunner:
     async def _score(self, run: RunFile, truncated: bool, info: dict[str, object]) -> RewardResult | None:
         if not self._turns:
             raise RollartError(
-                f"the first observation of task {self._task.name!r} leaves no room for an action in max_context "
-                f"{self._task.max_context}"
+                f"the first observation of task {self.task.name!r} leaves no room for an action in max_context "
+                f"{self.task.max_context}"
             )
-        episode = Episode("play", self._task.name, self._seed, tuple(self._turns), truncated, dict(info))
-        rewards = Rewards([self._task], run.rewards, cluster=run.cluster)
+        episode = Episode("play", self.task.name, self.seed, tuple(self._turns), truncated, dict(info))
+        rewards = Rewards([self.task], run.rewards, cluster=run.cluster)
         try:
             await rewards.start()
-            return await rewards.score(self._task.name, episode)
+            return await rewards.score(self.task.name, episode)
         finally:
             await rewards.close()

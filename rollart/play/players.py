@@ -7,7 +7,7 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -50,10 +50,7 @@ class HumanPlayer:
 
     async def act(self, turn: int, context: Sequence[int]) -> Action | None:
         self._console.print("assistant> ", style="bold green", end="")
-        while b"\n" not in self._typed:
-            piece = await _read_stdin()
-            if not piece:
-                break
+        while b"\n" not in self._typed and (piece := await _read_stdin()):
             self._typed += piece
         if not self._typed:
             self._console.print()
@@ -67,51 +64,42 @@ async def _read_stdin() -> bytes:
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     source = sys.stdin.fileno()
-    try:
+    with suppress(PermissionError):  # a file, whose reads never block
         loop.add_reader(source, ready.set)
-    except PermissionError:  # a file, whose reads never block
-        return os.read(source, 1 << 16)
-    try:
-        await ready.wait()
-        return os.read(source, 1 << 16)
-    finally:
-        loop.remove_reader(source)
+        try:
+            await ready.wait()
+        finally:
+            loop.remove_reader(source)
+    return os.read(source, 1 << 16)
 
 
+@dataclass(frozen=True, slots=True)
 class ScriptedPlayer:
     """The `player` of the task, in the environment's process."""
 
-    def __init__(self, env: SingleEnvironment, seed: int) -> None:
-        self._env = env
-        self._seed = seed
+    env: SingleEnvironment
+    seed: int
 
     async def act(self, turn: int, context: Sequence[int]) -> Action | None:
-        return Action(await self._env.scripted(seed_of(self._seed, "player", turn)))
+        return Action(await self.env.scripted(seed_of(self.seed, "player", turn)))
 
 
+@dataclass(frozen=True, slots=True)
 class ModelPlayer:
     """Samples as a run does."""
 
-    def __init__(self, engine: "TorchEngine", renderer: ChatRenderer, task: TaskConfig, seed: int) -> None:
-        self._engine = engine
-        self._renderer = renderer
-        self._task = task
-        self._seed = seed
+    engine: "TorchEngine"
+    renderer: ChatRenderer
+    task: TaskConfig
+    seed: int
 
     async def act(self, turn: int, context: Sequence[int]) -> Action | None:
-        config = self._task.sampling
-        sampling = Sampling(
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            max_tokens=config.max_tokens,
-            stop=self._renderer.stop,
-            seed=seed_of(self._seed, "play", turn),
-        )
-        request = GenerationRequest(f"play/{turn}", "play", self._task.name, turn, list(context), sampling)
+        seed = seed_of(self.seed, "play", turn)
+        sampling = Sampling(**self.task.sampling.model_dump(), stop=self.renderer.stop, seed=seed)
+        request = GenerationRequest(f"play/{turn}", "play", self.task.name, turn, list(context), sampling)
         async with asyncio.timeout(ACT_TIMEOUT):
-            completion = await self._engine.generate(request)
-        return Action(self._renderer.text(completion.tokens), completion.tokens, completion.finish)
+            completion = await self.engine.generate(request)
+        return Action(self.renderer.text(completion.tokens), completion.tokens, completion.finish)
 
 
 @asynccontextmanager

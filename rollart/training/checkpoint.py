@@ -40,7 +40,10 @@ def save_checkpoint(trainer: Trainer, path: Path) -> None:
     learner = trainer.learner
     with atomic_folder(path) as folder:
         learner.policy.save(folder, trainer.gather("policy"))
-        save_file(_moments(trainer), folder / OPTIMIZER)
+        moments = {f"{name}/step": torch.tensor(step) for name, step in learner.steps().items()}
+        for kind in MOMENTS:
+            moments |= {f"{name}/{kind}": tensor for name, tensor in trainer.gather(kind).items()}
+        save_file(moments, folder / OPTIMIZER)
         if learner.reference is not None:
             save_file(trainer.gather("reference"), folder / REFERENCE)
         ranges = {task: seen for task, seen in trainer.ranges.items() if seen != UNSEEN}
@@ -63,7 +66,8 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
         stored[kind] = {name: moments[f"{name}/{kind}"] for name in updated if f"{name}/{kind}" in moments}
     _check_shapes(trainer, stored, updated, path)
     steps = {name: moments[f"{name}/step"].item() for name in updated}
-    trainer.restore(manifest.version, manifest.ranges, Restore(manifest.updates, steps), stored)
+    trainer.restore(Restore(manifest.updates, steps), stored)
+    trainer.version, trainer.ranges = manifest.version, manifest.ranges
     trainer.guard.restore(manifest.guard)
 
 
@@ -84,25 +88,14 @@ def read_manifest(path: Path) -> CheckpointManifest:
     return manifest
 
 
-def _moments(trainer: Trainer) -> dict[str, Tensor]:
-    tensors = {f"{name}/step": torch.tensor(step) for name, step in trainer.learner.steps().items()}
-    for kind in MOMENTS:
-        tensors |= {f"{name}/{kind}": tensor for name, tensor in trainer.gather(kind).items()}
-    return tensors
-
-
 def _check_shapes(
     trainer: Trainer, stored: Mapping[TensorKind, Mapping[str, Tensor]], updated: Sequence[str], path: Path
 ) -> None:
     for name, parameter in trainer.learner.policy.parameters().items():
-        if _shape(stored["policy"], name) != parameter.shape:
+        wrong = {kind for kind, known in stored.items() if name not in known or known[name].shape != parameter.shape}
+        if "policy" in wrong:
             raise RollartError(f"the checkpoint {path} is of another model: {name} is missing or has another shape")
-        if "reference" in stored and _shape(stored["reference"], name) != parameter.shape:
+        if "reference" in wrong:
             raise RollartError(f"the checkpoint {path} is damaged: {name} in {REFERENCE} does not fit")
-        for kind in MOMENTS:
-            if name in updated and _shape(stored[kind], name) != parameter.shape:
-                raise RollartError(f"the checkpoint {path} is damaged: {kind} of {name} in {OPTIMIZER} does not fit")
-
-
-def _shape(tensors: Mapping[str, Tensor], name: str) -> torch.Size | None:
-    return tensors[name].shape if name in tensors else None
+        if name in updated and wrong:
+            raise RollartError(f"the checkpoint {path} is damaged: {min(wrong)} of {name} in {OPTIMIZER} does not fit")

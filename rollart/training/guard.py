@@ -80,7 +80,8 @@ class Guard:
         for task in sorted({row.cell.task for row in rows}):
             mine = [row for row in rows if row.cell.task == task]
             diagnosis = diagnose(mine, self._noise) or next(self._drifted(mine), None)
-            self._remember(mine)
+            for row in _by_age(mine):
+                self._usual[task, row.cell.age].append(row.mean)
             if diagnosis is None or step - self._reported.get((diagnosis.cause, task), -REPEAT_STEPS) < REPEAT_STEPS:
                 continue
             self._reported[diagnosis.cause, task] = step
@@ -112,11 +113,6 @@ class Guard:
                     "wrong version"
                 )
                 yield Diagnosis(Cause.DRIFT, row.cell.task, row, reason)
-
-    def _remember(self, rows: Sequence[GapRow]) -> None:
-        for row in _by_age(rows):
-            if row.cell.age > 0:
-                self._usual[row.cell.task, row.cell.age].append(row.mean)
 
 
 def diagnose(rows: Sequence[GapRow], noise: float) -> Diagnosis | None:

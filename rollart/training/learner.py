@@ -112,12 +112,12 @@ class Learner:
             self._update(micros, order.rate, totals)
             if totals.skipped:
                 break
-        totals.merge(self.ranks.all_reduce_sum, self.ranks.all_reduce_max)
+        totals.merge(self.ranks)
         return totals
 
     def _update(self, micros: Sequence[MicroBatch], rate: float, totals: StepTotals) -> None:
         """Loss and norm are those of all ranks, so an update that is not finite on one is skipped by all."""
-        (loss,) = self.ranks.all_reduce_sum([sum(self._backward(micro, totals) for micro in micros)])
+        (loss,) = self.ranks.all_reduce([sum(self._backward(micro, totals) for micro in micros)])
         rate *= min(1.0, (self.updates + 1) / max(1, self.config.lr_warmup))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -169,12 +169,8 @@ class Learner:
 
     def gather(self, what: TensorKind) -> dict[str, Tensor]:
         """On rank 0 all of them, as copies if they are sharded; on other ranks none: each is dropped at once."""
-        gathered: dict[str, Tensor] = {}
-        for name, tensor in self._tensors(what).items():
-            whole = self.ranks.full_tensor(tensor)
-            if self.ranks.rank == 0:
-                gathered[name] = whole
-        return gathered
+        whole = ((name, self.ranks.full_tensor(tensor)) for name, tensor in self._tensors(what).items())
+        return {name: tensor for name, tensor in whole if self.ranks.rank == 0}
 
     def publish(self, order: Publish) -> None:
         """Each rank writes its shard, at the same time as the others."""

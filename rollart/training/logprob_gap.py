@@ -6,7 +6,7 @@ forward pass of a step: the gap is engine minus trainer. The slope, the trainer'
 derivative of a logprob with respect to the logarithm of the inverse temperature.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import isfinite, sqrt
@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from rollart.core.types import LogprobGap, Sample
-
-Merge = Callable[[Sequence[float]], list[float]]
+from rollart.training.ranks import Ranks
 
 
 class Cell(NamedTuple):
@@ -71,9 +71,10 @@ class GapTotals:
         both = torch.stack([gap, -gap], 1)
         self.peaks.scatter_reduce_(0, cell[:, None].expand_as(both), both, "amax")
 
-    def merge(self, sums: Merge, largest: Merge) -> None:
-        self.sums = torch.tensor(sums(self.sums.flatten().tolist())).view_as(self.sums.cpu())
-        self.peaks = torch.tensor(largest(self.peaks.flatten().tolist())).view_as(self.peaks.cpu())
+    def merge(self, ranks: Ranks) -> None:
+        self.sums = torch.tensor(ranks.all_reduce(self.sums.flatten().tolist())).view_as(self.sums.cpu())
+        peaks = ranks.all_reduce(self.peaks.flatten().tolist(), ReduceOp.MAX)
+        self.peaks = torch.tensor(peaks).view_as(self.peaks.cpu())
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from rollart.core.types import Batch, SampleGroup
-from rollart.training.logprob_gap import GapTotals, Merge
+from rollart.training.logprob_gap import GapTotals
+from rollart.training.ranks import Ranks
 
 SPREAD = 1e-6
 PER_PASS = ("clip_fraction", "kl")
@@ -43,10 +44,10 @@ class StepTotals:
         """Loss and norm are those of all ranks."""
         self._updates.append((loss, norm, rate))
 
-    def merge(self, sums: Merge, largest: Merge) -> None:
+    def merge(self, ranks: Ranks) -> None:
         """Add up the tokens of all ranks."""
-        self._sums = dict(zip(self._sums, sums(list(self._sums.values())), strict=True))
-        self.gaps.merge(sums, largest)
+        self._sums = dict(zip(self._sums, ranks.all_reduce(list(self._sums.values())), strict=True))
+        self.gaps.merge(ranks)
 
     def values(self) -> dict[str, float]:
         """`skipped` is 1 if the weights were left alone because the loss or the gradient was not finite."""

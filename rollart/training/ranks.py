@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import msgspec
 import torch
@@ -86,9 +87,8 @@ class Ranks:
         return cls(address.rank, address.ranks, where, _Group(mesh, orders, store))
 
     def lost(self, error: Exception) -> RanksLost:
-        return RanksLost(
-            f"rank {self.rank} of {self.size} of the trainer failed, or lost the others: {_first_line(error)}"
-        )
+        reason = (str(error) or type(error).__name__).splitlines()[0]  # torch adds stack traces of its own
+        return RanksLost(f"rank {self.rank} of {self.size} of the trainer failed, or lost the others: {reason}")
 
     @property
     def mesh(self) -> DeviceMesh | None:
@@ -129,19 +129,12 @@ class Ranks:
 
     # Collectives: all ranks call them at the same time
 
-    def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
+    def all_reduce(self, values: Sequence[float], how: Any = distributed.ReduceOp.SUM) -> list[float]:
         if self._group is None:
             return list(values)
-        total = torch.tensor(values, dtype=torch.float64)
-        distributed.all_reduce(total)
-        return total.tolist()
-
-    def all_reduce_max(self, values: Sequence[float]) -> list[float]:
-        if self._group is None:
-            return list(values)
-        largest = torch.tensor(values, dtype=torch.float64)
-        distributed.all_reduce(largest, distributed.ReduceOp.MAX)
-        return largest.tolist()
+        reduced = torch.tensor(values, dtype=torch.float64)
+        distributed.all_reduce(reduced, how)
+        return reduced.tolist()
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
         """All of a tensor that may be sharded; if it is, the result is a copy."""
@@ -212,8 +205,3 @@ def _use_loopback(host: str) -> None:
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None and socket.gethostbyname(host).startswith("127."):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-
-
-def _first_line(error: Exception) -> str:
-    """The first line: torch adds stack traces of its own."""
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -29,7 +29,7 @@ from rollart.core.types import Batch, Publication, StepMetrics
 from rollart.launch import service
 from rollart.launch.rpc import Handler
 from rollart.training.checkpoint import load_checkpoint, save_checkpoint
-from rollart.training.learner import Learner
+from rollart.training.learner import Heartbeat, Learner, Shutdown
 from rollart.training.ranks import HEARTBEAT_SECONDS, RankAddress, Ranks, RanksLost
 from rollart.training.trainer import Trainer
 from rollart.weights.publish import Publisher, new_id
@@ -102,11 +102,11 @@ class TrainerService:
     async def _send_heartbeats(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
-            await self._train(self._trainer.heartbeat)
+            await self._train(lambda: self._trainer.notify(Heartbeat()))
 
     async def _shutdown_ranks(self) -> None:
         """A clean exit of the other ranks, unless a step is running or they are gone already."""
-        shutdown = asyncio.get_running_loop().run_in_executor(self._training, self._trainer.shutdown)
+        shutdown = asyncio.get_running_loop().run_in_executor(self._training, self._trainer.notify, Shutdown())
         await asyncio.wait({shutdown}, timeout=SHUTDOWN_DEADLINE)
         if shutdown.done():
             shutdown.exception()

@@ -107,26 +107,14 @@ class Trainer:
         with self.ranks.dispatch([Gather(what)] * self.ranks.size):
             return self.learner.gather(what)
 
-    def restore(
-        self,
-        version: int,
-        ranges: dict[str, RewardRange],
-        order: Restore,
-        stored: Mapping[TensorKind, Mapping[str, Tensor]],
-    ) -> None:
-        """Restore from a checkpoint."""
+    def restore(self, order: Restore, stored: Mapping[TensorKind, Mapping[str, Tensor]]) -> None:
+        """Restore the weights and the optimizer from a checkpoint."""
         with self.ranks.dispatch([order] * self.ranks.size):
             self.learner.restore(order, stored)
-        self.version, self.ranges = version, ranges
 
-    def heartbeat(self) -> None:
-        """Raises RanksLost if another rank is gone."""
-        with self.ranks.dispatch([Heartbeat()] * self.ranks.size):
-            pass
-
-    def shutdown(self) -> None:
-        """Let the other ranks exit."""
-        with self.ranks.dispatch([Shutdown()] * self.ranks.size):
+    def notify(self, order: Heartbeat | Shutdown) -> None:
+        """Orders without a part for rank 0. Raises RanksLost if another rank is gone."""
+        with self.ranks.dispatch([order] * self.ranks.size):
             pass
 
     def _rate(self, evidence: float) -> float:

@@ -6,7 +6,7 @@ They are played in this process or, if the task has a family, in a process with 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ async def _play(
     task: TaskConfig, count: int, seed: int, deadline: float, on_progress: Callable[[int], None]
 ) -> list[Episode]:
     end, episodes = time.monotonic() + deadline, list[Episode]()
-    async with _in_family(task) if task.family else _in_process(task) as play:
+    async with _opened(task) as play:
         for number in range(count):
             left = end - time.monotonic()
             if left <= 0:
@@ -65,29 +65,24 @@ async def _play(
 
 
 @asynccontextmanager
-async def _in_family(task: TaskConfig) -> AsyncIterator[PlayEpisode]:
-    async with single_environment(task, EnvironmentsConfig()) as env:
-        yield env.demonstrate
+async def _opened(task: TaskConfig) -> AsyncIterator[PlayEpisode]:
+    if task.family:
+        async with single_environment(task, EnvironmentsConfig()) as env:
+            yield env.demonstrate
+        return
+    with closing(EnvironmentProcess()) as process:
 
+        async def play(seed: int, deadline: float) -> Any:
+            return process.demonstrate(
+                env=task.env,
+                args=task.args,
+                player=str(task.player),
+                player_args=task.player_args,
+                seed=seed,
+                turns=task.max_turns,
+            )
 
-@asynccontextmanager
-async def _in_process(task: TaskConfig) -> AsyncIterator[PlayEpisode]:
-    process = EnvironmentProcess()
-
-    async def play(seed: int, deadline: float) -> Any:
-        return process.demonstrate(
-            env=task.env,
-            args=task.args,
-            player=str(task.player),
-            player_args=task.player_args,
-            seed=seed,
-            turns=task.max_turns,
-        )
-
-    try:
         yield play
-    finally:
-        process.close()
 
 
 def _episode(task: TaskConfig, seed: int, first: Any, played: list[tuple[str, Any]]) -> Episode:

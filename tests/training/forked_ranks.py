@@ -10,7 +10,7 @@ from typing import TypeVar
 from rank_processes import DEADLINE_S, free_address
 
 from rollart.config import TrainingConfig
-from rollart.training.learner import Learner
+from rollart.training.learner import Learner, Shutdown
 from rollart.training.ranks import RankAddress, Ranks
 from rollart.training.trainer import Trainer
 
@@ -52,4 +52,4 @@ def _rank(
         return
     trainer = Trainer(folder, config, ranks=ranks)
     answer.send_bytes(pickle.dumps(work(trainer)))
-    trainer.shutdown()
+    trainer.notify(Shutdown())
