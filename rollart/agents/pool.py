@@ -11,23 +11,70 @@ The invariants:
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rollart.agents.drivers import driver_of, host_spec
-from rollart.config import RewardConfig, TaskConfig
+from rollart.config import AgentConfig, RewardConfig, TaskConfig
 from rollart.core.endpoint import AgentEpisode
-from rollart.core.errors import EngineFailed, EnvironmentFailed, RewardFailed, ServiceError
+from rollart.core.errors import ConfigError, EngineFailed, EnvironmentFailed, RewardFailed, ServiceError
 from rollart.core.protocols import Generate, TokenStream
 from rollart.core.types import CapturedEpisode, Completion, GenerationRequest, Sampling, Step
+from rollart.envs import families
 from rollart.gateway.client import Gateway
 from rollart.gateway.limits import EpisodeLimits
 from rollart.launch.launcher import Launcher, ResourceRequest
-from rollart.workers.host_handle import HostLocation
+from rollart.workers.host import ENVIRONMENT
+from rollart.workers.host_handle import HostLocation, HostSpec
 from rollart.workers.pool import ProcessClaim, ProcessPool
 from rollart.workers.pool_host import HostCallback
 from rollart.workers.worker_process import CallRaised, ProcessLost
+
+MAX_COMMAND_S = 86_400.0  # the episode's own deadline comes first
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """What plays the episodes of a task: the class `target`, in the forked process, standard library only, with
+
+        def run(self, agent, endpoint: dict, episode: dict) -> dict
+
+    `agent` is the task's agent, as JSON; `endpoint` and `episode` are the fields of `Endpoint` and `AgentEpisode`. It
+    returns `reward`, `success` and `info`, all optional, and raises if the program fails. `imports` are loaded once, in
+    the host, before episodes are forked.
+    """
+
+    target: str
+    agent: Any
+    imports: tuple[str, ...] = ()
+
+
+def driver_of(task: TaskConfig) -> Driver:
+    if task.agent is None:
+        raise ConfigError(f"task {task.name!r} has no agent")
+    if task.agent.function is not None:
+        return Driver("{rollart}/agents/function.py:FunctionAgent", task.agent.function, (task.agent.function,))
+    return Driver("{rollart}/agents/command.py:CommandAgent", command_of(task, task.agent))
+
+
+def command_of(task: TaskConfig, agent: AgentConfig) -> dict[str, Any]:
+    """The arguments of `CommandAgent`. If the task has a family, its Python is first in PATH."""
+    family = families.installed(task.family) if task.family else None
+    return {
+        "command": agent.command,
+        "files": None if agent.files is None else str(agent.files.absolute()),
+        "mounts": [str(path.absolute()) for path in agent.mounts] + (family.mounts if family else []),
+        "path": [str(family.python.parent)] if family else [],
+        "limits": agent.limits,
+        "deadline": agent.deadline or MAX_COMMAND_S,
+    }
+
+
+def host_spec(task: TaskConfig, log: Path | None = None) -> HostSpec:
+    """Raises ConfigError if the task's family is not installed."""
+    driver, python = driver_of(task), families.python_of(task.family) if task.family else None
+    imports = (ENVIRONMENT, driver.target, *driver.imports)  # the first lets any Python import our modules
+    return HostSpec(driver.target, imports, python=python, log=log, name=f"host of {task.name} agents")
 
 
 class AgentPool:

@@ -54,9 +54,7 @@ class RemoteCaller:
     """Calls one function through one transport."""
 
     def __init__(self, transport: RewardTransport, *, concurrency: int, deadline: float, hedge: bool = True) -> None:
-        self._transport = transport
-        self._deadline = deadline
-        self._hedge = hedge
+        self._transport, self._deadline, self._hedge = transport, deadline, hedge
         self._slots = asyncio.Semaphore(concurrency)
         self._latencies: deque[float] = deque(maxlen=LATENCIES)
         self._not_before = 0.0
@@ -100,7 +98,7 @@ class RemoteCaller:
         tasks = {asyncio.create_task(self._send(body, key, read, usage))}
         try:
             done, _ = await asyncio.wait(tasks, timeout=self._hedge_after())
-            if not done and self._may_hedge():
+            if not done and not self._slots.locked() and self._hedges < HEDGE_SHARE * self._attempts:
                 self._hedges += 1
                 usage.hedges += 1
                 tasks.add(asyncio.create_task(self._hedged(body, key, read, usage)))
@@ -123,9 +121,6 @@ class RemoteCaller:
         if not self._hedge or len(self._latencies) < MIN_LATENCIES:
             return None
         return sorted(self._latencies)[int(SLOW_QUANTILE * len(self._latencies))]
-
-    def _may_hedge(self) -> bool:
-        return not self._slots.locked() and self._hedges < HEDGE_SHARE * self._attempts
 
     async def _hedged(self, body: bytes, key: str, read: Callable[[RewardResponse], T], usage: CallUsage) -> T:
         async with self._slots:

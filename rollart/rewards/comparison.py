@@ -26,11 +26,10 @@ class Comparison:
     def same(self) -> bool:
         if isinstance(self.here, str) or isinstance(self.there, str):
             return isinstance(self.here, str) and isinstance(self.there, str)
-        parts = self.here.parts.keys() == self.there.parts.keys()
         return (
             _close(self.here.value, self.there.value)
             and self.here.success == self.there.success
-            and parts
+            and self.here.parts.keys() == self.there.parts.keys()
             and all(_close(value, self.there.parts[name]) for name, value in self.here.parts.items())
         )
 

@@ -108,7 +108,19 @@ class Rewards:
             raise
         finally:
             total.add(usage, clock() - began)
-            self._emit(task, episode, usage, clock() - began, reason)
+            if self._sink is not None:
+                reward = self._rewards[task]
+                self._sink.emit(
+                    RewardCalled(
+                        trajectory=episode.id,
+                        task=task,
+                        function=reward.function,
+                        invoker=reward.invoker,
+                        seconds=clock() - began,
+                        reason=reason,
+                        **asdict(usage),
+                    )
+                )
 
     async def _score(self, task: str, episode: Episode, usage: CallUsage) -> RewardResult:
         if task not in self._remote:
@@ -122,21 +134,6 @@ class Rewards:
             raise RewardFailed(
                 f"the reward {function!r} of task {task!r} was called {times}; the last time: {error}"
             ) from error
-
-    def _emit(self, task: str, episode: Episode, usage: CallUsage, seconds: float, reason: str) -> None:
-        reward = self._rewards[task]
-        if self._sink is not None:
-            self._sink.emit(
-                RewardCalled(
-                    trajectory=episode.id,
-                    task=task,
-                    function=reward.function,
-                    invoker=reward.invoker,
-                    seconds=seconds,
-                    reason=reason,
-                    **asdict(usage),
-                )
-            )
 
 
 def build_transport(reward: RewardConfig, config: RewardsConfig, cluster: str | None = None) -> RewardTransport:

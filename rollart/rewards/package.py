@@ -15,7 +15,6 @@ from rollart.rewards.runtime import RewardFunction, find_function
 from rollart.rewards.wire import SECRET
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-RUNTIME = "rollart.rewards.runtime"
 FRAMEWORK = "functions_framework"
 
 MAIN = '''"""{target} for functions-framework, which Cloud Run, Cloud Functions and Knative run."""
@@ -79,7 +78,7 @@ def package(target: str, folder: Path) -> list[Path]:
         raise RollartError(f"the reward {wrong}")
     if folder.exists() and any(folder.iterdir()):
         raise RollartError(f"{folder} is not empty; choose another folder")
-    needed = closure(target.partition(":")[0], RUNTIME)
+    needed = closure(target.partition(":")[0], "rollart.rewards.runtime")
     if clash := {Path("main.py"), Path("handler.py")} & set(needed.files):
         raise RollartError(f"your module {clash.pop()} has the name of a file of the package; rename it")
     for where, source in needed.files.items():
@@ -110,7 +109,7 @@ def import_reward(target: str) -> RewardFunction:
 
 def serve(target: str, host: str, port: int, threads: int) -> None:
     """Serve the function in this process until it is interrupted. Raises RollartError if it cannot start."""
-    if find_spec("functions_framework") is None:
+    if find_spec(FRAMEWORK) is None:
         raise RollartError("serving needs functions-framework; run: pip install 'rollart[serve]'")
     if host not in LOOPBACK and not os.environ.get(SECRET):
         raise RollartError(f"on {host} it would accept unsigned requests; set {SECRET} first")
@@ -118,12 +117,8 @@ def serve(target: str, host: str, port: int, threads: int) -> None:
     with tempfile.TemporaryDirectory(prefix="rollart-reward-") as folder:
         source = Path(folder) / "main.py"
         source.write_text(MAIN.format(target=target), encoding="utf-8")
-        _serve(source, host, port, threads)
-
-
-def _serve(source: Path, host: str, port: int, threads: int) -> None:
-    """As `python -m functions_framework` would, in this process, so that signals and modules are the user's own."""
-    os.environ["THREADS"] = str(threads)
-    sys.argv = ["functions-framework", f"--source={source}", "--target=score", f"--host={host}", f"--port={port}"]
-    print(f"listening on http://{host}:{port}", file=sys.stderr, flush=True)
-    runpy.run_module("functions_framework", run_name="__main__")
+        os.environ["THREADS"] = str(threads)
+        sys.argv = ["functions-framework", f"--source={source}", "--target=score", f"--host={host}", f"--port={port}"]
+        print(f"listening on http://{host}:{port}", file=sys.stderr, flush=True)
+        # As `python -m functions_framework` would, but in this process: signals and modules are the user's own.
+        runpy.run_module(FRAMEWORK, run_name="__main__")

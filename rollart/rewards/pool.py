@@ -15,7 +15,6 @@ from rollart.workers.host_handle import HostSpec
 from rollart.workers.pool import ProcessClaim, ProcessPool
 from rollart.workers.worker_process import CallRaised, ProcessLost
 
-WORKER = "rollart.rewards.runtime:RewardWorker"
 BACKOFF_S = 0.1
 IDLE_S = 30.0
 
@@ -30,7 +29,7 @@ class RewardPool:
         self._rewards = {task.name: task.reward for task in tasks}
         self._limits = {task.name: asyncio.Semaphore(task.reward.concurrency) for task in tasks}
         functions = tuple(dict.fromkeys(reward.function for reward in self._rewards.values()))
-        spec = HostSpec(WORKER, functions, log=log, name="host of rewards")
+        spec = HostSpec("rollart.rewards.runtime:RewardWorker", functions, log=log, name="host of rewards")
         self._pool = ProcessPool(spec, config.workers, idle_s=idle_s)
 
     @property

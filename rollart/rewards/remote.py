@@ -13,11 +13,13 @@ from collections import deque
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+
 from rollart.config import RewardConfig
 from rollart.core.types import Episode, RewardResult
 from rollart.rewards.caller import CallUsage, RemoteCaller
 from rollart.rewards.transports.base import CallFailed, CallRefused, RewardTransport
-from rollart.rewards.wire import RewardRequest, RewardResponse, encode
+from rollart.rewards.wire import RewardRequest, RewardResponse
 
 
 @dataclass(slots=True, eq=False)
@@ -31,8 +33,7 @@ class RemoteReward:
     """One function behind one transport. `deadline` and `retries` are the defaults."""
 
     def __init__(self, reward: RewardConfig, transport: RewardTransport, *, deadline: float, retries: int) -> None:
-        self._reward = reward
-        self._transport = transport
+        self._reward, self._transport = reward, transport
         self._tries = 1 + (retries if reward.retries is None else reward.retries)
         self._caller = RemoteCaller(
             transport, concurrency=reward.concurrency, deadline=reward.deadline or deadline, hedge=reward.hedge
@@ -91,7 +92,7 @@ class RemoteReward:
     def _body(self, episode: Episode | None = None, episodes: list[Episode] | None = None) -> bytes:
         request = RewardRequest(episode, episodes, self._reward.function, self._reward.version, self._reward.args)
         try:
-            return encode(request)
+            return msgspec.json.encode(request)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise CallRefused(f"the episode cannot be sent: {error}") from error
 

@@ -34,7 +34,6 @@ from rollart.rewards.wire import (
     RewardResponse,
     checked,
     idempotency_key,
-    response_of,
     signature_error,
 )
 
@@ -50,11 +49,6 @@ def find_function(target: str) -> RewardFunction:
     if not callable(function):
         raise TypeError(f"{target} is not a function")
     return function  # type: ignore[no-any-return]
-
-
-def batch_of(function: RewardFunction) -> int:
-    """How many episodes the function takes at once. One with `batch` takes a list and returns a list."""
-    return int(getattr(function, "batch", 1))
 
 
 def version_of(function: RewardFunction) -> str:
@@ -161,7 +155,7 @@ class Runtime:
             return 200, known
         status, response = self._run(request)
         response.seconds, response.cold = round(time.perf_counter() - began, 6), cold
-        response.batch, response.version = batch_of(self._function), self.version
+        response.batch, response.version = int(getattr(self._function, "batch", 1)), self.version
         encoded = msgspec.json.encode(response)
         if status == 200:
             with self._lock:
@@ -181,10 +175,11 @@ class Runtime:
         if not episodes:
             return 400, RewardResponse(error="the request has neither `episode` nor `episodes`")
         try:
-            results = [response_of(result) for result in call(self._function, episodes, request.args)]
+            results = call(self._function, episodes, request.args)
         except BaseException as error:  # even SystemExit: the caller must get a response
             return 500, RewardResponse(error=error_sentence(error))
-        return 200, RewardResponse(results=results) if many else results[0]
+        responses = [RewardResponse(result.value, result.parts, result.success) for result in results]
+        return 200, RewardResponse(results=responses) if many else responses[0]
 
 
 class RewardWorker:

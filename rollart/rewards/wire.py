@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 
 from rollart.core.types import Episode, RewardResult
@@ -54,10 +53,6 @@ class RewardResponse(Struct, omit_defaults=True):
         if self.value is None:
             raise ValueError("the response has no `value`")
         return checked(RewardResult(self.value, self.parts, self.success))
-
-
-def response_of(result: RewardResult) -> RewardResponse:
-    return RewardResponse(result.value, result.parts, result.success)
 
 
 def idempotency_key(request: bytes) -> str:
@@ -108,7 +103,3 @@ def finite(what: str, value: object) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{what} is {value}; it must be finite")
     return float(value)
-
-
-def encode(message: RewardRequest | RewardResponse) -> bytes:
-    return msgspec.json.encode(message)

@@ -10,8 +10,7 @@ import psutil
 import pytest
 
 from rollart.agents.command import CommandAgent
-from rollart.agents.drivers import driver_of
-from rollart.agents.pool import AgentPool
+from rollart.agents.pool import AgentPool, driver_of
 from rollart.app import preflight
 from rollart.config import TaskConfig
 from rollart.core.errors import ConfigError, EnvironmentFailed, RewardFailed, RollartError

@@ -16,7 +16,7 @@ from rollart.core.errors import RewardFailed, ServiceError
 from rollart.core.events import RewardCalled
 from rollart.core.types import RewardResult
 from rollart.rewards.invokers import Rewards
-from rollart.rewards.transports.http import retry_after
+from rollart.rewards.transports.base import retry_after
 
 ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "key",

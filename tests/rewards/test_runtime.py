@@ -8,7 +8,7 @@ import served_rewards
 from local_platform import episode
 
 from rollart.rewards.runtime import MAX_CACHED, Runtime
-from rollart.rewards.wire import RewardRequest, encode, sign
+from rollart.rewards.wire import RewardRequest, sign
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,9 @@ def _fresh():
 
 def asked(name, *episodes, runtime=None, **fields):
     one = {"episode": episodes[0]} if len(episodes) == 1 else {"episodes": list(episodes)}
-    status, body = (runtime or Runtime(f"served_rewards:{name}", "")).score(encode(RewardRequest(**one, **fields)))
+    status, body = (runtime or Runtime(f"served_rewards:{name}", "")).score(
+        msgspec.json.encode(RewardRequest(**one, **fields))
+    )
     return status, json.loads(body)
 
 
@@ -94,7 +96,7 @@ def test_a_request_that_is_none_is_refused(body):
 
 
 def test_with_a_secret_only_signed_requests_are_answered():
-    runtime, body = Runtime("served_rewards:counted", "secret"), encode(RewardRequest(episode()))
+    runtime, body = Runtime("served_rewards:counted", "secret"), msgspec.json.encode(RewardRequest(episode()))
     assert runtime.http("POST", {}, body)[0] == 401
     assert runtime.http("POST", sign("wrong", body, time.time()), body)[0] == 401
     assert runtime.http("POST", sign("secret", body, time.time() - 1000), body)[0] == 401
@@ -110,7 +112,7 @@ def test_the_handler_takes_an_invocation_as_a_dict_or_as_bytes():
 
 @pytest.mark.parametrize("encoded", [False, True])
 def test_the_handler_takes_what_a_url_makes_of_a_request_and_asks_for_the_signature(encoded):
-    runtime, body = Runtime("served_rewards:lengths", "secret"), encode(RewardRequest(episode("xxx")))
+    runtime, body = Runtime("served_rewards:lengths", "secret"), msgspec.json.encode(RewardRequest(episode("xxx")))
 
     def event(headers):
         text = base64.b64encode(body).decode() if encoded else body.decode()

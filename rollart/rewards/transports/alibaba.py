@@ -15,15 +15,7 @@ from darabonba.runtime import RuntimeOptions
 
 from rollart.config import RewardConfig
 from rollart.core.errors import ServiceError
-from rollart.rewards.transports.base import (
-    CallFailed,
-    CallRefused,
-    PlatformBusy,
-    TransportReply,
-    decode_response,
-    error_text,
-)
-from rollart.rewards.transports.http import RETRYABLE
+from rollart.rewards.transports.base import CallFailed, TransportReply, decode_response, error_text, failure_of
 
 ACCOUNT = "ALIBABA_CLOUD_ACCOUNT_ID"
 CONNECT_MS = 10_000
@@ -41,18 +33,13 @@ class FunctionComputeTransport:
     async def start(self) -> None:
         endpoint = urlsplit(self._url or f"https://{self._endpoint()}")
         try:
-            self._client = await asyncio.to_thread(
-                lambda: Client(
-                    Config(
-                        credential=Credentials(),
-                        region_id=self._region or None,
-                        endpoint=endpoint.netloc,
-                        protocol=endpoint.scheme,
-                    )
-                )
-            )
+            self._client = await asyncio.to_thread(self._connect, endpoint.netloc, endpoint.scheme)
         except (CredentialException, DaraException, ValueError) as error:
             raise ServiceError(f"the reward on Function Compute cannot start: {error}") from error
+
+    def _connect(self, endpoint: str, protocol: str) -> Any:
+        region = self._region or None
+        return Client(Config(credential=Credentials(), region_id=region, endpoint=endpoint, protocol=protocol))
 
     def _endpoint(self) -> str:
         account = os.environ.get(ACCOUNT, "")
@@ -79,7 +66,10 @@ class FunctionComputeTransport:
         try:
             result = await self._client.invoke_function_with_options_async(self._name, request, headers, options)
         except Exception as error:  # the SDK's errors have no common base class
-            raise _failure(error) from error
+            status, after_ms = getattr(error, "status_code", None) or 0, getattr(error, "retry_after", None)
+            raise failure_of(
+                int(status), f"Function Compute: {error}", after_ms / 1000 if after_ms else None
+            ) from error
         payload = result.body.read()
         lower = {name.lower(): value for name, value in (result.headers or {}).items()}
         if "x-fc-error-type" in lower:
@@ -90,12 +80,3 @@ class FunctionComputeTransport:
 
 def build(reward: RewardConfig, deadline: float, cluster: str | None) -> FunctionComputeTransport:
     return FunctionComputeTransport(str(reward.name), reward.region, reward.url)
-
-
-def _failure(error: Any) -> CallFailed:
-    status = int(getattr(error, "status_code", None) or 0)
-    reason = f"Function Compute: {error}"
-    if status in (429, 503):
-        after = getattr(error, "retry_after", None)
-        return PlatformBusy(reason, after / 1000 if after else None)
-    return CallRefused(reason) if 400 <= status < 500 and status not in RETRYABLE else CallFailed(reason)

@@ -18,14 +18,13 @@ from rollart.config import RewardConfig
 from rollart.core.errors import ServiceError
 from rollart.rewards.transports.base import (
     CallFailed,
-    CallRefused,
-    PlatformBusy,
     TransportReply,
     decode_response,
     error_text,
+    failure_of,
     response_too_long,
+    retry_after,
 )
-from rollart.rewards.transports.http import RETRYABLE, retry_after
 from rollart.rewards.wire import RESPONSE_BYTES
 
 REPORT = re.compile(r"Billed Duration: (\d+) ms")
@@ -66,7 +65,9 @@ class LambdaTransport:
         try:
             result, payload, first_byte_s = await loop.run_in_executor(self._threads, self._invoke, body, loop.time)
         except ClientError as error:
-            raise _failure(error) from error
+            about = error.response.get("ResponseMetadata", {})
+            after = retry_after(about.get("HTTPHeaders", {}).get("retry-after"))
+            raise failure_of(int(about.get("HTTPStatusCode", 0)), str(error), after) from error
         except BotoCoreError as error:
             raise CallFailed(f"Lambda cannot be reached: {error}") from error
         if "FunctionError" in result:
@@ -97,11 +98,3 @@ def build(reward: RewardConfig, deadline: float, cluster: str | None) -> LambdaT
     return LambdaTransport(
         str(reward.name), reward.region, reward.url, concurrency=reward.concurrency, deadline=deadline
     )
-
-
-def _failure(error: ClientError) -> CallFailed:
-    result = error.response.get("ResponseMetadata", {})
-    status = int(result.get("HTTPStatusCode", 0))
-    if status in (429, 503):
-        return PlatformBusy(str(error), retry_after(result.get("HTTPHeaders", {}).get("retry-after")))
-    return CallRefused(str(error)) if 400 <= status < 500 and status not in RETRYABLE else CallFailed(str(error))

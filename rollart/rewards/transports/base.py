@@ -1,13 +1,17 @@
 """The interface to a serverless platform: one request, one response, and three kinds of failure."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Protocol
 
 import msgspec
 
 from rollart.config import RewardConfig
 from rollart.rewards.wire import RESPONSE_BYTES, RewardResponse
+
+BUSY, RETRYABLE = (429, 503), (408, 425)
 
 
 class CallFailed(Exception):
@@ -49,6 +53,24 @@ class RewardTransport(Protocol):
 
 
 BuildTransport = Callable[[RewardConfig, float, str | None], RewardTransport]  # with the deadline and the Ray cluster
+
+
+def failure_of(status: int, reason: str, after: float | None) -> CallFailed:
+    """The failure that an HTTP status means; 0 if there was none. `after` is the Retry-After of a busy platform."""
+    if status in BUSY:
+        return PlatformBusy(reason, after)
+    return CallRefused(reason) if 0 < status < 500 and status not in RETRYABLE else CallFailed(reason)
+
+
+def retry_after(value: str | None) -> float | None:
+    """Seconds, from a number or a date."""
+    if value is None:
+        return None
+    try:
+        number = value.strip().isdecimal()
+        return max(0.0, float(value) if number else parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return None
 
 
 def decode_response(body: bytes) -> RewardResponse:

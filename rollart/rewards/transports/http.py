@@ -3,7 +3,6 @@
 import asyncio
 import os
 import time
-from email.utils import parsedate_to_datetime
 
 import aiohttp
 
@@ -11,17 +10,14 @@ from rollart.config import RewardConfig
 from rollart.core.errors import ServiceError
 from rollart.rewards.transports.base import (
     CallFailed,
-    CallRefused,
-    PlatformBusy,
     TransportReply,
     decode_response,
     error_text,
+    failure_of,
     response_too_long,
+    retry_after,
 )
 from rollart.rewards.wire import IDEMPOTENCY_KEY, RESPONSE_BYTES, sign
-
-BUSY = (429, 503)
-RETRYABLE = (408, 425)
 
 
 class HttpTransport:
@@ -63,7 +59,8 @@ class HttpTransport:
         except (aiohttp.ClientError, OSError) as error:
             raise CallFailed(f"{self._url} cannot be reached: {error or type(error).__name__}") from error
         if response.status != 200:
-            raise _failure(response, payload)
+            after = retry_after(response.headers.get("Retry-After"))
+            raise failure_of(response.status, f"HTTP {response.status}: {error_text(payload)}", after)
         scored = decode_response(payload)
         return TransportReply(scored, first_byte_s, scored.seconds, scored.cold)
 
@@ -79,24 +76,3 @@ async def _read_limited(response: aiohttp.ClientResponse) -> bytes:
         if len(body) > RESPONSE_BYTES:
             raise response_too_long()
     return bytes(body)
-
-
-def _failure(response: aiohttp.ClientResponse, body: bytes) -> CallFailed:
-    reason = f"HTTP {response.status}: {error_text(body)}"
-    if response.status in BUSY:
-        return PlatformBusy(reason, retry_after(response.headers.get("Retry-After")))
-    return CallFailed(reason) if response.status >= 500 or response.status in RETRYABLE else CallRefused(reason)
-
-
-def retry_after(value: str | None) -> float | None:
-    """Seconds, from a number or a date."""
-    if value is None:
-        return None
-    try:
-        return max(0.0, float(value) if value.strip().isdecimal() else _until(value))
-    except ValueError:
-        return None
-
-
-def _until(date: str) -> float:
-    return parsedate_to_datetime(date).timestamp() - time.time()
