@@ -156,16 +156,24 @@ class AgentClaim:
         self, id: str, seed: int, held_out: bool, generate: Generate, captured: Callable[[CapturedEpisode], None]
     ) -> Step:
         """The whole episode. Raises EnvironmentFailed, EngineFailed or RewardFailed."""
-        probe = _GenerateProbe(generate)
+        failures: list[EngineFailed] = []  # the program may fail because of them
+
+        async def observed(request: GenerationRequest, stream: TokenStream | None = None, /) -> Completion:
+            try:
+                return await generate(request, stream)
+            except EngineFailed as error:
+                failures.append(error)
+                raise
+
         episode = AgentEpisode(id, self._task.name, seed, held_out, self._task.args)
         opened, raised = None, None
         result: dict[str, Any] = {}
         try:
-            async with self._gateway.episode(self._limits(id, seed), probe.generate) as opened:
+            async with self._gateway.episode(self._limits(id, seed), observed) as opened:
                 endpoint = asdict(opened.endpoint)
                 args = {"agent": driver_of(self._task).agent, "endpoint": endpoint, "episode": asdict(episode)}
                 try:
-                    result = await self._run(args, probe)
+                    result = await self._run(args, failures)
                 except _Raised as error:
                     raised = error  # it may be due to a limit, which is known when the episode is captured
         finally:
@@ -178,25 +186,24 @@ class AgentClaim:
     def _limits(self, id: str, seed: int) -> EpisodeLimits:
         agent, config = self._task.agent, self._task.sampling
         assert agent is not None
-        sampling = Sampling(config.temperature, config.top_p, config.top_k, config.max_tokens)
         return EpisodeLimits(
             id,
             self._task.name,
             seed,
-            sampling,
+            Sampling(config.temperature, config.top_p, config.top_k, config.max_tokens),
             self._task.max_context,
             max_calls=agent.max_calls,
             max_parallel=agent.max_parallel,
         )
 
-    async def _run(self, args: dict[str, Any], probe: "_GenerateProbe") -> dict[str, Any]:
+    async def _run(self, args: dict[str, Any], failures: list[EngineFailed]) -> dict[str, Any]:
         try:
             result = await self._claim.call("run", args, self._deadline)
         except (ProcessLost, CallRaised) as error:
             reason = str(error).replace(args["endpoint"]["key"], "(its key)")  # it may be part of a URL
             failed = f"the agent of task {self._task.name!r} failed: {reason}"
-            if probe.failure is not None:
-                raise EngineFailed(f"{failed}; before that, {probe.failure}") from error
+            if failures:
+                raise EngineFailed(f"{failed}; before that, {failures[-1]}") from error
             raise (_Raised if isinstance(error, CallRaised) else EnvironmentFailed)(failed) from error
         if not isinstance(result, dict):
             raise EnvironmentFailed(f"the agent of task {self._task.name!r} returned {result!r}, not a dict")
@@ -221,18 +228,3 @@ class AgentClaim:
 
 class _Raised(EnvironmentFailed):
     """The program itself raised, or ended with an error."""
-
-
-class _GenerateProbe:
-    """Records that generation failed: the program may fail because of it."""
-
-    def __init__(self, generate: Generate) -> None:
-        self._generate = generate
-        self.failure: EngineFailed | None = None
-
-    async def generate(self, request: GenerationRequest, stream: TokenStream | None = None, /) -> Completion:
-        try:
-            return await self._generate(request, stream)
-        except EngineFailed as error:
-            self.failure = error
-            raise

@@ -235,7 +235,8 @@ class Connection(asyncio.Protocol):
         self._size = 0
         try:
             self._exchange.route = self._app.route(self._exchange)
-            self._check_size(int(self._headers.get(b"content-length", b"0")))
+            if int(self._headers.get(b"content-length", b"0")) > self._limits.body_bytes:
+                raise self._too_large()
             if upgrade:
                 raise invalid("this server speaks HTTP/1.1 only; send no Upgrade header")
         except ApiError as error:
@@ -248,16 +249,13 @@ class Connection(asyncio.Protocol):
             return
         self._size += len(piece)
         self._pieces.append(piece)
-        try:
-            self._check_size(self._size)
-        except ApiError as error:
-            self._refused = error
+        if self._size > self._limits.body_bytes:
+            self._refused = self._too_large()
             self._pieces.clear()
 
-    def _check_size(self, size: int) -> None:
-        limit = self._limits.body_bytes
-        if size > limit:
-            raise ApiError(413, f"the body is larger than {limit:,} bytes", code="request_too_large")
+    def _too_large(self) -> ApiError:
+        reason = f"the body is larger than {self._limits.body_bytes:,} bytes"
+        return ApiError(413, reason, code="request_too_large")
 
     def on_message_complete(self) -> None:
         exchange, refused = self._exchange, self._refused

@@ -49,8 +49,6 @@ class ChatTemplate(ChatRenderer):
             if self._plain(messages, tools):
                 return self.open(self.plain_messages(messages, tools))
             return self._encode(self._native(messages, tools))
-        except ApiError:
-            raise
         except Exception as error:  # a template may raise anything; it is about these messages
             raise _refused(error) from error
 
