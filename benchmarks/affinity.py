@@ -1,14 +1,14 @@
-"""Does it pay to send each request to the device that suits it? Emulated fleets of equal price, one run.
+"""Does routing each request to the device class that suits it pay off? Emulated fleets of equal price, in one run.
 
-Real scheduler, router, engine processes and environment processes; the engines are paced to the roofline of H800 and
-H20, slowed down. The work is mixed: `reader` reads much and says little at each of many turns, `writer` writes long
-answers. Two H800, six H20, and one H800 with three H20 cost nearly the same (5.70, 6.00 and 5.85 H20s); times are
-compared per price. The model is untrained and never stops by itself, and sampling is seeded, so every policy makes the
-very same tokens.
+Scheduler, router, engine processes and environment processes are real; the engines are paced to the roofline of H800
+and H20, slowed down. The workload is mixed: `reader` has many turns with long prompts and short answers, `writer`
+writes long answers. Two H800, six H20, and one H800 with three H20 cost nearly the same (5.70, 6.00 and 5.85 H20s);
+times are compared per price. The model is untrained and never stops by itself, and sampling is seeded, so every policy
+generates the same tokens.
 
 `measured` routes by measured shape, `declared` by the tags reader=prefill and writer=decode. In the second part the two
-tasks swap their shapes in mid-run, behind the back of the router: its tags are wrong from then on. Last line: seconds,
-the ratios, and `late`, the share of emulated time by which the engines could not keep up with the devices they emulate.
+tasks swap their shapes during the run without notifying the router, so its tags are wrong from then on. Last line:
+seconds, the ratios, and `late`, the share of emulated time by which engines lagged behind the devices they emulate.
 """
 
 import argparse

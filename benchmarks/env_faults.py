@@ -1,20 +1,20 @@
-"""Environments that hang, crash and reset slowly, in real processes: what they cost the others.
+"""The cost of environments that hang, crash and reset slowly, in real processes, to the other episodes.
 
     python benchmarks/env_faults.py [--processes 200] [--seconds 80]
 
-Three pools play the same episodes at the same time, so that a busy machine slows all of them alike: `calm` without
-faults, `faulty` with them, and `unhedged` with them but without second resets. Faults are per episode: 2% hang and 2%
-crash, at a reset or a step, 2.1% of resets fall into the second mode that the RollArt paper measured (380 s and more,
+Three pools play the same episodes at the same time, so that a busy machine slows all of them equally: `calm` without
+faults, `faulty` with them, and `unhedged` with them but without hedged resets. Faults are per episode: 2% hang and 2%
+crash, in a reset or a step; 2.1% of resets are in the second mode that the RollArt paper measured (380 s and more,
 where the median is 22 s). Seconds are scaled down; resets and steps without faults have the paper's distributions.
 
-What to expect of the resets: a second one begins at the p90 of the ordinary ones, 34 s, and takes 22 s as any other, so
-the p99, in the middle of the slow ones, is near 57 s, 2.55 times the p50 (2.75 from the p95 on). With 3,000 resets that
-is known to 0.09; processes that have to wait for a core add to it.
+Expected resets: a hedge starts at the p90 of ordinary resets, 34 s, and takes 22 s like any other, so the p99, in the
+middle of the slow ones, is about 57 s, 2.55 times the p50 (2.75 from the p95 on). With 3,000 resets the error of that
+is 0.09; processes that wait for a core add to it.
 
-The last line is one JSON object: `kept` is the throughput (finished episodes) of `faulty` against `calm`, and
-`reset_p99_over_p50` its resets, each also for `unhedged`; `blocked_others` is how often an episode had to
-wait for a process (there are as many as players, so only another's failure could take it); `left_behind` are processes
-after the end; `uncounted` are episodes without an outcome, and failures that pool and players count differently.
+The last line is one JSON object: `kept` is the throughput (finished episodes) of `faulty` relative to `calm`, and
+`reset_p99_over_p50` is for its resets, each also for `unhedged`; `blocked_others` counts episodes that waited for a
+process (there is one per player, so only a failure of another could take it); `left_behind` counts processes that
+outlive their pool; `uncounted` are episodes without an outcome, and failures that pool and players count differently.
 """
 
 import argparse

@@ -1,15 +1,15 @@
-"""Rewards by every invoker that runs here, and elastic workers against a pool that is sized for the peak.
+"""Rewards with every invoker that runs locally, and elastic workers against a pool sized for the peak.
 
     python benchmarks/rewards.py [--without-ray]
 
-The last line is one JSON object. For each invoker: `cold_ms` of the first score after nothing was running, `warm_ms`
-(median), `burst_s` for 500 scores asked for at once, and `idle_workers` some time after the last. http is a real
-functions-framework service, lambda and fc are the real SDKs against a local endpoint that speaks their protocol (so
-they show our side and the SDK's, not the platform), ray is Ray Serve on a cluster of one node.
+The last line is one JSON object. For each invoker: `cold_ms` of the first score without workers, `warm_ms` (median),
+`burst_s` for 500 concurrent scores, and `idle_workers` some time after the last. http is a real functions-framework
+service; lambda and fc are the real SDKs against a local endpoint that implements their protocol, so they measure our
+side and the SDK's, not the platform; ray is Ray Serve on a cluster of one node.
 
-`trace` is bursty training: in each step 128 episodes end within a second, each is scored for 50 ms, and when all are in
-the trainer works for 4 s. `elastic` ends workers that were idle for a second, `dedicated` keeps those of the peak.
-`worker_s` is the time that reward processes were alive, `utilisation` the part of it in which they scored.
+`trace` is bursty training: in each step 128 episodes end within a second, each takes 50 ms to score, and then the
+trainer works for 4 s. `elastic` stops workers that were idle for a second, `dedicated` keeps as many as the peak needs.
+`worker_s` is the lifetime of reward processes, `utilisation` the share of it that they spent scoring.
 """
 
 import argparse
@@ -155,7 +155,7 @@ async def unknown() -> None:
 
 
 def endpoint(port: int) -> None:
-    """Speaks the invoke protocols of Lambda and Function Compute, with the function in the runtime of packages."""
+    """Implements the invoke protocols of Lambda and Function Compute, with the function in the runtime of packages."""
     runtime = Runtime(FUNCTION, "")
 
     async def invoke(request: web.Request) -> web.Response:

@@ -148,9 +148,7 @@ class SimulatedEngine:
             fetched=fetched,
         )
         self._waiting.append(sequence)
-        if not self._phase:
-            self._advance()
-            self._schedule()
+        self._interrupt()
         try:
             return await result
         except asyncio.CancelledError:
@@ -203,9 +201,7 @@ class SimulatedEngine:
         loaded = await self._weights.fetch(publication.version)
         done: asyncio.Future[None] = self._loop.create_future()
         self._standstill = (loaded.exposed_s, publication.version, done)
-        if not self._phase:
-            self._advance()
-            self._schedule()
+        self._interrupt()
         await done
         return loaded
 
@@ -232,6 +228,12 @@ class SimulatedEngine:
         else:
             return
         batch.advance(steps)
+
+    def _interrupt(self) -> None:
+        """Begin what has arrived, unless a phase goes on: its end does so."""
+        if not self._phase:
+            self._advance()
+            self._schedule()
 
     def _schedule(self) -> None:
         """Begin the next phase if there is none, and set the timer for what ends first."""

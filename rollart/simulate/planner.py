@@ -3,7 +3,7 @@
 All splits of the budget on a coarse grid are ranked by averages and the roofline; the most promising at every level of
 spending are simulated, in parallel processes; then other uses of the fastest hardware are tried, and those that help
 are combined. The numbers of a plan are always from its own simulations: one for most plans, several with other seeds
-for the Pareto front, so that no plan is there by luck.
+for the Pareto front, so that no plan is there by chance.
 """
 
 import multiprocessing
@@ -132,8 +132,8 @@ def search(
 
 
 def _confirmed(tried: list[PlanResult], own: ClusterPlan, run: "RunPlans", seeds: range) -> list[PlanResult]:
-    """Simulate the front and the plan as given under all `seeds`. Plans that were there by luck fall behind and others
-    take their place, until the whole front is confirmed."""
+    """Simulate the front and the plan as given under all `seeds`. Plans that were on it by chance fall behind and
+    others take their place, until the whole front is confirmed."""
     while seeds:
         front = pareto(tried)
         unsure = [each for each in tried if not each.others and (each in front or each.plan == own)]

@@ -48,21 +48,21 @@ class SimulatedRewards:
         self._free = asyncio.Semaphore(scoring.concurrency)
 
     async def score(self, task: str, episode: Episode) -> RewardResult:
-        luck = random.Random(seed_of("reward", episode.id))
+        rng = random.Random(seed_of("reward", episode.id))
         seconds, failures = self._tasks[task]
         for _ in range(self._retries + 1):
             async with self._free:
-                await self._call(seconds(luck.random()), luck)
-            if luck.random() >= failures:
-                return RewardResult(luck.random())
+                await self._call(seconds(rng.random()), rng)
+            if rng.random() >= failures:
+                return RewardResult(rng.random())
         raise RewardFailed("the simulated reward failed")
 
-    async def _call(self, seconds: float, luck: random.Random) -> None:
+    async def _call(self, seconds: float, rng: random.Random) -> None:
         now = asyncio.get_running_loop().time()
         self.calls += 1
         if self._serverless and not self._take_warm(now):
             self.cold += 1
-            seconds += self._cold_start(luck.random())
+            seconds += self._cold_start(rng.random())
         self.active += 1
         try:
             await asyncio.sleep(seconds)

@@ -26,7 +26,7 @@ def test_draws_are_monotonic_in_their_uniform_number(kind: dict[str, object], u:
 
 
 @pytest.mark.parametrize(
-    ("spread", "mean"),
+    ("distribution", "mean"),
     [
         ({"normal": {"mean": 5, "sd": 2}}, 5),
         ({"lognormal": {"mean": 7, "sigma": 0.5}}, 7),
@@ -35,8 +35,8 @@ def test_draws_are_monotonic_in_their_uniform_number(kind: dict[str, object], u:
         ({"mixture": [{"share": 3, "of": 1.0}, {"share": 1, "of": 9.0}]}, 3),
     ],
 )
-def test_means_are_as_configured(spread: dict[str, object], mean: float) -> None:
-    assert mean_of(Distribution.model_validate(spread)) == pytest.approx(mean, rel=0.01)
+def test_means_are_as_configured(distribution: dict[str, object], mean: float) -> None:
+    assert mean_of(Distribution.model_validate(distribution)) == pytest.approx(mean, rel=0.01)
 
 
 def test_a_mixture_has_two_modes_and_nothing_in_between() -> None:

@@ -11,10 +11,10 @@ from rollart.simulate.distributions import Distribution, LogNormal, draw_of, mea
 from rollart.simulate.measurements import MeasuredGeneration, MeasuredStep
 
 
-def _drawn(spread: Distribution, count: int = 2000) -> list[float]:
-    luck = random.Random(7)
-    draw = draw_of(spread)
-    return [draw(luck.random()) for _ in range(count)]
+def _drawn(distribution: Distribution, count: int = 2000) -> list[float]:
+    rng = random.Random(7)
+    draw = draw_of(distribution)
+    return [draw(rng.random()) for _ in range(count)]
 
 
 def test_a_log_normal_is_recovered_from_its_draws() -> None:
@@ -27,8 +27,8 @@ def test_a_log_normal_is_recovered_from_its_draws() -> None:
 
 
 def test_two_modes_far_apart_become_a_mixture_with_their_shares() -> None:
-    luck = random.Random(1)
-    resets = [luck.uniform(13, 51) if luck.random() < 0.979 else luck.uniform(378, 488) for _ in range(4000)]
+    rng = random.Random(1)
+    resets = [rng.uniform(13, 51) if rng.random() < 0.979 else rng.uniform(378, 488) for _ in range(4000)]
 
     found = fit.distribution(resets)
 
@@ -39,8 +39,8 @@ def test_two_modes_far_apart_become_a_mixture_with_their_shares() -> None:
 
 
 def test_data_that_fits_no_formula_becomes_quantiles() -> None:
-    luck = random.Random(3)
-    found = fit.distribution([luck.choice((1.0, 2.0)) + luck.random() * 0.1 for _ in range(1000)])
+    rng = random.Random(3)
+    found = fit.distribution([rng.choice((1.0, 2.0)) + rng.random() * 0.1 for _ in range(1000)])
 
     assert isinstance(found, Distribution)
     assert found.quantiles is not None
@@ -69,9 +69,9 @@ def test_no_fit_draws_outside_the_measured_range(values: list[float]) -> None:
 
 
 def test_values_that_were_cut_short_count_as_longer() -> None:
-    luck = random.Random(2)
-    every = [luck.expovariate(1.0) for _ in range(4000)]
-    limits = [luck.uniform(0.2, 3.0) for _ in every]
+    rng = random.Random(2)
+    every = [rng.expovariate(1.0) for _ in range(4000)]
+    limits = [rng.uniform(0.2, 3.0) for _ in every]
     seen = [value for value, limit in zip(every, limits, strict=True) if value <= limit]
     cut = [limit for value, limit in zip(every, limits, strict=True) if value > limit]
 
@@ -86,18 +86,18 @@ def test_values_that_were_cut_short_count_as_longer() -> None:
 @settings(deadline=None)
 @given(st.floats(0.1, 10))
 def test_a_scaled_spread_has_the_scaled_mean(factor: float) -> None:
-    spread = Distribution(lognormal=LogNormal(median=2.0, sigma=0.5), max=20.0)
+    distribution = Distribution(lognormal=LogNormal(median=2.0, sigma=0.5), max=20.0)
 
-    assert mean_of(scaled(spread, factor)) == pytest.approx(factor * mean_of(spread), rel=0.03)
+    assert mean_of(scaled(distribution, factor)) == pytest.approx(factor * mean_of(distribution), rel=0.03)
 
 
 def _engine_log(
     fixed: float, token: float, contention: float, trainings: list[MeasuredStep]
 ) -> list[MeasuredGeneration]:
     """One batch after the other, all alone: `size` sequences that prefill and then decode together."""
-    luck, now, made = random.Random(5), 0.0, []
+    rng, now, made = random.Random(5), 0.0, []
     for _ in range(400):
-        size, new, tokens = luck.randint(1, 32), luck.randint(5, 60), luck.randint(2, 12)
+        size, new, tokens = rng.randint(1, 32), rng.randint(5, 60), rng.randint(2, 12)
         overlapping = any(step.began <= now < step.ended for step in trainings)
         slow = 1.0 + contention if overlapping else 1.0
         first = now + slow * (fixed + token * size * new)

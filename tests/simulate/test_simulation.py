@@ -147,7 +147,7 @@ def test_a_workload_file_overrides_the_scenario(file: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("model.name=qwen3-9b", "qwen3-8b"),
         ("simulate.workloads.chta={turns: 2}", "did you mean 'chat'"),
@@ -155,8 +155,8 @@ def test_a_workload_file_overrides_the_scenario(file: Path, tmp_path: Path) -> N
         ("simulate.workloads.chat.turns={normal: {mean: 2}}", "sd"),
     ],
 )
-def test_errors_are_sentences(override: str, said: str, file: Path) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_errors_are_sentences(override: str, message: str, file: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
         load(file, [override])
 
 
@@ -167,9 +167,9 @@ def test_a_model_that_does_not_fit_its_engine_is_refused(file: Path) -> None:
 
 def test_the_command_prints_one_object_and_leaves_a_run_folder(file: Path, tmp_path: Path) -> None:
     call = ["simulate", str(file), "--seeds", "2", "--output", str(tmp_path / "runs"), "--json"]
-    said = CliRunner().invoke(app, call)
-    assert said.exit_code == 0, said.output
-    answer: dict[str, Any] = json.loads(said.stdout.strip().splitlines()[-1])
+    result = CliRunner().invoke(app, call)
+    assert result.exit_code == 0, result.output
+    answer: dict[str, Any] = json.loads(result.stdout.strip().splitlines()[-1])
     assert answer["seeds"] == [0, 1] and answer["interval"]["step_s"] > 0
     shown = CliRunner().invoke(app, ["show", answer["folder"], "--json"])
     assert json.loads(shown.stdout)["steps"] == 4

@@ -34,15 +34,15 @@ def test_a_preset_is_not_an_override() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (["rollout.alpha"], "write it as KEY=A,B,C"),
         (["a,b=1:2,3"], "'3' should have a value for each of a, b"),
         (["a=1", "a=2"], "a key may be swept only once"),
     ],
 )
-def test_the_error_for_an_invalid_sweep_shows_the_syntax(text: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_the_error_for_an_invalid_sweep_shows_the_syntax(text: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         points(text)
 
 
@@ -54,8 +54,8 @@ def test_a_pool_of_count_zero_is_removed() -> None:
 def test_a_sweep_prints_a_row_for_every_value(tmp_path: Path) -> None:
     small = ["--set", "training.steps=2", "--set", "training.group_size=2"]
     swept = ["--sweep", "pools.rollout.device,pools.rollout.count=H800:2,H20:6"]
-    said = CliRunner().invoke(app, ["simulate", str(MATH), *small, *swept, "--json"])
-    assert said.exit_code == 0, said.output
-    rows = json.loads(said.stdout.strip().splitlines()[-1])["sweep"]
+    result = CliRunner().invoke(app, ["simulate", str(MATH), *small, *swept, "--json"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout.strip().splitlines()[-1])["sweep"]
     assert [row["values"]["pools.rollout.device"] for row in rows] == ["H800", "H20"]
     assert rows[0]["step_s"] != rows[1]["step_s"]

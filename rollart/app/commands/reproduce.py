@@ -35,9 +35,9 @@ def reproduce(
     from rollart.simulate import paper, plots
 
     console = Console(stderr=as_json, highlight=False)
-    folder = scenarios or paper.FOLDER
     with console.status("") as status:
-        rows = list(paper.reproduce(paper.PaperScenarios(folder, lambda name: status.update(name[:100]))))
+        runs = paper.PaperScenarios(scenarios or paper.FOLDER, lambda name: status.update(name[:100]))
+        rows = list(paper.reproduce(runs))
     console.print(_table(rows))
     missed = [row for row in rows if not row.close]
     explained = sum(bool(row.reason) for row in missed)

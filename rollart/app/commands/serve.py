@@ -54,10 +54,9 @@ async def _serve(model: Path, name: str, key: str, host: str, port: int, threads
     async with serve_model(
         model, name=name, key=key, host=host, port=port, config=config, limits=GatewayLimits()
     ) as saved:
-        endpoint = saved.endpoint
         typer.echo(f"model        {name}")
-        typer.echo(f"OpenAI       {endpoint.base_url}")
-        typer.echo(f"Anthropic    {endpoint.anthropic_base_url}")
+        typer.echo(f"OpenAI       {saved.endpoint.base_url}")
+        typer.echo(f"Anthropic    {saved.endpoint.anthropic_base_url}")
         typer.echo(f"key          {key if os.environ.get(KEY) != key else f'the one in {KEY}'}")
         typer.echo("Stop it with Ctrl-C.")
         await saved.wait()
