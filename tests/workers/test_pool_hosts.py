@@ -184,7 +184,7 @@ def test_nothing_stays_behind_when_a_pool_closes_while_it_replaces_a_host():
         return launcher
 
     launcher = asyncio.run(run())
-    assert not launcher._started
+    assert not launcher._children
 
 
 def test_a_spare_claim_is_on_another_host_and_makes_nobody_wait():
