@@ -181,7 +181,7 @@ def test_what_fails_in_an_agent_is_never_a_reward(run: Run) -> None:
     run(test)
 
 
-def test_a_reward_function_scores_an_agent_that_gives_none(run: Run) -> None:
+def test_a_reward_function_scores_an_agent_that_returns_no_reward(run: Run) -> None:
     async def test(made: World) -> None:
         assert (await made.play("scored")).reward == 1.0
 
@@ -207,7 +207,7 @@ def test_an_agent_that_fails_because_engines_do_is_their_failure(run: Run) -> No
     run(test)
 
 
-def test_a_cancelled_episode_ends_at_once_and_frees_its_place(run: Run) -> None:
+def test_a_cancelled_episode_ends_at_once_and_frees_its_process(run: Run) -> None:
     async def test(made: World) -> None:
         versions: list[int] = []
         plan = RolloutTask("hang", 1.0, 1, 500, Sampling(max_tokens=8), agent=True)
@@ -237,7 +237,7 @@ def test_a_limit_truncates_the_episode(run: Run) -> None:
     run(test)
 
 
-def test_a_program_that_gives_up_at_an_answer_that_was_cut_is_truncated(run: Run) -> None:
+def test_a_program_that_fails_on_a_truncated_response_is_a_truncated_episode(run: Run) -> None:
     async def test(made: World) -> None:
         made.engine.cuts = True
         played = await made.play("strict")

@@ -46,15 +46,13 @@ def test_an_agent_may_be_a_name_or_a_section_and_survives_a_round_trip(tmp_path:
         ("agent: {functoin: rollart.agents.demo:digits}", "function"),
     ],
 )
-def test_what_is_wrong_with_an_agent_is_a_sentence_that_names_the_line(
-    tmp_path: Path, task: str, sentence: str
-) -> None:
+def test_an_invalid_agent_is_an_error_that_names_the_line(tmp_path: Path, task: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as wrong:
         load(tmp_path, task)
     assert sentence in str(wrong.value) and "run.yaml:" in str(wrong.value)
 
 
-def test_the_report_tells_what_agents_did_in_training_alone() -> None:
+def test_the_report_counts_what_agents_did_in_training_only() -> None:
     counts = {"requests": 7, "completions": 6, "segments": 3, "forks": 2, "retries": 1, "undelivered": 1}
     played = AgentPlayed(trajectory="t-0.0", task="t", mismatches=4, **counts)
     other = AgentPlayed(trajectory="e.0", task="t", mismatches=4, held_out=True, **counts)

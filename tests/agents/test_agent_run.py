@@ -39,7 +39,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_an_agent_task_trains_and_tells_what_its_agents_did(trained: Path) -> None:
+def test_an_agent_task_trains_and_reports_what_its_agents_did(trained: Path) -> None:
     shot = measure(read_events(trained / "events.jsonl"))
     assert shot.step == 6 and shot.trained == 6 * 4 * 4
     assert not shot.drops

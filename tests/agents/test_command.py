@@ -67,7 +67,7 @@ def test_a_program_finds_the_gateway_in_the_usual_variables_and_its_reward_is_wh
 
 
 @sandboxed
-def test_without_a_reward_file_there_is_no_reward_but_the_output_for_a_function(tmp_path: Path) -> None:
+def test_without_a_reward_file_only_the_output_is_returned_for_a_reward_function(tmp_path: Path) -> None:
     found, _ = play(tmp_path, {"command": ["python3", "program.py"], "files": folder(tmp_path, ASK)})
     assert found["reward"] is None
     assert found["info"]["output"] == "hello\n"
@@ -150,7 +150,7 @@ async def pooled(tmp_path: Path, agents: dict[str, Any]) -> dict[str, Step | Rol
 
 @sandboxed
 @pytest.mark.slow
-def test_in_a_run_a_missing_reward_is_no_reward_and_a_late_program_is_gone_with_its_sandbox(tmp_path: Path) -> None:
+def test_in_a_run_a_missing_reward_is_a_failure_and_a_late_program_is_killed_with_its_sandbox(tmp_path: Path) -> None:
     ask = ASK.replace('episode["args"]["word"]', '"word"')
     files = folder(tmp_path, ask)
     (tmp_path / "files" / "rewarded.py").write_text(ask + 'open(os.environ["ROLLART_REWARD"], "w").write("0.5")')
@@ -181,7 +181,7 @@ def test_a_list_is_a_command() -> None:
     assert driver_of(task).agent["command"] == ["python3", "-m", "mine"]
 
 
-def test_what_is_wrong_with_a_command_is_told_before_the_run(tmp_path: Path) -> None:
+def test_an_invalid_command_is_reported_before_the_run(tmp_path: Path) -> None:
     assert "at least 1 item" in problem(tmp_path, [])
     assert "either `function` or `command`" in problem(tmp_path, {"deadline": 3})
     assert "`files` is for an agent with a `command`" in problem(

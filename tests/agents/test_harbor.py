@@ -176,7 +176,7 @@ CMD ["bash"]
 
 
 @sandboxed
-def test_a_run_that_a_sandbox_cannot_do_is_told_and_can_be_skipped(tmp_path: Path) -> None:
+def test_a_run_instruction_that_fails_in_the_sandbox_is_reported_and_can_be_skipped(tmp_path: Path) -> None:
     dockerfile = "FROM debian\nRUN apt-get install -y --no-install-recommends sl\n"
     folder = made(tmp_path, "echo 1 > /logs/verifier/reward.txt", dockerfile)
     with pytest.raises(ValueError, match=r"`RUN .*apt-get install.* fails in a sandbox.*skip_run: true"):
@@ -199,7 +199,7 @@ def test_what_a_sandbox_does_not_support_is_an_error(tmp_path: Path, dockerfile:
         load(made(tmp_path, "", dockerfile))
 
 
-def test_a_folder_that_is_no_task_and_services_are_told(tmp_path: Path) -> None:
+def test_folders_without_a_task_and_tasks_with_services_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no task\.toml"):
         folders(tmp_path)
     folder = made(tmp_path, "")

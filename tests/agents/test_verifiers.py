@@ -19,7 +19,7 @@ SMALL = ["evaluation.every=0", "evaluation.final_episodes=1"]
 STEPS, EPISODES = 10, 8
 
 
-def test_without_the_family_the_run_file_is_told_to_name_it(tmp_path: Path) -> None:
+def test_without_the_family_the_error_asks_to_name_it(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(EXAMPLE.read_text().replace("    family: verifiers\n", ""))
     with pytest.raises(ConfigError, match="give the task `family: verifiers`"):
         preflight.load_run(tmp_path / "run.yaml")

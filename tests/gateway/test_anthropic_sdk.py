@@ -99,7 +99,7 @@ def test_a_stop_sequence_is_named(tiny: ChatTemplate) -> None:
     with_client(tiny, test, "this is the END of it")
 
 
-def test_the_model_goes_on_with_what_it_is_made_to_have_said(tiny: ChatTemplate) -> None:
+def test_the_model_continues_a_prefilled_response(tiny: ChatTemplate) -> None:
     async def test(client: anthropic.AsyncAnthropic, running: Running) -> None:
         begun: Any = [*ASK, {"role": "assistant", "content": "I thi"}]
         answer = await client.messages.create(model="claude", max_tokens=50, messages=begun)

@@ -59,7 +59,7 @@ def test_a_key_may_be_in_a_header_or_in_the_url(tiny: ChatTemplate, path: str, h
     with_session(tiny, test)
 
 
-def test_without_a_key_that_holds_there_is_nothing_but_health(tiny: ChatTemplate) -> None:
+def test_without_a_valid_key_only_health_works(tiny: ChatTemplate) -> None:
     async def test(session: aiohttp.ClientSession, running: Running) -> None:
         running.sessions.open("old", episode_limits("old"))
         running.sessions.close("old")
@@ -109,7 +109,7 @@ def test_a_body_beyond_the_limit_is_refused_with_or_without_its_length(tiny: Cha
     with_session(tiny, test, GatewayLimits(body_bytes=1000))
 
 
-def test_a_gateway_that_is_full_says_when_to_come_back(tiny: ChatTemplate) -> None:
+def test_a_gateway_at_its_limit_sends_retry_after(tiny: ChatTemplate) -> None:
     async def test(session: aiohttp.ClientSession, running: Running) -> None:
         running.policy.gate = asyncio.Event()
         first = asyncio.create_task(_status(session))
@@ -145,7 +145,7 @@ def test_engines_that_fail_are_a_503_worth_trying_again(tiny: ChatTemplate) -> N
     with_session(tiny, test, policy=Failing(tiny))
 
 
-def test_a_client_that_leaves_has_its_request_cancelled_and_nothing_is_kept(tiny: ChatTemplate) -> None:
+def test_a_client_that_disconnects_has_its_request_cancelled_and_nothing_is_kept(tiny: ChatTemplate) -> None:
     class Told(Policy):
         ended = asyncio.Event()
 
@@ -169,7 +169,7 @@ def test_a_client_that_leaves_has_its_request_cancelled_and_nothing_is_kept(tiny
     with_session(tiny, test, policy=Told(tiny))
 
 
-def test_a_client_that_leaves_in_mid_stream_has_the_generation_cancelled(tiny: ChatTemplate) -> None:
+def test_a_client_that_disconnects_in_mid_stream_has_the_generation_cancelled(tiny: ChatTemplate) -> None:
     class Told(Policy):
         left = asyncio.Event()
 
@@ -215,7 +215,7 @@ def test_a_client_that_reads_slowly_gets_what_it_missed_in_one_piece(tiny: ChatT
     asyncio.run(run())
 
 
-def test_a_revoked_key_cancels_what_is_under_way(tiny: ChatTemplate) -> None:
+def test_revoking_a_key_cancels_its_requests(tiny: ChatTemplate) -> None:
     async def test(session: aiohttp.ClientSession, running: Running) -> None:
         running.policy.gate = asyncio.Event()
         asked = asyncio.create_task(_status(session))
@@ -227,7 +227,7 @@ def test_a_revoked_key_cancels_what_is_under_way(tiny: ChatTemplate) -> None:
     with_session(tiny, test)
 
 
-def test_an_episode_that_has_had_its_completions_gets_no_more(tiny: ChatTemplate) -> None:
+def test_an_episode_gets_no_more_completions_than_its_limit(tiny: ChatTemplate) -> None:
     async def test(session: aiohttp.ClientSession, running: Running) -> None:
         running.sessions.open("two", episode_limits("two", max_calls=2))
         answers = [await _status(session, "two") for _ in range(3)]
@@ -251,7 +251,7 @@ def test_two_episodes_with_the_same_words_share_nothing(tiny: ChatTemplate) -> N
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"messages": 3}', b'{"messages": []}', b"\xff", b"[" * 100_000])
-def test_nonsense_is_a_400(tiny: ChatTemplate, body: bytes) -> None:
+def test_an_unreadable_request_is_a_400(tiny: ChatTemplate, body: bytes) -> None:
     async def test(session: aiohttp.ClientSession, running: Running) -> None:
         for path in (CHAT, "/v1/messages", "/v1/responses", "/v1/completions", "/inference/v1/generate"):
             async with session.post(path, data=body, headers=bearer(KEY)) as response:

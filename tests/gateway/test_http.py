@@ -74,7 +74,7 @@ def test_a_request_may_come_in_any_pieces_and_another_after_it(size: int) -> Non
     with_wire(test)
 
 
-def test_a_client_that_wants_the_end_of_the_connection_gets_it_after_its_answer() -> None:
+def test_the_connection_is_closed_after_the_response_if_the_client_asks_for_it() -> None:
     async def test(wire: Wire, app: Echo) -> None:
         wire.send(b"POST /echo HTTP/1.1\r\nconnection: close\r\ncontent-length: 5\r\n\r\n")
         wire.send(b"hello")
@@ -97,7 +97,7 @@ def test_an_answer_in_pieces_is_framed_as_its_client_can_read_it(version: bytes,
     with_wire(test)
 
 
-def test_what_comes_before_an_answer_is_not_read_and_ends_the_connection_after_it() -> None:
+def test_data_before_the_response_is_not_read_and_closes_the_connection_after_it() -> None:
     async def test(wire: Wire, app: Echo) -> None:
         wire.send(POST.replace(b"/echo", b"/wait") + POST)
         await asyncio.sleep(0)
@@ -123,7 +123,7 @@ def test_a_request_that_is_refused_by_its_head_is_answered_after_its_body_and_th
     with_wire(test)
 
 
-def test_a_client_that_waits_to_be_told_to_continue_is_told() -> None:
+def test_a_client_that_expects_100_continue_gets_it() -> None:
     async def test(wire: Wire, app: Echo) -> None:
         wire.send(b"POST /echo HTTP/1.1\r\nexpect: 100-continue\r\ncontent-length: 5\r\n\r\n")
         assert wire.received == b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -143,7 +143,7 @@ def test_a_client_that_waits_to_be_told_to_continue_is_told() -> None:
         (b"GET / HTTP/1.1\r\nx: " + b"y" * (HEAD_BYTES + 10), b"the head of the request has more than"),
     ],
 )
-def test_what_is_no_request_is_a_400_and_the_end(sent: bytes, why: bytes) -> None:
+def test_an_invalid_request_gets_a_400_and_the_connection_is_closed(sent: bytes, why: bytes) -> None:
     async def test(wire: Wire, app: Echo) -> None:
         wire.send(sent)
         await answered(wire)
@@ -153,7 +153,7 @@ def test_what_is_no_request_is_a_400_and_the_end(sent: bytes, why: bytes) -> Non
     with_wire(test)
 
 
-def test_a_request_that_does_not_come_and_a_client_that_says_nothing_are_left() -> None:
+def test_incomplete_requests_and_idle_connections_time_out() -> None:
     async def test(wire: Wire, app: Echo) -> None:
         silent = Wire(Connection(app, set()))
         wire.send(POST[:-1])
@@ -163,7 +163,7 @@ def test_a_request_that_does_not_come_and_a_client_that_says_nothing_are_left() 
     with_wire(test, GatewayLimits(read_s=0.01, idle_s=0.02))
 
 
-def test_a_client_that_leaves_cancels_its_request() -> None:
+def test_a_client_that_disconnects_cancels_its_request() -> None:
     async def test(wire: Wire, app: Echo) -> None:
         wire.send(POST.replace(b"/echo", b"/wait"))
         await asyncio.sleep(0)
@@ -176,7 +176,7 @@ def test_a_client_that_leaves_cancels_its_request() -> None:
     with_wire(test)
 
 
-def test_a_client_that_does_not_take_its_answer_is_left() -> None:
+def test_a_client_that_does_not_read_its_response_is_disconnected() -> None:
     async def test(wire: Wire, app: Echo) -> None:
         connection = wire.connection
         connection.pause_writing()

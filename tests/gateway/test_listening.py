@@ -41,7 +41,7 @@ def test_it_answers_at_the_url_that_it_yields(tmp_path: Path, host: str) -> None
     asyncio.run(body())
 
 
-def test_a_port_that_is_taken_is_a_sentence(tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_a_clear_error(tmp_path: Path) -> None:
     async def body(port: int) -> None:
         with pytest.raises(ServiceError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .* choose another port"):
             async with listening(app(tmp_path), "127.0.0.1", port):

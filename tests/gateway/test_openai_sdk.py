@@ -59,7 +59,7 @@ def test_a_chat_completion_has_text_usage_and_the_logprobs_of_its_tokens(tiny: C
     with_client(tiny, test, "fine")
 
 
-def test_a_stream_says_the_same_as_the_whole_answer(tiny: ChatTemplate) -> None:
+def test_a_stream_has_the_same_text_as_the_whole_response(tiny: ChatTemplate) -> None:
     says = "a long answer, " * 12
 
     async def test(client: openai.AsyncOpenAI, running: Running) -> None:
@@ -197,7 +197,7 @@ def test_a_tool_call_streams_with_its_arguments(tiny: ChatTemplate) -> None:
     with_client(tiny, test, CALL)
 
 
-def test_a_required_tool_is_put_into_the_models_mouth_but_not_trained(tiny: ChatTemplate) -> None:
+def test_the_forced_beginning_of_a_tool_call_is_prompt_and_not_trained(tiny: ChatTemplate) -> None:
     async def test(client: openai.AsyncOpenAI, running: Running) -> None:
         named: Any = {"type": "function", "function": {"name": "add"}}
         answer = await client.chat.completions.create(model="gpt", messages=ASK, tools=TOOLS, tool_choice=named)
@@ -344,7 +344,7 @@ def test_a_context_that_is_too_long_is_a_bad_request_and_truncates_the_episode(t
     with_client(tiny, test)
 
 
-def test_an_episode_with_too_many_requests_is_told_to_wait(tiny: ChatTemplate) -> None:
+def test_an_episode_with_too_many_requests_gets_a_429(tiny: ChatTemplate) -> None:
     async def test(client: openai.AsyncOpenAI, running: Running) -> None:
         running.policy.gate = asyncio.Event()
         running.sessions.open("one", episode_limits("one", max_parallel=1))

@@ -31,7 +31,7 @@ def test_what_begins_a_call_is_how_a_call_begins(name: str, arguments: dict[str,
         assert written.startswith(form.begin(""))
 
 
-def test_text_around_calls_stays_and_what_is_no_call_is_text() -> None:
+def test_text_around_calls_stays_and_an_invalid_call_is_text() -> None:
     said = 'A.<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>\n{"name": "g"}\n</tool_call> B.'
     assert Tagged().read(said) == ("A.\n B.", [("f", "{}"), ("g", "{}")])
     for broken in (

@@ -63,7 +63,7 @@ def ask(transport, tries=3, usage=None, **options):
     return run(caller(transport, **options).call(b"body", value, tries, usage or CallUsage()))
 
 
-def test_a_failed_try_is_followed_by_others_with_the_same_key_and_longer_pauses():
+def test_retries_have_the_same_key_and_exponential_backoff():
     transport, usage = Modelled(answers={0: CallFailed("a"), 1: CallFailed("b")}), CallUsage()
     assert ask(transport, usage=usage) == 1.0
     assert len(transport.begun) == usage.tries == 3
@@ -72,14 +72,14 @@ def test_a_failed_try_is_followed_by_others_with_the_same_key_and_longer_pauses(
     assert 0.05 <= first <= 0.1 <= second <= 0.2
 
 
-def test_after_the_last_try_the_last_reason_is_raised():
+def test_after_the_last_attempt_the_last_reason_is_raised():
     transport = Modelled(answers={number: CallFailed(f"reason {number}") for number in range(9)})
     with pytest.raises(CallFailed, match="reason 2"):
         ask(transport)
     assert len(transport.begun) == 3
 
 
-def test_a_refusal_is_not_tried_again():
+def test_a_refusal_is_not_retried():
     transport = Modelled(answers={0: CallRefused("no such function")})
     with pytest.raises(CallRefused):
         ask(transport)
@@ -89,32 +89,32 @@ def test_a_refusal_is_not_tried_again():
 @pytest.mark.parametrize(
     "bad", [RewardResponse(), RewardResponse(error="it raised"), RewardResponse(value=float("nan"))]
 )
-def test_a_bad_answer_is_a_failed_try_and_never_a_reward(bad):
+def test_an_invalid_response_is_a_failed_attempt_and_never_a_reward(bad):
     with pytest.raises(CallFailed):
         ask(Modelled(answers=dict.fromkeys(range(3), bad)))
     assert ask(Modelled(answers={0: bad})) == 1.0
 
 
-def test_a_try_without_answer_ends_at_its_deadline_and_is_cancelled():
+def test_an_attempt_without_a_response_is_cancelled_at_its_deadline():
     transport = Modelled(seconds=lambda number: 100.0)
     with pytest.raises(CallFailed, match="no response within 10 s"):
         ask(transport, tries=2)
     assert transport.cancelled == 2
 
 
-def test_a_busy_platform_costs_no_try():
+def test_a_busy_platform_costs_no_attempt():
     transport = Modelled(answers=dict.fromkeys(range(6), PlatformBusy("busy")))
     assert ask(transport, tries=1) == 1.0
 
 
-def test_a_platform_that_stays_busy_is_given_up_after_the_time_of_all_tries():
+def test_a_call_to_a_busy_platform_gives_up_after_the_time_of_all_attempts():
     transport = Modelled(answers=dict.fromkeys(range(1000), PlatformBusy("busy", 1.0)))
     with pytest.raises(PlatformBusy):
         ask(transport, tries=2)
     assert 20.0 <= transport.begun[-1] + 1.0 <= 27.0  # one back-off and one request later at most
 
 
-def test_everybody_waits_for_as_long_as_the_platform_asks():
+def test_all_callers_wait_for_the_platforms_retry_after():
     async def main():
         transport = Modelled(answers={0: PlatformBusy("busy", 30.0)})
         calls = caller(transport, concurrency=1)
@@ -146,7 +146,7 @@ async def warmed(transport, **options):
     return calls
 
 
-def test_a_slow_request_is_asked_for_again_and_the_first_answer_wins():
+def test_a_slow_request_is_hedged_and_the_first_response_wins():
     async def main():
         transport, usage = Modelled(seconds=lambda number: 9.0 if number == MIN_LATENCIES else 1.0), CallUsage()
         calls = await warmed(transport)
@@ -161,7 +161,7 @@ def test_a_slow_request_is_asked_for_again_and_the_first_answer_wins():
     assert transport.now == 0
 
 
-def test_a_second_request_that_fails_does_not_spoil_the_first():
+def test_a_hedge_that_fails_does_not_affect_the_first_request():
     async def main():
         transport = Modelled(
             seconds=lambda number: 3.0 if number == MIN_LATENCIES else 1.0,
@@ -173,7 +173,7 @@ def test_a_second_request_that_fails_does_not_spoil_the_first():
     assert run(main()) == 1.0
 
 
-def test_without_hedging_or_a_free_place_there_is_no_second_request():
+def test_without_hedging_or_a_free_slot_there_is_no_second_request():
     async def main(**options):
         transport = Modelled(seconds=lambda number: 5.0 if number == MIN_LATENCIES else 1.0)
         calls = await warmed(transport, **options)
@@ -184,7 +184,7 @@ def test_without_hedging_or_a_free_place_there_is_no_second_request():
     assert run(main()) == MIN_LATENCIES + 2
 
 
-def test_second_requests_stay_a_small_share_when_everything_gets_slow():
+def test_hedges_stay_a_small_share_when_everything_gets_slow():
     async def main():
         transport = Modelled(seconds=lambda number: 1.0 if number < MIN_LATENCIES else 8.0)
         calls, usages = await warmed(transport, concurrency=1000), [CallUsage() for _ in range(200)]
@@ -200,7 +200,7 @@ def test_what_a_call_costs_is_counted():
     assert (usage.tries, usage.cold, usage.first_byte_s, usage.billed_s) == (2, True, 0.5, 0.5)
 
 
-def test_a_cancelled_call_takes_its_request_with_it():
+def test_cancelling_a_call_cancels_its_request():
     async def main():
         transport = Modelled(seconds=lambda number: 100.0)
         calls = caller(transport, concurrency=1)

@@ -40,7 +40,7 @@ def test_the_reward_is_the_share_of_right_outputs():
         "",
     ],
 )
-def test_a_program_that_does_not_do_it_earns_nothing_and_harms_nothing(program):
+def test_a_wrong_or_hostile_program_earns_nothing(program):
     assert program_output(episode(program, ("2", "4")), seconds=0.5).value == 0.0
 
 
@@ -49,7 +49,7 @@ def test_without_cases_there_is_no_reward():
         program_output(episode("print(1)"))
 
 
-def test_without_a_sandbox_nothing_runs_and_that_is_no_reward(monkeypatch):
+def test_without_a_sandbox_nothing_runs_and_no_reward_is_returned(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(SandboxError, match="install it"):
         call(program_output, [episode("print(4)", ("2", "4"))], {})

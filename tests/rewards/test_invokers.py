@@ -92,7 +92,7 @@ def test_the_same_function_gives_the_same_reward_everywhere(invoker):
     ],
     ids=lambda bad: f"{bad.status} {bad.body[:16]}",
 )
-def test_a_bad_answer_is_a_failure_after_the_last_retry_and_never_a_reward(invoker, bad):
+def test_an_invalid_response_is_a_failure_after_the_last_retry_and_never_a_reward(invoker, bad):
     async def play(served, made):
         served.script = [bad, bad]
         with pytest.raises(RewardFailed, match="of task 't' was called 2 times; the last time: "):
@@ -125,7 +125,7 @@ def test_a_refusal_is_final(invoker):
 
 
 @everywhere
-def test_a_throttled_call_is_made_again_without_using_up_its_tries(invoker):
+def test_a_throttled_call_is_retried_without_using_up_its_attempts(invoker):
     async def play(served, made):
         busy = Happens(429, b'{"Message": "slow down", "Code": "Throttled"}', {"Retry-After": "0"})
         served.script = [busy, busy, busy]
@@ -135,7 +135,7 @@ def test_a_throttled_call_is_made_again_without_using_up_its_tries(invoker):
 
 
 @everywhere
-def test_a_platform_that_is_not_there_is_a_failure(invoker):
+def test_an_unreachable_platform_is_a_failure(invoker):
     async def main():
         async with platform("hostile_rewards:answer") as served:
             url = served.url
@@ -159,7 +159,7 @@ def test_a_call_without_answer_ends_at_its_deadline(invoker):
 
 
 @everywhere
-def test_every_score_is_told_with_what_it_has_cost(invoker):
+def test_every_score_is_an_event_with_its_cost(invoker):
     sink = Sink()
 
     async def play(served, made):

@@ -96,7 +96,7 @@ def test_a_judge_that_gives_no_clear_score_is_a_failure_and_never_a_reward(answe
         judged(answer, status)
 
 
-def test_a_judge_that_is_not_there_is_a_failure():
+def test_an_unreachable_judge_is_a_failure():
     with endpoint("") as (url, _):
         pass
     with pytest.raises(JudgeFailed, match="did not reply"):

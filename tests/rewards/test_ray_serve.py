@@ -112,7 +112,7 @@ def test_a_controller_that_is_killed_leaves_no_application_behind(cluster):
         ray.shutdown()
 
 
-def test_a_device_class_that_no_node_has_is_told_at_once(cluster):
+def test_a_device_class_that_no_node_has_is_reported_at_once(cluster):
     async def main():
         made = rewards(cluster, device="H800")
         try:

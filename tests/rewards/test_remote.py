@@ -47,7 +47,7 @@ async def score_all(rewards, ids, **info):
     return await asyncio.gather(*scores, return_exceptions=True), usages
 
 
-def test_a_function_that_takes_several_gets_several_once_it_has_said_so():
+def test_a_function_gets_batches_once_it_has_reported_that_it_takes_them():
     async def main():
         platform = Platform()
         rewards = remote(platform)
@@ -84,7 +84,7 @@ def test_the_run_file_may_ask_for_smaller_batches_or_none():
     assert run(main(2)) == [1, 1, 2]
 
 
-def test_what_comes_while_all_places_are_taken_goes_out_together():
+def test_episodes_that_arrive_while_all_slots_are_taken_share_a_batch():
     async def main():
         platform = Platform()
         rewards = remote(platform, concurrency=1)
@@ -98,7 +98,7 @@ def test_what_comes_while_all_places_are_taken_goes_out_together():
     assert run(main()) == [1, 1, 4]
 
 
-def test_one_bad_episode_of_a_batch_harms_no_other():
+def test_one_bad_episode_of_a_batch_affects_no_other():
     async def main():
         platform = Platform()
         rewards = remote(platform, retries=1)
@@ -113,7 +113,7 @@ def test_one_bad_episode_of_a_batch_harms_no_other():
     assert sent == [1, 3, 1, 1, 1]
 
 
-def test_a_caller_that_goes_away_takes_nobody_with_it():
+def test_a_cancelled_caller_does_not_affect_the_others():
     async def main():
         rewards = remote(Platform())
         await score_all(rewards, ["x"])
@@ -126,7 +126,7 @@ def test_a_caller_that_goes_away_takes_nobody_with_it():
     assert run(main()).value == 5.0
 
 
-def test_a_batch_that_nobody_waits_for_is_cancelled():
+def test_a_batch_without_waiting_callers_is_cancelled():
     async def main():
         platform = Platform()
         rewards = remote(platform)

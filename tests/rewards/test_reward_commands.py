@@ -63,7 +63,7 @@ def serving(user, port, **environment):
     return server(argv, port, user, **environment)
 
 
-def test_recorded_episodes_are_those_that_came_to_be_scored(run_dir):
+def test_recorded_episodes_are_those_whose_reward_was_called(run_dir):
     episodes = recorded_episodes(run_dir, 10)
     assert {episode.id for episode in episodes} == {"a-0", "a-1", "b-2", "a-3"}
     assert {episode.id: episode.truncated for episode in episodes}["a-1"]
@@ -71,7 +71,7 @@ def test_recorded_episodes_are_those_that_came_to_be_scored(run_dir):
     assert len(recorded_episodes(run_dir, 2)) == 2
 
 
-def test_a_served_reward_gives_what_it_gives_here_and_a_changed_one_is_noticed(user, run_dir, monkeypatch):
+def test_reward_test_compares_a_served_reward_with_the_local_one(user, run_dir, monkeypatch):
     port = free_port()
     with serving(user, port, ROLLART_REWARD_SECRET="sesame") as url:
         monkeypatch.setenv("MINE", "sesame")
@@ -107,7 +107,7 @@ def test_a_served_reward_gives_what_it_gives_here_and_a_changed_one_is_noticed(u
         (("test", "my_rewards:brief", "--url", "http://x", "--run", "run", "--task", "c"), "of task c"),
     ],
 )
-def test_what_cannot_be_done_is_told_in_a_sentence(user, run_dir, args, sentence):
+def test_a_command_that_cannot_run_prints_one_sentence(user, run_dir, args, sentence):
     done = rollart(*args, cwd=user)
     assert done.returncode == 2
     assert sentence in done.stderr

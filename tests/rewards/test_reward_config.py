@@ -55,17 +55,17 @@ def test_the_invoker_is_one_line_of_the_run_file_and_comes_back_from_its_dump(tm
         ("not_there:score", "tasks.sums.reward names module 'not_there', which cannot be found"),
     ],
 )
-def test_what_is_wrong_with_a_reward_is_told_in_a_sentence(tmp_path, reward, sentence):
+def test_an_invalid_reward_section_is_reported_in_one_sentence(tmp_path, reward, sentence):
     with pytest.raises(ConfigError) as raised:
         load(tmp_path, reward)
     assert sentence in str(raised.value)
 
 
-def test_a_reward_that_runs_elsewhere_need_not_be_installed_here(tmp_path):
+def test_a_remote_reward_need_not_be_installed_locally(tmp_path):
     load(tmp_path, "{function: 'not_there:score', invoker: http, url: 'https://example.com'}")
 
 
-def test_the_schema_knows_both_ways():
+def test_the_schema_accepts_both_forms():
     ways = RunFile.model_json_schema()["$defs"]["TaskConfig"]["properties"]["reward"]["anyOf"]
     assert {"string", None} == {way.get("type") for way in ways}
     assert "$ref" in json.dumps(ways)

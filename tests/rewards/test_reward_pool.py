@@ -58,7 +58,7 @@ def test_a_whole_result_comes_back_whole():
         ("die", {}, r"'hostile_rewards:die' of task 'die' failed 2 times; .* ended by itself with exit code 4"),
     ],
 )
-def test_a_reward_that_cannot_be_had_is_a_failure_and_never_a_number(function, info, reason):
+def test_a_reward_that_cannot_be_computed_is_a_failure_and_never_a_number(function, info, reason):
     with pytest.raises(RewardFailed, match=reason):
         asyncio.run(score(function, **info))
 
@@ -78,11 +78,11 @@ def test_a_reward_that_hangs_fails_at_its_deadline_and_its_worker_is_replaced():
     asyncio.run(run())
 
 
-def test_a_failed_call_is_tried_again_on_a_fresh_worker(tmp_path):
+def test_a_failed_call_is_retried_on_a_fresh_process(tmp_path):
     assert asyncio.run(score("die_once", marker=str(tmp_path / "died"))) == RewardResult(1.0)
 
 
-def test_workers_come_with_the_work_and_stay_within_their_number():
+def test_processes_start_on_demand_up_to_their_limit():
     async def run():
         async with pool("who", config=RewardsConfig(workers=3)) as rewards:
             return await asyncio.gather(*(rewards.score("who", episode()) for _ in range(30)))

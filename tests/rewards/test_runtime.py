@@ -36,21 +36,21 @@ def test_only_the_first_call_of_a_process_is_cold():
     assert colds == [True, False, False]
 
 
-def test_a_repeated_call_gets_the_same_answer_and_no_second_run():
+def test_a_repeated_call_gets_the_cached_response():
     runtime = Runtime("served_rewards:counted", "")
     first, again = (asked("counted", episode("same"), runtime=runtime)[1]["value"] for _ in range(2))
     assert first == again == 1.0
     assert served_rewards.calls == ["same"]
 
 
-def test_only_so_many_answers_are_remembered():
+def test_the_cache_of_responses_is_bounded():
     runtime = Runtime("served_rewards:counted", "")
     for number in range(MAX_CACHED + 1):
         asked("counted", episode(str(number)), runtime=runtime)
     assert asked("counted", episode("0"), runtime=runtime)[1]["value"] == MAX_CACHED + 2
 
 
-def test_an_error_is_not_remembered():
+def test_an_error_is_not_cached():
     runtime = Runtime("served_rewards:lengths", "")
     bad = episode("ab", bad=True)
     assert asked("lengths", bad, runtime=runtime)[0] == asked("lengths", bad, runtime=runtime)[0] == 500
@@ -80,16 +80,16 @@ def test_a_function_without_batch_is_called_once_for_each():
         ("counted", {"version": "3"}, 409, "served_rewards:counted has version 2, not 3"),
     ],
 )
-def test_what_goes_wrong_is_told_as_an_error(function, fields, status, reason):
-    told, answer = asked(function, episode(), **fields)
-    assert told == status
+def test_a_failure_is_reported_as_an_error(function, fields, status, reason):
+    code, answer = asked(function, episode(), **fields)
+    assert code == status
     assert "value" not in answer
     with pytest.raises(ValueError, match=reason):
         raise ValueError(answer["error"])
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"episode": 1}', b"{}", b"\xff"])
-def test_a_request_that_is_none_is_refused(body):
+def test_an_invalid_request_is_refused(body):
     status, answer = Runtime("served_rewards:counted", "").score(body)
     assert status == 400
     assert json.loads(answer)["error"]
@@ -128,6 +128,6 @@ def test_args_reach_the_function():
     assert asked("echo", episode(), args={"word": "one"})[1]["value"] == 1.0
 
 
-def test_what_is_no_function_cannot_be_served():
+def test_only_functions_can_be_served():
     with pytest.raises(TypeError, match="is not a function"):
         Runtime("served_rewards:calls", "")

@@ -50,12 +50,12 @@ def test_a_request_without_all_its_headers_is_not_signed(missing):
     assert "the request is not signed" in signature_error("secret", headers, b"body", NOW)
 
 
-def test_a_strange_signature_is_wrong_and_no_crash():
+def test_a_malformed_signature_is_wrong_and_does_not_crash():
     headers = {TIMESTAMP.lower(): "\u0663\u0663", SIGNATURE.lower(): "sha256=\u00e9"}
     assert signature_error("secret", headers, b"", NOW)
 
 
-def test_the_idempotency_key_is_that_of_the_question():
+def test_the_idempotency_key_is_a_digest_of_the_request():
     assert idempotency_key(b"a") == idempotency_key(b"a") != idempotency_key(b"b")
 
 
@@ -72,12 +72,12 @@ def test_the_idempotency_key_is_that_of_the_question():
         ('{"value": 1, "parts": {' + ",".join(f'"{n}": 1' for n in range(1001)) + "}}", "1,001 parts"),
     ],
 )
-def test_an_answer_that_is_no_reward_in_good_order_is_an_error(answer, reason):
+def test_an_invalid_response_is_an_error(answer, reason):
     with pytest.raises(ValueError, match=reason):
         msgspec.json.decode(answer, type=RewardResponse).result()
 
 
-def test_a_whole_answer_is_a_result():
+def test_a_valid_response_is_a_result():
     answer = msgspec.json.decode('{"value": 2, "parts": {"a": 1}, "success": true, "unknown": 1}', type=RewardResponse)
     assert answer.result() == RewardResult(2.0, {"a": 1.0}, True)
 
