@@ -10,7 +10,7 @@ TEST_EXTRAS := $(EXTRAS),nixl,mooncake,smollm2
 export HF_HUB_OFFLINE = 1
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: quickstart smollm2 terminal check test test-envs test-agents test-frameworks test-vllm lint docs lock install vllm sandbox rdma clean help
+.PHONY: quickstart smollm2 terminal check test smoke test-envs test-agents test-frameworks test-vllm lint docs lock install vllm sandbox rdma clean help
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 18
@@ -26,10 +26,13 @@ terminal: install sandbox  ## a tiny model learns to work in a shell (about ten 
 	$(BIN)/rollart train examples/terminal.yaml
 
 check: install lint  ## style, types and fast tests (under three minutes)
-	$(BIN)/pytest -m "not slow" -n 2
+	$(BIN)/pytest -m "not slow and not benchmark" -n 2
 
 test: $(VENV)/.smollm2 sandbox rdma  ## all tests that need no other environment (under 20 minutes)
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -m "not benchmark" -n 2
+
+smoke: install  ## every benchmark in its smallest size
+	$(BIN)/pytest -m benchmark
 
 test-envs: install  ## episodes of every family, including those that take minutes to install
 	ROLLART_TEST_ENVS=all $(BIN)/pytest tests/envs/adapters tests/envs/families

@@ -15,7 +15,7 @@ NEEDS = {"ray_faults": "ray", "rewards": "ray"}
 DEADLINE_S = 300.0
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 @pytest.mark.parametrize("name", NAMES)
 def test_a_benchmark_runs_and_ends_with_a_json_object(name: str) -> None:
     if (module := NEEDS.get(name)) and importlib.util.find_spec(module) is None:
