@@ -87,13 +87,11 @@ class ChatRenderer:
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
 
     def text(self, tokens: Sequence[int]) -> str:
-        text: str = self._backend.decode(tokens, skip_special_tokens=True)
-        return text
+        return str(self._backend.decode(tokens, skip_special_tokens=True))
 
     def piece(self, token: int) -> str:
         """One token, also if it is a control token."""
-        text: str = self._backend.decode([token], skip_special_tokens=False)
-        return text
+        return str(self._backend.decode([token], skip_special_tokens=False))
 
     def action(self, text: str) -> list[int]:
         """The tokens of a policy that says `text`, end of turn included."""
@@ -110,14 +108,12 @@ class ChatRenderer:
 
     def _render(self, messages: Sequence[Message], prompt: bool = True) -> str:
         plain = [{"role": message.role, "content": message.content} for message in messages]
-        text: str = self._tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=prompt)
-        return text
+        return str(self._tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=prompt))
 
     def _find_close(self, ends: set[int]) -> tuple[str, str]:
         """The text that closes an action, and the end-of-turn token that is its last part."""
-        _, _, closing = self._render([FIRST_MESSAGE, Message("assistant", ACTION_MARKER)], prompt=False).partition(
-            ACTION_MARKER
-        )
+        whole = self._render([FIRST_MESSAGE, Message("assistant", ACTION_MARKER)], prompt=False)
+        closing = whole.partition(ACTION_MARKER)[2]
         special = {token for token in self._tokenizer.all_special_tokens if token in closing}
         known = {token for end in ends if (token := self._backend.id_to_token(end)) in closing} or special
         if not known:

@@ -1,16 +1,15 @@
 """From the rewards of groups to one advantage per trajectory. Pure Python.
 
-Why a solved task is forgotten, and what keeps it: a group whose members all got the same reward has no spread, so every
-group-relative estimator gives it zero. Once a task is solved nearly all its groups are like that, and between two rare
-failures nothing holds it in place. The other tasks go on moving the shared parameters, and since Adam divides by the
-size of recent gradients, a few noisy groups move them as far as a full batch would. The solved task drifts until it
-fails everywhere at once; then its groups are all zero, without spread again, and it is gone for good.
+Why a solved task is forgotten: a group whose members all got the same reward has no spread, so every group-relative
+estimator gives it zero, and between two rare failures nothing holds the task in place. The other tasks go on moving the
+shared parameters, as far as a full batch would, since Adam divides by the size of recent gradients. The solved task
+drifts until it fails everywhere at once; then its groups have no spread again, and it is gone for good.
 
-Two cures, both on by default. The trainer scales its learning rate by the share of groups that have spread
-(`algorithm.evidence_power`), which undoes what Adam does to batches that say little; this is the one that matters most.
-And a group whose members all got the top reward keeps a small positive advantage (`algorithm.solved_advantage`): its
-gradient vanishes while the policy is sure of these actions and grows when it is pushed away from them. The top is the
-best reward seen so far for that task, once a lower one has been seen too: a task that has always failed is not solved.
+Two cures, both on by default. The learning rate is scaled by the share of groups that have spread
+(`algorithm.evidence_power`), which undoes what Adam does to batches that say little; this one matters most. And a group
+whose members all got the top reward keeps a small positive advantage (`algorithm.solved_advantage`): its gradient
+vanishes while the policy is sure of these actions and grows when it is pushed away from them. The top is the best
+reward seen for that task, once a lower one has been seen too: a task that has always failed is not solved.
 
 An estimator is added by writing it here under `@ADVANTAGES.register`.
 """
@@ -78,9 +77,8 @@ def reinforce_pp(groups: Groups) -> list[list[float]]:
     >>> [[round(a, 3) for a in group] for group in reinforce_pp([[1, 1], [0, 0]])]
     [[1.0, 1.0], [-1.0, -1.0]]
     """
-    everything = [reward for rewards in groups for reward in rewards]
-    mean, deviation = _moments(everything)
-    return [_normalised(rewards, mean, deviation) for rewards in groups]
+    moments = _moments([reward for rewards in groups for reward in rewards])
+    return [_normalised(rewards, *moments) for rewards in groups]
 
 
 def _moments(rewards: Sequence[float]) -> tuple[float, float]:

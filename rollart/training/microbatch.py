@@ -76,17 +76,12 @@ def plan_passes(
     `advantages` has one value for each trajectory of a group, which all its segments share. A sample of advantage 0 has
     no gradient and is left out, unless `keep_all` (KL, entropy).
     """
-    samples: list[Sample] = []
-    owners: list[int] = []
-    sequences: list[int] = []
-    values: list[float] = []
+    samples = [sample for group in batch.groups for sample in group.samples]
+    owners = [number for number, group in enumerate(batch.groups) for _ in group.samples]
+    scores = [dict(zip(group.rewards, row, strict=True)) for group, row in zip(batch.groups, advantages, strict=True)]
+    values = [scores[owner][sample.owner] for owner, sample in zip(owners, samples, strict=True)]
     known: dict[tuple[int, str], int] = {}
-    for number, (group, members) in enumerate(zip(batch.groups, advantages, strict=True)):
-        scores = dict(zip(group.rewards, members, strict=True))
-        samples += group.samples
-        owners += [number] * len(group.samples)
-        sequences += [known.setdefault((number, sample.owner), len(known)) for sample in group.samples]
-        values += [scores[sample.owner] for sample in group.samples]
+    sequences = [known.setdefault((owner, s.owner), len(known)) for owner, s in zip(owners, samples, strict=True)]
     lengths = [sum(sample.mask) for sample in samples]
     weights = token_weights(lengths, owners, aggregate, sequences)
     chosen = [i for i, length in enumerate(lengths) if length and (keep_all or values[i] != 0.0)]

@@ -158,16 +158,11 @@ def _exit_if_lost(work: Callable[[], T]) -> T:
     try:
         return work()
     except RanksLost as error:
-        if _shutdown_requested():
-            raise
+        if select.select([sys.stdin], [], [], END_GRACE)[0]:
+            raise  # no failure: ranks are shut down one after the other, and this one is next
         # Not a normal exit, which would wait for threads that wait for ranks that are gone.
         traceback.print_exception(error)
         os._exit(1)
-
-
-def _shutdown_requested() -> bool:
-    """Ranks are shut down one after the other, which is no failure: the request to this one follows at once."""
-    return bool(select.select([sys.stdin], [], [], END_GRACE)[0])
 
 
 @asynccontextmanager

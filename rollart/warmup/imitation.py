@@ -15,8 +15,6 @@ from rollart.training.policy import PolicyModel
 Example = tuple[Sequence[int], Sequence[int]]
 """Tokens, and a mask that is 1 where a token is learnt."""
 
-OnStep = Callable[[int, int, float], None]
-
 PACK_TOKENS = 4096
 
 
@@ -28,7 +26,7 @@ def imitate(
     *,
     seed: int = 0,
     threads: int = 1,
-    on_step: OnStep | None = None,
+    on_step: Callable[[int, int, float], None] = lambda step, steps, loss: None,
 ) -> float:
     """Train the model in `model`, save it as the Hugging Face folder `output`, and return the last loss.
 
@@ -48,8 +46,7 @@ def imitate(
         torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if on_step is not None:
-            on_step(step + 1, config.steps, loss)
+        on_step(step + 1, config.steps, loss)
     with atomic_folder(output) as folder:
         policy.save(folder)
     return loss

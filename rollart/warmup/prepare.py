@@ -53,15 +53,13 @@ def prepare(run: RunFile, path: Path, on_progress: OnProgress) -> Path:
         return source
     if is_model(path):
         return path
-    seed = seed_of(run.seed, "model")
-    if warmup is None:
-        assert run.model.tiny is not None
-        return tiny.make(run.model.tiny, path, seed)
     with tempfile.TemporaryDirectory(prefix="rollart-") as scratch:
         if source is None:
             assert run.model.tiny is not None
-            source = tiny.make(run.model.tiny, Path(scratch) / "model", seed)
-        _warmup(run, warmup, source, path, on_progress)
+            made = path if warmup is None else Path(scratch) / "model"
+            source = tiny.make(run.model.tiny, made, seed_of(run.seed, "model"))
+        if warmup is not None:
+            _warmup(run, warmup, source, path, on_progress)
     return path
 
 

@@ -65,9 +65,12 @@ def encode(base: Buffer, new: Buffer, item_bytes: int, checksum: bytes | None = 
     parts = [_HEADER.pack(_MAGIC, item, len(made), checksum or xxhash.xxh3_64_digest(new))]
     length = len(parts[0])
     for cut in _chunks(len(made), item):
-        encoded = _encode_chunk(old[cut].view(_WORDS[item]), made[cut].view(_WORDS[item]))
-        parts += encoded
-        length += sum(map(len, encoded))
+        words = made[cut].view(_WORDS[item])
+        changes = old[cut].view(_WORDS[item]) ^ words
+        for place in range(item):
+            encoded = _encode_plane(_plane(changes, place) != 0, _plane(words, place))
+            parts += encoded
+            length += sum(map(len, encoded))
         if length >= len(made):
             break
     return b"".join(parts) if length < len(made) else None
@@ -131,14 +134,6 @@ def _plane(words: Words, place: int) -> Bytes:
 def _sizes(items: int, changed: float) -> tuple[float, float]:
     """As a bitmap, and as offsets."""
     return -(-items // 8) + changed, -(-items // BLOCK) + 2 * changed
-
-
-def _encode_chunk(old: Words, made: Words) -> list[bytes]:
-    parts: list[bytes] = []
-    changes = old ^ made
-    for place in range(made.itemsize):
-        parts += _encode_plane(_plane(changes, place) != 0, _plane(made, place))
-    return parts
 
 
 def _encode_plane(changed: NDArray[np.bool_], plane: Bytes) -> list[bytes]:

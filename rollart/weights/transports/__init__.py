@@ -39,7 +39,7 @@ class Sender(Protocol):
 
     def finish(self) -> None:
         """All buckets are final."""
-        ...
+        return
 
     def close(self) -> None: ...
 
@@ -57,9 +57,11 @@ class Receiver(Protocol):
         the way. Blocks, with its own deadline. Raises TransferFailed. The caller retries if the checksum is wrong."""
         ...
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        return
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return
 
 
 def receiver(url: str, deadline: float) -> Receiver:

@@ -17,22 +17,20 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from rollart.weights.manifest import Manifest
-from rollart.weights.transports import RegisteredMemory, TransferFailed, address
+from rollart.weights.transports import Receiver, RegisteredMemory, Sender, TransferFailed, address
 
-SCHEME = "mooncake"
 INSTALL = "install it with pip install 'rollart[mooncake]' and, on Debian, apt-get install libibverbs1 libnuma1"
 VERSIONS = 2
 LOCAL_BUFFER = 16 << 20
 NO_METADATA_SERVER = "P2PHANDSHAKE"
 
 
-class MooncakeSender:
+class MooncakeSender(Sender):
     """`lent` bytes are what this process adds to the store; None: enough for `VERSIONS` versions like the first."""
 
     def __init__(self, url: str, *, lent: int | None = None) -> None:
         _library()  # fails before the first version
-        self.url = url
-        self._lent = lent
+        self.url, self._lent = url, lent
         self._kept: deque[list[str]] = deque()
         self._store: Any = None
         self._memory: RegisteredMemory[int]
@@ -51,14 +49,11 @@ class MooncakeSender:
         self._kept.append([])
 
     def update(self, bucket: int) -> None:
-        start, stop = self._manifest.bounds(bucket)
-        key = _key(self._manifest, bucket)
+        key, (start, stop) = _key(self._manifest, bucket), self._manifest.bounds(bucket)
         code = self._store.put_from(key, self._address + start, stop - start, self._where())
         if code != 0:
             raise TransferFailed(f"the Mooncake store at {self.url} did not take bucket {bucket}: error {code}")
         self._kept[-1].append(key)
-
-    def finish(self) -> None: ...
 
     def _where(self) -> Any:
         """Never evicted; in the memory that this process lends, because that of a process that died is taken for
@@ -82,7 +77,7 @@ class MooncakeSender:
                 self._store.remove(key, True)
 
 
-class MooncakeReceiver:
+class MooncakeReceiver(Receiver):
     def __init__(self, url: str) -> None:
         self._url = url
         self._store, self._memory = _client(url)
@@ -100,10 +95,6 @@ class MooncakeReceiver:
                 + (f"error {got}" if got < 0 else f"{got} bytes instead of {into.nbytes}")
             )
 
-    def finish(self) -> None: ...
-
-    def close(self) -> None: ...
-
 
 def _key(manifest: Manifest, bucket: int) -> str:
     return f"rollart-{manifest.id}-{manifest.shard}-{bucket}"
@@ -112,7 +103,7 @@ def _key(manifest: Manifest, bucket: int) -> str:
 def _connected(url: str, lent: int) -> Any:
     """A client that lends `lent` bytes. Raises TransferFailed."""
     library, master = _library(), urlsplit(url)
-    if master.scheme != SCHEME or master.hostname is None or master.port is None:
+    if master.scheme != "mooncake" or master.hostname is None or master.port is None:
         raise TransferFailed(f"{url!r} does not name a Mooncake master; write mooncake://host:port")
     options = {name: values[0] for name, values in parse_qs(master.query).items()}
     store = library.MooncakeDistributedStore()

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from rollart.weights.manifest import Manifest
-from rollart.weights.transports import RegisteredMemory, TransferFailed, address
+from rollart.weights.transports import Receiver, RegisteredMemory, Sender, TransferFailed, address
 
 SCHEME = "nixl"
 INSTALL = "install it with pip install 'rollart[nixl]'"
@@ -49,7 +49,7 @@ class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
             raise TransferFailed(f"this is not the URL of a NIXL publisher: {url[:60]}") from error
 
 
-class NixlSender:
+class NixlSender(Sender):
     """`url` is that of the last version."""
 
     def __init__(self) -> None:
@@ -66,8 +66,6 @@ class NixlSender:
     def update(self, bucket: int) -> None:
         """Readers see the memory itself; the checksum says that it is final."""
 
-    def finish(self) -> None: ...
-
     def close(self) -> None:
         self._closed.set()
         self._helper.join(CANCEL_S)
@@ -78,7 +76,7 @@ class NixlSender:
             _agent().get_new_notifs()
 
 
-class NixlReceiver:
+class NixlReceiver(Receiver):
     """`deadline` is in seconds, for one bucket."""
 
     def __init__(self, url: str, *, deadline: float = 30.0) -> None:
@@ -102,10 +100,6 @@ class NixlReceiver:
             self._wait(bucket, reading)
         finally:
             _cancel(reading)
-
-    def finish(self) -> None: ...
-
-    def close(self) -> None: ...
 
     def _wait(self, bucket: int, reading: Any) -> None:
         until = time.monotonic() + self._deadline
