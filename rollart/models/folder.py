@@ -15,9 +15,8 @@ def is_model(path: Path) -> bool:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yields an empty folder that is renamed to `path` when the block succeeds, and deleted otherwise.
-
-    It is flushed to disk first. An existing folder is moved away, not deleted, until the new one is there."""
+    """Yields an empty folder that is flushed to disk and renamed to `path` when the block succeeds, and deleted
+    otherwise. An existing folder is moved away, not deleted, until the new one is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft, old = (path.with_name(f".{path.name}.{kind}") for kind in ("part", "old"))
     for leftover in (draft, old):

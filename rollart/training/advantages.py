@@ -24,8 +24,7 @@ from rollart.training.registry import Registry
 EPSILON = 1e-6
 
 Groups = Sequence[Sequence[float]]
-Advantage = Callable[[Groups], list[list[float]]]
-"""From the rewards of each group's members to their advantages."""
+Advantage = Callable[[Groups], list[list[float]]]  # from the rewards of each group's members to their advantages
 
 ADVANTAGES = Registry[Advantage]("training.algorithm.advantage")
 _in_reward_units: set[Advantage] = set()

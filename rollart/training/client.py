@@ -8,16 +8,14 @@ from rollart.launch.rpc import RpcClient
 MANIFEST = "checkpoint.json"
 OPTIMIZER = "optimizer.safetensors"
 REFERENCE = "reference.safetensors"
-TRAINER_FILES = (MANIFEST, OPTIMIZER, REFERENCE)
-"""What a checkpoint adds to a Hugging Face folder."""
+TRAINER_FILES = (MANIFEST, OPTIMIZER, REFERENCE)  # what a checkpoint adds to a Hugging Face folder
 
 
 class TrainerClient:
     """Implements `rollart.core.protocols.Trainer`. Each call has `deadline` seconds; a failure is a ServiceError."""
 
     def __init__(self, client: RpcClient, deadline: float) -> None:
-        self._client = client
-        self._deadline = deadline
+        self._client, self._deadline = client, deadline
 
     async def step(self, batch: Batch) -> StepMetrics:
         return await self._client.call("step", batch, returns=StepMetrics, deadline=self._deadline)

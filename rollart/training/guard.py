@@ -21,26 +21,18 @@ from msgspec import Struct
 
 from rollart.training.logprob_gap import GapRow, pool
 
+# Mean gap of fresh tokens, by the engine's dtype, that rounding may explain; a few times what was measured.
 NOISE = {"float32": 1e-4, "bfloat16": 0.04, "float16": 0.01}
-"""Mean gap of fresh tokens, by the engine's dtype, that rounding may explain; a few times what was measured."""
-
+# Fewer prove nothing: a handful may be off to the same side by chance, and older ones by what they taught.
 MIN_TOKENS, MIN_STALE_TOKENS = 16, 256
-"""Fewer prove nothing: a handful may be off to the same side by chance, and older ones by what they taught."""
-
-HISTORY, MIN_HISTORY = 20, 5
+# Older tokens are out of range at DRIFT_FACTOR times their usual mean gap, and at DRIFT_MIN_GAP at least.
 DRIFT_FACTOR, DRIFT_MIN_GAP = 5.0, 0.05
-"""Older tokens are out of range at DRIFT_FACTOR times their usual mean gap, and at DRIFT_MIN_GAP at least."""
-
-STANDARD_ERRORS = 3.0
-"""By which a mean must exceed that limit: it may be one of few tokens, and gaps have long tails."""
-
-REPEAT_STEPS = 50
+HISTORY, MIN_HISTORY = 20, 5
+STANDARD_ERRORS = 3.0  # by which a mean must exceed that limit: it may be one of few tokens, and gaps have long tails
+# Share of the squared gaps that one temperature factor must explain: more if the policy has moved as well.
 FACTOR_SHARE, FACTOR_SHARE_STALE = 0.7, 0.9
-"""Share of the squared gaps that one temperature factor must explain: more if the policy has moved as well."""
-
-MIN_LOG_FACTOR = 0.09
-"""Logarithm of the smallest factor that is reported: a policy that becomes more certain looks like a slightly lower
-temperature."""
+MIN_LOG_FACTOR = 0.09  # a policy that becomes more certain looks like a slightly lower temperature
+REPEAT_STEPS = 50
 
 
 class Cause(StrEnum):

@@ -25,11 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """The action tokens of one micro-batch. Observations and padding are not among them, so there is no mask.
+    """The action tokens of one micro-batch; there are no others, so there is no mask.
 
     `logprobs` are the current policy's and carry the gradient; `old_logprobs` are the proximal policy's and
-    `engine_logprobs` the behaviour policy's. `sequences` numbers the sequence of each token from 0. `config` has the
-    clip limits.
+    `engine_logprobs` the behaviour policy's. `sequences` numbers the sequence of each token from 0.
     """
 
     logprobs: Tensor

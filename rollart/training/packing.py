@@ -61,7 +61,6 @@ def plan(lengths: Sequence[int], pack_tokens: int) -> list[list[int]]:
 
 def split_over_ranks(lengths: Sequence[int], pack_tokens: int, ranks: int) -> list[list[list[int]]]:
     """Indices by rank and forward pass. All ranks get the same number of passes, and about as many tokens in each.
-
     Sequences are assigned from the longest to the shortest, in rounds that alternate the order of the ranks; the last
     round may leave a rank without any.
 

@@ -17,9 +17,7 @@ from rollart.core.errors import RollartError
 from rollart.training.packing import ATTENTION, Packed, pack
 from rollart.training.ranks import Ranks
 
-LOGITS_AT_ONCE = 1 << 25
-"""Limit of logits in memory: a vocabulary of 50,000 and a long micro-batch would take gigabytes."""
-
+LOGITS_AT_ONCE = 1 << 25  # with a vocabulary of 50,000, a long micro-batch would take gigabytes
 WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
 
 # A service writes to a log, not to a terminal.
@@ -79,10 +77,8 @@ class PolicyModel:
                 (folder / name).write_bytes(content)
 
     def logprobs(self, packed: Packed, entropy: bool = False) -> tuple[Tensor, Tensor]:
-        """Log-probability of every trained token, and the entropy of the distribution it was sampled from.
-
-        Logits are computed only where they are needed. Gradients flow through the entropy only if `entropy`.
-        """
+        """Log-probability of every trained token, and the entropy of the distribution it was sampled from. Gradients
+        flow through the entropy only if `entropy`."""
         values: tuple[Tensor, Tensor] = self._scorer(packed, entropy)
         return values
 

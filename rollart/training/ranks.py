@@ -27,9 +27,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from rollart.core.errors import RollartError
 
 JOIN_DEADLINE = 60.0
-COLLECTIVE_DEADLINE = 60.0
-"""Ranks run the same passes over about the same number of tokens: one that is a minute late is lost."""
-
+COLLECTIVE_DEADLINE = 60.0  # ranks run passes over about the same number of tokens: one a minute late is lost
 HEARTBEAT_SECONDS = 10.0
 
 

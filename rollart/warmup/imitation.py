@@ -12,8 +12,7 @@ from rollart.models.folder import atomic_folder
 from rollart.training.packing import pack, plan
 from rollart.training.policy import PolicyModel
 
-Example = tuple[Sequence[int], Sequence[int]]
-"""Tokens, and a mask that is 1 where a token is learnt."""
+Example = tuple[Sequence[int], Sequence[int]]  # tokens, and a mask that is 1 where a token is learnt
 
 PACK_TOKENS = 4096
 
@@ -28,10 +27,8 @@ def imitate(
     threads: int = 1,
     on_step: Callable[[int, int, float], None] = lambda step, steps, loss: None,
 ) -> float:
-    """Train the model in `model`, save it as the Hugging Face folder `output`, and return the last loss.
-
-    `on_step(step, steps, loss)` is called after every step. `output` may be `model`.
-    """
+    """Train the model in `model`, save it as the Hugging Face folder `output`, which may be the same, and return the
+    last loss. `on_step(step, steps, loss)` is called after every step."""
     if not any(any(mask) for _, mask in examples):
         raise ValueError("the warmup has nothing to learn: no example has a token whose mask is 1")
     torch.set_num_threads(threads)

@@ -1,8 +1,7 @@
 """Serves a store over HTTP: the publisher's to all, an engine's to the engines below it in the tree.
 
 `GET /{version}-{id}.{shard}/...`, with the run's key as bearer token:
-- `manifest?member=...&relay=...` joins the tree of the shard, and returns the sources of buckets and the checksums so
-  far;
+- `manifest?member=...&relay=...` joins the tree of the shard; returns the sources of buckets and the checksums so far;
 - `sums?from=n` returns the checksums of buckets n and later, as soon as there is one;
 - `data` with `Range: bytes=a-b` returns bytes once they are final; or the delta of a bucket, to a receiver that names
   a base that it has;
