@@ -97,8 +97,6 @@ class Learner:
         except Exception as error:
             raise self.ranks.lost(error) from error
 
-    # A step
-
     def learn(self, order: Learn) -> StepTotals:
         """One update per epoch. The logprobs of the first are the proximal ones of the rest: no extra forward pass."""
         totals = StepTotals(order.cells, self.ranks.device)
@@ -164,8 +162,6 @@ class Learner:
         if first:
             totals.add_first_pass(entropy, micro.proximal, micro.behaviour, micro.cell, importance)
         return total.item()
-
-    # Tensors by parameter name
 
     def gather(self, what: TensorKind) -> dict[str, Tensor]:
         """On rank 0 all of them, as copies if they are sharded; on other ranks none: each is dropped at once."""

@@ -32,7 +32,6 @@ EMPTY = TrainSample([0], [0], [], [], 1.0, 0.0, 0.0)
 @dataclass(slots=True)
 class MicroBatch:
     """One forward pass. The tensors are flat, one entry per action token; `sequence` numbers from 0.
-
     The sum of `weight` over all tokens of all micro-batches is at most 1: samples left out keep their share.
     `proximal` is filled in by the first pass over the batch, `reference` only if the KL has a weight.
     """

@@ -20,8 +20,7 @@ from rollart.training.ranks import Ranks
 LOGITS_AT_ONCE = 1 << 25  # with a vocabulary of 50,000, a long micro-batch would take gigabytes
 WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
 
-# A service writes to a log, not to a terminal.
-disable_progress_bar()
+disable_progress_bar()  # a service writes to a log, not to a terminal
 
 
 class PolicyModel:

@@ -92,8 +92,6 @@ class Ranks:
     def mesh(self) -> DeviceMesh | None:
         return self._group.mesh if self._group else None
 
-    # Orders
-
     @contextmanager
     def dispatch(self, orders: Sequence[msgspec.Struct]) -> Iterator[None]:
         """On rank 0: send each rank its order; the block is rank 0's own part."""

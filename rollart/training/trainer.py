@@ -39,8 +39,7 @@ class Trainer:
         engine_dtype: str = "float32",
         publisher: Publisher | None = None,
     ) -> None:
-        self.config = config
-        self.version = version
+        self.config, self.version = config, version
         self._advantage = ADVANTAGES.find(config.algorithm.advantage)
         self.ranges: dict[str, RewardRange] = {}
         self.ranks = ranks or Ranks.single()

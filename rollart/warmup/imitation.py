@@ -13,7 +13,6 @@ from rollart.training.packing import pack, plan
 from rollart.training.policy import PolicyModel
 
 Example = tuple[Sequence[int], Sequence[int]]  # tokens, and a mask that is 1 where a token is learnt
-
 PACK_TOKENS = 4096
 
 

@@ -28,7 +28,6 @@ STRIKES = 2
 ATTEMPTS = 8
 AGAIN_S = 0.05
 CHUNK = 256 << 10  # of a bucket, so that it is still in the cache when its checksum is computed
-
 KEPT = 16
 
 
