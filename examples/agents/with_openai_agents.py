@@ -5,7 +5,7 @@ from openai import AsyncOpenAI
 
 from rollart.core.endpoint import AgentEpisode, Endpoint
 
-set_tracing_disabled(True)  # nothing is told to anybody else
+set_tracing_disabled(True)  # no data leaves this machine
 
 
 async def play(endpoint: Endpoint, episode: AgentEpisode) -> dict[str, object]:

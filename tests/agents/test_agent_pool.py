@@ -137,8 +137,8 @@ def test_an_agents_return_is_the_reward_and_its_conversation_one_segment(run: Ru
         (sample,) = samples(played)
         assert sum(sample.mask) == 10
         assert [event.turn for event in made.seen.of(TurnDone)] == [0, 1]
-        (told,) = made.seen.of(AgentPlayed)
-        assert (told.requests, told.segments, told.forks, told.held_out) == (2, 1, 0, True)
+        (reported,) = made.seen.of(AgentPlayed)
+        assert (reported.requests, reported.segments, reported.forks, reported.held_out) == (2, 1, 0, True)
         assert made.agents.in_use == 0
 
     run(test)

@@ -43,9 +43,9 @@ def test_an_agent_task_trains_and_reports_what_its_agents_did(trained: Path) -> 
     shot = measure(read_events(trained / "events.jsonl"))
     assert shot.step == 6 and shot.trained == 6 * 4 * 4
     assert not shot.drops
-    told = shot.task("digits").agent
-    assert told["completions"] == 2 * told["segments"] == told["requests"]
-    assert (told["forks"], told["undelivered"]) == (0, 0)
+    reported = shot.task("digits").agent
+    assert reported["completions"] == 2 * reported["segments"] == reported["requests"]
+    assert (reported["forks"], reported["undelivered"]) == (0, 0)
     assert any(isinstance(event, AgentPlayed) and event.held_out for event in read_events(trained / "events.jsonl"))
     ledger = SqliteLedger.open_readonly(trained / "ledger.sqlite")
     (trajectory,) = ledger.scored(1)
@@ -68,14 +68,14 @@ def test_a_trained_model_is_served_until_ctrl_c(trained: Path) -> None:
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert server.stdout is not None
     try:
-        told = {}
+        reported = {}
         for line in server.stdout:
             name, _, value = line.strip().partition(" ")
-            told[name] = value.strip()
+            reported[name] = value.strip()
             if name == "Ctrl-C":
                 break
-        assert "my-own-key" not in json.dumps(told)
-        client = openai.OpenAI(base_url=told["OpenAI"], api_key="my-own-key", max_retries=0, timeout=60)
+        assert "my-own-key" not in json.dumps(reported)
+        client = openai.OpenAI(base_url=reported["OpenAI"], api_key="my-own-key", max_retries=0, timeout=60)
         said: list[Any] = [{"role": "user", "content": "digits 0"}]
         answers = [
             client.chat.completions.create(model="model", messages=said, max_tokens=6, temperature=0) for _ in range(2)
@@ -120,8 +120,8 @@ def test_conversations_that_fork_are_trained_segment_by_segment(tmp_path: Path) 
     run = preflight.load_run(EXAMPLE, [*SMALL, "training.steps=2", "tasks.digits.agent=sample_agents:sub_agents"])
     asyncio.run(controller.train(run, tmp_path))
     log = list(read_events(tmp_path / "events.jsonl"))
-    told = measure(log).task("digits").agent
-    assert told["segments"] == 3 * told["completions"] // 4
+    reported = measure(log).task("digits").agent
+    assert reported["segments"] == 3 * reported["completions"] // 4
     steps = [event for event in log if isinstance(event, StepDone)]
     assert [step.values["skipped"] for step in steps] == [0.0, 0.0]
     assert all(step.values["action_tokens"] > 0 for step in steps)

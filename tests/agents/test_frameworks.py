@@ -29,11 +29,11 @@ def train(folder: Path, more: list[str]) -> None:
     assert shot.step == 2 and shot.trained == 2 * 3 * 4
     assert not shot.drops
     for name in FRAMEWORKS:
-        told = shot.task(name).agent
-        assert told["completions"] >= told["segments"] > 0
-        assert told["undelivered"] == 0
+        reported = shot.task(name).agent
+        assert reported["completions"] >= reported["segments"] > 0
+        assert reported["undelivered"] == 0
         # smolagents puts ``` after every answer: the history that it sends is not what was sampled.
-        assert (told["forks"] > 0) == (name == "smolagents")
+        assert (reported["forks"] > 0) == (name == "smolagents")
 
 
 @there

@@ -34,9 +34,9 @@ def test_a_verifiers_environment_is_learnt_on_the_tokens_of_its_own_renderer(tmp
     assert shot.step == STEPS and shot.trained == STEPS * EPISODES and not shot.drops
     rewards = [point.rewards["digits"] for point in shot.history]
     assert mean(rewards[-3:]) > 2 * mean(rewards[:3])  # of 57 letters 10 are digits
-    told = shot.task("digits").agent
+    reported = shot.task("digits").agent
     # Two turns of one conversation each, but for answers that its renderer, given their text, would write otherwise.
-    assert told["completions"] >= 2 * STEPS * EPISODES and told["undelivered"] == 0
-    assert told["forks"] <= told["mismatches"]
+    assert reported["completions"] >= 2 * STEPS * EPISODES and reported["undelivered"] == 0
+    assert reported["forks"] <= reported["mismatches"]
     for trajectory in SqliteLedger.open_readonly(tmp_path / "ledger.sqlite").scored(1):
         assert not {"system", "user"} & {message.role for message in trajectory.turns[0].messages}  # it sent tokens

@@ -32,7 +32,7 @@ def test_a_run_becomes_a_scenario_that_simulates_and_a_picture_of_the_fits(tmp_p
     assert (tmp_path / "workload.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_folder_that_is_no_run_is_told_in_a_sentence(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_run_is_one_sentence(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["calibrate", str(tmp_path)])
 
     assert done.exit_code != 0

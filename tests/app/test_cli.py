@@ -114,9 +114,9 @@ def test_check_shows_the_whole_file_and_where_everything_goes(run_file: Path) ->
 
 
 def test_check_as_json_is_one_object(run_file: Path) -> None:
-    told = json.loads(rollart_command("check", run_file, "--json").stdout.splitlines()[-1])
-    assert told["run"]["training"]["group_size"] == 8
-    assert {binding["role"] for binding in told["plan"]["bindings"]} == {"train", "generate", "environment"}
+    reported = json.loads(rollart_command("check", run_file, "--json").stdout.splitlines()[-1])
+    assert reported["run"]["training"]["group_size"] == 8
+    assert {binding["role"] for binding in reported["plan"]["bindings"]} == {"train", "generate", "environment"}
     assert not Path("runs").exists()
 
 

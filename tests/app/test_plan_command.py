@@ -38,7 +38,7 @@ def test_a_plan_is_printed_drawn_and_written(scenario: Path, tmp_path: Path) -> 
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_limit_of_another_form_is_told(scenario: Path) -> None:
+def test_a_malformed_limit_is_reported(scenario: Path) -> None:
     done = CliRunner().invoke(app, ["plan", str(scenario), "--max", "H20:32"])
 
     assert done.exit_code != 0

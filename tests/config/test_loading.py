@@ -240,7 +240,7 @@ any_path = settings(deadline=None, max_examples=60, suppress_health_check=[Healt
 
 @any_path
 @given(number=st.sampled_from(KEYED), name=st.from_regex(r"\A[a-z]{3,8}q[0-9]\Z"))
-def test_a_renamed_key_is_told_at_its_line(path: Path, number: int, name: str) -> None:
+def test_a_renamed_key_is_reported_at_its_line(path: Path, number: int, name: str) -> None:
     before, _, after = LINES[number].partition(":")
     indent = before[: len(before) - len(before.lstrip(" -"))]
     message = outcome(path, [*LINES[:number], f"{indent}{name}:{after}", *LINES[number + 1 :]])

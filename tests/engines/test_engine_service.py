@@ -71,15 +71,15 @@ def test_an_engine_process_serves_swaps_aborts_and_ends_with_its_parent(tmp_path
                 pass
             await engine.abort("long")
             assert (await running).finish == "abort"
-            heard: list[int] = []
+            received: list[int] = []
 
             def on_tokens(tokens: list[int]) -> bool:
-                heard.extend(tokens)
-                return len(heard) >= 5
+                received.extend(tokens)
+                return len(received) >= 5
 
             asked = request("enough", [7] * 20, max_tokens=500)
-            completion = await engine.stream(asked, TokenStream(1, on_tokens, heard.clear))
-            assert len(heard) == 5 and completion.tokens[:5] == heard and len(completion.tokens) < 500
+            completion = await engine.stream(asked, TokenStream(1, on_tokens, received.clear))
+            assert len(received) == 5 and completion.tokens[:5] == received and len(completion.tokens) < 500
             assert completion.finish == "length" and worst(networks, asked, completion) <= 1e-4
             with pytest.raises(EngineFailed, match="vocabulary"):
                 await engine.generate(request("bad", [99999]))

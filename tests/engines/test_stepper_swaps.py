@@ -26,7 +26,7 @@ def test_kv_kept_over_a_swap_is_the_old_one_and_recomputed_kv_is_the_new_one() -
     assert gaps["recompute"] <= 1e-4 < gaps["keep"]
 
 
-def test_a_swap_tells_what_the_one_before_it_has_cost_in_kv_made_anew() -> None:
+def test_a_swap_reports_the_kv_recomputed_after_the_previous_one() -> None:
     network = decoder()
     costs = {}
     for choice in ("recompute", "keep"):

@@ -51,7 +51,7 @@ def test_sessions_that_never_come_back_are_forgotten_in_the_end() -> None:
     assert late.lost == 0
 
 
-def test_waiting_for_a_swap_costs_what_steps_had_free_and_is_told_once() -> None:
+def test_waiting_for_a_swap_costs_the_free_rows_and_is_reported_once() -> None:
     cost = SwapCost()
     cost.record_drain(0.25, 2.0)
     cost.record_drain(1.0, 1.0)

@@ -75,7 +75,7 @@ def test_weights_are_swapped_under_requests_in_flight(tmp_path: Any) -> None:
     drive(networks[0], scenario, store=WeightReader(tmp_path))
 
 
-def test_an_engine_told_to_drain_swaps_when_its_requests_have_ended(tmp_path: Any) -> None:
+def test_a_draining_engine_swaps_when_its_requests_have_ended(tmp_path: Any) -> None:
     networks = {0: decoder(seed=1), 1: decoder(seed=2)}
     publication = publish(tmp_path, 1, networks[1].state_dict())
 
@@ -145,13 +145,13 @@ def test_an_engine_without_a_store_says_so() -> None:
 
 
 @pytest.mark.parametrize("every", [1, 4])
-def test_tokens_are_told_in_order_while_they_are_made_but_for_the_last(every: int) -> None:
+def test_tokens_are_streamed_in_order_except_the_last(every: int) -> None:
     async def scenario(engine: TorchEngine) -> None:
-        told: list[Any] = []
-        completion = await engine.stream(StreamRequest(request("1", [1], max_tokens=30), every), told.append)
-        heard = [token for tokens in told for token in tokens]
-        assert heard == completion.tokens[: len(heard)] and 0 < len(completion.tokens) - len(heard) <= every
-        assert all(len(tokens) == every for tokens in told)
+        reported: list[Any] = []
+        completion = await engine.stream(StreamRequest(request("1", [1], max_tokens=30), every), reported.append)
+        received = [token for tokens in reported for token in tokens]
+        assert received == completion.tokens[: len(received)] and 0 < len(completion.tokens) - len(received) <= every
+        assert all(len(tokens) == every for tokens in reported)
 
     drive(decoder(), scenario)
 

@@ -28,7 +28,7 @@ def loaded(folder: Path, pool: str, more: str = "") -> RunFile:
     return preflight.load_run(path)
 
 
-def test_an_embedded_engine_is_told_what_it_emulates(tmp_path: Path) -> None:
+def test_the_spec_of_an_embedded_engine_says_what_it_emulates(tmp_path: Path) -> None:
     run = loaded(tmp_path, "{role: generate, device: H20, emulate: 100}")
     [(command, request)] = commands(run, tmp_path)
     assert command.argv == ("-m", "rollart.engines.torch.service")
@@ -36,9 +36,7 @@ def test_an_embedded_engine_is_told_what_it_emulates(tmp_path: Path) -> None:
     assert request.devices == ("cpu",)
 
 
-def test_a_vllm_engine_is_told_its_python_and_takes_its_devices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_spec_of_a_vllm_engine_has_its_python_and_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = tmp_path / "python"
     python.touch(mode=0o700)
     monkeypatch.setenv("ROLLART_VLLM_PYTHON", str(python))

@@ -21,14 +21,14 @@ KEY = "the-key"
 
 @dataclass
 class Policy:
-    """Says what it is told to say, in tokens; without that, random characters. Every request is kept."""
+    """Says what it was given, in tokens; without that, random characters. Every request is kept."""
 
     template: ChatTemplate
     say: Callable[[GenerationRequest], str | None] = lambda request: None
     version: int = 3
     seen: list[tuple[GenerationRequest, Completion]] = field(default_factory=list)
     gate: asyncio.Event | None = None
-    pause: asyncio.Event | None = None  # after the first tokens that are told
+    pause: asyncio.Event | None = None  # after the first streamed tokens
     lost: bool = False  # the first engine, after all its tokens
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     answered: asyncio.Event = field(default_factory=asyncio.Event)

@@ -38,7 +38,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> ChatTemplate:
 @dataclass
 class Sampler:
     """Draws tokens from the whole vocabulary, so their text nearly always tokenizes to something else. Who listens is
-    told of one after the other; the engine may be lost in between, and learns late that it is enough."""
+    streamed one after the other; the engine may be lost in between, and learns late that it may stop."""
 
     rng: Random
     vocabulary: int
@@ -50,7 +50,7 @@ class Sampler:
         tokens = [self.rng.randrange(2, self.vocabulary) for _ in range(self.rng.randint(1, 6))]
         return [*tokens, self.stop] if self.rng.random() < 0.8 else tokens
 
-    async def told(self, tokens: list[int], stream: TokenStream) -> list[int]:
+    async def reported(self, tokens: list[int], stream: TokenStream) -> list[int]:
         """Those that there are when the listener has had enough."""
         for at in range(0, len(tokens), stream.every):
             end = at + stream.every
@@ -64,10 +64,10 @@ class Sampler:
         tokens = self.draw()
         if stream is not None:
             if self.rng.random() < 0.2:
-                await self.told(tokens[:-1], stream)
+                await self.reported(tokens[:-1], stream)
                 stream.on_restart()
                 tokens = self.draw()
-            tokens = await self.told(tokens, stream)
+            tokens = await self.reported(tokens, stream)
         before = self.version
         self.version += self.rng.random() < 0.3  # a weight swap, perhaps in the middle
         versions = [before] * (len(tokens) // 2) + [self.version] * (len(tokens) - len(tokens) // 2)

@@ -57,10 +57,10 @@ def play(folder: Path, *texts: str) -> tuple[Trajectory, TrajectoryEnded]:
 def test_an_observation_that_leaves_no_room_truncates_the_trajectory_with_the_reason(
     tmp_path: Path, giant: str
 ) -> None:
-    trajectory, told = play(tmp_path, "begin", "go on", giant)
+    trajectory, reported = play(tmp_path, "begin", "go on", giant)
     assert (trajectory.outcome, len(trajectory.turns)) == (Outcome.TRUNCATED, 2)
     assert trajectory.reward is not None
-    assert f"an observation of {len(giant):,} characters leaves no room for an action" in told.reason
+    assert f"an observation of {len(giant):,} characters leaves no room for an action" in reported.reason
 
 
 def test_a_first_observation_that_leaves_no_room_is_the_fault_of_its_environment(tmp_path: Path) -> None:

@@ -79,6 +79,6 @@ def process(code: str, *arguments: Any) -> Iterator[subprocess.Popen[str]]:
 def line(child: subprocess.Popen[str]) -> str:
     """Its next one; the tests' own deadline bounds the wait."""
     assert child.stdout is not None
-    told = child.stdout.readline().strip()
-    assert told, f"the process ended with {child.wait(DEADLINE_S)}"
-    return told
+    reported = child.stdout.readline().strip()
+    assert reported, f"the process ended with {child.wait(DEADLINE_S)}"
+    return reported

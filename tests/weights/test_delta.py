@@ -83,7 +83,7 @@ def test_a_bucket_that_did_not_change_costs_next_to_nothing() -> None:
     assert delta is not None and len(delta) < len(base) / 1000
 
 
-def test_a_bucket_that_changed_altogether_is_not_told_as_a_delta() -> None:
+def test_a_bucket_that_changed_altogether_is_not_sent_as_a_delta() -> None:
     assert encode(bytes(1 << 16), bytes([255]) * (1 << 16), 2) is None
 
 

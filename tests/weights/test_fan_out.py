@@ -5,7 +5,7 @@ from rollart.weights.server import FanOut, ancestors
 
 
 @given(st.integers(0, 500), st.integers(1, 5))
-def test_everybody_is_fed_by_somebody_who_came_before(position: int, fan_out: int) -> None:
+def test_every_reader_fetches_from_an_earlier_one(position: int, fan_out: int) -> None:
     above = ancestors(position, fan_out)
     assert all(later > earlier for later, earlier in zip([position, *above], above, strict=False))
     assert (not above) == (position < fan_out)

@@ -102,8 +102,8 @@ class Failing:
 
 
 def test_a_sender_that_fails_sits_out_the_version_and_the_publication_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    failing, told = Failing(), []
-    offers = SenderGroup([failing], lambda manifest, urls: told.append(urls))
+    failing, reported = Failing(), []
+    offers = SenderGroup([failing], lambda manifest, urls: reported.append(urls))
     manifest = Manifest(1, "a", 0, 1, 300, 100, ())
     for _ in range(2):
         offers.start(manifest, memoryview(bytearray(300)))
@@ -111,7 +111,7 @@ def test_a_sender_that_fails_sits_out_the_version_and_the_publication_goes_on(ca
             offers.update(bucket)
         offers.finish()
     assert failing.asked == [0, 1, 0, 1]
-    assert told == [("full://",)] * 2
+    assert reported == [("full://",)] * 2
     assert "the store is full" in caplog.text
 
 

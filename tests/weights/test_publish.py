@@ -91,7 +91,7 @@ def test_buckets_must_be_whole_lines(tmp_path: Path) -> None:
         Publisher(Store(tmp_path), bucket_bytes=100)
 
 
-def test_the_newest_version_stays_for_whoever_comes_until_there_is_a_newer_one(tmp_path: Path) -> None:
+def test_the_newest_version_stays_until_there_is_a_newer_one(tmp_path: Path) -> None:
     publisher, reader = Publisher(Store(tmp_path)), WeightReader(tmp_path)
     for version in (1, 2):
         publisher.publish(version, f"{version}", shares(tensors(version)))

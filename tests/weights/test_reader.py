@@ -80,8 +80,8 @@ def test_two_readers_of_one_host_bring_a_version_there_once(tmp_path: Path) -> N
 def test_the_reader_needs_little_of_what_rollart_needs() -> None:
     """It runs inside other programs, whose environments are their own."""
     script = "import sys, rollart.weights.reader; print(*sys.modules)"
-    told = subprocess.run(
+    reported = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=DEADLINE_S
     )
     heavy = {"pydantic", "aiohttp", "starlette", "uvicorn", "transformers", "ray", "safetensors", "rich"}
-    assert not heavy & set(told.stdout.split())
+    assert not heavy & set(reported.stdout.split())

@@ -170,8 +170,8 @@ def test_who_loses_its_relay_half_way_goes_on_with_the_publisher(tmp_path: Path)
     origin.publisher = Publisher(origin.store, bucket_bytes=BUCKET, senders=[gate])
     publication = Publication(1, "ab", ((origin.server.url,),))
     publishing = threading.Thread(target=origin.publisher.publish, args=(1, "ab", shares(values)))
-    told = [publication.version, publication.id, publication.sources]
-    named = dict(zip(("version", "id", "sources"), told, strict=True))
+    reported = [publication.version, publication.id, publication.sources]
+    named = dict(zip(("version", "id", "sources"), reported, strict=True))
     with closing(origin.server), closing(WeightReader(tmp_path / "far")) as far:
         publishing.start()
         assert gate.reached.wait(DEADLINE_S)

@@ -1,4 +1,4 @@
-"""The other side of a transport: a publisher, or a receiver, as a process that does what it is told line by line.
+"""The other side of a transport: a publisher, or a receiver, as a process that follows commands, line by line.
 
 `python transport_peer.py publisher|receiver SCHEME URL SIZE BUCKET_BYTES`. Each line in is one order, each line out its
 answer, in JSON. Bytes are a function of the version, so both sides know what they should be.

@@ -77,20 +77,20 @@ def test_servers_that_hand_kv_over_get_a_connector_and_a_port_of_their_own(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("python", "told"),
+    ("python", "reported"),
     [("/nowhere/bin/python", r"/nowhere/bin/python cannot be executed.*make vllm"), (sys.executable, "make vllm")],
 )
-def test_a_python_that_has_no_vllm_is_named_with_what_to_do(tmp_path: Path, python: str, told: str) -> None:
+def test_a_python_that_has_no_vllm_is_named_with_what_to_do(tmp_path: Path, python: str, reported: str) -> None:
     async def main() -> None:
         async with started(spec(tmp_path, VllmConfig(python=Path(python)))):
             pass
 
-    with pytest.raises(ServiceError, match=told):
+    with pytest.raises(ServiceError, match=reported):
         asyncio.run(main())
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reported"),
     [
         ("vllm.python=/nowhere/python", "there is no Python at /nowhere/python; `make vllm`"),
         ("model.tiny.heads=4", "those of the model have 16"),
@@ -100,31 +100,31 @@ def test_a_python_that_has_no_vllm_is_named_with_what_to_do(tmp_path: Path, pyth
         ('pools.policy.urls=["http://10.0.0.1:8000"]', ""),
     ],
 )
-def test_what_vllm_lacks_is_told_when_the_run_file_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, told: str
+def test_what_vllm_lacks_is_reported_when_the_run_file_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, reported: str
 ) -> None:
     monkeypatch.delenv("ROLLART_VLLM_PYTHON", raising=False)
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "run.yaml"
     path.write_text(RUN)
-    if told:
-        with pytest.raises(ConfigError, match=told):
+    if reported:
+        with pytest.raises(ConfigError, match=reported):
             preflight.load_run(path, [change])
     else:
         preflight.load_run(path, [change])
 
 
 @pytest.mark.parametrize(
-    ("pool", "told"),
+    ("pool", "reported"),
     [
         ("{role: train, engine: vllm}", "`engine` is for pools of role generate, not train"),
         ("{role: generate, tensor_parallel: 2}", "`tensor_parallel` needs engine: vllm"),
         ("{role: generate, device: H20, emulate: 100, engine: vllm}", "a vllm engine cannot be paced"),
     ],
 )
-def test_keys_that_do_not_go_together_are_one_sentence(tmp_path: Path, pool: str, told: str) -> None:
+def test_keys_that_do_not_go_together_are_one_sentence(tmp_path: Path, pool: str, reported: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(RUN.replace("{role: generate, device: cpu, engine: vllm}", pool))
-    with pytest.raises(ConfigError, match=told) as refused:
+    with pytest.raises(ConfigError, match=reported) as refused:
         preflight.load_run(path)
     assert len(str(refused.value).splitlines()) == 1

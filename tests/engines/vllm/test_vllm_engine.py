@@ -113,7 +113,7 @@ def test_requests_in_flight_go_on_with_the_new_weights_and_each_token_says_which
         assert setup.versions.worst(one, made) <= 1e-4
 
 
-def test_a_prefix_that_is_cached_is_told_and_does_not_outlive_its_weights(setup: Setup) -> None:
+def test_a_cached_prefix_is_counted_and_does_not_outlive_its_weights(setup: Setup) -> None:
     [asked] = prompts(1, 100, max_tokens=8)
     setup.generate(asked)
     assert setup.generate(replace(asked, id="again"))[0].cached == 96
@@ -123,7 +123,7 @@ def test_a_prefix_that_is_cached_is_told_and_does_not_outlive_its_weights(setup:
     assert setup.versions.worst(asked, made) <= 1e-4
 
 
-def test_a_version_that_is_not_to_be_had_leaves_the_old_one_in_use(setup: Setup) -> None:
+def test_a_version_that_is_not_published_leaves_the_old_one_in_use(setup: Setup) -> None:
     before = setup.run(setup.engine.status())
     with pytest.raises(EngineFailed, match="version 99 was not loaded"):
         setup.run(setup.engine.load(setup.versions.published(99)))
@@ -146,16 +146,16 @@ def test_an_aborted_request_ends_with_the_tokens_that_it_has(setup: Setup) -> No
     assert setup.versions.worst(asked, made) <= 1e-4
 
 
-def test_tokens_are_told_while_they_are_made_until_it_is_enough(setup: Setup) -> None:
-    asked, heard = request("told", [7] * 20, max_tokens=400), list[int]()
+def test_tokens_are_streamed_until_the_callback_ends_it(setup: Setup) -> None:
+    asked, received = request("reported", [7] * 20, max_tokens=400), list[int]()
 
     def on_tokens(tokens: list[int]) -> bool:
-        heard.extend(tokens)
-        return len(heard) >= 6
+        received.extend(tokens)
+        return len(received) >= 6
 
-    made = setup.run(setup.engine.stream(asked, TokenStream(2, on_tokens, heard.clear)))
-    assert made.finish == "length" and 6 <= len(heard) <= len(made.tokens) < 400
-    assert made.tokens[: len(heard)] == heard
+    made = setup.run(setup.engine.stream(asked, TokenStream(2, on_tokens, received.clear)))
+    assert made.finish == "length" and 6 <= len(received) <= len(made.tokens) < 400
+    assert made.tokens[: len(received)] == received
     assert setup.versions.worst(asked, made) <= 1e-4
 
 

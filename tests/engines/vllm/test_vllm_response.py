@@ -53,7 +53,7 @@ def test_an_aborted_request_without_a_token_is_an_empty_completion() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "reported"),
     [
         (part([5], "stop", [VersionSpan("default", 0, 1)]), "the label 'default', which is not a version"),
         (part([5, 6], "stop", [VersionSpan("1", 0, 1)]), "of 1 of 2 tokens"),
@@ -62,10 +62,10 @@ def test_an_aborted_request_without_a_token_is_an_empty_completion() -> None:
         (GenerateResponse([Choice([5], "stop", None, [VersionSpan("1", 0, 1)])]), "0 logprobs for 1 tokens"),
     ],
 )
-def test_what_could_not_be_trained_on_is_a_failure(answer: GenerateResponse, told: str) -> None:
+def test_what_could_not_be_trained_on_is_a_failure(answer: GenerateResponse, reported: str) -> None:
     assembled = CompletionBuilder(prompt=4)
     assembled.add(answer)
-    with pytest.raises(EngineFailed, match=told):
+    with pytest.raises(EngineFailed, match=reported):
         assembled.completion()
 
 

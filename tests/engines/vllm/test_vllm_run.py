@@ -104,8 +104,8 @@ def test_a_run_trains_on_vllm_through_the_loss_of_its_server_and_every_logprob_i
     assert len(set(norms.values())) == 7, "a step left the weights as they were"
     with closing(SqliteLedger.open_readonly(folder / "ledger.sqlite")) as ledger:
         trajectories = ledger.scored(1000)
-    told = [gap for trajectory in trajectories for gap in gaps(trajectory, versions)]
-    assert len(told) > 1000 and max(told) <= 1e-4
+    reported = [gap for trajectory in trajectories for gap in gaps(trajectory, versions)]
+    assert len(reported) > 1000 and max(reported) <= 1e-4
     mixed = [turn for one in trajectories for turn in one.turns if len(set(turn.versions)) > 1]
     assert mixed, "no request was in flight at a weight update"
     assert not servers()

@@ -26,9 +26,9 @@ def test_the_end_of_a_server_is_noticed_and_its_children_end_though_they_hold_it
     async def body() -> str:
         script = CHILD + "echo 'INFO all is well'; echo '(EngineCore) ValueError: no such thing'; exit 3"
         server = await spawned(["/bin/sh", "-c", script], os.environ, str(tmp_path))
-        told = await asyncio.wait_for(server.ended(), 30)
+        reported = await asyncio.wait_for(server.ended(), 30)
         await server.stop()
-        return told
+        return reported
 
     assert asyncio.run(body()) == "the vLLM server ended with exit code 3: ValueError: no such thing"
     assert ends(tmp_path / "child")
