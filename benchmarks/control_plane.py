@@ -25,7 +25,7 @@ from rollart.rollout.ledger import SqliteLedger
 from rollart.rollout.router import Router
 from rollart.rollout.scheduler import Scheduler
 from rollart.rollout.trajectory import RolloutTask, TrajectoryRunner
-from rollart.simulate.clock import run
+from rollart.simulator.clock import run
 
 TURNS = 20
 GROUP = 8

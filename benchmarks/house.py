@@ -20,7 +20,7 @@ FLOORS = (
     ("config",),
     ("launch", "rollout"),
     ("workers", "models"),
-    ("placement", "engines", "training", "gateway", "envs", "rewards", "simulate"),
+    ("placement", "engines", "training", "gateway", "envs", "rewards", "simulator"),
     ("agents", "warmup", "play", "robots"),
     ("fleet",),
     ("app",),

@@ -23,10 +23,10 @@ from rollart.config import RunFile
 from rollart.core.event_log import read_events
 from rollart.core.events import StepDone
 from rollart.fleet import controller
-from rollart.simulate.calibration import calibrate
-from rollart.simulate.distributions import Distribution, LogNormal, MixturePart, Normal, draw_of
-from rollart.simulate.scenario import Scenario
-from rollart.simulate.simulation import simulate
+from rollart.simulator.calibration import calibrate
+from rollart.simulator.distributions import Distribution, LogNormal, MixturePart, Normal, draw_of
+from rollart.simulator.scenario import Scenario
+from rollart.simulator.simulation import simulate
 from rollart.warmup.prepare import prepare
 
 MEAN_STEP_S = 4.7  # of the paper's distribution

@@ -15,9 +15,9 @@ import resource
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollart.simulate.result import SimulationResult
-from rollart.simulate.scenario import Scenario, load
-from rollart.simulate.simulation import simulate
+from rollart.simulator.result import SimulationResult
+from rollart.simulator.scenario import Scenario, load
+from rollart.simulator.simulation import simulate
 
 SCENARIO = Path(__file__).parents[1] / "examples" / "paper" / "production.yaml"
 WHOLE = 3000

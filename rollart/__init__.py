@@ -10,8 +10,6 @@ standard library. The functions are imported when they are first used.
 """
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -48,14 +46,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
-
-
-class _Package(ModuleType):
-    """`rollart.simulate` is the function: importing the sub-package of that name must not replace it."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name == "simulate" and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

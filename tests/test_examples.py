@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from rollart.config.loading import load as load_run_file
-from rollart.simulate.scenario import load as load_scenario
+from rollart.simulator.scenario import load as load_scenario
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(path for path in (ROOT / "examples").rglob("*.yaml") if "tasks" not in path.parts)

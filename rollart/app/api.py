@@ -25,8 +25,8 @@ from rollart.core.events import AnyEvent
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from rollart.simulate.result import SimulationResult
-    from rollart.simulate.scenario import Scenario
+    from rollart.simulator.result import SimulationResult
+    from rollart.simulator.scenario import Scenario
 
 T = TypeVar("T")
 AnyPath = str | PathLike[str]
@@ -174,7 +174,7 @@ def load_scenario(
     Raises:
         ConfigError: With one sentence for each problem.
     """
-    from rollart.simulate import scenario as scenarios
+    from rollart.simulator import scenario as scenarios
 
     loaded = scenarios.load(Path(path), overrides, Path(workload) if workload else None)
     return loaded.with_preset(preset) if preset else loaded
@@ -200,8 +200,8 @@ def simulate(
     Returns:
         One result for each seed.
     """
-    from rollart.simulate.scenario import Scenario
-    from rollart.simulate.simulation import simulate as run
+    from rollart.simulator.scenario import Scenario
+    from rollart.simulator.simulation import simulate as run
 
     scenario = scenario if isinstance(scenario, Scenario) else load_scenario(scenario)
     first = scenario.seed if seed is None else seed

@@ -1,7 +1,6 @@
 """The Python API: what the commands do, a program can do."""
 
 import asyncio
-import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from sample_run import sample_run
 
 import rollart
+from benchmarks import house
 from rollart.core import events as ev
 from rollart.core.types import Message, Outcome, Trajectory, Turn
 from rollart.observe.snapshot import StepPoint
@@ -63,10 +63,9 @@ def test_every_public_name_exists_and_others_are_attribute_errors() -> None:
         _ = rollart.trian  # type: ignore[attr-defined]
 
 
-def test_simulate_stays_the_function_when_its_package_is_imported() -> None:
-    importlib.import_module("rollart.simulate.scenario")
-
-    assert callable(rollart.simulate)
+def test_no_sub_package_hides_a_public_name() -> None:
+    """Importing a sub-package sets it as an attribute of `rollart`."""
+    assert not set(rollart.__all__) & {room for floor in house.FLOORS for room in floor}
 
 
 def test_a_run_file_is_loaded_with_overrides_and_problems_name_the_line(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ from typer.testing import CliRunner
 
 from rollart.app.cli import app
 from rollart.config import loading
-from rollart.simulate.scenario import Scenario, load
-from rollart.simulate.simulation import simulate
+from rollart.simulator.scenario import Scenario, load
+from rollart.simulator.simulation import simulate
 
 
 def test_a_run_becomes_a_scenario_that_simulates_and_a_picture_of_the_fits(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rollart.app.cli import app
-from rollart.simulate.scenario import load
+from rollart.simulator.scenario import load
 
 _SCENARIO = """
 model: {name: qwen3-8b}

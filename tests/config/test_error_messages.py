@@ -7,7 +7,7 @@ import pytest
 from rollart.config import error_messages, loading
 from rollart.config.yaml_tree import dotted
 from rollart.core.errors import ConfigError
-from rollart.simulate.scenario import Scenario, load
+from rollart.simulator.scenario import Scenario, load
 
 SCENARIO = Path(__file__).parents[2] / "examples" / "paper" / "end_to_end.yaml"
 

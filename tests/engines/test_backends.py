@@ -11,7 +11,7 @@ from rollart.fleet.engine_supervisor import engine_command
 from rollart.launch.launcher import Node
 from rollart.placement.inventory import Inventory
 from rollart.placement.plan import plan
-from rollart.simulate import scenario
+from rollart.simulator import scenario
 
 RUN = """
 model: {tiny: {hidden: 64, layers: 2, heads: 2, kv_heads: 1, context: 256}}

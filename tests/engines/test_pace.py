@@ -15,7 +15,7 @@ from rollart.engines.torch.pace import CREDIT_S, EmulatedLink, Pacer, work_of
 from rollart.engines.torch.stepper import Stepper
 from rollart.hardware.devices import DeviceClass
 from rollart.hardware.roofline import ModelShape, Roofline, Work
-from rollart.simulate import clock
+from rollart.simulator import clock
 
 SHAPE = ModelShape(dense=1000, layers=1, heads=1, kv_heads=1, head_dim=1)
 DEVICE = DeviceClass("toy", 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, "made up")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from benchmarks.fault_injection import RESET_QUANTILES, draw
 from rollart.envs.latencies import MIN_CALLS, Latencies, quantile
-from rollart.simulate.clock import run
+from rollart.simulator.clock import run
 
 LENGTHS = st.lists(st.floats(1.0, 4.0), min_size=MIN_CALLS, max_size=300)
 

@@ -9,7 +9,7 @@ import pytest
 from rollart.rewards.caller import MIN_LATENCIES, CallUsage, RemoteCaller
 from rollart.rewards.transports.base import CallFailed, CallRefused, PlatformBusy, TransportReply
 from rollart.rewards.wire import RewardResponse
-from rollart.simulate.clock import run
+from rollart.simulator.clock import run
 
 FINE = RewardResponse(value=1.0)
 

@@ -10,7 +10,7 @@ from rollart.core.types import Outcome, RewardResult, Sampling
 from rollart.rollout.engine_registry import EngineRegistry
 from rollart.rollout.router import Router
 from rollart.rollout.trajectory import Attempt, RolloutTask, TrajectoryRunner
-from rollart.simulate.clock import run
+from rollart.simulator.clock import run
 
 PLAN = RolloutTask("t", 1.0, 50, 100_000, Sampling(max_tokens=8))
 SCORE_S = 100.0

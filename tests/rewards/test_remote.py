@@ -11,7 +11,7 @@ from rollart.rewards.caller import CallUsage
 from rollart.rewards.remote import RemoteReward
 from rollart.rewards.runtime import Runtime
 from rollart.rewards.transports.base import CallFailed, TransportReply, decode_response
-from rollart.simulate.clock import run
+from rollart.simulator.clock import run
 
 
 class Platform:

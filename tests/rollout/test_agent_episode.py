@@ -15,7 +15,7 @@ from rollart.core.types import Completion, GenerationRequest, Sampling
 from rollart.rollout.agent_episode import AgentEpisodeRunner
 from rollart.rollout.engine_registry import EngineRegistry
 from rollart.rollout.router import Router
-from rollart.simulate.clock import run
+from rollart.simulator.clock import run
 
 
 def episode_on(engines: Mapping[str, Engine], recorder: Recorder) -> AgentEpisodeRunner:

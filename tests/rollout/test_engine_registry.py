@@ -8,7 +8,7 @@ from world import Recorder
 from benchmarks.modelled import ModelledEngine
 from rollart.core.types import Publication
 from rollart.rollout.engine_registry import EngineRegistry
-from rollart.simulate.clock import run
+from rollart.simulator.clock import run
 
 
 def engine(**settings: Any) -> ModelledEngine:

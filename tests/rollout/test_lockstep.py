@@ -1,7 +1,7 @@
 import asyncio
 
 from rollart.rollout.lockstep import Lockstep
-from rollart.simulate import clock
+from rollart.simulator import clock
 
 
 async def _turns(lockstep: Lockstep, task: str, seconds: list[float], ends: list[tuple[str, float]]) -> None:

@@ -15,7 +15,7 @@ from rollart.models import tiny
 from rollart.models.chat import ChatRenderer
 from rollart.rollout.ledger import SqliteLedger
 from rollart.rollout.trajectory import Attempt, RolloutTask
-from rollart.simulate.clock import run
+from rollart.simulator.clock import run
 
 GIANT = "a" * 3_000_000
 

@@ -17,7 +17,7 @@ from rollart.core.types import Outcome
 from rollart.rollout.ledger import SqliteLedger
 from rollart.rollout.mixture import Mixture
 from rollart.rollout.quarantine import MAX_BACKOFF, Quarantine
-from rollart.simulate.clock import run
+from rollart.simulator.clock import run
 
 RULE = QuarantineRule(rate=0.5, window=10, min_count=4, groups=3, wait=10.0)
 OURS = preset("rollart", 1, 2.0, 0, 0)

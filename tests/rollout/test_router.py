@@ -11,7 +11,7 @@ from rollart.core.events import Warned
 from rollart.core.types import Completion, EngineStatus, GenerationRequest, LoadResult, Publication, Sampling
 from rollart.rollout.engine_registry import EngineRegistry
 from rollart.rollout.router import Routed, Router
-from rollart.simulate.clock import run
+from rollart.simulator.clock import run
 
 
 def request(session: str, turn: int = 0) -> GenerationRequest:

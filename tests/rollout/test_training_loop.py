@@ -27,7 +27,7 @@ from rollart.core.schedule import Schedule, preset
 from rollart.core.types import Outcome
 from rollart.rollout.ledger import SqliteLedger
 from rollart.rollout.mixture import Mixture
-from rollart.simulate.clock import run
+from rollart.simulator.clock import run
 
 PRESETS = ["sync", "sync_plus", "one_off", "start_bound", "rollart"]
 

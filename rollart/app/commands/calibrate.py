@@ -10,7 +10,7 @@ from rich.table import Column, Table
 from rollart.app.commands.common import guarded
 
 if TYPE_CHECKING:
-    from rollart.simulate.calibration import Calibration
+    from rollart.simulator.calibration import Calibration
 
 
 @guarded
@@ -35,8 +35,8 @@ def calibrate(
     [dim]rollart calibrate runs/quickstart-1 -o workload.yaml
     rollart simulate workload.yaml --set rollout.alpha=2[/dim]
     """
-    from rollart.simulate import plots
-    from rollart.simulate.calibration import calibrate as fitted
+    from rollart.simulator import plots
+    from rollart.simulator.calibration import calibrate as fitted
 
     calibration = fitted(run_dir, run_file)
     picture = plot or output.with_suffix(".png")
@@ -48,8 +48,8 @@ def calibrate(
 
 
 def _table(calibration: "Calibration") -> Table:
-    from rollart.simulate.calibration import describe
-    from rollart.simulate.fit import distance
+    from rollart.simulator.calibration import describe
+    from rollart.simulator.fit import distance
 
     measured, distances = Column("measured", justify="right"), Column("distance", justify="right")
     table = Table("", "", measured, "fit", distances, box=None, pad_edge=False, header_style="dim")

@@ -12,8 +12,8 @@ from rollart.app.commands.common import AsJson, Overrides, ScenarioPath, guarded
 from rollart.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rollart.simulate.planner import PlanResult, PlanSearch
-    from rollart.simulate.scenario import Scenario
+    from rollart.simulator.planner import PlanResult, PlanSearch
+    from rollart.simulator.scenario import Scenario
 
 
 @guarded
@@ -50,7 +50,7 @@ def plan(
     rollart plan workload.yaml --budget 300 --device H800 --device H20 --max H20=32[/dim]
     """
     from rollart.app import api
-    from rollart.simulate.planner import search
+    from rollart.simulator.planner import search
 
     loaded = api.load_scenario(scenario, overrides or [])
     console = Console(stderr=as_json, highlight=False)
@@ -72,9 +72,9 @@ def plan(
 
 def _print(found: "PlanSearch", scenario: "Scenario", console: Console, output: Path | None, plot: Path) -> None:
     from rollart.config import loading
-    from rollart.simulate import plots
-    from rollart.simulate.planner import explanation
-    from rollart.simulate.plans import applied
+    from rollart.simulator import plots
+    from rollart.simulator.planner import explanation
+    from rollart.simulator.plans import applied
 
     console.print(_table(found))
     console.print(explanation(found), markup=False)
@@ -93,7 +93,7 @@ def _limit(text: str) -> tuple[str, int]:
 
 
 def _table(found: "PlanSearch") -> Table:
-    from rollart.simulate.planner import reason
+    from rollart.simulator.planner import reason
 
     title = f"{found.considered} splits considered, {len(found.tried)} plans simulated; no other plan beats these"
     columns = [Column(name, justify="right", no_wrap=True) for name in ("price/h", "s/step", "price/step")]
@@ -110,7 +110,7 @@ def _table(found: "PlanSearch") -> Table:
 
 
 def _summary(found: "PlanSearch") -> dict[str, Any]:
-    from rollart.simulate.planner import reason
+    from rollart.simulator.planner import reason
 
     def described(each: "PlanResult") -> dict[str, Any]:
         plan = asdict(each.plan) | {"split": each.plan.split}

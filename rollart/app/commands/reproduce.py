@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from rollart.app.commands.common import AsJson, guarded, print_json, say
 
 if TYPE_CHECKING:
-    from rollart.simulate.paper import PaperRow
+    from rollart.simulator.paper import PaperRow
 
 
 @guarded
@@ -32,7 +32,7 @@ def reproduce(
     [dim]rollart reproduce paper
     rollart reproduce paper --json[/dim]
     """
-    from rollart.simulate import paper, plots
+    from rollart.simulator import paper, plots
 
     console = Console(stderr=as_json, highlight=False)
     with console.status("") as status:

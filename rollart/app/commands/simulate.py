@@ -10,7 +10,7 @@ from rich.console import Console
 from rollart.app.commands.common import AsJson, Overrides, ScenarioPath, guarded, print_json, say
 
 if TYPE_CHECKING:
-    from rollart.simulate.scenario import Scenario
+    from rollart.simulator.scenario import Scenario
 
 
 @guarded
@@ -67,7 +67,7 @@ def _simulate(
 ) -> None:
     from rollart.app import api
     from rollart.core import run_folder
-    from rollart.simulate.report import report, summary
+    from rollart.simulator.report import report, summary
 
     folder = run_folder.create(output or scenario.output, scenario.name) if scenario.simulate.log == "full" else None
     if guessed := [task.name for task in scenario.tasks if task.name not in scenario.simulate.workloads]:
@@ -95,7 +95,7 @@ def _sweep(
 ) -> list[dict[str, Any]]:
     """Every point is checked before the first is simulated."""
     from rollart.app import api
-    from rollart.simulate import sweep as sweeps
+    from rollart.simulator import sweep as sweeps
 
     scenarios = [(point, load(point.overrides, point.preset)) for point in sweeps.points(sweep)]
     swept = []

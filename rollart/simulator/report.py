@@ -1,0 +1,115 @@
+"""The results of a simulation, as text and as one JSON object."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from statistics import fmean
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Column, Table
+from rich.text import Text
+
+from rollart.simulator.result import PARTS, STAGES, SimulationResult, interval
+
+_NUMBERS = {
+    "step_s": "step",
+    "wait_s": "  waiting for the batch",
+    "train_s": "  training",
+    "blocked_s": "  waiting for weights",
+    "tokens_per_s": "trained tokens/s",
+    "answers_per_s": "generated tokens/s",
+    "trajectories_per_s": "trajectories/s",
+    "seconds": "time to the last step",
+    "cost_per_step": "cost per step",
+}
+
+
+def _numbers(results: Sequence[SimulationResult]) -> dict[str, tuple[float, float]]:
+    """Mean and half of the 95% interval, by key."""
+    found = {key: interval([getattr(result, key) for result in results]) for key in _NUMBERS}
+    found["seconds"] = interval([result.step_times[-1] if result.step_times else math.nan for result in results])
+    return found
+
+
+def summary(results: Sequence[SimulationResult]) -> dict[str, Any]:
+    """Means over the seeds; `interval` is half of the 95% interval of each, `runs` the full result of each seed."""
+    first, numbers = results[0], _numbers(results)
+    return {
+        "name": first.name,
+        "preset": first.preset,
+        "alpha": first.alpha,
+        "steps": first.steps,
+        "seeds": [result.seed for result in results],
+        **{key: mean for key, (mean, _) in numbers.items()},
+        "interval": {key: None if math.isnan(half) else half for key, (_, half) in numbers.items()},
+        "price_per_hour": first.price_per_hour,
+        "runs": [asdict(result) for result in results],
+    }
+
+
+def report(results: Sequence[SimulationResult]) -> RenderableType:
+    first = results[0]
+    seeds = f"seed {first.seed}" if len(results) == 1 else f"{len(results)} seeds"
+    head = f" ({first.preset}, alpha {first.alpha}, {seeds}): {first.counted} simulated steps after the warmup"
+    shares, stages = [result.exposed for result in results], [result.trajectory for result in results]
+    parts: list[RenderableType] = [Text.assemble((first.name, "bold"), head), _overview(results), Text()]
+    parts += [_heading("What a step is made of"), _means(PARTS, shares, "{:.1%}"), Text()]
+    parts += [_heading("Where the time of a trajectory goes, seconds"), _means(STAGES, stages, "{:.1f}"), Text()]
+    parts += [_heading("Devices"), _pools(results), Text(), _rest(results)]
+    return Group(*parts)
+
+
+def _heading(text: str) -> Text:
+    return Text(text, style="bold")
+
+
+def _table(first: str, *others: str) -> Table:
+    columns = (Column(name, justify="right") for name in others)
+    return Table(first, *columns, box=None, pad_edge=False, header_style="dim")
+
+
+def _overview(results: Sequence[SimulationResult]) -> Table:
+    table = _table("", "", "+-")
+    for key, (number, half) in _numbers(results).items():
+        unit = " s" if (key.endswith("_s") and "per" not in key) or key == "seconds" else ""
+        table.add_row(_NUMBERS[key], f"{number:,.4g}{unit}", "" if math.isnan(half) else f"{half:,.2g}")
+    return table
+
+
+def _means(names: Sequence[str], by_seed: Sequence[dict[str, float]], style: str) -> Table:
+    table = _table(*names)
+    table.add_row(*(style.format(fmean(values.get(name, 0.0) for values in by_seed)) for name in names))
+    return table
+
+
+def _pools(results: Sequence[SimulationResult]) -> Table:
+    table = _table("pool", "devices", "prefill", "decode", "weights", "idle, waiting for")
+    for name, pool in results[0].pools.items():
+        causes = sorted(pool.idle.items(), key=lambda item: -item[1])
+        uses = [result.pools[name] for result in results]
+        shares = (f"{fmean(getattr(use, kind) for use in uses):.1%}" for kind in ("prefill", "decode", "weights"))
+        idle = ", ".join(f"{cause} {share:.0%}" for cause, share in causes if share >= 0.005)
+        table.add_row(name, f"{pool.devices} {pool.device}", *shares, idle)
+    return table
+
+
+def _rest(results: Sequence[SimulationResult]) -> Text:
+    first = results[0]
+    ages = ", ".join(f"{share:.1%} of age {age}" for age, share in first.staleness.items())
+    drops = ", ".join(
+        f"{count} {name}" for name, count in first.outcomes.items() if name not in ("finished", "truncated")
+    )
+    groups = ", ".join(f"{count} {reason}" for reason, count in first.drops.items())
+    used = {
+        "trainer": fmean(result.trainer_use for result in results),
+        "environments": fmean(result.environments_use for result in results),
+        "rewards": fmean(result.reward_use for result in results),
+    }
+    lines = [
+        f"busy      {', '.join(f'{name} {share:.1%}' for name, share in used.items())}",
+        f"trained   {ages or 'nothing'}",
+        f"dropped   {drops or 'no trajectory'}; groups: {groups or 'none'}",
+        f"price     {first.price_per_hour:.4g} per hour, one H20 is 1",
+    ]
+    return Text("\n".join(lines))

@@ -1,0 +1,200 @@
+"""The scenario: a run file whose model may be a name, plus a `simulate` section that describes the workload.
+
+All other keys mean the same as in a run file: pools and devices, preset, alpha, redundancy, batch, routing. A run file
+that trains can be simulated as it is, once it has a `simulate` section.
+"""
+
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import Field, model_validator
+
+from rollart.config import EngineConfig, ModelConfig, RunFile, Section, TaskConfig, loading
+from rollart.config.base import Conflict, ImportPath, Natural, Positive, Seconds
+from rollart.config.rollout import SCHEDULE_KEYS, Preset, RolloutConfig
+from rollart.config.yaml_tree import did_you_mean
+from rollart.core.errors import ConfigError
+from rollart.engines.backends import unsupported
+from rollart.hardware.roofline import ModelShape
+from rollart.models import tiny
+from rollart.simulator.constants import LINKS
+from rollart.simulator.distributions import Quantity
+
+MODELS: dict[str, dict[str, Any]] = yaml.safe_load((files("rollart.simulator") / "models.yaml").read_text())
+Share = Field(0.0, ge=0, lt=1)
+
+
+class ScenarioModel(ModelConfig):
+    name: str | None = Field(None, description=f"one of {', '.join(MODELS)}")
+    config: dict[str, int] | None = Field(None, description="or the numbers of a model's config.json")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "ScenarioModel":
+        if sum(each is not None for each in (self.path, self.tiny, self.name, self.config)) != 1:
+            raise ValueError("give one of `name`, `config`, `path` and `tiny`")
+        if self.name is not None and self.name not in MODELS:
+            raise Conflict(f"no model is called {self.name!r}{did_you_mean(self.name, list(MODELS))}", "name")
+        return self
+
+
+class ScenarioTask(TaskConfig):
+    env: ImportPath = Field("rollart.simulator.environments:SimulatedEnvironment", description="ignored")
+
+
+class ScenarioEngine(EngineConfig):
+    """0 is the default of an engine for this kind of device."""
+
+    max_batch: int = Field(0, ge=0)
+    prefill_chunk: int = Field(0, ge=0)
+    kv_megabytes: int = Field(0, ge=0)
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+
+
+class Workload(Section):
+    """One task. Turns and tokens are rounded; seconds are those of the environment and the reward alone."""
+
+    turns: Quantity = Field(1.0, description="at most the task's max_turns")
+    prompt: Quantity = Field(256.0, description="tokens of the first observation, the same for a group")
+    observation: Quantity = Field(128.0, description="tokens of every later observation")
+    response: Quantity = Field(256.0, description="tokens of every response, at most sampling.max_tokens")
+    reset: Quantity = Field(0.0, description="seconds")
+    step: Quantity = Field(0.0, description="seconds")
+    delay: Quantity = Field(0.0, description="extra seconds per step, for instance {normal: {mean: 5, sd: 2}}")
+    reset_failures: float = Share
+    step_failures: float = Share
+    reward: Quantity = Field(0.0, description="seconds")
+    reward_failures: float = Share
+
+
+class ScoringConfig(Section):
+    """Where rewards are computed: on elastic functions, or on dedicated workers."""
+
+    where: Literal["serverless", "dedicated"] = "serverless"
+    concurrency: Positive = Field(1000, description="concurrent calls, over all functions or devices")
+    cold_start: Quantity = Field(0.0, description="serverless: seconds of a call that finds no warm instance")
+    keep_warm: Seconds = Field(60.0, description="serverless: seconds that an idle instance stays warm")
+    device: str | None = Field(None, description="dedicated: device class, for price and use")
+    devices: Natural = Field(0, description="dedicated: number of devices")
+
+
+class TransferConfig(Section):
+    """How weights reach the engines; `push` and `pull` name links."""
+
+    method: Literal["store", "collective"] = "store"
+    push: str = "ethernet"
+    pull: str = "infiniband"
+    overlap: bool = Field(True, description="store: false stops training and generation during the transfer")
+
+
+class EnginePace(Section):
+    """Measured seconds, in place of the roofline."""
+
+    fixed: float = Field(ge=0, description="per forward pass")
+    token: float = Field(ge=0, description="per token in it")
+    context: float = Field(0.0, ge=0, description="per token of KV that it reads")
+
+
+class TrainPace(Section):
+    """Measured seconds, in place of FLOPs."""
+
+    fixed: float = Field(ge=0, description="per step")
+    token: float = Field(0.0, ge=0, description="per token in its batch")
+
+
+class SimulateConfig(Section):
+    workloads: dict[str, Workload] = Field(default_factory=dict, description="by task")
+    warmup: Natural | None = Field(None, description="first steps, which are not measured; default: alpha + 1")
+    finite: bool = Field(False, description="start no rollouts for steps after the last, as a run that ends does")
+    scoring: ScoringConfig = ScoringConfig()
+    weights: TransferConfig = TransferConfig()
+    links: dict[str, float] = Field(default_factory=dict, description=f"GB/s by name, added to {LINKS}")
+    engines: dict[str, EnginePace] = Field(default_factory=dict, description="by pool: measured speed")
+    train: TrainPace | None = None
+    contention: float = Field(
+        0.0, ge=0, description="engines and training share cores: while both work, each takes longer by this share"
+    )
+    colocated: bool = Field(False, description="training and generation take turns on the same devices")
+    log: Literal["full", "off"] = Field("full", description="write the event log of a real run, or none")
+    sample_s: Seconds = Field(5.0, description="between samples of what is going on")
+
+
+class Scenario(RunFile):
+    model: ScenarioModel
+    tasks: list[ScenarioTask] = Field(min_length=1)  # type: ignore[assignment]
+    engine: ScenarioEngine = ScenarioEngine()
+    simulate: SimulateConfig = SimulateConfig()
+
+    @model_validator(mode="after")
+    def _fits(self) -> "Scenario":
+        names = [task.name for task in self.tasks]
+        for name in self.simulate.workloads:
+            if name not in names:
+                raise Conflict(f"there is no task {name!r}{did_you_mean(name, names)}", "simulate", "workloads", name)
+        for key in ("push", "pull"):
+            if (link := getattr(self.simulate.weights, key)) not in self.links:
+                known = did_you_mean(link, list(self.links))
+                raise Conflict(f"there is no link {link!r}{known}; name it in links", "simulate", "weights", key)
+        if self.warmup >= self.training.steps:
+            raise Conflict(
+                f"{self.training.steps} steps of training leave none to measure after a warmup of {self.warmup}; take "
+                "more steps, or set simulate.warmup",
+                "training",
+                "steps",
+            )
+        return self
+
+    @property
+    def warmup(self) -> int:
+        """Steps that are not measured: steps are too short until as many batches are in flight as alpha allows."""
+        configured = self.simulate.warmup
+        return 1 + self.rollout.schedule().alpha if configured is None else configured
+
+    @property
+    def links(self) -> dict[str, float]:
+        return LINKS | self.simulate.links
+
+    def with_preset(self, preset: str) -> "Scenario":
+        """The same under another preset, without the keys that it does not allow. Raises ConfigError."""
+        if preset not in get_args(Preset):
+            raise ConfigError(f"there is no preset {preset!r}; there are {', '.join(get_args(Preset))}")
+        free = {"rollart": SCHEDULE_KEYS, "start_bound": ("alpha",)}.get(preset, ())
+        left = {
+            key: value for key, value in self.rollout.model_dump().items() if key not in SCHEDULE_KEYS or key in free
+        }
+        return self.model_copy(update={"rollout": RolloutConfig(**left | {"preset": preset})})
+
+    def workload(self, task: str) -> Workload:
+        return self.simulate.workloads.get(task, Workload())
+
+    @property
+    def shape(self) -> ModelShape:
+        number = 4 if self.engine.dtype == "float32" else 2
+        if self.model.tiny:
+            return ModelShape.of(tiny.sizes(self.model.tiny), number)
+        if self.model.path:
+            return ModelShape.of_folder(self.model.path, number)
+        return ModelShape.of(self.model.config or MODELS[str(self.model.name)], number)
+
+
+def load(path: Path, overrides: Sequence[str] = (), workload: Path | None = None) -> Scenario:
+    """The scenario, with the keys of a `workload` file in its `simulate` section, then `overrides`. A pool of count 0
+    is removed, so that a sweep over device mixes can leave one out.
+
+    Raises ConfigError with one sentence per problem."""
+    tree = loading.read(path)
+    if workload is not None:
+        for key, value in loading.read(workload).value.items():
+            tree.set(f"simulate.{key}={yaml.safe_dump(value, default_flow_style=True, width=1 << 30)}")
+    for override in overrides:
+        tree.set(override)
+    if isinstance(pools := tree.value.get("pools"), dict):
+        empty = [name for name, pool in pools.items() if isinstance(pool, dict) and pool.get("count") == 0]
+        for name in empty:
+            del pools[name]
+    scenario = loading.validated(tree, Scenario)
+    if wrong := [f"{tree.place(path)}: {why}" for path, why in unsupported(scenario)]:
+        raise ConfigError("\n".join(wrong))
+    return scenario

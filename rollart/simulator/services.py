@@ -1,0 +1,185 @@
+"""Simulated rewards, a simulated trainer, contention between engines and trainer, and a ledger that stores nothing."""
+
+import asyncio
+import heapq
+import random
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from rollart.core.errors import RewardFailed
+from rollart.core.run_length import RunLength
+from rollart.core.seeds import seed_of
+from rollart.core.types import (
+    Batch,
+    Episode,
+    Outcome,
+    Publication,
+    RewardResult,
+    Sample,
+    SampleGroup,
+    StepMetrics,
+    Trajectory,
+)
+from rollart.hardware.devices import DeviceClass
+from rollart.rollout.groups import Group
+from rollart.simulator.constants import TRAINING_EFFICIENCY
+from rollart.simulator.distributions import draw_of
+from rollart.simulator.engine import SimulatedEngine
+from rollart.simulator.scenario import Scenario
+from rollart.simulator.weight_transfer import WeightTransfer
+
+_DONE_S = 1e-4
+
+
+class SimulatedRewards:
+    """`busy_s` are billed seconds of functions, or busy seconds of workers; `calls` and `cold` count calls."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        scoring = scenario.simulate.scoring
+        self.active = self.calls = self.cold = 0
+        self.busy_s = 0.0
+        workloads = {task.name: scenario.workload(task.name) for task in scenario.tasks}
+        self._tasks = {name: (draw_of(each.reward), each.reward_failures) for name, each in workloads.items()}
+        self._retries = scenario.rewards.retries
+        self._cold_start = draw_of(scoring.cold_start)
+        self._serverless, self._keep_warm = scoring.where == "serverless", scoring.keep_warm
+        self._warm: list[float] = []  # expiry times of idle instances, a heap
+        self._free = asyncio.Semaphore(scoring.concurrency)
+
+    async def score(self, task: str, episode: Episode) -> RewardResult:
+        rng = random.Random(seed_of("reward", episode.id))
+        seconds, failures = self._tasks[task]
+        for _ in range(self._retries + 1):
+            async with self._free:
+                await self._call(seconds(rng.random()), rng)
+            if rng.random() >= failures:
+                return RewardResult(rng.random())
+        raise RewardFailed("the simulated reward failed")
+
+    async def _call(self, seconds: float, rng: random.Random) -> None:
+        now = asyncio.get_running_loop().time()
+        self.calls += 1
+        if self._serverless and not self._take_warm(now):
+            self.cold += 1
+            seconds += self._cold_start(rng.random())
+        self.active += 1
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            self.active -= 1
+            ended = asyncio.get_running_loop().time()
+            self.busy_s += ended - now
+            if self._serverless:
+                heapq.heappush(self._warm, ended + self._keep_warm)
+
+    def _take_warm(self, now: float) -> bool:
+        while self._warm and self._warm[0] < now:
+            heapq.heappop(self._warm)
+        if self._warm:
+            heapq.heappop(self._warm)
+            return True
+        return False
+
+
+def training_seconds(scenario: Scenario, device: DeviceClass, ranks: int) -> Callable[[Sequence[float]], float]:
+    """Seconds of a training step by the lengths of its trajectories: from FLOPs, or as measured."""
+    shape, pace = scenario.shape, scenario.simulate.train
+    flops = device.tflops * 1e12 * ranks * TRAINING_EFFICIENCY
+
+    def seconds(lengths: Sequence[float]) -> float:
+        if pace is not None:
+            return pace.fixed + pace.token * sum(lengths)
+        forward = sum(lengths) * shape.token_flops
+        forward += shape.attention_flops * sum(length * length for length in lengths) / 2
+        return 3.0 * scenario.training.epochs * forward / flops
+
+    return seconds
+
+
+class SimulatedTrainer:
+    """`work` makes the `seconds` of a step pass. `blocked_s` are seconds that it waited for a weight transfer."""
+
+    def __init__(
+        self,
+        seconds: Callable[[Sequence[float]], float],
+        weights: WeightTransfer,
+        work: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.version = 0
+        self.busy = False
+        self.blocked_s = 0.0
+        self._seconds, self._weights, self._work = seconds, weights, work
+
+    async def step(self, batch: Batch) -> StepMetrics:
+        clock = asyncio.get_running_loop().time
+        lengths = [len(sample.tokens) for group in batch.groups for sample in group.samples]
+        if (wait := self._weights.free_at - clock()) > 0:
+            await asyncio.sleep(wait)
+            self.blocked_s += wait
+        self.busy = True
+        began = clock()
+        await self._work(self._seconds(lengths))
+        self.busy = False
+        self.version = batch.step + 1
+        return StepMetrics(self.version, clock() - began, sum(lengths))
+
+    async def publish(self) -> Publication:
+        self._weights.publish(self.version)
+        return Publication(self.version)
+
+    async def save(self, path: Path) -> None:
+        """Nothing is saved."""
+
+    async def load(self, path: Path) -> None:
+        """Nothing was saved."""
+
+
+class Contention:
+    """Engines and trainer share the cores of one machine: while both work, each takes `1 + extra` times as long.
+
+    One number stands for cores, caches and memory bandwidth. Environments and the control plane are not in it: what
+    they cost is in the measured times of steps and generations."""
+
+    def __init__(self, extra: float, engines: Collection[SimulatedEngine]) -> None:
+        self._extra, self._engines = extra, engines
+
+    async def train(self, seconds: float) -> None:
+        """Work that takes `seconds` alone; what it lost to engines is made up for at the end."""
+        if not self._extra:
+            return await asyncio.sleep(seconds)
+        lost = self._extra / (1.0 + self._extra)
+        self._set_slowdown(1.0 + self._extra)
+        try:
+            while seconds > _DONE_S:
+                before = self._engine_seconds()
+                await asyncio.sleep(seconds)
+                seconds = lost * (self._engine_seconds() - before)
+        finally:
+            self._set_slowdown(1.0)
+
+    def _set_slowdown(self, factor: float) -> None:
+        for engine in self._engines:
+            engine.set_slowdown(factor)
+
+    def _engine_seconds(self) -> float:
+        return max((engine.busy_seconds() for engine in self._engines), default=0.0)
+
+
+class NullLedger:
+    """A ledger for runs that are never resumed."""
+
+    def _ignore(self, *args: Any, **kwargs: Any) -> None: ...
+
+    start = add = lease = drop = quarantine = release = commit = _ignore
+
+
+def to_samples(group: Group) -> SampleGroup:
+    """A group as the simulated trainer needs it: lengths, without tokens."""
+    return SampleGroup(group.id, group.task, tuple(map(_sample, group.done)))
+
+
+def _sample(trajectory: Trajectory) -> Sample:
+    tokens = cast(Any, RunLength.of(0, trajectory.total_tokens))
+    truncated = trajectory.outcome is Outcome.TRUNCATED
+    return Sample(trajectory.id, trajectory.task, tokens, tokens, tokens, tokens, trajectory.reward or 0.0, truncated)

@@ -1,0 +1,60 @@
+"""The simulated transfer of weights from the trainer to the engines, over named links.
+
+`store`: the trainer continues at once; weights are pushed to a store near the engines, which pull each bucket when it
+is there and stand still only for the last part. `collective`, or a store without `overlap`: trainer and engines stop
+until the weights have arrived.
+"""
+
+import asyncio
+from typing import Literal
+
+from rollart.core.types import LoadResult
+from rollart.simulator.constants import (
+    COLLECTIVE_EFFICIENCY,
+    PULL_EXPOSED,
+    STORE_PULL_EFFICIENCY,
+    STORE_PUSH_EFFICIENCY,
+)
+from rollart.simulator.scenario import Scenario
+
+
+class WeightTransfer:
+    """`push` and `pull` are rates of links in bytes a second; a collective uses only the first. Of a transfer,
+    `hidden_s` overlap with other work; then engines stand still for `exposed_s`."""
+
+    def __init__(
+        self, size: int, method: Literal["store", "collective"], push: float, pull: float, overlap: bool = True
+    ) -> None:
+        self.size, self.method = size, method
+        self.free_at = 0.0
+        self._pushed_at: dict[int, float] = {}
+        if method == "store":
+            self.push_s = size / (push * STORE_PUSH_EFFICIENCY)
+            self.pull_s = size / (pull * STORE_PULL_EFFICIENCY)
+        else:
+            self.push_s, self.pull_s = 0.0, size / (push * COLLECTIVE_EFFICIENCY)
+        self._stops = method == "collective" or not overlap
+        self.exposed_s = self.push_s + self.pull_s if self._stops else PULL_EXPOSED * self.pull_s
+        self.hidden_s = 0.0 if self._stops else max(self.push_s, self.pull_s - self.exposed_s)
+
+    @classmethod
+    def of(cls, scenario: Scenario) -> "WeightTransfer":
+        shape, config, links = scenario.shape, scenario.simulate.weights, scenario.links
+        size = shape.parameters * shape.number_bytes
+        return cls(size, config.method, links[config.push] * 1e9, links[config.pull] * 1e9, config.overlap)
+
+    def publish(self, version: int) -> None:
+        """Start the transfer of `version`; the trainer may not begin another step before `free_at`."""
+        now = asyncio.get_running_loop().time()
+        if self._stops:
+            self.free_at = now + self.exposed_s
+            return
+        before = max(self._pushed_at.values(), default=now)
+        self._pushed_at = {version: max(now, before) + self.push_s}
+
+    async def fetch(self, version: int) -> LoadResult:
+        """Returns when an engine has all that it can load without standing still."""
+        if not self._stops:
+            now = asyncio.get_running_loop().time()
+            await asyncio.sleep(max(self._pushed_at.get(version, now) - now, self.pull_s - self.exposed_s))
+        return LoadResult(version, self.pull_s, self.exposed_s, self.size, self.method)

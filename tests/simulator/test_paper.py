@@ -1,0 +1,49 @@
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rollart.app.cli import app
+from rollart.simulator import paper
+from rollart.simulator.scenario import load
+
+EXAMPLES = sorted((*paper.FOLDER.glob("*.yaml"), *(paper.FOLDER.parent / "simulate").glob("*.yaml")))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_scenarios_that_ship_are_valid(path: Path) -> None:
+    assert load(path).name == path.stem
+
+
+def test_tasks_are_the_same_in_all_paper_scenarios() -> None:
+    seen: dict[str, object] = {}
+    for name in ("end_to_end", "end_to_end_small", "same_cost", "same_cost_math", "step_breakdown"):
+        for task, workload in load(paper.FOLDER / f"{name}.yaml").simulate.workloads.items():
+            tokens = workload.model_dump(include={"turns", "prompt", "observation", "response", "step"})
+            assert seen.setdefault(task, tokens) == tokens, f"{task} in {name}"
+
+
+def test_a_row_is_close_within_fifteen_percent() -> None:
+    assert paper.PaperRow("f", "w", 1.0, 1.15).close and not paper.PaperRow("f", "w", 1.0, 1.16).close
+
+
+def test_reproduce_counts_missed_figures_and_their_reasons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = [
+        paper.PaperRow("f", "near", 1.0, 1.1),
+        paper.PaperRow("f", "far", 1.0, 2.0),
+        paper.PaperRow("f", "explained", 1.0, 3.0, "because"),
+    ]
+    monkeypatch.setattr(paper, "reproduce", lambda scenarios: iter(rows))
+    result = CliRunner().invoke(app, ["reproduce", "paper", "--json", "-o", str(tmp_path / "paper.png")])
+    assert result.exit_code == 0, result.output
+    summary = json.loads(result.stdout.strip().splitlines()[-1])
+    counts = [summary[key] for key in ("within_15_percent", "missed", "missed_with_reason")]
+    assert counts == [1, 1, 1]
+    assert (tmp_path / "paper.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_every_published_figure_is_met_or_has_a_reason() -> None:
+    rows = list(paper.reproduce(paper.PaperScenarios(paper.FOLDER, lambda name: None)))
+    assert [row.what for row in rows if not row.close and not row.reason] == []

@@ -1,0 +1,91 @@
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollart.core.errors import ConfigError
+from rollart.hardware.devices import CATALOGUE
+from rollart.simulator.plans import applied, min_parallel, plan_of, splits, variations
+from rollart.simulator.scenario import Scenario
+
+
+def scenario(**more: Any) -> Scenario:
+    return Scenario.model_validate(
+        {
+            "model": {"name": "qwen3-8b"},
+            "pools": {
+                "trainer": {"role": "train", "device": "H800", "count": 8},
+                "fast": {"role": "generate", "device": "H800", "count": 8},
+                "wide": {"role": "generate", "device": "H20", "count": 8},
+            },
+            "tasks": [{"name": "maths", "max_context": 8192, "sampling": {"max_tokens": 4096}, "affinity": ["wide"]}],
+            "environments": {"processes": 512},
+            "training": {"batch_groups": 8, "group_size": 8},
+            **more,
+        }
+    )
+
+
+@settings(deadline=None, max_examples=50)
+@given(budget=st.floats(0, 400), max_devices=st.dictionaries(st.sampled_from(["H800", "H20"]), st.integers(0, 64)))
+def test_no_split_exceeds_the_budget_or_the_available_devices(budget: float, max_devices: dict[str, int]) -> None:
+    for plan in splits(scenario(), budget, ["H800", "H20"], max_devices):
+        assert plan.price(CATALOGUE) <= budget + 1e-9
+        devices = plan.generators + Counter({plan.trainer: plan.trainers})
+        assert all(count <= max_devices.get(device, count) for device, count in devices.items())
+        assert plan.trainers >= 1
+        assert plan.engines
+
+
+def test_splits_are_all_different_and_cover_small_to_large_shares_of_training() -> None:
+    plans = list(splits(scenario(), 300.0, ["H800", "H20"]))
+    shares = [plan.trainers * CATALOGUE["H800"].price / plan.price(CATALOGUE) for plan in plans]
+
+    assert len({(plan.trainers, plan.engines) for plan in plans}) == len(plans) > 50
+    assert min(shares) < 0.1
+    assert max(shares) > 0.45
+
+
+def test_a_plan_applied_to_its_own_scenario_changes_nothing() -> None:
+    own = scenario()
+
+    assert applied(plan_of(own), own).pools_of("generate").keys() == {"fast", "wide"}
+    assert plan_of(applied(plan_of(own), own)) == plan_of(own)
+
+
+def test_a_plan_survives_the_round_trip_through_a_scenario() -> None:
+    own = scenario()
+    for plan in list(splits(own, 120.0, ["H800", "H20"]))[::7]:
+        for _, used in variations(plan):
+            assert plan_of(applied(used, own)) == used
+
+
+def test_tasks_are_pinned_only_to_pools_that_a_plan_has() -> None:
+    own = scenario()
+    only = next(iter(splits(own, 40.0, ["H800"])))
+
+    assert applied(only, own).tasks[0].affinity == "auto"
+    assert applied(plan_of(own), own).tasks[0].affinity == ["wide"]
+
+
+def test_variations_keep_the_hardware_and_the_trajectories_of_a_batch() -> None:
+    plan = plan_of(scenario())
+    for name, other in variations(plan):
+        assert other != plan, name
+        assert other.engines == plan.engines
+        assert other.batch_groups * other.group_size == plan.batch_groups * plan.group_size
+
+
+def test_a_model_too_large_for_one_device_gets_as_many_as_it_needs() -> None:
+    large = scenario(model={"name": "qwen3-235b-a22b"})
+
+    assert min_parallel(large, "H800") == 1  # as the scenario says
+    assert min_parallel(large, "H100") == 8
+    assert min_parallel(scenario(), "H100") == 1
+
+
+def test_a_plan_needs_named_devices() -> None:
+    with pytest.raises(ConfigError, match="give every pool a device class"):
+        plan_of(scenario(pools={"fast": {"role": "generate"}}, tasks=[{"name": "maths"}]))

@@ -1,0 +1,199 @@
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rollart.app.cli import app
+from rollart.core.errors import ConfigError
+from rollart.core.event_log import read_events
+from rollart.core.events import BatchTaken
+from rollart.simulator.scenario import Scenario, load
+from rollart.simulator.simulation import simulate
+
+SCENARIO = """
+name: small
+model: {name: qwen3-8b}
+tasks:
+  - {name: chat, max_turns: 6, max_context: 8192, sampling: {max_tokens: 1024}}
+  - {name: sum, max_turns: 1, max_context: 8192, sampling: {max_tokens: 2048}}
+rollout: {trajectory_deadline: 3000}
+pools:
+  trainer: {role: train, device: H800, count: 2}
+  fast: {role: generate, device: H800, count: 2}
+  wide: {role: generate, device: H20, count: 2}
+environments: {processes: 64, reset_deadline: 60, hedges: 0}
+training: {steps: 4, batch_groups: 4, group_size: 4}
+simulate:
+  workloads:
+    chat:
+      {turns: {uniform: [2, 6]}, observation: 300, response: {lognormal: {mean: 100, sigma: 0.5}}, reset: 5, step: 2}
+    sum: {response: {lognormal: {mean: 700, sigma: 0.5}}, reward: 1}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "small.yaml"
+    path.write_text(SCENARIO)
+    return path
+
+
+def changed(file: Path, *overrides: str) -> Scenario:
+    return load(file, overrides)
+
+
+def test_the_same_seed_gives_the_same_event_log_byte_for_byte(file: Path, tmp_path: Path) -> None:
+    logs = []
+    for number in range(2):
+        simulate(load(file), folder=tmp_path / str(number), seed=5)
+        logs.append((tmp_path / str(number) / "events.jsonl").read_bytes())
+    simulate(load(file), folder=tmp_path / "other", seed=6)
+    assert logs[0] == logs[1] != (tmp_path / "other" / "events.jsonl").read_bytes()
+    assert len(logs[0]) > 10_000
+
+
+def test_a_simulation_makes_almost_no_reference_cycles(file: Path) -> None:
+    failing = ("simulate.workloads.chat.reset_failures=0.2", "simulate.workloads.sum.reward_failures=0.2")
+    simulate(load(file))
+    found = {}
+    for steps in (8, 40):
+        gc.collect()
+        result = simulate(changed(file, f"training.steps={steps}", "rollout.extra_members=1", *failing))
+        assert sum(result.outcomes.values()) > 10 * steps
+        found[steps] = gc.collect()
+    assert found[40] < found[8] + 100  # what is left when it ends, however long it was
+
+
+@pytest.mark.parametrize("preset", ["sync", "sync_plus", "one_off", "start_bound", "rollart"])
+def test_every_preset_trains_all_its_steps_within_its_bound(preset: str, file: Path, tmp_path: Path) -> None:
+    result = simulate(load(file).with_preset(preset), folder=tmp_path / preset)
+    assert result.steps == 4
+    taken = [event for event in read_events(tmp_path / preset / "events.jsonl") if isinstance(event, BatchTaken)]
+    assert [event.trajectories for event in taken] == [16] * 4
+    assert all(age <= result.alpha for event in taken for age in event.staleness)
+
+
+def test_asynchrony_makes_steps_shorter(file: Path) -> None:
+    steps = {preset: simulate(load(file).with_preset(preset)).step_s for preset in ("sync", "sync_plus", "rollart")}
+    assert steps["rollart"] < steps["sync_plus"] < steps["sync"]
+
+
+def test_slower_environments_make_longer_steps(file: Path) -> None:
+    plain = simulate(changed(file, "simulate.train={fixed: 0}"))
+    delay = "simulate.workloads.chat.delay={normal: {mean: 10, sd: 3}}"
+    slower = simulate(changed(file, "simulate.train={fixed: 0}", "environments.step_deadline=60", delay))
+    assert slower.step_s > plain.step_s
+    assert slower.trajectory["step"] > plain.trajectory["step"] + 10
+
+
+def test_failed_resets_are_retried_and_then_counted(file: Path) -> None:
+    some = simulate(changed(file, "simulate.workloads.chat.reset_failures=0.3", "environments.retries=0"))
+    assert some.steps == 4
+    assert some.outcomes["env_failed"] > 0
+
+
+def test_redundant_members_are_cancelled_once_their_group_is_complete(file: Path) -> None:
+    result = simulate(changed(file, "rollout.extra_members=2"))
+    assert result.outcomes["cancelled"] > 0
+
+
+def test_dedicated_rewards_queue_and_serverless_ones_do_not(file: Path) -> None:
+    slow = "simulate.workloads.sum.reward=20"
+    one = simulate(changed(file, slow, "simulate.scoring={where: dedicated, concurrency: 1, device: H800, devices: 1}"))
+    many = simulate(changed(file, slow, "simulate.scoring={where: serverless, cold_start: 3, keep_warm: 5}"))
+    assert one.step_s > many.step_s
+    assert one.price_per_hour == pytest.approx(many.price_per_hour + 2.85)
+    assert many.reward_cold > 0 == one.reward_cold
+
+
+def test_prefill_and_decode_can_have_pools_of_their_own(file: Path) -> None:
+    result = simulate(changed(file, "routing.disaggregate=[fast, wide]"))
+    assert result.steps == 4
+    assert result.pools["fast"].decode == 0 < result.pools["wide"].decode
+    assert result.pools["fast"].prefill > 0
+
+
+def test_blocking_weights_cost_more_than_a_store(file: Path) -> None:
+    results = {
+        method: simulate(
+            changed(file, "simulate.train={fixed: 100}", f"simulate.weights={{method: {method}, push: ethernet}}")
+        )
+        for method in ("store", "collective")
+    }
+    assert results["collective"].blocked_s > 0 == results["store"].blocked_s
+
+
+def test_measured_paces_replace_the_models(file: Path) -> None:
+    result = simulate(
+        changed(
+            file,
+            "simulate.train={fixed: 7, token: 0}",
+            "simulate.engines={fast: {fixed: 0.1, token: 0}, wide: {fixed: 0.1, token: 0}}",
+        )
+    )
+    assert result.train_s == pytest.approx(7)
+    assert result.trajectory["generate"] > 0.1 * 100
+
+
+def test_a_workload_file_overrides_the_scenario(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "workload.yaml").write_text("train: {fixed: 3}\nwarmup: 2\n")
+    scenario = load(file, ["simulate.warmup=0"], tmp_path / "workload.yaml")
+    assert scenario.simulate.train is not None and scenario.simulate.train.fixed == 3
+    assert scenario.simulate.warmup == 0
+    assert "chat" in scenario.simulate.workloads
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.name=qwen3-9b", "qwen3-8b"),
+        ("simulate.workloads.chta={turns: 2}", "did you mean 'chat'"),
+        ("simulate.weights.push=wire", "no link 'wire'"),
+        ("simulate.workloads.chat.turns={normal: {mean: 2}}", "sd"),
+    ],
+)
+def test_errors_are_sentences(override: str, message: str, file: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(file, [override])
+
+
+def test_a_model_that_does_not_fit_its_engine_is_refused(file: Path) -> None:
+    with pytest.raises(ConfigError, match="room for 0 tokens"):
+        simulate(load(file, ["model.name=qwen3-235b-a22b"]))
+
+
+def test_the_command_prints_one_object_and_leaves_a_run_folder(file: Path, tmp_path: Path) -> None:
+    call = ["simulate", str(file), "--seeds", "2", "--output", str(tmp_path / "runs"), "--json"]
+    result = CliRunner().invoke(app, call)
+    assert result.exit_code == 0, result.output
+    answer: dict[str, Any] = json.loads(result.stdout.strip().splitlines()[-1])
+    assert answer["seeds"] == [0, 1] and answer["interval"]["step_s"] > 0
+    shown = CliRunner().invoke(app, ["show", answer["folder"], "--json"])
+    assert json.loads(shown.stdout)["steps"] == 4
+    drawn = CliRunner().invoke(app, ["timeline", answer["folder"]])
+    assert drawn.exit_code == 0
+
+
+def test_a_run_file_that_trains_can_be_simulated_as_it_is() -> None:
+    quickstart = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+    result = simulate(load(quickstart, ["training.steps=3", "simulate.train={fixed: 1}"]))
+    assert result.steps == 3
+    assert result.pools["engine"].device == "cpu"
+
+
+def test_only_a_finite_run_starts_no_rollouts_beyond_its_last_step(file: Path) -> None:
+    def finished(finite: bool) -> int:
+        keys = ("simulate.warmup=0", "simulate.train={fixed: 300}", f"simulate.finite={finite}")
+        return simulate(changed(file, *keys)).outcomes["finished"]
+
+    assert finished(finite=True) == 4 * 4 * 4 < finished(finite=False)
+
+
+def test_a_warmup_must_leave_steps_to_measure(file: Path) -> None:
+    assert load(file).warmup == 2
+    assert load(file, ["rollout.alpha=2"]).warmup == 3
+    with pytest.raises(ConfigError, match="4 steps of training leave none to measure after a warmup of 4"):
+        load(file, ["rollout.alpha=3"])
