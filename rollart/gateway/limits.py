@@ -46,13 +46,27 @@ class EpisodeLimits(Struct, frozen=True):
         max_tokens, stop = request.max_tokens or own.max_tokens, (*stop, *request.stop_tokens)
         if self.fixed:
             max_tokens = min(max_tokens, own.max_tokens, room)
-            return Sampling(own.temperature, own.top_p, own.top_k, max_tokens, stop, request.seed)
+            return Sampling(
+                temperature=own.temperature,
+                top_p=own.top_p,
+                top_k=own.top_k,
+                max_tokens=max_tokens,
+                stop=stop,
+                seed=request.seed,
+            )
         temperature = own.temperature if request.temperature is None else request.temperature
         top_k = own.top_k if request.top_k is None else max(0, request.top_k)
         if temperature < GREEDY:
             temperature, top_k = 1.0, 1
         top_p = own.top_p if request.top_p is None else request.top_p
-        return Sampling(temperature, top_p, top_k, min(max_tokens, room), stop, request.seed)
+        return Sampling(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            max_tokens=min(max_tokens, room),
+            stop=stop,
+            seed=request.seed,
+        )
 
     def too_long(self, size: str) -> ApiError:
         return invalid(

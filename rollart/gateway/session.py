@@ -327,9 +327,20 @@ class EpisodeSession:
             calls = tuple(ToolCall(name, arguments, f"call_{secrets.token_hex(12)}") for name, arguments in found)
         finish: Literal["stop", "length"] = "stop" if ended else "length"
         tokens, logprobs = completion.tokens[:used], completion.logprobs[:used]
-        choice = CompletionChoice(whole, calls, finish, stopped_by, tokens, logprobs)
+        choice = CompletionChoice(
+            text=whole, calls=calls, finish=finish, stopped_by=stopped_by, tokens=tokens, logprobs=logprobs
+        )
         message = ChatMessage("assistant", request.prefix + whole, calls)
-        return PendingChoice(claim, completion, used, text, choice, message, seconds, sent)
+        return PendingChoice(
+            claim=claim,
+            completion=completion,
+            used=used,
+            text=text,
+            choice=choice,
+            message=message,
+            seconds=seconds,
+            sent=sent,
+        )
 
     def _turn(self, pending: PendingResponse, choice: PendingChoice) -> Turn:
         completion, used, template = choice.completion, choice.used, self._template
@@ -337,13 +348,13 @@ class EpisodeSession:
         sampled = tokens[:-1] if completion.finish == "stop" and whole else tokens
         self.counts.mismatches += template.encode(choice.text) != sampled
         return Turn(
-            pending.new or (Message("prompt", template.text(choice.claim.prompt)),),
-            tuple(choice.claim.prompt),
-            choice.text,
-            tuple(tokens),
-            tuple(completion.logprobs[:used]),
-            tuple(completion.versions[:used]),
-            completion.finish if whole else "length",
+            messages=pending.new or (Message("prompt", template.text(choice.claim.prompt)),),
+            prompt=tuple(choice.claim.prompt),
+            action=choice.text,
+            tokens=tuple(tokens),
+            logprobs=tuple(completion.logprobs[:used]),
+            versions=tuple(completion.versions[:used]),
+            finish=completion.finish if whole else "length",
             generate_s=choice.seconds,
             segment=choice.claim.segment.number,
         )

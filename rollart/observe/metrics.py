@@ -154,7 +154,13 @@ class Metrics:
 
     def _placed(self, event: ev.Placed) -> None:
         self._places[event.name] = WorkerPlacement(
-            event.role, event.pool, event.name, event.wanted, event.device, event.node, event.why
+            role=event.role,
+            pool=event.pool,
+            name=event.name,
+            wanted=event.wanted,
+            device=event.device,
+            node=event.node,
+            why=event.why,
         )
 
     def _rolled_back(self, event: ev.RolledBack) -> None:
@@ -282,7 +288,13 @@ class Metrics:
 
     def _evaluated(self, event: ev.Evaluated) -> None:
         point = HeldOutPoint(
-            event.version, event.t, event.success, event.reward, event.episodes, event.failed, event.final
+            version=event.version,
+            t=event.t,
+            success=event.success,
+            reward=event.reward,
+            episodes=event.episodes,
+            failed=event.failed,
+            final=event.final,
         )
         points = self._task(event.task).held_out
         # A run that was killed before its first checkpoint plays the same evaluation again.

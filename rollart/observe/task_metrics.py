@@ -28,15 +28,15 @@ class TaskMetrics:
 
     def ended(self, event: ev.TrajectoryEnded, stages: dict[str, float]) -> EndedTrajectory:
         ended = EndedTrajectory(
-            event.trajectory,
-            event.task,
-            event.outcome.value,
-            event.turns,
-            event.tokens,
-            event.reward,
-            event.success,
-            event.seconds,
-            stages,
+            id=event.trajectory,
+            task=event.task,
+            outcome=event.outcome.value,
+            turns=event.turns,
+            tokens=event.tokens,
+            reward=event.reward,
+            success=event.success,
+            seconds=event.seconds,
+            stages=stages,
         )
         self.outcomes[event.outcome.value] += 1
         for stage, seconds in stages.items():

@@ -34,7 +34,7 @@ class Track:
     def slice(self, name: str, start: float, end: float, **args: object) -> Record:
         begin = max(_us(start), self.free)
         self.free = max(_us(end), begin)
-        return _slice(self.pid, self.tid, name, begin, self.free, args)
+        return _slice(pid=self.pid, tid=self.tid, name=name, begin=begin, end=self.free, args=args)
 
 
 @dataclass(slots=True)
@@ -151,7 +151,14 @@ class Timeline:
         track, began = trajectory.track, _us(trajectory.started.t)
         end = max(_us(t), track.free)
         label = f"{name} {args['outcome']}"
-        yield _slice(track.pid, track.tid, label, began, end, {"version": trajectory.started.version, **args})
+        yield _slice(
+            pid=track.pid,
+            tid=track.tid,
+            name=label,
+            begin=began,
+            end=end,
+            args={"version": trajectory.started.version, **args},
+        )
         yield from trajectory.inner
         trajectory.lanes.release(track.tid)
 

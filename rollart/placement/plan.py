@@ -69,7 +69,9 @@ def plan(run: RunFile, inventory: Inventory, measured: Mapping[str, WorkloadShap
         if pool.urls:
             external += _external(name, pool)
         else:
-            choice = auto.get(name) or _named(run, name, pool, classes, model, warnings)
+            choice = auto.get(name) or _named(
+                run=run, name=name, pool=pool, classes=classes, model=model, warnings=warnings
+            )
             threads = {"train": run.training.threads, "generate": run.engine.threads}.get(pool.role, 1)
             requests.append(
                 PlacementRequest(

@@ -155,7 +155,9 @@ class ModelPlayer:
     async def act(self, turn: int, context: Sequence[int]) -> Action | None:
         seed = seed_of(self.seed, "play", turn)
         sampling = Sampling(**self.task.sampling.model_dump(), stop=self.renderer.stop, seed=seed)
-        request = GenerationRequest(f"play/{turn}", "play", self.task.name, turn, list(context), sampling)
+        request = GenerationRequest(
+            id=f"play/{turn}", session="play", task=self.task.name, turn=turn, tokens=list(context), sampling=sampling
+        )
         async with asyncio.timeout(ACT_TIMEOUT):
             completion = await self.engine.generate(request)
         return Action(self.renderer.text(completion.tokens), completion.tokens, completion.finish)
@@ -293,7 +295,14 @@ class EpisodeRunner:
                 f"the first observation of task {self.task.name!r} leaves no room for an action in max_context "
                 f"{self.task.max_context}"
             )
-        episode = Episode("play", self.task.name, self.seed, tuple(self._turns), truncated, dict(info))
+        episode = Episode(
+            id="play",
+            task=self.task.name,
+            seed=self.seed,
+            turns=tuple(self._turns),
+            truncated=truncated,
+            info=dict(info),
+        )
         rewards = Rewards([self.task], run.rewards, cluster=run.cluster)
         try:
             await rewards.start()

@@ -42,7 +42,14 @@ def episode_of(trajectory: Trajectory) -> Episode:
     """The episode as the reward function gets it."""
     turns = tuple(EpisodeTurn(turn.messages, turn.action, turn.reward) for turn in trajectory.turns)
     truncated = trajectory.outcome is Outcome.TRUNCATED
-    return Episode(trajectory.id, trajectory.task, trajectory.seed, turns, truncated, trajectory.info)
+    return Episode(
+        id=trajectory.id,
+        task=trajectory.task,
+        seed=trajectory.seed,
+        turns=turns,
+        truncated=truncated,
+        info=trajectory.info,
+    )
 
 
 def recorded_episodes(run_dir: Path, limit: int, tasks: Iterable[str] = ()) -> list[Episode]:

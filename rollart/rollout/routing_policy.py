@@ -72,7 +72,16 @@ def predict(engine: EngineState, query: RoutingQuery, cached: int) -> Prediction
     without = model.decode(others, contexts) if others else 0.0
     delay = (1.0 + load) * (work + decoded * ((step - without) * pool.decode_factor))
     factors = (pool.prefill_factor, pool.decode_factor)
-    return Prediction(room, wait, prefill, token, decoded * token, work, delay, factors)
+    return Prediction(
+        room=room,
+        wait=wait,
+        prefill=prefill,
+        token=token,
+        decode=decoded * token,
+        work=work,
+        delay=delay,
+        factors=factors,
+    )
 
 
 def pinned(query: RoutingQuery, pools: Sequence[EnginePool]) -> tuple[Sequence[EnginePool], Why | None]:

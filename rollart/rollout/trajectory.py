@@ -202,9 +202,22 @@ class TrajectoryRunner:
             action = self.renderer.text(completion.tokens)
             step = await environment.step(action)
             generate_s, env_s = generated - began, clock() - generated
-            attempt.turns.append(_turn(messages, prompt, action, completion, step, (generate_s, env_s)))
+            attempt.turns.append(
+                _turn(
+                    messages=messages,
+                    prompt=prompt,
+                    action=action,
+                    completion=completion,
+                    step=step,
+                    seconds=(generate_s, env_s),
+                )
+            )
             turn = len(attempt.turns) - 1
-            self.sink.emit(turn_done(attempt.id, attempt.task.name, turn, routed, generate_s, env_s))
+            self.sink.emit(
+                turn_done(
+                    id=attempt.id, task=attempt.task.name, turn=turn, routed=routed, generate_s=generate_s, env_s=env_s
+                )
+            )
             attempt.info.update(step.info)
             if step.done:
                 return self._truncated(attempt, "by its environment") if step.truncated else Outcome.FINISHED

@@ -280,7 +280,9 @@ class SimulatedEngine:
         elif self._recompute:
             context = self._batch.context
             attended, passes = context * context / max(1, self._batch.count) / 2, max(1.0, context / self._chunk)
-            seconds = self._slowdown * self._cost.mixed(int(context), attended, 0.0, passes, 0, 0.0)
+            seconds = self._slowdown * self._cost.mixed(
+                tokens=int(context), attended=attended, kv=0.0, passes=passes, batch=0, context=0.0
+            )
             self._enter("recompute", seconds, 0.0)
         elif self._waiting:
             self._begin_prefill()
@@ -313,7 +315,9 @@ class SimulatedEngine:
         self._evict(kv)
         self.prefilled += tokens
         passes = max(1.0, tokens / self._chunk)
-        seconds = self._slowdown * self._cost.mixed(tokens, attended, kv, passes, batch, context)
+        seconds = self._slowdown * self._cost.mixed(
+            tokens=tokens, attended=attended, kv=kv, passes=passes, batch=batch, context=context
+        )
         self._enter("prefill", seconds, passes / seconds if batch else 0.0)
 
     def _end_phase(self) -> None:

@@ -148,13 +148,13 @@ class _Reader:
         pool = event.pool or event.engine.rpartition("-")[0]
         self.measurements.generations.setdefault(pool, []).append(
             MeasuredGeneration(
-                event.engine,
-                ended - event.prefill_s - event.decode_s,
-                ended - event.decode_s,
-                ended,
-                event.prompt - event.cached,
-                event.tokens,
-                trajectory.context,
+                engine=event.engine,
+                began=ended - event.prefill_s - event.decode_s,
+                first=ended - event.decode_s,
+                ended=ended,
+                new=event.prompt - event.cached,
+                tokens=event.tokens,
+                context=trajectory.context,
             )
         )
 

@@ -277,7 +277,9 @@ def estimate(plan: ClusterPlan, scenario: Scenario, means: Means) -> Estimate:
         fixed, slope = cost.decode(round(batch), batch * means.context)
         a_pass = fixed + slope * batch * means.context
         attended = means.prefilled * means.context
-        prefill = cost.mixed(round(means.prefilled), attended, means.context, means.turns, 0, 0.0)
+        prefill = cost.mixed(
+            tokens=round(means.prefilled), attended=attended, kv=means.context, passes=means.turns, batch=0, context=0.0
+        )
         rate += each.count / (prefill + means.answered * a_pass / batch)
         slowest = max(slowest, means.answered * a_pass + prefill)
     trainer = scenario.device_classes()[plan.trainer]

@@ -182,4 +182,13 @@ def to_samples(group: Group) -> SampleGroup:
 def _sample(trajectory: Trajectory) -> Sample:
     tokens = cast(Any, RunLength.of(0, trajectory.total_tokens))
     truncated = trajectory.outcome is Outcome.TRUNCATED
-    return Sample(trajectory.id, trajectory.task, tokens, tokens, tokens, tokens, trajectory.reward or 0.0, truncated)
+    return Sample(
+        id=trajectory.id,
+        task=trajectory.task,
+        tokens=tokens,
+        mask=tokens,
+        logprobs=tokens,
+        versions=tokens,
+        reward=trajectory.reward or 0.0,
+        truncated=truncated,
+    )

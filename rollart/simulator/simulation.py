@@ -104,7 +104,15 @@ class Simulation:
             if log is not None:
                 log.close()
         loop, took = asyncio.get_running_loop(), time.process_time() - began
-        return result_of(scenario, self._tally, self._classes, self._pools, now(), took, getattr(loop, "handled", 0))
+        return result_of(
+            scenario=scenario,
+            tally=self._tally,
+            classes=self._classes,
+            pools=self._pools,
+            seconds=now(),
+            cpu_s=took,
+            events=getattr(loop, "handled", 0),
+        )
 
     # Construction
 

@@ -26,7 +26,7 @@ class TrainSample(Struct, frozen=True, array_like=True, gc=False):
     weight: float
 
 
-EMPTY = TrainSample([0], [0], [], [], 1.0, 0.0, 0.0)
+EMPTY = TrainSample(tokens=[0], mask=[0], behaviour=[], cells=[], temperature=1.0, advantage=0.0, weight=0.0)
 
 
 @dataclass(slots=True)
@@ -91,7 +91,15 @@ def plan_passes(
 
 def _train_sample(sample: Sample, cells: Cells, advantage: float, weight: float) -> TrainSample:
     behaviour = [logprob for logprob, bit in zip(sample.logprobs, sample.mask, strict=True) if bit]
-    return TrainSample(sample.tokens, sample.mask, behaviour, cells.of(sample), sample.temperature, advantage, weight)
+    return TrainSample(
+        tokens=sample.tokens,
+        mask=sample.mask,
+        behaviour=behaviour,
+        cells=cells.of(sample),
+        temperature=sample.temperature,
+        advantage=advantage,
+        weight=weight,
+    )
 
 
 def micro_batch(items: Sequence[TrainSample]) -> MicroBatch:

@@ -97,7 +97,17 @@ def pack(
     temperature = None
     if temperatures is not None and any(value != 1.0 for value in temperatures):
         temperature = torch.tensor(temperatures).repeat_interleave(lengths)[trained]
-    return Packed(flat[None], positions[None], rows, width, grid, slots, trained - 1, flat[trained], temperature)
+    return Packed(
+        tokens=flat[None],
+        positions=positions[None],
+        rows=rows,
+        width=width,
+        grid=grid,
+        slots=slots,
+        predict=trained - 1,
+        targets=flat[trained],
+        temperature=temperature,
+    )
 
 
 class _ToGrid(torch.autograd.Function):

@@ -97,4 +97,6 @@ def _episode(task: TaskConfig, seed: int, first: Any, played: list[tuple[str, An
     except replies.InvalidReply as error:
         raise EnvironmentFailed(f"the environment of task {task.name!r} broke its protocol: {error}") from error
     truncated = step.truncated or not step.done
-    return Episode(f"{task.name}-{seed}", task.name, seed, tuple(turns), truncated, step.info)
+    return Episode(
+        id=f"{task.name}-{seed}", task=task.name, seed=seed, turns=tuple(turns), truncated=truncated, info=step.info
+    )

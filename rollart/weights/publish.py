@@ -64,7 +64,16 @@ class Publisher:
         parts = [self._part(share) for share in unique]
         pieces, size = lay_out(parts)
         bucket = self._bucket_bytes or bucket_size(size)
-        manifest = Manifest(version, id, self._shard, self._shards, size, bucket, pieces, {**(aliases or {}), **tied})
+        manifest = Manifest(
+            version=version,
+            id=id,
+            shard=self._shard,
+            shards=self._shards,
+            size=size,
+            bucket_bytes=bucket,
+            pieces=pieces,
+            aliases={**(aliases or {}), **tied},
+        )
         before = self._newest
         if version % ANCHOR_EVERY and before is not None and before.manifest.same_layout(manifest):
             manifest = msgspec.structs.replace(manifest, base=before.manifest.id)

@@ -41,12 +41,12 @@ def load(folder: Path, skip_run: bool = False) -> HarborTask:
     instruction = (folder / "instruction.md").read_text()
     tests = [path.read_text(errors="replace") for path in sorted((folder / "tests").glob("*.*")) if path.is_file()]
     return HarborTask(
-        folder,
-        instruction,
-        image_of(folder / "environment", skip_run, [instruction, *tests]),
-        _seconds(about, "agent"),
-        _seconds(about, "verifier"),
-        {name: str(value) for name, value in verifier.get("env", {}).items()},
+        folder=folder,
+        instruction=instruction,
+        image=image_of(folder / "environment", skip_run, [instruction, *tests]),
+        agent_s=_seconds(about, "agent"),
+        verifier_s=_seconds(about, "verifier"),
+        variables={name: str(value) for name, value in verifier.get("env", {}).items()},
     )
 
 

@@ -82,7 +82,14 @@ def play_command(
     if files and not sandbox.unpack(archive_paths([(Path(files), AGENT[1:])])):
         raise ValueError(f"the agent's files, {files}, do not fit into the sandbox; raise `limits: {{disk: MB}}`")
     variables = {**task.image.variables, "HARBOR_INSTRUCTION": task.instruction}
-    result = command.run(sandbox, agent, endpoint, variables, task.agent_s, task.image.workdir)
+    result = command.run(
+        sandbox=sandbox,
+        command=agent,
+        endpoint=endpoint,
+        variables=variables,
+        deadline=task.agent_s,
+        folder=task.image.workdir,
+    )
     if result.exit_code:
         raise RuntimeError(command.failure(agent, result))
     return {"output": result.output, **({"killed": result.note} if result.note else {})}

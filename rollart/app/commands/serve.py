@@ -39,7 +39,11 @@ def serve(
     if dtype not in ("float32", "bfloat16"):
         raise RollartError(f"--dtype is float32 or bfloat16, not {dtype}")
     key = os.environ.get(KEY) or f"sk-{secrets.token_urlsafe(24)}"
-    asyncio.run(_serve(model, name or model.absolute().name, key, host, port, threads, dtype))
+    asyncio.run(
+        _serve(
+            model=model, name=name or model.absolute().name, key=key, host=host, port=port, threads=threads, dtype=dtype
+        )
+    )
 
 
 async def _serve(model: Path, name: str, key: str, host: str, port: int, threads: int, dtype: str) -> None:

@@ -59,7 +59,7 @@ def simulate(
         if as_json:
             print_json({"sweep": rows})
         return
-    _simulate(load([]), console, seed, seeds, output, as_json)
+    _simulate(scenario=load([]), console=console, seed=seed, seeds=seeds, output=output, as_json=as_json)
 
 
 def _simulate(

@@ -40,7 +40,10 @@ def attend(
     keys.view(-1, dim).index_copy_(0, step.slots, key.transpose(1, 2).reshape(-1, dim))
     values.view(-1, dim).index_copy_(0, step.slots, value.transpose(1, 2).reshape(-1, dim))
     rows = query[0].transpose(0, 1)
-    parts = [_attend(rows, keys, values, span, scaling, sliding_window) for span in step.spans]
+    parts = [
+        _attend(query=rows, keys=keys, values=values, span=span, scaling=scaling, window=sliding_window)
+        for span in step.spans
+    ]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0), None
 
 

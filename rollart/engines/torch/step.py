@@ -87,7 +87,16 @@ def step_inputs(batch: BatchState, chunks: Sequence[Chunk], layers: list[Tensor]
     spans = []
     if decoding:
         keys = max(positions[:decoding]) + 1
-        spans.append(AttentionSpan(slice(0, decoding), slice(0, decoding), 1, keys, places[:decoding], layers[0].dtype))
+        spans.append(
+            AttentionSpan(
+                rows=slice(0, decoding),
+                tokens=slice(0, decoding),
+                queries=1,
+                keys=keys,
+                starts=places[:decoding],
+                dtype=layers[0].dtype,
+            )
+        )
     first = decoding
     for group in grouped(chunks):
         spans.append(_span(group, first, layers[0].dtype, device))
