@@ -74,12 +74,12 @@ def test_a_reward_runs_on_its_device_class_from_no_replica_at_all(cluster):
 
 CONTROLLER = """
 import asyncio, sys
-from rollart.config import Rewards as Config, Task
+from rollart.config import RewardsConfig, TaskConfig
 from rollart.rewards.invokers import Rewards
 
 async def main(address):
     reward = {"function": "hostile_rewards:answer", "invoker": "ray", "device": "H20"}
-    made = Rewards([Task(name="t", env="a:B", reward=reward)], Config(), cluster=address)
+    made = Rewards([TaskConfig(name="t", env="a:B", reward=reward)], RewardsConfig(), cluster=address)
     await made.start()
     print("started", flush=True)
     await asyncio.sleep(600)

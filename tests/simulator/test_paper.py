@@ -43,7 +43,8 @@ def test_reproduce_counts_missed_figures_and_their_reasons(monkeypatch: pytest.M
     assert (tmp_path / "paper.png").stat().st_size > 1000
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
+@pytest.mark.timeout(1800)
 def test_every_published_figure_is_met_or_has_a_reason() -> None:
     rows = list(paper.reproduce(paper.PaperScenarios(paper.FOLDER, lambda name: None)))
     assert [row.what for row in rows if not row.close and not row.reason] == []

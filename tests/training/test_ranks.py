@@ -41,7 +41,7 @@ def go_on(source: Path, target: Path, batch: Batch, trainer: Trainer) -> StepMet
     load_checkpoint(trainer, source)
     metrics = trainer.step(batch)
     save_checkpoint(trainer, target)
-    with pytest.raises(RollartError, match="is not there"):
+    with pytest.raises(RollartError, match="does not exist"):
         load_checkpoint(trainer, source / "nothing")
     return metrics
 
