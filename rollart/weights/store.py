@@ -105,7 +105,8 @@ class Store:
         path = self.path(*name, "sums")
         another = BeingWritten(f"version {manifest.version} is being written to {self.root} by another process")
         with open(path, "ab") as left:
-            if not try_lock(left.fileno(), fcntl.LOCK_EX):
+            # One that another claimant has just removed must not be taken for ours: its files would be removed too.
+            if not try_lock(left.fileno(), fcntl.LOCK_EX) or not is_at(left.fileno(), path):
                 raise another
             complete = os.fstat(left.fileno()).st_size >= manifest.buckets * SUM_BYTES
             if complete and self.path(*name, "manifest").exists():
