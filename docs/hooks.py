@@ -29,12 +29,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {
         "reference/run-file.md": "\n".join(run_file()),
         "reference/commands.md": "\n".join(commands()),
-        "contributing.md": (ROOT / "CONTRIBUTING.md").read_text().replace("](docs/", "]("),
-        "changelog.md": (ROOT / "CHANGELOG.md").read_text(),
+        "contributing.md": _from_root("CONTRIBUTING.md"),
+        "changelog.md": _from_root("CHANGELOG.md"),
     }
     for path, content in pages.items():
         files.append(File.generated(config, path, content=content))
     return files
+
+
+def _from_root(name: str) -> str:
+    """A page of the checkout's root, whose links into docs/ become links between pages."""
+    return (ROOT / name).read_text().replace("](docs/", "](")
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
