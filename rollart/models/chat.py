@@ -66,15 +66,17 @@ class ChatRenderer:
         return self._encode(rest if finish == "stop" else self._close + rest)
 
     def may_fit(self, messages: Sequence[Message], tokens: int) -> bool:
-        """Whether rendering is worth it: far too long is seen by the length, the rest is tokenized chunk by chunk."""
-        characters = sum(len(message.content) for message in messages)
+        """Whether rendering is worth it: far too long is seen by the length, the rest is tokenized chunk by chunk.
+        Some templates trim messages, so white space around them does not count."""
+        text = "\n".join(message.content.strip() for message in messages)
+        characters = len(text) - len(messages) + 1
         if len(messages) > tokens:
             return False
         if characters <= max(ALWAYS_RENDERED, tokens):
             return True
         if characters > tokens * min(self._longest, MAX_DENSITY):
             return False
-        text, left = "\n".join(message.content for message in messages), tokens
+        left = tokens
         for start in range(0, len(text), CHUNK):
             left -= len(self._encode(text[start : start + CHUNK])) - CHUNK_SLACK
             if left < 0:

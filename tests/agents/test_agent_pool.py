@@ -25,6 +25,8 @@ from rollart.rollout.router import Router
 from rollart.rollout.samples import samples
 from rollart.rollout.trajectory import Attempt, RolloutTask, TrajectoryRunner
 
+pytestmark = pytest.mark.slow
+
 
 class Engine(ModelledEngine):
     """Answers at once with random letters. `cuts`: each answer is one that was too long."""

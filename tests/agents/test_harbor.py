@@ -22,6 +22,8 @@ from rollart.sandbox.bubblewrap import SandboxLimits
 from rollart.sandbox.shell import Sandbox
 from tests.gateway.gateways import KEY, Policy, gateway, tiny_template
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[2] / "examples" / "harbor"
 TASK = """\
 version = "1.0"

@@ -140,6 +140,7 @@ def test_a_missing_package_is_named(recorded: rollart.RunFolder, package: str, m
         getattr(recorded.steps(), convert)()
 
 
+@pytest.mark.slow
 def test_a_simulation_has_one_result_for_each_seed(tmp_path: Path) -> None:
     scenario = rollart.load_scenario(
         Path(__file__).parents[2] / "examples/paper/end_to_end.yaml", ["training.steps=4"], preset="sync"

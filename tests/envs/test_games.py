@@ -41,6 +41,7 @@ def test_a_player_is_as_good_as_its_skill(game, bad, middling):
     assert none + 0.1 < half < middling
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("game", "instance"), [
     ("frozen_lake", lambda env: tuple(env.rows)),
     ("guess_number", lambda env: (env.low, env.high)),

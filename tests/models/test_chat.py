@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from chatml import CHATML, byte_pairs
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -132,6 +132,7 @@ def test_every_stop_token_of_the_folder_is_honoured(tmp_path: Path) -> None:
     ),
     st.integers(1, 20_000),
 )
+@example("trimming", [("a", 4448), ("all ", 1771), (" ", 26)], 8007)
 def test_only_messages_that_are_too_long_are_reported_not_to_fit(
     renderers: dict[str, ChatRenderer], name: str, parts: list[tuple[str, int]], room: int
 ) -> None:

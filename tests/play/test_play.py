@@ -12,6 +12,8 @@ import pytest
 from rollart.config import TinyModelConfig
 from rollart.models import tiny
 
+pytestmark = pytest.mark.slow
+
 RUN = """\
 model: {tiny: {context: 256}}
 tasks:

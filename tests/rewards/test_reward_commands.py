@@ -71,6 +71,7 @@ def test_recorded_episodes_are_those_whose_reward_was_called(run_dir):
     assert len(recorded_episodes(run_dir, 2)) == 2
 
 
+@pytest.mark.slow
 def test_reward_test_compares_a_served_reward_with_the_local_one(user, run_dir, monkeypatch):
     port = free_port()
     with serving(user, port, ROLLART_REWARD_SECRET="sesame") as url:

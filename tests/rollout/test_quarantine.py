@@ -85,6 +85,7 @@ def check_mixture(made: World, weights: dict[str, float], groups: int, steps: in
     assert step == steps
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(worlds(), st.floats(0.0, 20.0), st.floats(0.5, 200.0), st.integers(0, 6), st.floats(0.5, 20.0))
 def test_every_random_world_keeps_the_invariants_while_a_task_fails(

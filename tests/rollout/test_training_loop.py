@@ -86,6 +86,7 @@ def play(schedule: Schedule, outages: Sequence[tuple[float, float]] = (), **worl
         return run(main())
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(worlds())
 def test_every_random_world_keeps_the_invariants(world: dict[str, Any]) -> None:

@@ -13,6 +13,8 @@ import pytest
 from rollart.sandbox.bubblewrap import SandboxLimits
 from rollart.sandbox.shell import Sandbox
 
+pytestmark = pytest.mark.slow
+
 SMALL = SandboxLimits(memory=200, total_memory=300, processes=32, disk=4, inodes=2000)
 
 

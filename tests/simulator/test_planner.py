@@ -24,6 +24,8 @@ from rollart.simulator.plans import estimate, means_of, plan_of, splits
 from rollart.simulator.result import SimulationResult
 from rollart.simulator.scenario import Scenario
 
+pytestmark = pytest.mark.slow
+
 
 def _scenario(**more: Any) -> Scenario:
     """Long answers, little training: a plan that trains on most of its devices wastes them."""

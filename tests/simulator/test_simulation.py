@@ -55,6 +55,7 @@ def test_the_same_seed_gives_the_same_event_log_byte_for_byte(file: Path, tmp_pa
     assert len(logs[0]) > 10_000
 
 
+@pytest.mark.slow
 def test_a_simulation_makes_almost_no_reference_cycles(file: Path) -> None:
     failing = ("simulate.workloads.chat.reset_failures=0.2", "simulate.workloads.sum.reward_failures=0.2")
     simulate(load(file))

@@ -19,6 +19,8 @@ from rollart.training.packing import pack
 from rollart.training.trainer import Trainer
 from rollart.warmup.imitation import imitate
 
+pytestmark = pytest.mark.slow
+
 NUMBERS, LENGTH, DASH = 12, 6, 12
 MARKS = {"count": 14, "dash": 15}
 GROUPS, MEMBERS, STEPS, RATE = 4, 8, 100, 4e-3

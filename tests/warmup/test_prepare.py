@@ -84,6 +84,7 @@ def test_a_conversation_is_cut_at_the_tasks_context(tmp_path: Path) -> None:
     assert all(len(tokens) == len(mask) and any(mask) for tokens, mask in data)
 
 
+@pytest.mark.slow
 def test_a_child_process_prepares_the_same_model(tmp_path: Path) -> None:
     run = run_file({"tiny": TINY, "warmup": WARMUP})
     seen: list[Progress] = []
@@ -99,6 +100,7 @@ def test_an_error_in_the_child_is_reported_as_a_sentence(tmp_path: Path) -> None
         asyncio.run(prepare_in_child(run, tmp_path / "child", ignore, tmp_path / "prepare.log"))
 
 
+@pytest.mark.slow
 def test_the_child_ends_when_its_parent_does(tmp_path: Path) -> None:
     endless = run_file({"tiny": TINY, "warmup": WARMUP | {"steps": 1_000_000}})
     child = subprocess.Popen(
@@ -120,6 +122,7 @@ def test_the_child_ends_when_its_parent_does(tmp_path: Path) -> None:
     assert not is_model(tmp_path / "start")
 
 
+@pytest.mark.slow
 def test_cancelling_kills_the_child(tmp_path: Path) -> None:
     endless = run_file({"tiny": TINY, "warmup": WARMUP | {"steps": 1_000_000}})
 

@@ -17,6 +17,8 @@ from rollart.weights.shm_file import NoRoom
 from rollart.weights.store import MissingVersion
 from rollart.weights.transports import TransferFailed
 
+pytestmark = pytest.mark.slow
+
 HOST = """
 from pathlib import Path
 import msgspec

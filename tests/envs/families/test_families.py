@@ -17,6 +17,8 @@ from rollart.core.errors import ConfigError, RollartError
 from rollart.envs import families
 from rollart.envs.families import install
 
+pytestmark = pytest.mark.slow
+
 RUN = """\
 model: {tiny: {}}
 tasks:
