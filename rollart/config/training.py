@@ -76,6 +76,14 @@ class AlgorithmConfig(Section):
     )
 
 
+class ParallelConfig(Section):
+    """How the trainer's ranks divide the model. Data parallelism (FSDP) takes the ranks that are left."""
+
+    context: Positive = Field(1, description="ranks that share each sequence")
+    tensor: Positive = Field(1, description="ranks that share each matrix product")
+    expert: Positive = Field(1, description="ranks over which the experts of a mixture are spread")
+
+
 class TrainingConfig(Section):
     """The optimizer, its batches and its process."""
 
@@ -89,7 +97,19 @@ class TrainingConfig(Section):
     betas: tuple[float, float] = Field((0.9, 0.95), description="beta 1 and 2 of AdamW")
     grad_clip: float = Field(1.0, gt=0, description="maximum norm of the gradient")
     epochs: Positive = Field(1, description="optimizer updates on one batch")
-    pack_tokens: Positive = Field(8192, description="tokens in one forward pass")
+    pack_tokens: Positive = Field(
+        8192, description="tokens in one forward pass of a rank; gradients of several passes accumulate"
+    )
+    parallel: ParallelConfig = ParallelConfig()
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of computation; master weights, gradients and their sums are float32 in any case"
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="activations computed again in the backward pass: all (full), or what is cheap (selective)"
+    )
+    offload: tuple[Literal["optimizer", "activations"], ...] = Field(
+        (), description="what GPUs keep in the host's memory: `optimizer` (with the master weights), `activations`"
+    )
     threads: Positive = Field(1, description="CPU threads of each rank")
     device: TorchDevice = "auto"
     transport: str = Field(

@@ -3,7 +3,7 @@
 Every method runs on all ranks at the same time, on an order of rank 0.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Literal
@@ -11,7 +11,8 @@ from typing import Literal
 import msgspec
 import torch
 from msgspec import Struct
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rollart.config import TrainingConfig
 from rollart.training import losses
@@ -19,6 +20,7 @@ from rollart.training.metrics import StepTotals
 from rollart.training.microbatch import MicroBatch, TrainSample, micro_batch
 from rollart.training.policy import PolicyModel
 from rollart.training.ranks import Ranks
+from rollart.training.strategy import Strategy
 from rollart.weights.publish import Publisher, TensorShard
 
 TensorKind = Literal["policy", "reference", "exp_avg", "exp_avg_sq"]
@@ -73,9 +75,9 @@ class Learner:
         self.config, self.ranks, self._publisher = config, ranks, publisher
         self._loss = losses.LOSSES.find(config.algorithm.loss)
         self.updates = 0
-        self.policy = PolicyModel(folder, ranks)
+        self.policy: Strategy = PolicyModel(folder, ranks, config)
         self.optimizer = make_optimizer(self.policy, config)
-        self.reference = PolicyModel(folder, ranks, trained=False) if config.algorithm.kl > 0 else None
+        self.reference = PolicyModel(folder, ranks, config, trained=False) if config.algorithm.kl > 0 else None
 
     def follow(self) -> None:
         """On a rank other than 0: carry out orders of rank 0 until it shuts down. Raises RanksLost."""
@@ -120,8 +122,8 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         parameters = self.policy.parameters().values()
-        clipped = torch.nn.utils.clip_grad_norm_(parameters, self.config.grad_clip, foreach=True)
-        norm = self.ranks.full_tensor(clipped).item()
+        norm = self.ranks.grad_norm(parameters)
+        clip_grads(parameters, self.config.grad_clip / (norm + 1e-6))
         totals.add_update(loss, norm, rate)
         if isfinite(loss) and isfinite(norm):
             self.optimizer.step()
@@ -133,7 +135,7 @@ class Learner:
     def _backward(self, micro: MicroBatch, totals: StepTotals) -> float:
         """Add the gradient of one micro-batch and return its share of the loss."""
         algorithm = self.config.algorithm
-        current, entropy = self.policy.logprobs(micro.packed, entropy=algorithm.entropy > 0)
+        current, entropy = self.policy.logprobs(micro.packed)
         first = micro.proximal is None
         if micro.proximal is None:
             micro.proximal = current.detach()
@@ -190,7 +192,7 @@ class Learner:
         def shard(what: TensorKind, name: str, like: Tensor) -> Tensor:
             return self.ranks.shard(stored[what][name] if self.ranks.rank == 0 else None, like)
 
-        kept: list[tuple[TensorKind, PolicyModel | None]] = [("policy", self.policy), ("reference", self.reference)]
+        kept: list[tuple[TensorKind, Strategy | None]] = [("policy", self.policy), ("reference", self.reference)]
         for what, policy in kept:
             for name, parameter in policy.parameters().items() if policy else ():
                 parameter.copy_(shard(what, name, parameter))
@@ -211,7 +213,7 @@ class Learner:
         return {name: state[p][what] for name, p in self.policy.parameters().items() if p in state}
 
 
-def make_optimizer(policy: PolicyModel, config: TrainingConfig) -> torch.optim.AdamW:
+def make_optimizer(policy: Strategy, config: TrainingConfig) -> torch.optim.AdamW:
     """Weight decay is for matrices, not for norms and biases."""
     parameters = list(policy.parameters().values())
     return torch.optim.AdamW(
@@ -223,3 +225,10 @@ def make_optimizer(policy: PolicyModel, config: TrainingConfig) -> torch.optim.A
         betas=config.betas,
         fused=True,
     )
+
+
+def clip_grads(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Scale the gradients by `factor`, if it is below 1."""
+    if factor < 1.0:
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        torch._foreach_mul_([grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads], factor)

@@ -9,26 +9,30 @@ A trajectory is one sequence for all its turns: history is trained once.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from rollart.core.errors import RollartError
+from rollart.training.context import ContextPeers
 
 ATTENTION = "rollart_packed"
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
+class Packed(Struct, frozen=True):
     """A micro-batch. `predict` are the flat positions whose next token is trained, `targets` those next tokens, and
     `temperature` divides the logits there (None: 1 everywhere).
 
     `grid` holds the flat position shown in every slot of the padded grid, `slots` the slot of every flat position;
-    both are None when the sequences are of one length and the grid is the flat layout already.
+    both are None when the sequences are of one length and the grid is the flat layout already. `starts` are the flat
+    positions of the sequences, and the end of the last.
+
+    Not a dataclass: FSDP casts the tensors inside those to the compute dtype.
     """
 
     tokens: Tensor
@@ -39,6 +43,7 @@ class Packed:
     slots: Tensor | None
     predict: Tensor
     targets: Tensor
+    starts: Tensor
     temperature: Tensor | None = None
 
 
@@ -106,6 +111,7 @@ def pack(
         slots=slots,
         predict=trained - 1,
         targets=flat[trained],
+        starts=functional.pad(lengths.cumsum(0), (1, 0)).int(),
         temperature=temperature,
     )
 
@@ -142,41 +148,76 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     packed: Packed,
+    context: ContextPeers | None = None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """[1, heads, T, dim] in, [1, T, heads, dim] out, the shapes of transformers' attention functions."""
+    """[1, heads, T, dim] in, [1, T, heads, dim] out, the shapes of transformers' attention functions. With a `context`,
+    T is this rank's slice. There is no dropout: the policy is in evaluation mode."""
     if softcap is not None:
         raise RollartError("this model caps its attention scores, which training does not support; choose another")
+    if context is not None:
+        if key.shape[1] % context.size:  # fewer KV heads than ranks: each query head brings its own
+            key, value = (states.repeat_interleave(query.shape[1] // states.shape[1], 1) for states in (key, value))
+        tokens = packed.tokens.shape[1]
+        query, key, value = (context.to_heads(states, tokens) for states in (query, key, value))
+    window = None if sliding_window is None or sliding_window >= packed.width else sliding_window
+    flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    out = (_flash if flash else _in_grid)(query, key, value, packed, scaling, window)
+    return (out if context is None else context.to_tokens(out)), None
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, packed: Packed, scaling: float | None, window: int | None
+) -> Tensor:
+    """FlashAttention on the flat layout. Never exercised: it needs a GPU."""
+    out = varlen_attn(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        cu_seq_q=packed.starts,
+        cu_seq_k=packed.starts,
+        max_q=packed.width,
+        max_k=packed.width,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(out, Tensor)
+    return out[None]
+
+
+def _in_grid(
+    query: Tensor, key: Tensor, value: Tensor, packed: Packed, scaling: float | None, window: int | None
+) -> Tensor:
     rows, width = packed.rows, packed.width
+    if query.is_cuda and query.shape[1] != key.shape[1]:  # float32 with grouped heads has no kernel but the slow one
+        key, value = (states.repeat_interleave(query.shape[1] // states.shape[1], 1) for states in (key, value))
 
     def to_grid(states: Tensor) -> Tensor:
         flat = states.transpose(1, 2)[0]
         if packed.grid is not None and packed.slots is not None:
             flat = _ToGrid.apply(flat, packed.grid, packed.slots)  # type: ignore[no-untyped-call]
-        return flat.view(rows, width, *flat.shape[1:]).transpose(1, 2)
+        return flat.reshape(rows, width, *flat.shape[1:]).transpose(1, 2)
 
-    window = None
-    if sliding_window is not None and sliding_window < width:
-        window = torch.ones(width, width, dtype=torch.bool, device=query.device).tril()
-        window = window.triu(1 - sliding_window)
+    mask = None
+    if window is not None:
+        mask = torch.ones(width, width, dtype=torch.bool, device=query.device).tril().triu(1 - window)
     out = functional.scaled_dot_product_attention(
         to_grid(query),
         to_grid(key),
         to_grid(value),
-        attn_mask=window,
-        dropout_p=dropout,
-        is_causal=window is None,
+        attn_mask=mask,
+        is_causal=mask is None,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
     flat = out.transpose(1, 2).reshape(rows * width, *out.shape[1:2], out.shape[3])
     if packed.slots is not None:
         flat = _ToFlat.apply(flat, packed.slots)  # type: ignore[no-untyped-call]
-    return flat[None], None
+    return flat[None]
 
 
 # No mask function is registered under this name, so transformers builds none.

@@ -1,40 +1,52 @@
-"""The policy: a transformers causal LM that returns the log-probabilities of given tokens."""
+"""The policy: a transformers causal LM that returns the log-probabilities of given tokens, spread over the ranks.
+
+Each rank reads only its part of the weights from disk, with the sharding plans that transformers has for its models:
+tensor and expert parallelism by module, then FSDP2 over the rest. Master weights, gradients and their sums are float32;
+with `dtype: bfloat16` FSDP casts the weights that a layer computes with. A single rank that computes in float32 has a
+plain model and no process group.
+"""
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 from transformers.utils.logging import disable_progress_bar
 
+from rollart.config import TrainingConfig
 from rollart.core.errors import RollartError
+from rollart.training.context import Peers
+from rollart.training.norms import use_fast_norms
 from rollart.training.packing import ATTENTION, Packed, pack
-from rollart.training.ranks import Ranks
+from rollart.training.ranks import Ranks, mesh_of_one
+from rollart.training.recompute import recompute
+from rollart.training.score import VocabularySplit, score
 
-LOGITS_AT_ONCE = 1 << 25  # with a vocabulary of 50,000, a long micro-batch would take gigabytes
 WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
+PLAIN = TrainingConfig()
 
 disable_progress_bar()  # a service writes to a log, not to a terminal
 
 
 class PolicyModel:
-    """In evaluation mode even in training: dropout would make its probabilities differ from the engine's.
+    """Implements `rollart.training.strategy.Strategy`. In evaluation mode even in training: dropout would make its
+    probabilities differ from the engine's.
 
     It keeps the other files of its folder (tokenizer, chat template), and saves them with the weights.
     """
 
-    def __init__(self, folder: Path, ranks: Ranks | None = None, *, trained: bool = True) -> None:
-        """Sharded over `ranks`, if there are several. Not `trained`: no gradients."""
+    def __init__(
+        self, folder: Path, ranks: Ranks | None = None, config: TrainingConfig = PLAIN, *, trained: bool = True
+    ) -> None:
+        """Not `trained`: no gradients."""
+        self._ranks = ranks or Ranks.single()
         try:
-            self.model = AutoModelForCausalLM.from_pretrained(
-                folder, attn_implementation=ATTENTION, dtype=torch.float32, local_files_only=True
-            ).eval()
+            self.model = _load(folder, self._ranks, config)
         except (OSError, ValueError) as error:
             raise RollartError(f"no causal language model can be loaded from {folder}: {error}") from error
         self._companions = {
@@ -42,12 +54,13 @@ class PolicyModel:
             for file in folder.iterdir()
             if file.is_file() and not file.name.endswith(WEIGHT_FILES)
         }
-        use_fast_norms(self.model)
-        _check_head(self.model)
-        self._scorer = _Scorer(self.model)
-        if ranks is not None:
-            self.model.to(ranks.device)
-            self._shard(ranks, trained)
+        self.model.requires_grad_(trained)
+        _check_head(self.model, self._ranks.device)
+        if self._ranks.layout.tensor == 1:  # under tensor parallelism transformers has its own hooks in the norms
+            use_fast_norms(self.model)
+        if trained and (config.recompute != "none" or "activations" in config.offload):
+            recompute(_layers(self.model), config.recompute, offload="activations" in config.offload)
+        self.model.forward = MethodType(_Forward(self._ranks), self.model)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """By name, tied ones once. They are DTensors if they are sharded."""
@@ -75,121 +88,100 @@ class PolicyModel:
             if not (folder / name).exists():
                 (folder / name).write_bytes(content)
 
-    def logprobs(self, packed: Packed, entropy: bool = False) -> tuple[Tensor, Tensor]:
-        """Log-probability of every trained token, and the entropy of the distribution it was sampled from. Gradients
-        flow through the entropy only if `entropy`."""
-        values: tuple[Tensor, Tensor] = self._scorer(packed, entropy)
+    def logprobs(self, packed: Packed) -> tuple[Tensor, Tensor]:
+        """Log-probability of every trained token, and the entropy of the distribution it was sampled from."""
+        values: tuple[Tensor, Tensor] = self.model(packed)
         return values
 
-    def _shard(self, ranks: Ranks, trained: bool) -> None:
-        """Decoder layers are gathered one by one; embedding, head and last norm for the whole pass."""
-        if ranks.mesh is None:
-            return
-        layers = [module for module in self.model.modules() if type(module).__name__ in self.model._no_split_modules]
-        for module in (*layers, self._scorer):
-            fully_shard(module, mesh=ranks.mesh, reshard_after_forward=module is not self._scorer or not trained)
-        for module in self._scorer.modules():
-            if isinstance(module, FSDPModule):
-                # Token weights are shares of the whole batch, so gradients are summed; gloo has only sums anyway.
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
+
+class _Forward:
+    """The forward pass that training needs, in place of the model's own: FSDP gathers weights around that."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._context, self._tensor = ranks.context, ranks.tensor
+
+    def __call__(self, model: Any, packed: Packed) -> tuple[Tensor, Tensor]:
+        context, total = self._context, packed.tokens.shape[1]
+        tokens, positions, predict = packed.tokens, packed.positions, packed.predict
+        targets, temperature = packed.targets, packed.temperature
+        if context is not None:
+            tokens, positions = context.cut(tokens), context.cut(positions)
+            start, size = context.slice_of(total)
+            mine = (predict >= start) & (predict < start + size)
+            predict, targets = predict[mine] - start, targets[mine]
+            temperature = None if temperature is None else temperature[mine]
+        states = model.base_model(
+            input_ids=tokens, position_ids=positions, use_cache=False, packed=packed, context=context
+        ).last_hidden_state[0]
+        weight, bias, split = _head(model, self._tensor)
+        hidden = states.index_select(0, predict)
+        values = score(hidden, weight, targets, bias=bias, temperature=temperature, split=split)
+        if context is not None:
+            sizes = torch.bincount(packed.predict // size, minlength=context.size).tolist()
+            # A slice with nothing to predict stays in the graph: its rank takes part in every exchange backwards.
+            values = (context.gather(values[0], sizes) + 0 * states.sum(), context.gather(values[1], sizes))
+        return values
 
 
-class _Scorer(nn.Module):
-    """The forward pass that training needs, as one module: FSDP gathers the weights of a module around its forward."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, packed: Packed, entropy: bool) -> tuple[Tensor, Tensor]:
-        head = self.model.get_output_embeddings()
-        hidden = _hidden(self.model, packed)[0].index_select(0, packed.predict)
-        chunk = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
-        if len(hidden) <= chunk:
-            return _score(head, hidden, packed.targets, packed.temperature, entropy)
-        heats = packed.temperature
-        parts = [
-            checkpoint(
-                _score,
-                head,
-                hidden[at : at + chunk],
-                packed.targets[at : at + chunk],
-                None if heats is None else heats[at : at + chunk],
-                entropy,
-                use_reentrant=False,
-            )
-            for at in range(0, len(hidden), chunk)
-        ]
-        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+def _head(model: Any, peers: Peers | None) -> tuple[Tensor, Tensor | None, VocabularySplit | None]:
+    head = model.get_output_embeddings()
+    weight, bias, split = head.weight, getattr(head, "bias", None), None
+    if peers is not None:
+        share = -(-weight.shape[0] // peers.size)
+        split = VocabularySplit(peers.group, share * peers.rank)
+        weight, bias = weight.to_local(), None if bias is None else bias.to_local()
+    return weight, bias, split
 
 
-def _hidden(model: Any, packed: Packed) -> Tensor:
-    states: Tensor = model.base_model(
-        input_ids=packed.tokens, position_ids=packed.positions, use_cache=False, packed=packed
-    ).last_hidden_state
-    return states
+def _load(folder: Path, ranks: Ranks, config: TrainingConfig) -> Any:
+    layout, mixed = ranks.layout, config.dtype == "bfloat16"
+    options: dict[str, Any] = {}
+    if ranks.size > 1:
+        options["distributed_config"] = DistributedConfig(
+            fsdp_size=layout.shards,
+            tp_size=layout.tensor,
+            ep_size=layout.expert,
+            tp_plan={"lm_head": "colwise"} if layout.tensor > 1 else None,
+            fsdp_mixed_precision=mixed,
+            fsdp_cpu_offload="optimizer" in config.offload,
+        )
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation=ATTENTION, dtype=torch.float32, local_files_only=True, **options
+    ).eval()
+    model.config.distributed_config = None  # saving it is one rank's work, with tensors that it has gathered
+    if ranks.size == 1:
+        model.to(ranks.device)
+    if layout.shards == 1 and (ranks.size > 1 or mixed or "optimizer" in config.offload):
+        # Sharded over one: it casts, offloads, and adds up the gradients of norms between tensor-parallel layers.
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
+        offload = CPUOffloadPolicy() if "optimizer" in config.offload else OffloadPolicy()
+        mesh = mesh_of_one(ranks.device) if ranks.size == 1 else model._device_mesh["fsdp"]
+        for module in (*_layers(model), model):
+            fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # Token weights are shares of the whole batch, so gradients are summed; gloo has only sums anyway.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return model
 
 
-def _score(
-    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: Tensor | None, entropy: bool
-) -> tuple[Tensor, Tensor]:
-    logits = head(hidden)
-    logprobs = torch.log_softmax(logits if temperature is None else logits / temperature[:, None], dim=-1)
-    with torch.set_grad_enabled(entropy and torch.is_grad_enabled()):
-        spread = -(logprobs.exp() * logprobs).sum(-1)
-    return -functional.nll_loss(logprobs, targets, reduction="none"), spread
+def _layers(model: Any) -> list[nn.Module]:
+    kinds = model._no_split_modules
+    return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in kinds]
 
 
 @torch.no_grad()
-def _check_head(model: Any) -> None:
+def _check_head(model: Any, device: torch.device) -> None:
     """Some models scale or cap their logits after the head, which would silently train something else."""
-    packed = pack([[0, 1, 2]], [[0, 1, 1]])
-    whole = model(input_ids=packed.tokens, position_ids=packed.positions, packed=packed).logits
-    if not torch.allclose(whole, model.get_output_embeddings()(_hidden(model, packed)), atol=1e-5):
+    seen: list[Tensor] = []
+    hook = model.get_output_embeddings().register_forward_hook(lambda _, args, output: seen.append(output))
+    with device:
+        packed = pack([[0, 1, 2]], [[0, 1, 1]])
+    whole = model(input_ids=packed.tokens, position_ids=packed.positions, packed=packed, use_cache=False).logits
+    hook.remove()
+    if not torch.equal(whole, seen[0].to(whole.dtype)):
         raise RollartError(
             f"{type(model).__name__} changes its logits after the output head; "
             "such models cannot be trained: choose one whose logits are the head's output"
         )
-
-
-class _RMSNorm(torch.autograd.Function):
-    """transformers writes RMS norm as six elementwise operations, with a dozen more in the backward pass; on a small
-    model they take more time than some of the matrix products. This is one function with a backward pass of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        norm = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
-        scale = norm.square_().div_(states.shape[-1]).add_(epsilon).rsqrt_()
-        unit: Tensor = states * scale
-        ctx.save_for_backward(unit, scale, weight)
-        return unit * weight
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        unit, scale, weight = ctx.saved_tensors
-        size = weight.shape[0]
-        product = (grads[0] * unit).reshape(-1, size)
-        along = (product @ weight).div_(size).view(scale.shape)
-        to_states = torch.addcmul(grads[0] * weight, unit, along, value=-1).mul_(scale)
-        return to_states, product.sum(0), None
-
-
-def rms_norm(module: nn.Module, states: Tensor) -> Tensor:
-    out: Tensor = _RMSNorm.apply(states, module.weight, module.variance_epsilon)  # type: ignore[no-untyped-call]
-    return out
-
-
-@torch.no_grad()
-def use_fast_norms(model: nn.Module) -> int:
-    """Replace the RMS norms of `model`, each only if it computes the same thing; returns how many."""
-    replaced = 0
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if not hasattr(module, "variance_epsilon") or not isinstance(weight, Tensor) or weight.ndim != 1:
-            continue
-        probe = torch.linspace(-2, 3, 3 * len(weight)).view(3, -1)
-        if torch.allclose(module(probe), rms_norm(module, probe), atol=1e-5):
-            module.forward = partial(rms_norm, module)
-            replaced += 1
-    return replaced

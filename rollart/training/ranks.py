@@ -1,17 +1,17 @@
-"""The ranks of one trainer: the processes that shard its weights, and the messages between them.
+"""The ranks of one trainer: the processes that divide its model, and the messages between them.
 
 Invariants: rank 0 leads and the others follow; a follower acts only on an order of rank 0, so that every rank runs the
 same collectives in the same sequence. Between orders rank 0 sends heartbeats, which bound the wait of a follower.
 A failure between an order and its end leaves the ranks out of step: it is `RanksLost`, and the process must exit.
 A rank that dies closes its connections, which its neighbours see at once; the deadline is for machines that vanish.
-Weights are sharded with FSDP2: gloo carries orders, and tensors on CPUs; NCCL carries tensors on GPUs, which has not
-been exercised. A single rank has no process group and no overhead.
+Gloo carries orders, and tensors on CPUs; NCCL carries tensors on GPUs, which has not been exercised. A single rank has
+no process group and no overhead.
 """
 
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,11 +20,14 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor, distributed
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rollart.core.errors import RollartError
+from rollart.hardware.layout import Layout
+from rollart.training.context import ContextPeers, Peers
+from rollart.training.shards import is_owner, rows, squares
 
 JOIN_DEADLINE = 60.0
 COLLECTIVE_DEADLINE = 60.0  # ranks run passes over about the same number of tokens: one a minute late is lost
@@ -51,19 +54,27 @@ class _Group:
 
 
 class Ranks:
-    """Made by `single` or `join`."""
+    """Made by `single` or `join`. `layout` says how they divide the model; `data` is the number of this rank's
+    micro-batches among those of each pass, which it shares with the ranks of its `context` and `tensor`."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, group: _Group | None) -> None:
-        self.rank, self.size, self.device = rank, size, device
+    def __init__(self, rank: int, device: torch.device, layout: Layout, group: _Group | None) -> None:
+        self.rank, self.size, self.device, self.layout = rank, layout.ranks, device, layout
+        self.data = layout.data_index(rank)
         self._group = group
 
     @classmethod
     def single(cls, device: str = "cpu") -> "Ranks":
-        return cls(0, 1, torch.device(device), None)
+        return cls(0, torch.device(device), Layout(), None)
 
     @classmethod
     def join(
-        cls, address: RankAddress, device: str = "cpu", *, patience: float, deadline: float = JOIN_DEADLINE
+        cls,
+        address: RankAddress,
+        device: str = "cpu",
+        *,
+        patience: float,
+        layout: Layout | None = None,
+        deadline: float = JOIN_DEADLINE,
     ) -> "Ranks":
         """Wait for all ranks. `patience` is how long rank 0 may be busy on its own, for instance with a save."""
         if address.ranks == 1:
@@ -71,6 +82,7 @@ class Ranks:
         where = torch.device(device)
         if where.type == "cuda":
             torch.cuda.set_device(where)
+            os.environ["LOCAL_RANK"] = str(where.index or 0)  # where transformers loads its part
         store = _rendezvous(address, deadline)
         distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo",
@@ -81,16 +93,29 @@ class Ranks:
         )
         quiet = timedelta(seconds=patience + 2 * HEARTBEAT_SECONDS)
         orders = distributed.new_group(backend="gloo", timeout=quiet)
-        mesh = init_device_mesh(where.type, (address.ranks,))
-        return cls(address.rank, address.ranks, where, _Group(mesh, orders, store))
+        layout = layout or Layout.over(address.ranks)
+        names = ("data", "context", "tensor")
+        mesh = init_device_mesh(where.type, tuple(getattr(layout, name) for name in names), mesh_dim_names=names)
+        return cls(address.rank, where, layout, _Group(mesh, orders, store))
 
     def lost(self, error: Exception) -> RanksLost:
         reason = (str(error) or type(error).__name__).splitlines()[0]  # torch adds stack traces of its own
         return RanksLost(f"rank {self.rank} of {self.size} of the trainer failed, or lost the others: {reason}")
 
     @property
-    def mesh(self) -> DeviceMesh | None:
-        return self._group.mesh if self._group else None
+    def context(self) -> ContextPeers | None:
+        """The ranks that share this one's sequences, if there are several."""
+        return ContextPeers(*self._peers("context")) if self.layout.context > 1 else None
+
+    @property
+    def tensor(self) -> Peers | None:
+        """The ranks that share this one's matrix products, if there are several."""
+        return Peers(*self._peers("tensor")) if self.layout.tensor > 1 else None
+
+    def _peers(self, dimension: str) -> tuple[distributed.ProcessGroup, int, int]:
+        assert self._group is not None
+        mesh = self._group.mesh[dimension]
+        return mesh.get_group(), mesh.get_local_rank(), mesh.size()
 
     @contextmanager
     def dispatch(self, orders: Sequence[msgspec.Struct]) -> Iterator[None]:
@@ -126,11 +151,21 @@ class Ranks:
     # Collectives: all ranks call them at the same time
 
     def all_reduce(self, values: Sequence[float], how: Any = distributed.ReduceOp.SUM) -> list[float]:
+        """Over the ranks with different micro-batches: of those that share them, the first counts."""
         if self._group is None:
             return list(values)
-        reduced = torch.tensor(values, dtype=torch.float64)
+        counted = how != distributed.ReduceOp.SUM or self.layout.leads(self.rank)
+        reduced = torch.tensor(values if counted else [0.0] * len(values), dtype=torch.float64)
         distributed.all_reduce(reduced, how)
         return reduced.tolist()
+
+    def grad_norm(self, parameters: Iterable[Tensor]) -> float:
+        """Of the gradients of all ranks: each element counts once, whatever its mesh."""
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        total = sum((squares(grad, self.size) for grad in grads), torch.zeros((), dtype=torch.float64)).cpu()
+        if self._group is not None:
+            distributed.all_reduce(total)
+        return float(total.sqrt())
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
         """All of a tensor that may be sharded; if it is, the result is a copy."""
@@ -138,16 +173,10 @@ class Ranks:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def local_shard(self, tensor: Tensor) -> tuple[Tensor, int]:
-        """What this rank publishes of a tensor, and its offset in the tensor's flat order: its own rows if the tensor
-        is sharded by rows. Of what all ranks have, rank 0 publishes all and the others nothing."""
-        tensor = tensor.detach()
-        if isinstance(tensor, DTensor):
-            if list(tensor.placements) == [Shard(0)]:
-                local = tensor.to_local()
-                rows = -(-tensor.shape[0] // self.size) * self.rank
-                return local, min(rows, tensor.shape[0]) * (tensor.numel() // max(1, tensor.shape[0]))
-            tensor = tensor.full_tensor()
-        return (tensor, 0) if self.rank == 0 else (tensor.new_empty(0), 0)
+        """What this rank publishes of a tensor, and its offset in the tensor's flat order. Of what several ranks have,
+        the first publishes all and the others nothing."""
+        values, start = rows(tensor)
+        return (values, start) if is_owner(tensor, self.rank, self.layout.tensor) else (values[:0], 0)
 
     def all_gather_text(self, key: str, text: str) -> list[str]:
         if self._group is None:
@@ -162,6 +191,14 @@ class Ranks:
             return tensor.to(self.device)
         whole = torch.empty(like.shape, dtype=like.dtype) if tensor is None else tensor
         return distribute_tensor(whole.to(self.device), like.device_mesh, like.placements)
+
+
+def mesh_of_one(device: torch.device) -> DeviceMesh:
+    """For a single rank whose weights FSDP casts or offloads."""
+    if not distributed.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    return init_device_mesh(device.type, (1,), mesh_dim_names=("fsdp",))
 
 
 def _rendezvous(address: RankAddress, deadline: float) -> Store:

@@ -26,6 +26,7 @@ import msgspec
 
 from rollart.config import TrainingConfig
 from rollart.core.types import Batch, Publication, StepMetrics
+from rollart.hardware.layout import Layout
 from rollart.launch import service
 from rollart.launch.rpc import Handler
 from rollart.training.checkpoint import load_checkpoint, save_checkpoint
@@ -145,7 +146,10 @@ def _rank_address(spec: Mapping[str, Any]) -> RankAddress:
 def _join(spec: Mapping[str, Any], config: TrainingConfig, store: Store) -> tuple[Ranks, Publisher, Sources]:
     """The ranks, this one's publisher, and where each rank serves its shard to engines on other machines. Raises
     TransferFailed if the transport of the run file is not available here."""
-    ranks = Ranks.join(_rank_address(spec), service.torch_device(config.device, spec), patience=config.deadline)
+    address = _rank_address(spec)
+    layout = Layout.over(address.ranks, **config.parallel.model_dump())
+    device = service.torch_device(config.device, spec)
+    ranks = Ranks.join(address, device, patience=config.deadline, layout=layout)
     server = WeightServer(store, spec.get("bind", service.LOOPBACK), spec.get("key"))
     sources = tuple((url,) for url in ranks.all_gather_text("weights", server.url))
     senders = [] if config.transport == "http" else [SenderGroup([sender(config.transport)], server.offer)]

@@ -65,11 +65,13 @@ class Trainer:
             aggregate=algorithm.aggregate,
             pack_tokens=self.config.pack_tokens,
             keep_all=algorithm.kl > 0 or algorithm.entropy > 0,
-            ranks=self.ranks.size,
+            ranks=self.ranks.layout.data,
         )
         informative = [any(group) and not done for group, done in zip(scores, solved, strict=True)]
         rate = self._rate(evidence=sum(informative) / len(informative))
-        orders = [Learn(passes, rate, len(cells)) for passes in by_rank]
+        layout = self.ranks.layout
+        shares = [Learn(passes, rate, len(cells)) for passes in by_rank]
+        orders = [shares[layout.data_index(rank)] for rank in range(layout.ranks)]
         with self.ranks.dispatch(orders):
             totals = self.learner.learn(orders[0])
         self.version += 1

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import VOCABULARY, save_tiny, tiny_model
 
-from rollart.training import policy as policy_module
+from rollart.training import score
 from rollart.training.packing import pack, plan, split_over_ranks
 from rollart.training.policy import PolicyModel
 
@@ -87,12 +87,12 @@ def test_chunked_logprobs_and_gradients_are_those_of_one_chunk(tmp_path: Path, m
 
     def run() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         policy.model.zero_grad()
-        logprobs, entropy = policy.logprobs(packed, entropy=True)
+        logprobs, entropy = policy.logprobs(packed)
         (logprobs.sum() + entropy.sum()).backward()
         return logprobs, entropy, policy.model.get_output_embeddings().weight.grad.clone()
 
     whole = run()
-    monkeypatch.setattr(policy_module, "LOGITS_AT_ONCE", 4 * VOCABULARY)
+    monkeypatch.setattr(score, "LOGITS_AT_ONCE", 4 * VOCABULARY)
     for chunked, expected in zip(run(), whole, strict=True):
         torch.testing.assert_close(chunked, expected)
 

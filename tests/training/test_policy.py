@@ -3,15 +3,15 @@ import torch
 from tiny_models import tiny_model
 from torch import nn
 
-from rollart.training.policy import rms_norm, use_fast_norms
+from rollart.training.norms import rms_norm, use_fast_norms
 
 
 class PlusOneNorm(nn.Module):
     """Gemma's kind: the weight is an offset from one."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 8) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.rand(8))
+        self.weight = nn.Parameter(torch.rand(size))
         self.variance_epsilon = 1e-6
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,275 @@
+"""Every layout of the trainer against one process: gradients, publications and checkpoints.
+
+Each layout runs as that many processes with gloo. Largest relative error of any gradient (`worst_gradient_error`, at
+most 1e-5), whether every element of the weights is published exactly once (`export_exact`), and whether a checkpoint of
+each layout is loaded exactly by another (`reshard_exact`).
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from torch import Tensor
+
+from rollart.config import TrainingConfig
+from rollart.hardware.layout import Layout
+from rollart.training import losses
+from rollart.training.microbatch import TrainSample, micro_batch
+from rollart.training.policy import PolicyModel
+from rollart.training.ranks import RankAddress, Ranks
+from rollart.training.shards import block
+
+DEADLINE_S = 300.0
+VOCABULARY = 131  # no multiple of anything
+PASSES = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, and what is on beside it."""
+
+    model: str
+    layout: Layout
+    loss: str = "ppo"
+    empty: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        extra = [
+            *(f"{key} {value}" for key, value in self.settings.items()),
+            *(["an empty pass"] if self.empty else []),
+        ]
+        return ", ".join([f"{self.model}: {self.layout}", self.loss, *extra])
+
+
+CASES = [
+    Case("dense", Layout(data=2)),
+    Case("dense", Layout(context=2)),
+    Case("dense", Layout(tensor=2)),
+    Case("untied", Layout(tensor=2), "gspo"),
+    Case("moe", Layout(data=2, expert=2), "gspo"),
+    Case("dense", Layout(data=2), empty=True),
+    Case("dense", Layout(context=2), "cispo", settings={"recompute": "full"}),
+    Case("dense", Layout(data=2), "reinforce", settings={"recompute": "selective"}),
+    Case("dense", Layout(context=4), "gspo"),
+    Case("dense", Layout(data=2, tensor=2)),
+    Case("untied", Layout(context=2, tensor=2), "gspo", settings={"recompute": "full"}),
+    Case("dense", Layout(data=2, context=2), "cispo"),
+    Case("moe", Layout(data=4, expert=2)),
+    Case("moe", Layout(data=2, tensor=2, expert=4)),
+    Case("moe", Layout(data=2, context=2, expert=4), settings={"recompute": "full"}),
+    Case("moe", Layout(context=4, expert=2), "gspo"),
+    Case("moe", Layout(data=2, tensor=2, expert=2), empty=True),
+    Case("moe", Layout(data=2, context=2, tensor=2, expert=4)),
+]
+SMOKE = [CASES[1], CASES[2], CASES[4]]
+
+
+def make_models(folder: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        "dense": ("qwen3", {"tie_word_embeddings": True}),
+        "untied": ("qwen3", {"tie_word_embeddings": False}),
+        "moe": ("qwen3_moe", {"tie_word_embeddings": False, **experts}),
+    }
+    for name, (architecture, more) in kinds.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **sizes, **more))
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.1)
+        model.save_pretrained(folder / name)
+
+
+def batch(case: Case) -> list[list[TrainSample]]:
+    """Five sequences for each pass of each data-parallel rank; they mask, weigh and heat differently."""
+    draw = torch.Generator().manual_seed(3)
+
+    def numbers(low: int, high: int, count: int) -> list[int]:
+        return torch.randint(low, high, (count,), generator=draw).tolist()
+
+    passes = []
+    for number in range(case.layout.data * PASSES):
+        samples = []
+        for length, heat in zip(numbers(6, 40, 5), (0.7, 1.0, 1.0, 0.9, 1.0), strict=True):
+            mask = [0, 0, 0, *numbers(0, 2, length - 3)]
+            behaviour = torch.rand(sum(mask), generator=draw).neg().sub(4.0).tolist()
+            advantage, weight = torch.randn(2, generator=draw).tolist()
+            samples.append(
+                TrainSample(
+                    tokens=numbers(0, VOCABULARY, length),
+                    mask=mask,
+                    behaviour=behaviour,
+                    cells=[0] * sum(mask),
+                    temperature=heat,
+                    advantage=advantage,
+                    weight=abs(weight) / 100,
+                )
+            )
+        passes.append([] if case.empty and number == len(passes) == case.layout.data * PASSES - 1 else samples)
+    return passes
+
+
+def accumulate_gradients(policy: PolicyModel, passes: Sequence[list[TrainSample]], config: TrainingConfig) -> None:
+    loss = losses.LOSSES.find(config.algorithm.loss)
+    for samples in passes:
+        micro = micro_batch(samples)
+        logprobs, entropy = policy.logprobs(micro.packed)
+        old = logprobs.detach() + 0.05 * torch.sin(torch.arange(len(logprobs)))  # so that some tokens are clipped
+        inputs = losses.LossInputs(
+            logprobs=logprobs,
+            old_logprobs=old,
+            engine_logprobs=micro.behaviour,
+            advantages=micro.advantage,
+            sequences=micro.sequence,
+            config=config.algorithm,
+        )
+        value = losses.policy_loss(loss, inputs).loss
+        (micro.weight * (value - 0.01 * entropy)).sum().backward()
+
+
+def config_of(case: Case) -> TrainingConfig:
+    parallel = {name: getattr(case.layout, name) for name in ("context", "tensor", "expert")}
+    return TrainingConfig.model_validate({"parallel": parallel, "algorithm": {"loss": case.loss}, **case.settings})
+
+
+def one_process(folder: Path, case: Case) -> dict[str, Tensor]:
+    policy = PolicyModel(folder / case.model)
+    accumulate_gradients(policy, batch(case), config_of(case))
+    return {name: parameter.grad for name, parameter in policy.parameters().items() if parameter.grad is not None}
+
+
+def gradient_error(expected: dict[str, Tensor], policy: PolicyModel) -> float:
+    """Of this rank's part of every gradient, relative to the largest element of that gradient."""
+    worst = 0.0
+    for name, parameter in policy.parameters().items():
+        assert parameter.grad is not None, name
+        part = block(parameter.grad)
+        where = tuple(slice(at, at + size) for at, size in zip(part.offset, part.values.shape, strict=True))
+        if part.values.numel():
+            difference = (part.values - expected[name][where]).abs().max() / expected[name].abs().max()
+            worst = max(worst, float(difference))
+    return worst
+
+
+def published(policy: PolicyModel, ranks: Ranks) -> dict[str, tuple[Tensor, int]]:
+    shares = {name: ranks.local_shard(parameter) for name, parameter in policy.parameters().items()}
+    return {name: (values.clone(), start) for name, (values, start) in shares.items()}
+
+
+def is_exact(weights: dict[str, Tensor], shares: Sequence[dict[str, tuple[Tensor, int]]]) -> bool:
+    """Whether the ranks publish every element of the weights exactly once."""
+    for name, weight in weights.items():
+        flat, count = torch.zeros(weight.numel()), torch.zeros(weight.numel())
+        for share in shares:
+            values, start = share[name]
+            flat[start : start + values.numel()] += values.reshape(-1)
+            count[start : start + values.numel()] += 1
+        if not (torch.equal(flat, weight.reshape(-1)) and bool((count == 1).all())):
+            return False
+    return True
+
+
+def _rank(case: Case, folder: Path, place: RankAddress) -> None:
+    torch.set_num_threads(1)
+    ranks = Ranks.join(place, layout=case.layout, patience=DEADLINE_S)
+    config = config_of(case)
+    policy = PolicyModel(folder / case.model, ranks, config)
+    share = published(policy, ranks)
+    passes = batch(case)
+    accumulate_gradients(policy, passes[ranks.data * PASSES : (ranks.data + 1) * PASSES], config)
+    expected = torch.load(folder / "expected.pt")
+    result = {
+        "error": gradient_error(expected, policy),
+        "share": share,
+        "norm": ranks.grad_norm(policy.parameters().values()),
+    }
+    torch.save(result, folder / f"result-{place.rank}.pt")
+
+
+def on_processes(ranks: int, work: Callable[..., None], *args: Any) -> None:
+    """`work` in so many processes; raises if one fails or they take too long."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rollart.training.service", "transformers.models.auto.modeling_auto"])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    processes = [context.Process(target=work, args=(*args, RankAddress(rank, ranks, address))) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + DEADLINE_S
+    try:
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        if any(process.exitcode != 0 for process in processes):
+            raise SystemExit(f"ranks ended with {[process.exitcode for process in processes]}")
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def run(case: Case, folder: Path) -> dict[str, Any]:
+    expected = one_process(folder, case)
+    torch.save(expected, folder / "expected.pt")
+    on_processes(case.layout.ranks, _rank, case, folder)
+    results = [torch.load(folder / f"result-{rank}.pt") for rank in range(case.layout.ranks)]
+    norm = float(torch.stack([grad.norm() for grad in expected.values()]).norm())
+    weights = {name: value.detach() for name, value in PolicyModel(folder / case.model).parameters().items()}
+    return {
+        "case": str(case),
+        "gradient_error": max(result["error"] for result in results),
+        "norm_error": max(abs(result["norm"] - norm) for result in results) / norm,
+        "export_exact": is_exact(weights, [result["share"] for result in results]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="three layouts of two processes")
+    parser.add_argument("--only", default="", help="only cases whose name has this in it")
+    arguments = parser.parse_args()
+    cases = [case for case in (SMOKE if arguments.smoke else CASES) if arguments.only in str(case)]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        make_models(folder)
+        rows = []
+        for number, case in enumerate(cases):
+            row = run(case, folder)
+            rows.append(row)
+            print(f"{number + 1}/{len(cases)} {row['case']}: {row['gradient_error']:.1e}", file=sys.stderr, flush=True)
+    print(
+        json.dumps(
+            {
+                "worst_gradient_error": max(row["gradient_error"] for row in rows),
+                "worst_norm_error": max(row["norm_error"] for row in rows),
+                "export_exact": all(row["export_exact"] for row in rows),
+                "layouts": rows,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""What a learner needs of a policy, however its ranks divide it: `PolicyModel` is the one that is built in."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from rollart.training.packing import Packed
+
+
+class Strategy(Protocol):
+    """All ranks call each method at the same time. Parameters and their gradients are torch tensors, DTensors where
+    ranks share them, under the names of Hugging Face."""
+
+    def logprobs(self, packed: Packed) -> tuple[Tensor, Tensor]:
+        """Log-probability of every trained token, and the entropy of its distribution, on all ranks that share the
+        micro-batch. Gradients of the ranks with other micro-batches are summed by the backward pass."""
+        ...
+
+    def parameters(self) -> dict[str, nn.Parameter]: ...
+
+    def names(self) -> dict[str, str]:
+        """Every name of a parameter in the model, tied ones included, to its name in parameters()."""
+        ...
+
+    def buffers(self) -> dict[str, Tensor]: ...
+
+    def state_dict(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+
+    def save(self, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None: ...
