@@ -110,7 +110,7 @@ def batch(case: Case) -> list[list[TrainSample]]:
     def numbers(low: int, high: int, count: int) -> list[int]:
         return torch.randint(low, high, (count,), generator=draw).tolist()
 
-    passes = []
+    passes: list[list[TrainSample]] = []
     for number in range(case.layout.data * PASSES):
         samples = []
         for length, heat in zip(numbers(6, 40, 5), (0.7, 1.0, 1.0, 0.9, 1.0), strict=True):
@@ -147,7 +147,7 @@ def accumulate_gradients(policy: PolicyModel, passes: Sequence[list[TrainSample]
             config=config.algorithm,
         )
         value = losses.policy_loss(loss, inputs).loss
-        (micro.weight * (value - 0.01 * entropy)).sum().backward()
+        (micro.weight * (value - 0.01 * entropy)).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def config_of(case: Case) -> TrainingConfig:

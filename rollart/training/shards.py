@@ -54,9 +54,9 @@ def rows(tensor: Tensor) -> tuple[Tensor, int]:
     """What this rank has of a tensor when it is cut into runs of its flat order: the values and where they start.
     Ranks that split other dimensions than the first exchange parts, so all ranks of the tensor's mesh call this."""
     part = block(tensor)
-    if isinstance(tensor, DTensor) and any(placement.is_shard() and placement.dim for placement in tensor.placements):
+    if isinstance(tensor, DTensor) and any(getattr(placement, "dim", 0) for placement in tensor.placements):
         wanted = [placement if placement.is_replicate() else Shard(0) for placement in tensor.placements]
-        part = block(tensor.detach().redistribute(placements=wanted))
+        part = block(tensor.redistribute(placements=wanted))
     return part.values, part.offset[0] * prod(part.shape[1:]) if part.values.numel() and part.shape else 0
 
 

@@ -25,7 +25,8 @@ def all_but_first(rows: list[list[int]]) -> list[list[int]]:
 
 def packed_logits(policy: PolicyModel, rows: list[list[int]]) -> torch.Tensor:
     packed = pack(rows, [[0] * len(row) for row in rows])
-    return policy.model(input_ids=packed.tokens, position_ids=packed.positions, packed=packed).logits[0]
+    states = policy.model.base_model(input_ids=packed.tokens, position_ids=packed.positions, packed=packed)
+    return policy.model.get_output_embeddings()(states.last_hidden_state)[0]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
