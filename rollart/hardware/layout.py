@@ -77,5 +77,7 @@ def misfits(layout: Layout, model: Mapping[str, Any]) -> Iterator[str]:
         yield f"context {layout.context} must divide the model's {each}"
     if layout.expert > 1 and not experts:
         yield f"expert {layout.expert} needs a mixture of experts, but the model has none"
+    elif experts and layout.tensor > 1 == layout.expert:
+        yield f"tensor {layout.tensor} needs an `expert` too, a multiple of it: experts are not cut, but spread"
     elif experts % layout.expert:
         yield f"expert {layout.expert} must divide the model's {experts} experts"

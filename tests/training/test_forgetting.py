@@ -60,9 +60,9 @@ def play(
     logprobs: list[list[float]] = [[] for _ in rows]
     for width in range(2, 2 + LENGTH):
         packed = pack(rows, [[0] * width for _ in rows])
-        logits = trainer.learner.policy.model(
-            input_ids=packed.tokens, position_ids=packed.positions, packed=packed
-        ).logits
+        model = trainer.learner.policy.model
+        states = model.base_model(input_ids=packed.tokens, position_ids=packed.positions, packed=packed)
+        logits = model.get_output_embeddings()(states.last_hidden_state)
         scores = logits[0, width - 1 :: width].log_softmax(-1)
         tokens = torch.multinomial(scores.exp(), 1, generator=chance)
         for row, known, token, score in zip(rows, logprobs, tokens, scores.gather(1, tokens), strict=True):

@@ -121,5 +121,5 @@ def test_a_rank_0_that_is_not_there_is_named() -> None:
 
 def test_one_rank_needs_no_group() -> None:
     ranks = Ranks.join(RankAddress(0, 1, "nowhere:0"), patience=1.0)
-    assert ranks.mesh is None
+    assert ranks.context is None and ranks.tensor is None
     assert not torch.distributed.is_initialized()
