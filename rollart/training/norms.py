@@ -26,13 +26,13 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        unit, scale, weight = ctx.saved_tensors
-        size = weight.shape[0]
-        grad, unit, weight = grads[0].float(), unit.float(), weight.float()
+        unit, scale, own = ctx.saved_tensors
+        size = own.shape[0]
+        grad, unit, weight = grads[0].float(), unit.float(), own.float()
         product = (grad * unit).reshape(-1, size)
         along = (product @ weight).div_(size).view(scale.shape)
         to_states = torch.addcmul(grad * weight, unit, along, value=-1).mul_(scale)
-        return to_states.to(grads[0].dtype), product.sum(0).to(ctx.saved_tensors[2].dtype), None
+        return to_states.to(grads[0].dtype), product.sum(0).to(own.dtype), None
 
 
 def rms_norm(module: nn.Module, states: Tensor) -> Tensor:

@@ -91,6 +91,8 @@ class PolicyModel:
     def logprobs(self, packed: Packed) -> tuple[Tensor, Tensor]:
         """Log-probability of every trained token, and the entropy of the distribution it was sampled from."""
         values: tuple[Tensor, Tensor] = self.model(packed)
+        if not torch.is_grad_enabled():
+            _reshard(self.model)
         return values
 
 
@@ -166,6 +168,13 @@ def _load(folder: Path, ranks: Ranks, config: TrainingConfig) -> Any:
     return model
 
 
+def _reshard(model: nn.Module) -> None:
+    """After a forward pass without a backward pass, which would do this: FSDP keeps the head's weights gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _layers(model: Any) -> list[nn.Module]:
     kinds = model._no_split_modules
     return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in kinds]
@@ -180,6 +189,7 @@ def _check_head(model: Any, device: torch.device) -> None:
         packed = pack([[0, 1, 2]], [[0, 1, 1]])
     whole = model(input_ids=packed.tokens, position_ids=packed.positions, packed=packed, use_cache=False).logits
     hook.remove()
+    _reshard(model)
     if not torch.equal(whole, seen[0].to(whole.dtype)):
         raise RollartError(
             f"{type(model).__name__} changes its logits after the output head; "
