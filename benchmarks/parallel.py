@@ -188,7 +188,7 @@ def is_exact(weights: dict[str, Tensor], shares: Sequence[dict[str, tuple[Tensor
             flat[start : start + values.numel()] += values.reshape(-1)
             count[start : start + values.numel()] += 1
         if not (torch.equal(flat, weight.reshape(-1)) and bool((count == 1).all())):
-            print(f"{name} is not published exactly once: {count.unique().tolist()}", file=sys.stderr)
+            print(f"{name} is not published exactly once: {sorted(set(count.tolist()))}", file=sys.stderr)
             return False
     return True
 
