@@ -54,6 +54,7 @@ class PolicyModel:
             for file in folder.iterdir()
             if file.is_file() and not file.name.endswith(WEIGHT_FILES)
         }
+        self._ranks.meet()
         self.model.requires_grad_(trained)
         _check_head(self.model, self._ranks.device)
         if self._ranks.layout.tensor == 1:  # under tensor parallelism transformers has its own hooks in the norms

@@ -57,10 +57,12 @@ class Ranks:
     """Made by `single` or `join`. `layout` says how they divide the model; `data` is the number of this rank's
     micro-batches among those of each pass, which it shares with the ranks of its `context` and `tensor`."""
 
-    def __init__(self, rank: int, device: torch.device, layout: Layout, group: _Group | None) -> None:
+    def __init__(
+        self, rank: int, device: torch.device, layout: Layout, group: _Group | None, patience: float = 0.0
+    ) -> None:
         self.rank, self.size, self.device, self.layout = rank, layout.ranks, device, layout
         self.data = layout.data_index(rank)
-        self._group = group
+        self._group, self._patience, self._meetings = group, patience, 0
 
     @classmethod
     def single(cls, device: str = "cpu") -> "Ranks":
@@ -96,7 +98,7 @@ class Ranks:
         layout = layout or Layout.over(address.ranks)
         names = ("data", "context", "tensor")
         mesh = init_device_mesh(where.type, tuple(getattr(layout, name) for name in names), mesh_dim_names=names)
-        return cls(address.rank, where, layout, _Group(mesh, orders, store))
+        return cls(address.rank, where, layout, _Group(mesh, orders, store), patience)
 
     def lost(self, error: Exception) -> RanksLost:
         reason = (str(error) or type(error).__name__).splitlines()[0]  # torch adds stack traces of its own
@@ -177,6 +179,15 @@ class Ranks:
         the first publishes all and the others nothing."""
         values, start = rows(tensor)
         return (values, start) if is_owner(tensor, self.rank, self.layout.tensor) else (values[:0], 0)
+
+    def meet(self) -> None:
+        """Wait for the ranks, which may have read files for minutes: longer than a collective would wait."""
+        if self._group is None:
+            return
+        self._meetings += 1
+        self._group.store.set(f"meeting {self._meetings} {self.rank}", "here")
+        keys = [f"meeting {self._meetings} {rank}" for rank in range(self.size)]
+        self._group.store.wait(keys, timedelta(seconds=self._patience))
 
     def all_gather_text(self, key: str, text: str) -> list[str]:
         if self._group is None:
