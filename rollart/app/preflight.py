@@ -11,6 +11,7 @@ from rollart.engines import backends
 from rollart.envs import families
 from rollart.training.advantages import ADVANTAGES
 from rollart.training.losses import LOSSES
+from rollart.training.optimizers import OPTIMIZERS
 
 
 def load_run(
@@ -36,6 +37,8 @@ def _missing(run: RunFile, tree: Tree, need_model: bool, only_task: str | None) 
     for key, registry in (("loss", LOSSES), ("advantage", ADVANTAGES)):
         if wrong := registry.problem(getattr(run.training.algorithm, key)):
             yield f"{tree.place(('training', 'algorithm', key))}: training.algorithm.{key} {wrong}"
+    if wrong := OPTIMIZERS.problem(run.training.optimizer):
+        yield f"{tree.place(('training', 'optimizer'))}: training.optimizer {wrong}"
     yield from (f"{tree.place(path)}: {wrong}" for path, wrong in backends.problems(run))
     hosts = run.pools_of("environment").values()
     remote = all(pool.urls for pool in hosts) and run.model.warmup is None and only_task is None

@@ -87,18 +87,29 @@ class ParallelConfig(Section):
 class TrainingConfig(Section):
     """The optimizer, its batches and its process."""
 
-    steps: Positive = Field(100, description="optimizer steps of the run, one batch each")
+    steps: Positive = Field(100, description="training steps of the run, one batch each")
     batch_groups: Positive = Field(16, description="groups in a batch, split over the tasks by their weights")
     group_size: int = Field(8, ge=2, description="trajectories in a group")
-    lr: float = Field(1e-3, gt=0, description="peak learning rate of AdamW")
+    optimizer: str = Field("adamw", description="adamw, muon, adamw_8bit, or module:function")
+    lr: float = Field(1e-3, gt=0, description="peak learning rate; updates of Muon are scaled to the size of AdamW's")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="how the learning rate falls from `lr` at the first step to `lr_end` at the last"
+    )
     lr_warmup: Natural = Field(5, description="optimizer updates in which the learning rate rises to `lr`")
-    lr_end: float = Field(1.0, gt=0, le=1, description="fraction of `lr` at the last step; the decay is linear")
-    weight_decay: float = Field(0.0, ge=0, description="weight decay of AdamW")
+    lr_end: float | None = Field(
+        None, ge=0, le=1, description="fraction of `lr` at the last step of a linear or cosine schedule; null: 0"
+    )
+    weight_decay: float = Field(0.0, ge=0, description="weight decay, of matrices")
     betas: tuple[float, float] = Field((0.9, 0.95), description="beta 1 and 2 of AdamW")
-    grad_clip: float = Field(1.0, gt=0, description="maximum norm of the gradient")
-    epochs: Positive = Field(1, description="optimizer updates on one batch")
+    grad_clip: float = Field(1.0, gt=0, description="maximum norm of the gradient of an update")
+    epochs: Positive = Field(1, description="passes over a batch")
+    updates: Positive = Field(
+        1, description="optimizer updates in an epoch, each on a mini-batch of whole groups; at most `batch_groups`"
+    )
     pack_tokens: Positive = Field(
-        8192, description="tokens in one forward pass of a rank; gradients of several passes accumulate"
+        8192,
+        description="tokens in one forward pass of a rank; an update accumulates the gradients of as many passes as "
+        "its mini-batch takes (gradient accumulation)",
     )
     parallel: ParallelConfig = ParallelConfig()
     dtype: Literal["float32", "bfloat16"] = Field(
@@ -108,7 +119,9 @@ class TrainingConfig(Section):
         "none", description="activations computed again in the backward pass: all (full), or what is cheap (selective)"
     )
     offload: tuple[Literal["optimizer", "activations"], ...] = Field(
-        (), description="what GPUs keep in the host's memory: `optimizer` (with the master weights), `activations`"
+        (),
+        description="what GPUs keep in the host's memory: `optimizer` (with the master weights), `activations`; "
+        "on CPUs it changes nothing",
     )
     threads: Positive = Field(1, description="CPU threads of each rank")
     device: TorchDevice = "auto"
@@ -117,6 +130,15 @@ class TrainingConfig(Section):
     )
     algorithm: AlgorithmConfig = AlgorithmConfig()
     deadline: Seconds = Field(600.0, description="seconds for one step")
+
+    @model_validator(mode="after")
+    def _consistent_updates(self) -> "TrainingConfig":
+        if self.updates > self.batch_groups:
+            message = f"updates ({self.updates}) must not exceed batch_groups ({self.batch_groups})"
+            raise Conflict(f"{message}: a mini-batch has at least one group", "updates")
+        if self.lr_end is not None and self.lr_schedule == "constant":
+            raise Conflict("lr_end needs lr_schedule: linear or lr_schedule: cosine", "lr_end")
+        return self
 
     @model_validator(mode="after")
     def _known_transport(self) -> "TrainingConfig":

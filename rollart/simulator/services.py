@@ -92,7 +92,8 @@ def training_seconds(scenario: Scenario, device: DeviceClass, ranks: int) -> Cal
             return pace.fixed + pace.token * sum(lengths)
         forward = sum(lengths) * shape.token_flops
         forward += shape.attention_flops * sum(length * length for length in lengths) / 2
-        return 3.0 * scenario.training.epochs * forward / flops
+        training = scenario.training  # of all but the first mini-batch, logprobs are computed before the first update
+        return (3.0 * training.epochs + 1 - 1 / training.updates) * forward / flops
 
     return seconds
 

@@ -22,7 +22,8 @@ from rollart.models.folder import atomic_folder
 from rollart.training.advantages import UNSEEN, RewardRange
 from rollart.training.client import MANIFEST, OPTIMIZER, REFERENCE
 from rollart.training.guard import GuardState
-from rollart.training.learner import MOMENTS, Restore, TensorKind
+from rollart.training.learner import Restore, TensorKind
+from rollart.training.optimizers import MOMENTS, moments
 from rollart.training.policy import PolicyModel
 from rollart.training.trainer import Trainer
 
@@ -40,10 +41,10 @@ def save_checkpoint(trainer: Trainer, path: Path) -> None:
     learner = trainer.learner
     with atomic_folder(path) as folder:
         learner.policy.save(folder, trainer.gather("policy"))
-        moments = {f"{name}/step": torch.tensor(step) for name, step in learner.steps().items()}
+        state = {f"{name}/step": torch.tensor(step) for name, step in learner.steps().items()}
         for kind in MOMENTS:
-            moments |= {f"{name}/{kind}": tensor for name, tensor in trainer.gather(kind).items()}
-        save_file(moments, folder / OPTIMIZER)
+            state |= {f"{name}/{kind}": tensor for name, tensor in trainer.gather(kind).items()}
+        save_file(state, folder / OPTIMIZER)
         if learner.reference is not None:
             save_file(trainer.gather("reference"), folder / REFERENCE)
         ranges = {task: seen for task, seen in trainer.ranges.items() if seen != UNSEEN}
@@ -55,17 +56,17 @@ def save_checkpoint(trainer: Trainer, path: Path) -> None:
 def load_checkpoint(trainer: Trainer, path: Path) -> None:
     """Raises RollartError, and leaves the trainer as it is, if the checkpoint is damaged or does not fit."""
     manifest = read_manifest(path)
-    moments = load_file(path / OPTIMIZER)
+    state = load_file(path / OPTIMIZER)
     stored: dict[TensorKind, Mapping[str, Tensor]] = {"policy": PolicyModel(path).parameters()}
     if trainer.learner.reference is not None:
         if REFERENCE not in manifest.files:
             raise RollartError(f"{path} has no reference policy; set training.algorithm.kl to 0 to continue")
         stored["reference"] = load_file(path / REFERENCE)
-    updated = [name for name in stored["policy"] if f"{name}/step" in moments]
+    updated = [name for name in stored["policy"] if f"{name}/step" in state]
     for kind in MOMENTS:
-        stored[kind] = {name: moments[f"{name}/{kind}"] for name in updated if f"{name}/{kind}" in moments}
+        stored[kind] = {name: state[f"{name}/{kind}"] for name in updated if f"{name}/{kind}" in state}
     _check_shapes(trainer, stored, updated, path)
-    steps = {name: moments[f"{name}/step"].item() for name in updated}
+    steps = {name: state[f"{name}/step"].item() for name in updated}
     trainer.restore(Restore(manifest.updates, steps), stored)
     trainer.version, trainer.ranges = manifest.version, manifest.ranges
     trainer.guard.restore(manifest.guard)
@@ -97,5 +98,8 @@ def _check_shapes(
             raise RollartError(f"the checkpoint {path} is of another model: {name} is missing or has another shape")
         if "reference" in wrong:
             raise RollartError(f"the checkpoint {path} is damaged: {name} in {REFERENCE} does not fit")
-        if name in updated and wrong:
-            raise RollartError(f"the checkpoint {path} is damaged: {min(wrong)} of {name} in {OPTIMIZER} does not fit")
+        if name in updated and (lacking := wrong.intersection(moments(trainer.learner.optimizer, parameter))):
+            raise RollartError(
+                f"the checkpoint {path} was written with another training.optimizer, or is damaged: "
+                f"{min(lacking)} of {name} in {OPTIMIZER} is missing or does not fit"
+            )

@@ -1,8 +1,7 @@
 """The numerics guard: detects logprobs of the engine that are out of range, and names the likely cause.
 
-A fresh token, sampled by the version that is trained, must agree with the trainer but for the rounding of the engine's
-dtype; an older one drifts with the policy, about as far as it usually does. Each cause of a disagreement has its own
-signature:
+A fresh token, sampled by the version that is trained, must agree with the trainer but for rounding; an older one drifts
+with the policy, about as far as it usually does. Each cause of a disagreement has its own signature:
 
 - top-k or top-p: the engine's logprob is never below the trainer's, because it leaves out part of the vocabulary;
 - temperature: the gap is proportional to logprob + entropy, with one factor for all tokens;
@@ -21,8 +20,9 @@ from msgspec import Struct
 
 from rollart.training.logprob_gap import GapRow, pool
 
-# Mean gap of fresh tokens, by the engine's dtype, that rounding may explain; a few times what was measured.
-NOISE = {"float32": 1e-4, "bfloat16": 0.04, "float16": 0.01}
+# Mean gap of fresh tokens that rounding may explain, by the coarser dtype of engine and trainer: a few times what was
+# measured, except for TF32, which has the mantissa of float16.
+NOISE = {"float32": 1e-4, "bfloat16": 0.04, "float16": 0.01, "tf32": 0.01}
 # Fewer prove nothing: a handful may be off to the same side by chance, and older ones by what they taught.
 MIN_TOKENS, MIN_STALE_TOKENS = 16, 256
 # Older tokens are out of range at DRIFT_FACTOR times their usual mean gap, and at DRIFT_MIN_GAP at least.
@@ -56,6 +56,10 @@ class GuardState(Struct, frozen=True):
 
     usual: tuple[tuple[str, int, tuple[float, ...]], ...] = ()
     reported: tuple[tuple[Cause, str, int], ...] = ()
+
+
+def coarser(*dtypes: str) -> str:
+    return max(dtypes, key=NOISE.__getitem__)
 
 
 class Guard:

@@ -3,7 +3,7 @@
 Every method runs on all ranks at the same time, on an order of rank 0.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Literal
@@ -18,20 +18,27 @@ from rollart.config import TrainingConfig
 from rollart.training import losses
 from rollart.training.metrics import StepTotals
 from rollart.training.microbatch import MicroBatch, TrainSample, micro_batch
+from rollart.training.optimizers import Moment, learning_rate, make_optimizer, moments, read_state, write_state
 from rollart.training.policy import PolicyModel
 from rollart.training.ranks import Ranks
 from rollart.training.strategy import Strategy
 from rollart.weights.publish import Publisher, TensorShard
 
-TensorKind = Literal["policy", "reference", "exp_avg", "exp_avg_sq"]
-MOMENTS: tuple[TensorKind, ...] = ("exp_avg", "exp_avg_sq")
+TensorKind = Literal["policy", "reference"] | Moment
+
+
+class MiniBatch(Struct, frozen=True):
+    """A rank's passes for one update, whose learning rate is multiplied by `evidence`."""
+
+    passes: list[list[TrainSample]]
+    evidence: float
 
 
 class Learn(Struct, frozen=True, tag=True):
-    """A rank's passes. `rate` is the learning rate before warmup; `cells` their number on all ranks."""
+    """The updates of an epoch; all ranks have as many, with as many passes in each. `cells` is the number of cells."""
 
-    passes: list[list[TrainSample]]
-    rate: float
+    step: int
+    mini_batches: list[MiniBatch]
     cells: int
 
 
@@ -72,6 +79,8 @@ class Learner:
     ) -> None:
         torch.set_num_threads(config.threads)
         torch.manual_seed(seed)
+        if ranks.device.type == "cuda":
+            torch.set_float32_matmul_precision("high")  # TF32 where float32 is asked for; never exercised
         self.config, self.ranks, self._publisher = config, ranks, publisher
         self._loss = losses.LOSSES.find(config.algorithm.loss)
         self.updates = 0
@@ -100,25 +109,39 @@ class Learner:
             raise self.ranks.lost(error) from error
 
     def learn(self, order: Learn) -> StepTotals:
-        """One update per epoch. The logprobs of the first are the proximal ones of the rest: no extra forward pass."""
+        """One update per mini-batch, in every epoch; the first that is not finite is the last."""
         totals = StepTotals(order.cells, self.ranks.device)
         with self.ranks.device:
-            micros = [micro_batch(items) for items in order.passes]
-        if self.reference is not None:
-            with torch.no_grad():
-                for micro in micros:
-                    micro.reference = self.reference.logprobs(micro.packed)[0]
-        for _ in range(self.config.epochs if micros else 0):
-            self._update(micros, order.rate, totals)
+            batches = [[micro_batch(items) for items in one.passes] for one in order.mini_batches]
+        self._score_before(batches, totals)
+        updates = [*zip(batches, order.mini_batches, strict=True)] * self.config.epochs
+        for micros, mini_batch in updates:
+            rate = learning_rate(self.config, order.step, self.updates) * mini_batch.evidence
+            self._update(micros, rate, totals)
             if totals.skipped:
                 break
         totals.merge(self.ranks)
         return totals
 
+    @torch.no_grad()
+    def _score_before(self, batches: Sequence[Sequence[MicroBatch]], totals: StepTotals) -> None:
+        """Logprobs of the reference, and of the policy before its first update. That update's own forward pass has
+        those of its mini-batch; the others need one more."""
+        for number, micros in enumerate(batches):
+            for micro in micros:
+                if self.reference is not None:
+                    micro.reference = self.reference.logprobs(micro.packed)[0]
+                if number > 0:
+                    micro.proximal, entropy = self.policy.logprobs(micro.packed)
+                    importance = self._importance(micro.proximal, micro)
+                    totals.add_first_pass(entropy, micro.proximal, micro.behaviour, micro.cell, importance)
+
+    def _importance(self, proximal: Tensor, micro: MicroBatch) -> Tensor:
+        return losses.importance_weight(proximal, micro.behaviour, self.config.algorithm.importance_cap)
+
     def _update(self, micros: Sequence[MicroBatch], rate: float, totals: StepTotals) -> None:
         """Loss and norm are those of all ranks, so an update that is not finite on one is skipped by all."""
         (loss,) = self.ranks.all_reduce([sum(self._backward(micro, totals) for micro in micros)])
-        rate *= min(1.0, (self.updates + 1) / max(1, self.config.lr_warmup))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         parameters = self.policy.parameters().values()
@@ -150,7 +173,7 @@ class Learner:
                 config=algorithm,
             ),
         )
-        importance = losses.importance_weight(micro.proximal, micro.behaviour, algorithm.importance_cap)
+        importance = self._importance(micro.proximal, micro)
         loss = importance * outcome.loss
         kl = None
         if micro.reference is not None:
@@ -167,7 +190,7 @@ class Learner:
 
     def gather(self, what: TensorKind) -> dict[str, Tensor]:
         """On rank 0 all of them, as copies if they are sharded; on other ranks none: each is dropped at once."""
-        whole = ((name, self.ranks.full_tensor(tensor)) for name, tensor in self._tensors(what).items())
+        whole = ((name, self.ranks.full_tensor(tensor)) for name, tensor in self._tensors(what))
         return {name: tensor for name, tensor in whole if self.ranks.rank == 0}
 
     def publish(self, order: Publish) -> None:
@@ -200,31 +223,18 @@ class Learner:
         self.optimizer.state.clear()
         for name, parameter in self.policy.parameters().items():
             if name in order.steps:
-                state = {kind: shard(kind, name, parameter) for kind in MOMENTS}
-                step = torch.tensor(order.steps[name], device=self.ranks.device)
-                self.optimizer.state[parameter] = {"step": step, **state}
+                state = {str(kind): shard(kind, name, parameter) for kind in moments(self.optimizer, parameter)}
+                write_state(self.optimizer, parameter, {"step": torch.tensor(order.steps[name]), **state})
 
-    def _tensors(self, what: TensorKind) -> Mapping[str, Tensor]:
+    def _tensors(self, what: TensorKind) -> Iterator[tuple[str, Tensor]]:
         if what == "policy":
-            return self.policy.parameters()
-        if what == "reference":
-            return self.reference.parameters() if self.reference is not None else {}
-        state = self.optimizer.state
-        return {name: state[p][what] for name, p in self.policy.parameters().items() if p in state}
-
-
-def make_optimizer(policy: Strategy, config: TrainingConfig) -> torch.optim.AdamW:
-    """Weight decay is for matrices, not for norms and biases."""
-    parameters = list(policy.parameters().values())
-    return torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
-            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-        ],
-        lr=config.lr,
-        betas=config.betas,
-        fused=True,
-    )
+            yield from self.policy.parameters().items()
+        elif what == "reference":
+            yield from self.reference.parameters().items() if self.reference is not None else ()
+        else:
+            for name, parameter in self.policy.parameters().items():
+                if parameter in self.optimizer.state and what in moments(self.optimizer, parameter):
+                    yield name, read_state(self.optimizer, parameter)[what]
 
 
 def clip_grads(parameters: Iterable[nn.Parameter], factor: float) -> None:

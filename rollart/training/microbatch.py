@@ -10,7 +10,7 @@ from torch import Tensor
 from rollart.core.types import Batch, Sample
 from rollart.training.logprob_gap import Cells
 from rollart.training.losses import token_weights
-from rollart.training.packing import Packed, pack, split_over_ranks
+from rollart.training.packing import Packed, deal, pack, split_over_ranks
 
 
 class TrainSample(Struct, frozen=True, array_like=True, gc=False):
@@ -32,8 +32,8 @@ EMPTY = TrainSample(tokens=[0], mask=[0], behaviour=[], cells=[], temperature=1.
 @dataclass(slots=True)
 class MicroBatch:
     """One forward pass. The tensors are flat, one entry per action token; `sequence` numbers from 0.
-    The sum of `weight` over all tokens of all micro-batches is at most 1: samples left out keep their share.
-    `proximal` is filled in by the first pass over the batch, `reference` only if the KL has a weight.
+    The sum of `weight` over all tokens of an update's micro-batches is at most 1: samples left out keep their share.
+    `proximal` is the policy's before the first update of the batch; `reference` is there only if the KL has a weight.
     """
 
     packed: Packed
@@ -58,6 +58,21 @@ def check_batch(batch: Batch) -> None:
                     f"sample {sample.id} has {len(sample.tokens)} tokens, {len(sample.mask)} mask bits, "
                     f"{len(sample.logprobs)} logprobs and {len(sample.versions)} versions; the numbers must agree"
                 )
+
+
+def split_into_mini_batches(
+    batch: Batch, advantages: Sequence[Sequence[float]], updates: int, *, keep_all: bool
+) -> list[list[int]]:
+    """The groups of each update. Groups stay whole; each update gets as many as any other, give or take one, as many
+    that have a gradient, and about as many tokens. There are fewer updates if fewer groups have a gradient: one without
+    any would move the weights by momentum alone."""
+    tokens = []
+    for group, row in zip(batch.groups, advantages, strict=True):
+        score = dict(zip(group.rewards, row, strict=True))
+        kept = [sample for sample in group.samples if any(sample.mask) and (keep_all or score[sample.owner] != 0.0)]
+        tokens.append(sum(len(sample.tokens) for sample in kept))
+    count = max(1, min(updates, sum(map(bool, tokens))))
+    return [sorted(part) for part in deal(tokens, count)]
 
 
 def plan_passes(

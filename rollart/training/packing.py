@@ -82,6 +82,22 @@ def split_over_ranks(lengths: Sequence[int], pack_tokens: int, ranks: int) -> li
     ]
 
 
+def deal(sizes: Sequence[int], parts: int) -> list[list[int]]:
+    """Indices by part: from the largest to the smallest, in rounds that give one to each part, the largest of a round
+    to the part with the least so far.
+
+    >>> deal([5, 90, 6, 100, 7], 2)
+    [[3, 2], [1, 4, 0]]
+    """
+    order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+    out: list[list[int]] = [[] for _ in range(parts)]
+    for start in range(0, len(order), parts):
+        lightest = sorted(out, key=lambda part: sum(sizes[i] for i in part))
+        for part, index in zip(lightest, order[start : start + parts], strict=False):
+            part.append(index)
+    return out
+
+
 def pack(
     tokens: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], temperatures: Sequence[float] | None = None
 ) -> Packed:

@@ -59,13 +59,19 @@ class PolicyModel:
         _check_head(self.model, self._ranks.device)
         if self._ranks.layout.tensor == 1:  # under tensor parallelism transformers has its own hooks in the norms
             use_fast_norms(self.model)
-        if trained and (config.recompute != "none" or "activations" in config.offload):
-            recompute(_layers(self.model), config.recompute, offload="activations" in config.offload)
+        offload = "activations" in config.offload and self._ranks.device.type != "cpu"
+        if trained and (config.recompute != "none" or offload):
+            recompute(_layers(self.model), config.recompute, offload=offload)
         self.model.forward = MethodType(_Forward(self._ranks), self.model)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """By name, tied ones once. They are DTensors if they are sharded."""
         return dict(self.model.named_parameters())
+
+    def embeddings(self) -> frozenset[str]:
+        """Those of parameters() that are the embeddings of tokens or the output head."""
+        modules = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        return frozenset(name for name, p in self.parameters().items() if any(p is m.weight for m in modules))
 
     def names(self) -> dict[str, str]:
         """Every name of a parameter in the model, tied ones included, to its name in parameters()."""
@@ -138,6 +144,7 @@ def _head(model: Any, peers: Peers | None) -> tuple[Tensor, Tensor | None, Vocab
 
 def _load(folder: Path, ranks: Ranks, config: TrainingConfig) -> Any:
     layout, mixed = ranks.layout, config.dtype == "bfloat16"
+    offloaded = "optimizer" in config.offload and ranks.device.type != "cpu"  # on CPUs it is there already
     options: dict[str, Any] = {}
     if ranks.size > 1:
         options["distributed_config"] = DistributedConfig(
@@ -146,7 +153,7 @@ def _load(folder: Path, ranks: Ranks, config: TrainingConfig) -> Any:
             ep_size=layout.expert,
             tp_plan={"lm_head": "colwise"} if layout.tensor > 1 else None,
             fsdp_mixed_precision=mixed,
-            fsdp_cpu_offload="optimizer" in config.offload,
+            fsdp_cpu_offload=offloaded,
         )
     model = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation=ATTENTION, dtype=torch.float32, local_files_only=True, **options
@@ -154,10 +161,10 @@ def _load(folder: Path, ranks: Ranks, config: TrainingConfig) -> Any:
     model.config.distributed_config = None  # saving it is one rank's work, with tensors that it has gathered
     if ranks.size == 1:
         model.to(ranks.device)
-    if layout.shards == 1 and (ranks.size > 1 or mixed or "optimizer" in config.offload):
+    if layout.shards == 1 and (ranks.size > 1 or mixed or offloaded):
         # Sharded over one: it casts, offloads, and adds up the gradients of norms between tensor-parallel layers.
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
-        offload = CPUOffloadPolicy() if "optimizer" in config.offload else OffloadPolicy()
+        offload = CPUOffloadPolicy() if offloaded else OffloadPolicy()
         mesh = mesh_of_one(ranks.device) if ranks.size == 1 else model._device_mesh["fsdp"]
         for module in (*_layers(model), model):
             fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)

@@ -1,4 +1,4 @@
-"""Losses and advantages by name: one that ships with rollart, or `module:function` of the user."""
+"""Losses, advantages and optimizers by name: one that ships with rollart, or `module:function` of the user."""
 
 import importlib
 import re

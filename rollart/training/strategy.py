@@ -20,6 +20,10 @@ class Strategy(Protocol):
 
     def parameters(self) -> dict[str, nn.Parameter]: ...
 
+    def embeddings(self) -> frozenset[str]:
+        """Those of parameters() that are the embeddings of tokens or the output head."""
+        ...
+
     def names(self) -> dict[str, str]:
         """Every name of a parameter in the model, tied ones included, to its name in parameters()."""
         ...

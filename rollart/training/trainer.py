@@ -6,8 +6,10 @@ version advances all the same, because the batch has been used.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 from torch import Tensor
 
@@ -15,11 +17,21 @@ from rollart.config import TrainingConfig
 from rollart.core.errors import RollartError
 from rollart.core.types import Batch, StepMetrics
 from rollart.training.advantages import ADVANTAGES, UNSEEN, RewardRange, group_advantages
-from rollart.training.guard import Guard
-from rollart.training.learner import Gather, Heartbeat, Learn, Learner, Publish, Restore, Shutdown, TensorKind
+from rollart.training.guard import Guard, coarser
+from rollart.training.learner import (
+    Gather,
+    Heartbeat,
+    Learn,
+    Learner,
+    MiniBatch,
+    Publish,
+    Restore,
+    Shutdown,
+    TensorKind,
+)
 from rollart.training.logprob_gap import Cells, gap_table
 from rollart.training.metrics import task_metrics
-from rollart.training.microbatch import check_batch, plan_passes
+from rollart.training.microbatch import check_batch, plan_passes, split_into_mini_batches
 from rollart.training.ranks import Ranks
 from rollart.weights.publish import Publisher
 
@@ -44,41 +56,30 @@ class Trainer:
         self.ranges: dict[str, RewardRange] = {}
         self.ranks = ranks or Ranks.single()
         self.learner = Learner(folder, config, self.ranks, seed, publisher)
-        self.guard = Guard(engine_dtype)
+        own = "tf32" if config.dtype == "float32" and self.ranks.device.type == "cuda" else config.dtype
+        self.guard = Guard(coarser(engine_dtype, own))
 
     def step(self, batch: Batch) -> StepMetrics:
         if batch.step != self.version:
             raise RollartError(f"the batch is for version {batch.step}, but the trainer is at version {self.version}")
         check_batch(batch)
         began = time.perf_counter()
-        algorithm = self.config.algorithm
         rewards = [list(group.rewards.values()) for group in batch.groups]
         for group, values in zip(batch.groups, rewards, strict=True):
             self.ranges[group.task] = self.ranges.get(group.task, UNSEEN).including(values)
         ranges = [self.ranges[group.task] for group in batch.groups]
-        scores, solved = group_advantages(self._advantage, rewards, ranges, algorithm.solved_advantage)
+        scores, solved = group_advantages(self._advantage, rewards, ranges, self.config.algorithm.solved_advantage)
         cells = Cells(batch.step)
-        by_rank = plan_passes(
-            batch,
-            scores,
-            cells,
-            aggregate=algorithm.aggregate,
-            pack_tokens=self.config.pack_tokens,
-            keep_all=algorithm.kl > 0 or algorithm.entropy > 0,
-            ranks=self.ranks.layout.data,
-        )
-        informative = [any(group) and not done for group, done in zip(scores, solved, strict=True)]
-        rate = self._rate(evidence=sum(informative) / len(informative))
-        layout = self.ranks.layout
-        shares = [Learn(passes, rate, len(cells)) for passes in by_rank]
-        orders = [shares[layout.data_index(rank)] for rank in range(layout.ranks)]
+        orders = self._orders(batch, scores, solved, cells)
         with self.ranks.dispatch(orders):
             totals = self.learner.learn(orders[0])
         self.version += 1
         rows = cells.rows(totals.gaps)
         warnings = self.guard.check(batch.step, rows)
         if totals.skipped:
-            warnings = (*warnings, f"step {self.version} left the weights alone: its loss or gradient is not finite")
+            made = totals.values()["updates"]
+            done = f"stopped after {made:g} updates" if made else "left the weights alone"
+            warnings = (*warnings, f"step {self.version} {done}: its loss or gradient is not finite")
         return StepMetrics(
             version=self.version,
             seconds=time.perf_counter() - began,
@@ -118,8 +119,25 @@ class Trainer:
         with self.ranks.dispatch([order] * self.ranks.size):
             pass
 
-    def _rate(self, evidence: float) -> float:
-        """Adam takes a full-sized step however small the gradient; a batch with little evidence should move little."""
-        decay = 1 - (1 - self.config.lr_end) * min(1.0, self.version / self.config.steps)
-        rate: float = self.config.lr * decay * evidence**self.config.algorithm.evidence_power
-        return rate
+    def _orders(
+        self, batch: Batch, scores: Sequence[Sequence[float]], solved: Sequence[bool], cells: Cells
+    ) -> list[Learn]:
+        """What each rank learns in an epoch. Each mini-batch is weighted and dealt over the ranks like a batch."""
+        algorithm, layout = self.config.algorithm, self.ranks.layout
+        keep_all = algorithm.kl > 0 or algorithm.entropy > 0
+        by_rank: list[list[MiniBatch]] = [[] for _ in range(layout.data)]
+        for members in split_into_mini_batches(batch, scores, self.config.updates, keep_all=keep_all):
+            passes = plan_passes(
+                replace(batch, groups=tuple(batch.groups[i] for i in members)),
+                [scores[i] for i in members],
+                cells,
+                aggregate=algorithm.aggregate,
+                pack_tokens=self.config.pack_tokens,
+                keep_all=keep_all,
+                ranks=layout.data,
+            )
+            # Adam takes a full-sized step however small the gradient; what has little evidence should move little.
+            evidence = fmean(any(scores[i]) and not solved[i] for i in members) ** algorithm.evidence_power
+            for mine, part in zip(by_rank, passes, strict=True):
+                mine.extend([MiniBatch(part, evidence)] if part else [])
+        return [Learn(batch.step, by_rank[layout.data_index(rank)], len(cells)) for rank in range(layout.ranks)]
