@@ -173,6 +173,27 @@ def test_an_optimizer_that_lacks_a_moment_says_so_on_resume(folder: Path, tmp_pa
         load_checkpoint(Trainer(folder, TrainingConfig()), tmp_path / "checkpoint")
 
 
+def test_an_optimizer_of_the_user_learns_and_resumes(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_optimizer.py").write_text(
+        "import torch\n"
+        "def adam(policy, config):\n"
+        "    return torch.optim.Adam(policy.parameters().values(), lr=config.lr, betas=config.betas)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config = TrainingConfig(optimizer="own_optimizer:adam")
+    trainer, shipped = Trainer(folder, config), Trainer(folder, TrainingConfig())
+    for subject in (trainer, shipped):
+        subject.step(make_batch(0, REWARDS))
+    save_checkpoint(trainer, tmp_path / "checkpoint")
+    load_checkpoint(trainer, tmp_path / "checkpoint")
+    for subject in (trainer, shipped):
+        subject.step(make_batch(1, REWARDS))
+    left, right = trainer.snapshot()[1], shipped.snapshot()[1]
+    assert max((left[key] - right[key]).abs().max().item() for key in left) < 1e-5
+
+
 def test_an_unknown_optimizer_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"training\.optimizer must be adamw, muon, .* did you mean 'muon'"):
         make_optimizer(PolicyModel(folder), TrainingConfig(optimizer="muonn"))
