@@ -14,22 +14,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from rollart.config import TrainingConfig
 from rollart.hardware.layout import Layout
 from rollart.training import losses
+from rollart.training.learner import published
 from rollart.training.microbatch import TrainSample, micro_batch
 from rollart.training.policy import PolicyModel
 from rollart.training.ranks import RankAddress, Ranks
 from rollart.training.shards import block
+from rollart.weights.publish import TensorShard
 
 DEADLINE_S = 300.0
 VOCABULARY = 131  # no multiple of anything
@@ -67,6 +70,7 @@ CASES = [
     Case("dense", Layout(data=2, tensor=2)),
     Case("untied", Layout(context=2, tensor=2), "gspo", settings={"recompute": "full"}),
     Case("dense", Layout(data=2, context=2), "cispo"),
+    Case("moe", Layout(tensor=2)),
     Case("moe", Layout(data=4, expert=2)),
     Case("moe", Layout(data=2, tensor=2, expert=4)),
     Case("moe", Layout(data=2, context=2, expert=4), settings={"recompute": "full"}),
@@ -174,23 +178,21 @@ def gradient_error(expected: dict[str, Tensor], policy: PolicyModel) -> float:
     return worst
 
 
-def published(policy: PolicyModel, ranks: Ranks) -> dict[str, tuple[Tensor, int]]:
-    shares = {name: ranks.local_shard(parameter) for name, parameter in policy.parameters().items()}
-    return {name: (values.clone(), start) for name, (values, start) in shares.items()}
-
-
-def is_exact(weights: dict[str, Tensor], shares: Sequence[dict[str, tuple[Tensor, int]]]) -> bool:
-    """Whether the ranks publish every element of the weights exactly once."""
-    for name, weight in weights.items():
-        flat, count = torch.zeros(weight.numel()), torch.zeros(weight.numel())
-        for share in shares:
-            values, start = share[name]
-            flat[start : start + values.numel()] += values.reshape(-1)
-            count[start : start + values.numel()] += 1
-        if not (torch.equal(flat, weight.reshape(-1)) and bool((count == 1).all())):
-            print(f"{name} is not published exactly once: {sorted(set(count.tolist()))}", file=sys.stderr)
+def is_exact(folder: Path, shares: Sequence[list[TensorShard]]) -> bool:
+    """Whether the ranks publish every element of the files of a model exactly once, under the names that it has there."""
+    weights = load_file(folder / "model.safetensors")
+    flat = {name: torch.zeros(weight.numel()) for name, weight in weights.items()}
+    count = {name: torch.zeros(weight.numel()) for name, weight in weights.items()}
+    for share in [share for rank in shares for share in rank if share.values.numel()]:
+        if share.name not in weights or share.shape != tuple(weights[share.name].shape):
             return False
-    return True
+        where = slice(share.start, share.start + share.values.numel())
+        flat[share.name][where] += share.values.reshape(-1)
+        count[share.name][where] += 1
+    wrong = [n for n in weights if not (torch.equal(flat[n], weights[n].reshape(-1)) and bool((count[n] == 1).all()))]
+    for name in wrong:
+        print(f"{name} is not published exactly once: {sorted(set(count[name].tolist()))}", file=sys.stderr)
+    return not wrong
 
 
 def _rank(case: Case, folder: Path, place: RankAddress) -> None:
@@ -198,7 +200,7 @@ def _rank(case: Case, folder: Path, place: RankAddress) -> None:
     ranks = Ranks.join(place, layout=case.layout, patience=DEADLINE_S)
     config = config_of(case)
     policy = PolicyModel(folder / case.model, ranks, config)
-    share = published(policy, ranks)
+    share = [replace(each, values=each.values.clone()) for each in published(policy, ranks)]
     passes = batch(case)
     accumulate_gradients(policy, passes[ranks.data * PASSES : (ranks.data + 1) * PASSES], config)
     expected = torch.load(folder / "expected.pt")
@@ -235,14 +237,13 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     expected = one_process(folder, case)
     torch.save(expected, folder / "expected.pt")
     on_processes(case.layout.ranks, _rank, case, folder)
-    results = [torch.load(folder / f"result-{rank}.pt") for rank in range(case.layout.ranks)]
+    results = [torch.load(folder / f"result-{rank}.pt", weights_only=False) for rank in range(case.layout.ranks)]
     norm = float(torch.stack([grad.norm() for grad in expected.values()]).norm())
-    weights = {name: value.detach() for name, value in PolicyModel(folder / case.model).parameters().items()}
     return {
         "case": str(case),
         "gradient_error": max(result["error"] for result in results),
         "norm_error": max(abs(result["norm"] - norm) for result in results) / norm,
-        "export_exact": is_exact(weights, [result["share"] for result in results]),
+        "export_exact": is_exact(folder / case.model, [result["share"] for result in results]),
     }
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rollart.config import TrainingConfig
+from rollart.models.disk_names import cut
 from rollart.training import losses
 from rollart.training.metrics import StepTotals
 from rollart.training.microbatch import MicroBatch, TrainSample, micro_batch
@@ -194,14 +195,19 @@ class Learner:
         return {name: tensor for name, tensor in whole if self.ranks.rank == 0}
 
     def publish(self, order: Publish) -> None:
-        """Each rank writes its shard, at the same time as the others."""
+        """Each rank writes its shard, at the same time as the others, under the names that the weights have on disk."""
         assert self._publisher is not None
-        tensors = {**self.policy.parameters(), **self.policy.buffers()}
-        shards = [
-            TensorShard(name, tuple(tensor.shape), *self.ranks.local_shard(tensor)) for name, tensor in tensors.items()
-        ]
-        aliases = {name: owner for name, owner in self.policy.names().items() if name != owner}
-        self._publisher.publish(order.version, order.id, shards, aliases)
+        aliases = {
+            self._disk_name(name): self._disk_name(owner)
+            for name, owner in self.policy.names().items()
+            if name != owner
+        }
+        self._publisher.publish(order.version, order.id, published(self.policy, self.ranks), aliases)
+
+    def _disk_name(self, name: str) -> str:
+        """Of a tensor that is the same on disk and in memory, as tied ones are."""
+        (one,) = self.policy.on_disk(name, ())
+        return one.name
 
     def steps(self) -> dict[str, float]:
         """Optimizer steps of each parameter that has any."""
@@ -235,6 +241,16 @@ class Learner:
             for name, parameter in self.policy.parameters().items():
                 if parameter in self.optimizer.state and what in moments(self.optimizer, parameter):
                     yield name, read_state(self.optimizer, parameter)[what]
+
+
+def published(policy: Strategy, ranks: Ranks) -> list[TensorShard]:
+    """What this rank publishes: the shares of all ranks have every element exactly once. All ranks call it."""
+    shards = []
+    for name, tensor in {**policy.parameters(), **policy.buffers()}.items():
+        values, start = ranks.local_shard(tensor)
+        for part, run, at in cut(policy.on_disk(name, tensor.shape), values, start):
+            shards.append(TensorShard(part.name, part.shape, run, at))
+    return shards
 
 
 def clip_grads(parameters: Iterable[nn.Parameter], factor: float) -> None:

@@ -6,7 +6,7 @@ with `dtype: bfloat16` FSDP casts the weights that a layer computes with. A sing
 plain model and no process group.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -20,6 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rollart.config import TrainingConfig
 from rollart.core.errors import RollartError
+from rollart.models.disk_names import DiskNames, DiskTensor
 from rollart.training.context import Peers
 from rollart.training.norms import use_fast_norms
 from rollart.training.packing import ATTENTION, Packed, pack
@@ -55,6 +56,7 @@ class PolicyModel:
             if file.is_file() and not file.name.endswith(WEIGHT_FILES)
         }
         self._ranks.meet()
+        self._disk_names = DiskNames(self.model)
         self.model.requires_grad_(trained)
         _check_head(self.model, self._ranks.device)
         if self._ranks.layout.tensor == 1:  # under tensor parallelism transformers has its own hooks in the norms
@@ -83,6 +85,9 @@ class PolicyModel:
         """The same on every rank."""
         known = self.names()
         return {name: value for name, value in self.model.state_dict().items() if name not in known}
+
+    def on_disk(self, name: str, shape: Sequence[int]) -> list[DiskTensor]:
+        return self._disk_names.of(name, shape)
 
     def state_dict(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """`tensors`, named as in parameters(), under every name that the model has for them, and the buffers."""

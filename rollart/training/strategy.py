@@ -1,17 +1,18 @@
 """What a learner needs of a policy, however its ranks divide it: `PolicyModel` is the one that is built in."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor, nn
 
+from rollart.models.disk_names import DiskTensor
 from rollart.training.packing import Packed
 
 
 class Strategy(Protocol):
     """All ranks call each method at the same time. Parameters and their gradients are torch tensors, DTensors where
-    ranks share them, under the names of Hugging Face."""
+    ranks share them, under the names that transformers has for them in memory."""
 
     def logprobs(self, packed: Packed) -> tuple[Tensor, Tensor]:
         """Log-probability of every trained token, and the entropy of its distribution, on all ranks that share the
@@ -29,6 +30,10 @@ class Strategy(Protocol):
         ...
 
     def buffers(self) -> dict[str, Tensor]: ...
+
+    def on_disk(self, name: str, shape: Sequence[int]) -> list[DiskTensor]:
+        """What a parameter or buffer is in files and publications: the runs of its flat order that have names there."""
+        ...
 
     def state_dict(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
 

@@ -12,6 +12,7 @@ from rollart.core.errors import EngineFailed
 from rollart.engines.torch.attention import PROBE, ROWS
 from rollart.engines.torch.kv_rows import KVLayout
 from rollart.engines.torch.step import StepInputs
+from rollart.models.disk_names import DiskNames
 
 Weights = dict[str, Tensor]
 
@@ -28,6 +29,7 @@ class EngineModel:
         self.context = int(getattr(network.config, "max_position_embeddings", None) or 1 << 20)
         self.layout = _layout(network)
         self._weights = _weights(network)
+        self._disk_names = DiskNames(network)
         network.set_attn_implementation(ROWS)
 
     @classmethod
@@ -48,7 +50,9 @@ class EngineModel:
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Weights:
         """Checks weights and casts them to our dtype, so that `replace` has little to do. For any thread. On the same
-        device they are not copied: `replace` points to them, and nothing may change them."""
+        device they are not copied, except experts, which are matrices of their own in publications: `replace` points to
+        them, and nothing may change them."""
+        tensors = self._disk_names.merged(tensors, {name: weight.shape for name, weight in self._weights.items()})
         prepared: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in tensors.items():
             weight = self._weights.get(name)

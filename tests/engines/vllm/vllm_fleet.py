@@ -20,6 +20,7 @@ from rollart.engines.client import EngineClient
 from rollart.launch import rpc
 from rollart.launch.launcher import ResourceRequest, ServiceHandle, service_command
 from rollart.launch.local import LocalLauncher
+from rollart.models.disk_names import DiskNames, cut
 from rollart.models.tiny import make
 from rollart.weights.publish import Publisher, TensorShard
 from rollart.weights.store import Store
@@ -41,23 +42,29 @@ class Versions:
 
     folder: Path
     store: Path
+    tiny: TinyModelConfig = TINY
     networks: dict[int, Any] = field(default_factory=dict)
     _publications: dict[int, Publication] = field(default_factory=dict)
 
     @classmethod
     def made(cls, path: Path, tiny: TinyModelConfig = TINY) -> "Versions":
-        versions = cls(make(tiny, path / "model", seed=0), path / "weights")
+        versions = cls(make(tiny, path / "model", seed=0), path / "weights", tiny)
         versions.networks[0] = network(versions.folder)
         return versions
 
     def publish(self, version: int) -> None:
         """Other random weights of the same shape, louder than fresh ones, so that each token matters."""
-        folder = make(TINY, self.folder.parent / f"version-{version}", seed=version)
+        folder = make(self.tiny, self.folder.parent / f"version-{version}", seed=version)
         made = self.networks[version] = network(folder)
         with torch.no_grad():
             for weight in made.parameters():
                 weight *= 1.5
-        shares = [TensorShard(name, tuple(value.shape), value) for name, value in made.state_dict().items()]
+        names = DiskNames(made)
+        shares = [
+            TensorShard(part.name, part.shape, run, at)
+            for name, value in made.state_dict().items()
+            for part, run, at in cut(names.of(name, value.shape), value, 0)
+        ]
         Publisher(Store(self.store)).publish(version, "aa", shares)
         self._publications[version] = Publication(version, "aa", (("http://127.0.0.1:1",),))
 
@@ -90,6 +97,10 @@ def request(name: str, tokens: list[int], **sampling: Any) -> GenerationRequest:
     return GenerationRequest(name, name, "test", 0, tokens, Sampling(**sampling))
 
 
+def settings(**more: Any) -> dict[str, Any]:
+    return VllmConfig(python=PYTHON, start_deadline=START_S, **more).model_dump(mode="json")
+
+
 def spec_of(versions: Versions, **more: Any) -> dict[str, Any]:
     config = {"max_batch": 16, "prefill_chunk": 64, "kv_megabytes": 64, "dtype": "float32"}
     return {
@@ -99,7 +110,7 @@ def spec_of(versions: Versions, **more: Any) -> dict[str, Any]:
         "version": 0,
         "classes": ["cpu"],
         "config": config | more.pop("config", {}),
-        "vllm": VllmConfig(python=PYTHON, start_deadline=START_S).model_dump(mode="json"),
+        "vllm": settings(),
         **more,
     }
 
