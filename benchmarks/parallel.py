@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rollart.config import TrainingConfig
+from rollart.core.expert_choice import ChoiceShape, ExpertChoices
 from rollart.hardware.layout import Layout
 from rollart.training import losses
 from rollart.training.learner import published
@@ -37,6 +38,7 @@ from rollart.weights.publish import TensorShard
 DEADLINE_S = 300.0
 VOCABULARY = 131  # no multiple of anything
 PASSES = 2
+LAYERS, EXPERTS, EXPERTS_PER_TOKEN = 4, 8, 2
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,14 @@ class Case:
     layout: Layout
     loss: str = "ppo"
     empty: bool = False
+    replay: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         extra = [
             *(f"{key} {value}" for key, value in self.settings.items()),
             *(["an empty pass"] if self.empty else []),
+            *(["replayed experts"] if self.replay else []),
         ]
         return ", ".join([f"{self.model}: {self.layout}", self.loss, *extra])
 
@@ -70,13 +74,16 @@ CASES = [
     Case("dense", Layout(data=2, tensor=2)),
     Case("untied", Layout(context=2, tensor=2), "gspo", settings={"recompute": "full"}),
     Case("dense", Layout(data=2, context=2), "cispo"),
-    Case("moe", Layout(tensor=2)),
     Case("moe", Layout(data=4, expert=2)),
     Case("moe", Layout(data=2, tensor=2, expert=4)),
     Case("moe", Layout(data=2, context=2, expert=4), settings={"recompute": "full"}),
     Case("moe", Layout(context=4, expert=2), "gspo"),
     Case("moe", Layout(data=2, tensor=2, expert=2), empty=True),
     Case("moe", Layout(data=2, context=2, tensor=2, expert=4)),
+    Case("moe", Layout(data=2, expert=2), replay=True),
+    Case("moe", Layout(data=2, expert=2), "gspo", empty=True, settings={"expert_balance": 0.5}),
+    Case("moe", Layout(context=2, expert=2), replay=True, settings={"recompute": "full", "expert_balance": 0.5}),
+    Case("moe", Layout(data=2, tensor=2, expert=4), replay=True, settings={"expert_balance": 0.5}),
 ]
 SMOKE = [CASES[1], CASES[2], CASES[4]]
 
@@ -88,12 +95,12 @@ def make_models(folder: Path) -> None:
         "vocab_size": VOCABULARY,
         "hidden_size": 64,
         "intermediate_size": 160,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": LAYERS,
         "num_attention_heads": 8,
         "num_key_value_heads": 2,
         "head_dim": 16,
     }
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    experts = {"num_experts": EXPERTS, "num_experts_per_tok": EXPERTS_PER_TOKEN, "moe_intermediate_size": 48}
     kinds: dict[str, tuple[str, dict[str, Any]]] = {
         "dense": ("qwen3", {"tie_word_embeddings": True}),
         "untied": ("qwen3", {"tie_word_embeddings": False}),
@@ -130,10 +137,21 @@ def batch(case: Case) -> list[list[TrainSample]]:
                     temperature=heat,
                     advantage=advantage,
                     weight=abs(weight) / 100,
+                    experts=chosen(length, draw) if case.replay else None,
                 )
             )
         passes.append([] if case.empty and number == len(passes) == case.layout.data * PASSES - 1 else samples)
     return passes
+
+
+def chosen(tokens: int, draw: torch.Generator) -> ExpertChoices:
+    """Experts as an engine might have used them: any, and for one token in four not known."""
+    shape = ChoiceShape.of(LAYERS, EXPERTS_PER_TOKEN, EXPERTS)
+    rows = [
+        torch.randperm(EXPERTS, generator=draw)[:EXPERTS_PER_TOKEN].tolist() if at // LAYERS % 4 else [255, 255]
+        for at in range(tokens * LAYERS)
+    ]
+    return ExpertChoices(0, shape, bytes(expert for row in rows for expert in row))
 
 
 def accumulate_gradients(policy: PolicyModel, passes: Sequence[list[TrainSample]], config: TrainingConfig) -> None:
@@ -151,17 +169,26 @@ def accumulate_gradients(policy: PolicyModel, passes: Sequence[list[TrainSample]
             config=config.algorithm,
         )
         value = losses.policy_loss(loss, inputs).loss
-        (micro.weight * (value - 0.01 * entropy)).sum().backward()  # type: ignore[no-untyped-call]
+        total = (micro.weight * (value - 0.01 * entropy)).sum()
+        load = policy.expert_load()
+        if load is not None:
+            total = total + config.algorithm.expert_balance * micro.weight.sum() * load.balance
+        total.backward()  # type: ignore[no-untyped-call]
 
 
 def config_of(case: Case) -> TrainingConfig:
     parallel = {name: getattr(case.layout, name) for name in ("context", "tensor", "expert")}
-    return TrainingConfig.model_validate({"parallel": parallel, "algorithm": {"loss": case.loss}, **case.settings})
+    settings = dict(case.settings)
+    algorithm = {"loss": case.loss, "expert_balance": settings.pop("expert_balance", 0.0)}
+    return TrainingConfig.model_validate(
+        {"parallel": parallel, "algorithm": algorithm, "replay_experts": case.replay, **settings}
+    )
 
 
 def one_process(folder: Path, case: Case) -> dict[str, Tensor]:
-    policy = PolicyModel(folder / case.model)
-    accumulate_gradients(policy, batch(case), config_of(case))
+    config = config_of(case)
+    policy = PolicyModel(folder / case.model, config=config.model_copy(update={"recompute": "none"}))
+    accumulate_gradients(policy, batch(case), config)
     return {name: parameter.grad for name, parameter in policy.parameters().items() if parameter.grad is not None}
 
 
@@ -179,7 +206,7 @@ def gradient_error(expected: dict[str, Tensor], policy: PolicyModel) -> float:
 
 
 def is_exact(folder: Path, shares: Sequence[list[TensorShard]]) -> bool:
-    """Whether the ranks publish every element of the files of a model exactly once, under the names that it has there."""
+    """Whether the ranks publish every element of a model's files exactly once, under the names that it has there."""
     weights = load_file(folder / "model.safetensors")
     flat = {name: torch.zeros(weight.numel()) for name, weight in weights.items()}
     count = {name: torch.zeros(weight.numel()) for name, weight in weights.items()}

@@ -70,6 +70,11 @@ class AlgorithmConfig(Section):
     )
     kl: float = Field(0.0, ge=0, description="weight of the KL to the reference, the policy at the start of RL")
     entropy: float = Field(0.0, ge=0, description="weight of the entropy bonus")
+    expert_balance: float = Field(
+        0.0,
+        ge=0,
+        description="mixtures: weight of the loss for an uneven load of experts, which is always measured",
+    )
     aggregate: Literal["token", "sequence", "group"] = Field(
         "token",
         description="the loss is a mean over all tokens, over sequences (of their mean), or over groups (of theirs)",
@@ -117,6 +122,9 @@ class TrainingConfig(Section):
     )
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="activations computed again in the backward pass: all (full), or what is cheap (selective)"
+    )
+    replay_experts: bool = Field(
+        False, description="mixtures: train with the experts that the engine used for each token, not with a new choice"
     )
     offload: tuple[Literal["optimizer", "activations"], ...] = Field(
         (),

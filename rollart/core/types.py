@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from rollart.core.expert_choice import ExpertChoices
 from rollart.core.run_length import lowest
 
 Finish = Literal["stop", "length", "abort"]
@@ -61,7 +62,8 @@ class Sampling:
 class GenerationRequest:
     """`tokens` is the whole context; `session` names the conversation whose cached prefix may be reused. `kv_from` is
     the address of an engine that has more of its KV: what is missing is fetched from there, not recomputed. A new
-    conversation may be a `branch_of` another, whose beginning it shares. `episode` is the attempt that it serves."""
+    conversation may be a `branch_of` another, whose beginning it shares. `episode` is the attempt that it serves. The
+    expert choices of the first `experts_known` tokens are not needed: earlier completions had them."""
 
     id: str
     session: str
@@ -72,10 +74,12 @@ class GenerationRequest:
     kv_from: str | None = None
     branch_of: str = ""
     episode: str = ""
+    experts_known: int = 0
 
 
 class Completion(Struct, frozen=True):
-    """`cached` of the `prompt` tokens needed no prefill; `fetched` of these came from another engine."""
+    """`cached` of the `prompt` tokens needed no prefill; `fetched` of these came from another engine. `experts` are
+    those that a mixture used, for prompt and tokens but the last, which was not computed with yet."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -87,6 +91,7 @@ class Completion(Struct, frozen=True):
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    experts: ExpertChoices | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +143,8 @@ class Turn(Struct, frozen=True, gc=False):
     """Observation in, action out. `prompt` holds only the tokens that this observation added to the context.
 
     Turns of one `segment` continue each other. An agent that rewrites its history, or has several conversations, starts
-    another segment, whose first prompt is the whole context: what it shares with an earlier one is trained there."""
+    another segment, whose first prompt is the whole context: what it shares with an earlier one is trained there.
+    `experts` are those of the tokens of its segment, if the engine reported them."""
 
     messages: tuple[Message, ...]
     prompt: tuple[int, ...]
@@ -151,6 +157,7 @@ class Turn(Struct, frozen=True, gc=False):
     generate_s: float = 0.0
     env_s: float = 0.0
     segment: int = 0
+    experts: ExpertChoices | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +254,8 @@ class Trajectory(Struct, frozen=True):
 @dataclass(frozen=True, slots=True)
 class Sample:
     """A trajectory, or a segment of one, as the trainer gets it: one token sequence. `mask` is 1 where the policy
-    sampled, at `temperature`; logprobs are of that distribution. The reward of a trajectory's segments counts once."""
+    sampled, at `temperature`; logprobs are of that distribution. The reward of a trajectory's segments counts once.
+    `experts` has a row for every token."""
 
     id: str
     task: str
@@ -259,6 +267,7 @@ class Sample:
     truncated: bool = False
     temperature: float = 1.0
     trajectory: str = ""
+    experts: ExpertChoices | None = None
 
     @property
     def owner(self) -> str:

@@ -259,6 +259,8 @@ def engine_command(
     pool = run.all_pools()[binding.pool]
     backend, (device, slowdown) = backend_of(pool), acts_as(run, binding)
     full = {**spec, "config": run.engine.model_dump(mode="json"), "classes": binding.choices, **backend.spec(run, pool)}
+    if run.training.replay_experts:
+        full["record_experts"] = True
     if slowdown != 1.0:
         full["emulate"] = {"device": asdict(devices[device]), "slowdown": slowdown}
     if binding.url:

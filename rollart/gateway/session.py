@@ -283,6 +283,7 @@ class EpisodeSession:
             sampling=replace(sampling, seed=seed % 2**31),
             episode=limits.id,
             branch_of="" if claim.branch_of is None else f"{limits.id}~{claim.branch_of.number}",
+            experts_known=max(0, claim.known - 1),  # the last known token was sampled, not computed with
         )
         streams, text = on_text is not None and request.force is None, None
         if streams or request.stop:
@@ -357,4 +358,5 @@ class EpisodeSession:
             finish=completion.finish if whole else "length",
             generate_s=choice.seconds,
             segment=choice.claim.segment.number,
+            experts=None if completion.experts is None else completion.experts.cut(len(choice.claim.context) + used),
         )

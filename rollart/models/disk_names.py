@@ -1,8 +1,8 @@
 """The names and shapes that a model's weights have on disk, where they differ from those in memory.
 
-transformers keeps the experts of a layer in one tensor, `[experts, 2 x inner, hidden]` for gate and up; files, and engines
-that load them, have a matrix per expert. Each of those is one run of the flat order of the tensor in memory, so cutting
-a tensor into them, or a part of it that a rank holds, moves nothing.
+transformers keeps the experts of a layer in one tensor, `[experts, 2 x inner, hidden]` for gate and up; files, and
+engines that load them, have a matrix per expert. Each of those is one run of the flat order of the tensor in memory, so
+cutting a tensor into them, or a part of it that a rank holds, moves nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -68,7 +68,7 @@ class DiskNames:
                 "choose a model whose files have one matrix per expert"
             )
         rows, columns = shape[1] // len(targets), shape[2]
-        found = []
+        found: list[DiskTensor] = []
         for expert in range(shape[0]):
             for target in targets:
                 each = first.replace(targets[0], target).replace("*", str(expert))
@@ -87,7 +87,9 @@ class DiskNames:
             found = {part: rest.pop(part.name, None) for part in parts}
             wrong = [part.name for part, tensor in found.items() if tensor is None or tensor.shape != part.shape]
             if len(parts) > 1 and wrong:
-                raise RollartError(f"the weights lack {', '.join(wrong[:3])}, or have other shapes; publish the same model")
+                raise RollartError(
+                    f"the weights lack {', '.join(wrong[:3])}, or have other shapes; publish the same model"
+                )
             whole = [tensor for tensor in found.values() if tensor is not None]
             rest[name] = whole[0] if len(parts) == 1 else torch.cat(whole).view(tuple(shape))
         return rest

@@ -1,5 +1,6 @@
 """Trajectories as training samples."""
 
+from rollart.core.expert_choice import join
 from rollart.core.types import Outcome, Sample, SampleGroup, Trajectory, Turn
 from rollart.rollout.groups import Group
 
@@ -50,4 +51,5 @@ def _sample(trajectory: Trajectory, reward: float, turns: list[Turn], id: str, o
         truncated=trajectory.outcome is Outcome.TRUNCATED,
         temperature=trajectory.temperature,
         trajectory=owner,
+        experts=join((turn.experts for turn in turns), len(tokens)),
     )

@@ -258,6 +258,7 @@ class TrajectoryRunner:
 
     def _request(self, attempt: Attempt, context: list[int]) -> GenerationRequest:
         turn, sampling = len(attempt.turns), attempt.task.sampling
+        experts = attempt.turns[-1].experts if attempt.turns else None
         return GenerationRequest(
             id=f"{attempt.id}/{turn}",
             session=attempt.id,
@@ -273,6 +274,7 @@ class TrajectoryRunner:
                 seed=seed_of(attempt.id, attempt.seed, turn),
             ),
             episode=attempt.id,
+            experts_known=0 if experts is None else experts.stop,
         )
 
     def _checked(self, attempt: Attempt, routed: Routed) -> Completion:
@@ -335,4 +337,5 @@ def _turn(
         reward=step.reward,
         generate_s=seconds[0],
         env_s=seconds[1],
+        experts=completion.experts,
     )

@@ -183,6 +183,11 @@ class Learner:
         if algorithm.entropy > 0:
             loss = loss - algorithm.entropy * entropy
         total = (micro.weight * loss).sum()
+        load = self.policy.expert_load()
+        if load is not None:
+            totals.add_experts(load, empty=not len(micro.behaviour))
+            if algorithm.expert_balance > 0:
+                total = total + algorithm.expert_balance * micro.weight.sum() * load.balance
         total.backward()  # type: ignore[no-untyped-call]
         totals.add_pass(outcome.clipped, kl)
         if first:

@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+import numpy as np
 import torch
 from msgspec import Struct
 from torch import Tensor
 
+from rollart.core.expert_choice import ExpertChoices
 from rollart.core.types import Batch, Sample
 from rollart.training.logprob_gap import Cells
 from rollart.training.losses import token_weights
@@ -15,7 +18,7 @@ from rollart.training.packing import Packed, deal, pack, split_over_ranks
 
 class TrainSample(Struct, frozen=True, array_like=True, gc=False):
     """A sample as a rank trains it. `behaviour` has the engine's logprob of every action token, `cells` the number of
-    its logprob-gap cell."""
+    its logprob-gap cell. `experts` are those that the engine used, with a row for every token."""
 
     tokens: list[int]
     mask: list[int]
@@ -24,6 +27,7 @@ class TrainSample(Struct, frozen=True, array_like=True, gc=False):
     temperature: float
     advantage: float
     weight: float
+    experts: ExpertChoices | None = None
 
 
 EMPTY = TrainSample(tokens=[0], mask=[0], behaviour=[], cells=[], temperature=1.0, advantage=0.0, weight=0.0)
@@ -114,6 +118,7 @@ def _train_sample(sample: Sample, cells: Cells, advantage: float, weight: float)
         temperature=sample.temperature,
         advantage=advantage,
         weight=weight,
+        experts=sample.experts,
     )
 
 
@@ -122,11 +127,23 @@ def micro_batch(items: Sequence[TrainSample]) -> MicroBatch:
     items = items or [EMPTY]
     counts = torch.tensor([len(item.behaviour) for item in items])
     sequence = torch.arange(len(items)).repeat_interleave(counts)
+    packed = pack([item.tokens for item in items], [item.mask for item in items], [item.temperature for item in items])
     return MicroBatch(
-        pack([item.tokens for item in items], [item.mask for item in items], [item.temperature for item in items]),
+        msgspec.structs.replace(packed, experts=expert_ids(items)),
         advantage=torch.tensor([item.advantage for item in items])[sequence],
         weight=torch.tensor([item.weight for item in items])[sequence],
         behaviour=torch.tensor([logprob for item in items for logprob in item.behaviour]),
         cell=torch.tensor([number for item in items for number in item.cells], dtype=torch.long),
         sequence=sequence,
     )
+
+
+def expert_ids(items: Sequence[TrainSample]) -> Tensor | None:
+    """[tokens, layers, choices], -1 where the engine's choice is not known; None if it is known nowhere."""
+    shape = next((item.experts.shape for item in items if item.experts is not None), None)
+    if shape is None:
+        return None
+    unknown = (1 << 8 * shape.width) - 1
+    data = b"".join(shape.unknown(len(item.tokens)) if item.experts is None else item.experts.data for item in items)
+    ids = np.frombuffer(data, f"<u{shape.width}").astype(np.int64).reshape(-1, shape.layers, shape.choices)
+    return torch.tensor(np.where(ids == unknown, -1, ids))

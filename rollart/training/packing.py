@@ -30,7 +30,8 @@ class Packed(Struct, frozen=True):
 
     `grid` holds the flat position shown in every slot of the padded grid, `slots` the slot of every flat position;
     both are None when the sequences are of one length and the grid is the flat layout already. `starts` are the flat
-    positions of the sequences, and the end of the last.
+    positions of the sequences, and the end of the last. `experts` are those that the engine used, [T, layers, choices],
+    -1 where that is not known.
 
     Not a dataclass: FSDP casts the tensors inside those to the compute dtype.
     """
@@ -45,6 +46,7 @@ class Packed(Struct, frozen=True):
     targets: Tensor
     starts: Tensor
     temperature: Tensor | None = None
+    experts: Tensor | None = None
 
 
 def plan(lengths: Sequence[int], pack_tokens: int) -> list[list[int]]:

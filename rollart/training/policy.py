@@ -22,6 +22,7 @@ from rollart.config import TrainingConfig
 from rollart.core.errors import RollartError
 from rollart.models.disk_names import DiskNames, DiskTensor
 from rollart.training.context import Peers
+from rollart.training.experts import ExpertLoad, WatchedGates, watch
 from rollart.training.norms import use_fast_norms
 from rollart.training.packing import ATTENTION, Packed, pack
 from rollart.training.ranks import Ranks, mesh_of_one
@@ -64,7 +65,13 @@ class PolicyModel:
         offload = "activations" in config.offload and self._ranks.device.type != "cpu"
         if trained and (config.recompute != "none" or offload):
             recompute(_layers(self.model), config.recompute, offload=offload)
-        self.model.forward = MethodType(_Forward(self._ranks), self.model)
+        self._gates = watch(
+            self.model,
+            context=self._ranks.context,
+            balance=config.algorithm.expert_balance if trained else 0.0,
+            replay=config.replay_experts and trained,
+        )
+        self.model.forward = MethodType(_Forward(self._ranks, self._gates), self.model)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """By name, tied ones once. They are DTensors if they are sharded."""
@@ -107,12 +114,15 @@ class PolicyModel:
             _reshard(self.model)
         return values
 
+    def expert_load(self) -> ExpertLoad | None:
+        return None if self._gates is None else self._gates.load
+
 
 class _Forward:
     """The forward pass that training needs, in place of the model's own: FSDP gathers weights around that."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._context, self._tensor = ranks.context, ranks.tensor
+    def __init__(self, ranks: Ranks, gates: WatchedGates | None) -> None:
+        self._context, self._tensor, self._gates = ranks.context, ranks.tensor, gates
 
     def __call__(self, model: Any, packed: Packed) -> tuple[Tensor, Tensor]:
         context, total = self._context, packed.tokens.shape[1]
@@ -124,9 +134,13 @@ class _Forward:
             mine = (predict >= start) & (predict < start + size)
             predict, targets = predict[mine] - start, targets[mine]
             temperature = None if temperature is None else temperature[mine]
+        if self._gates is not None:
+            self._gates.begin(packed)
         states = model.base_model(
             input_ids=tokens, position_ids=positions, use_cache=False, packed=packed, context=context
         ).last_hidden_state[0]
+        if self._gates is not None:
+            self._gates.end(packed)
         weight, bias, split = _head(model, self._tensor)
         hidden = states.index_select(0, predict)
         values = score(hidden, weight, targets, bias=bias, temperature=temperature, split=split)

@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from rollart.models.disk_names import DiskTensor
+from rollart.training.experts import ExpertLoad
 from rollart.training.packing import Packed
 
 
@@ -17,6 +18,10 @@ class Strategy(Protocol):
     def logprobs(self, packed: Packed) -> tuple[Tensor, Tensor]:
         """Log-probability of every trained token, and the entropy of its distribution, on all ranks that share the
         micro-batch. Gradients of the ranks with other micro-batches are summed by the backward pass."""
+        ...
+
+    def expert_load(self) -> ExpertLoad | None:
+        """Of the micro-batch of the last logprobs(), if the model is a mixture of experts."""
         ...
 
     def parameters(self) -> dict[str, nn.Parameter]: ...

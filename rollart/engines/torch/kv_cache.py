@@ -20,10 +20,11 @@ from rollart.engines.torch.sequence import EngineSequence
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class CacheEntry:
-    """`kv` is [tensors, heads, len(tokens), dim]."""
+    """`kv` is [tensors, heads, len(tokens), dim]; `experts` are the rows of `ExpertChoices`, if they are recorded."""
 
     tokens: list[int]
     kv: Tensor
+    experts: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,11 +59,11 @@ class KVCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def store(self, session: str, tokens: list[int], kv: Tensor) -> None:
+    def store(self, session: str, tokens: list[int], kv: Tensor, experts: bytes = b"") -> None:
         """Replaces what the session had."""
         blocks = chain(tokens)
         with self._lock:
-            self._put(session, CacheEntry(tokens, kv))
+            self._put(session, CacheEntry(tokens, kv, experts))
             self._index.add(session, blocks)
 
     def find(self, session: str, tokens: list[int], blocks: tuple[int, ...]) -> tuple[CacheEntry | None, int, int]:
@@ -151,6 +152,11 @@ class PrefixHit:
         if self.fetched is not None and self.length > self.own:
             start = self.fetched.start
             rows.write(row, self.own, self.fetched.kv[:, :, self.own - start : self.length - start])
+
+    def experts(self, row: int) -> bytes:
+        """The rows, of so many bytes, of the tokens whose KV is here; those from another engine have none."""
+        source = self.holder if self.entry is None else self.entry
+        return b"" if source is None else bytes(source.experts[: self.own * row])
 
 
 def find_prefix(sequence: EngineSequence, kv_cache: KVCache, live: PrefixIndex[EngineSequence]) -> PrefixHit | None:

@@ -1,6 +1,7 @@
 """The transformers model: a plain forward pass with our attention, and weights that can be replaced in place."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ from rollart.engines.torch.attention import PROBE, ROWS
 from rollart.engines.torch.kv_rows import KVLayout
 from rollart.engines.torch.step import StepInputs
 from rollart.models.disk_names import DiskNames
+from rollart.models.expert_gates import ExpertGates
 
 Weights = dict[str, Tensor]
 
 
 class EngineModel:
-    def __init__(self, network: Any) -> None:
-        """Takes over a transformers causal LM, which then attends to our KV rows."""
+    def __init__(self, network: Any, *, record_experts: bool = False) -> None:
+        """Takes over a transformers causal LM, which then attends to our KV rows. `experts` has those of each step, if
+        they are recorded."""
         if not network._supports_attention_backend:
             raise EngineFailed(
                 f"{type(network).__name__} does not support custom attention functions; choose another model"
@@ -30,11 +33,15 @@ class EngineModel:
         self.layout = _layout(network)
         self._weights = _weights(network)
         self._disk_names = DiskNames(network)
+        self.experts = ExpertRecorder(network) if record_experts else None
         network.set_attn_implementation(ROWS)
 
     @classmethod
-    def open(cls, folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> "EngineModel":
-        return cls(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device))
+    def open(
+        cls, folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", *, record_experts: bool = False
+    ) -> "EngineModel":
+        network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device)
+        return cls(network, record_experts=record_experts)
 
     def forward(self, step: StepInputs) -> Tensor:
         """The logits [wanted, vocabulary] that the step asks for."""
@@ -47,6 +54,10 @@ class EngineModel:
         )
         logits: Tensor = out.logits
         return logits[0]
+
+    def expert_rows(self) -> memoryview | None:
+        """Of the tokens of the last step, if they are recorded."""
+        return None if self.experts is None else self.experts.rows()
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Weights:
         """Checks weights and casts them to our dtype, so that `replace` has little to do. For any thread. On the same
@@ -79,6 +90,35 @@ class EngineModel:
                 weight.data = tensor
             else:
                 weight.copy_(tensor, non_blocking=True)
+
+
+class ExpertRecorder:
+    """Keeps the ids of the experts that the gates of a mixture choose, until they are read."""
+
+    def __init__(self, network: Any) -> None:
+        gates = ExpertGates.of(network)
+        if gates is None:
+            raise EngineFailed(
+                f"{type(network).__name__} has no experts whose choice could be recorded; "
+                "set training.replay_experts to false"
+            )
+        self.shape = gates.shape
+        self._dtype = torch.uint8 if self.shape.width == 1 else torch.uint16
+        self._chosen: dict[int, Tensor] = {}
+        for layer, gate in gates.modules.items():
+            gate.register_forward_hook(partial(self._record, layer))
+
+    def _record(self, layer: int, gate: nn.Module, args: Any, output: tuple[Tensor, ...]) -> None:
+        self._chosen[layer] = output[2]
+
+    def rows(self) -> memoryview:
+        """Token by token, in the form of `ExpertChoices`."""
+        some = next(iter(self._chosen.values()))
+        ids = torch.full((len(some), self.shape.layers, self.shape.choices), -1, dtype=torch.long, device=some.device)
+        for layer, chosen in self._chosen.items():
+            ids[:, layer] = chosen
+        self._chosen.clear()
+        return memoryview(ids.to(self._dtype).cpu().numpy().tobytes())
 
 
 def _weights(network: nn.Module) -> Weights:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from rollart.core.errors import EngineFailed
+from rollart.core.expert_choice import ChoiceShape, ExpertChoices
 from rollart.core.types import Completion, Finish, GenerationRequest, Sampling
 from rollart.engines.torch.prefix_cache import chain
 from rollart.engines.torch.sampler import mix_seed
@@ -18,7 +19,8 @@ class EngineSequence:
     `limit` is the length at which it must end, `blocks` the hash chain of the prompt; without `generates` it ends after
     its prefill. A swap dropped the KV of the first `lost` tokens. `versions` is updated only at swaps and at the end.
     `first` is the time of its first token. `on_tokens` gets new tokens, `stream_every` at a time; it got the first
-    `streamed` of them.
+    `streamed` of them. If the engine records experts, `experts` has a row for at least each of the first `computed`
+    tokens; those of the first `experts_known` are not returned.
     """
 
     id: str
@@ -32,6 +34,9 @@ class EngineSequence:
     top_p: float
     stop: frozenset[int]
     seed: int
+    experts_known: int = 0
+    experts: bytearray = field(default_factory=bytearray)
+    experts_shape: ChoiceShape | None = None
     generates: bool = True
     stream_every: int = 0
     streamed: int = 0
@@ -65,6 +70,20 @@ class EngineSequence:
         """Tokens generated since the last call are of `version`."""
         self.versions.extend([version] * (len(self.logprobs) - len(self.versions)))
 
+    def record_experts(self, start: int, rows: bytes | memoryview, shape: ChoiceShape) -> None:
+        """Of the tokens from `start` on. A row that is there stays: the token was sampled with it."""
+        self.experts_shape = shape
+        have = len(self.experts) // shape.row
+        self.experts += shape.unknown(start - have)
+        self.experts += memoryview(rows)[max(0, have - start) * shape.row :]
+
+    def _expert_choices(self) -> ExpertChoices | None:
+        shape = self.experts_shape
+        if shape is None:
+            return None
+        start = min(self.experts_known, len(self.experts) // shape.row)
+        return ExpertChoices(start, shape, bytes(self.experts[start * shape.row :]))
+
     def completion(self) -> Completion:
         """Raises EngineFailed if it ended with an error."""
         if self.error is not None or self.finish is None:
@@ -82,6 +101,7 @@ class EngineSequence:
             queue_s=admitted - self.arrived,
             prefill_s=first - admitted,
             decode_s=self.ended - first,
+            experts=self._expert_choices(),
         )
 
 
@@ -103,6 +123,7 @@ def accepted(request: GenerationRequest, *, vocabulary: int, context: int, seed:
         top_p=1.0 if greedy else sampling.top_p,
         stop=frozenset(sampling.stop),
         seed=_seed(request.id, sampling, seed),
+        experts_known=request.experts_known,
     )
 
 

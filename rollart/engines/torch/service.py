@@ -2,7 +2,8 @@
 
 The spec: `model` (a Hugging Face folder), `version` (that of its weights), `weights` (folder of the weight store on
 this node, created if missing), `config` (the run file's `engine` section) and `seed`. Optional: `emulate`, the `device`
-(fields of DeviceClass) whose roofline paces the engine, and its `slowdown`.
+(fields of DeviceClass) whose roofline paces the engine, and its `slowdown`; `record_experts`, to return which experts
+of a mixture were used.
 """
 
 import sys
@@ -30,7 +31,12 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
     torch.set_num_threads(config.threads)
     folder = Path(spec["model"])
     emulate = _emulated(spec["emulate"], folder) if spec.get("emulate") else None
-    model = EngineModel.open(folder, getattr(torch, config.dtype), torch_device(config.device, spec))
+    model = EngineModel.open(
+        folder,
+        getattr(torch, config.dtype),
+        torch_device(config.device, spec),
+        record_experts=bool(spec.get("record_experts")),
+    )
     async with AsyncExitStack() as stack:
         weights = stack.enter_context(closing(_weights(spec)))
         engine = await stack.enter_async_context(

@@ -11,7 +11,7 @@ swap waits for running sequences to end, none is admitted.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +19,7 @@ import torch
 from rollart.config import EngineConfig
 from rollart.core.errors import EngineFailed
 from rollart.core.types import EngineStatus, Finish, GenerationRequest, LoadResult, Sampling
-from rollart.engines.torch.batch import BatchState
+from rollart.engines.torch.batch import BatchState, Chunk
 from rollart.engines.torch.kv_cache import FetchedKV, KVCache, PrefixHit, find_prefix
 from rollart.engines.torch.kv_rows import KVRows
 from rollart.engines.torch.model import EngineModel, Weights
@@ -148,6 +148,7 @@ class Stepper:
         size, decoding, chunks = self.batch.size, self.batch.decoding, self.batch.chunks(self._config.prefill_chunk)
         step = step_inputs(self.batch, chunks, self.rows.tensors)
         logits = self._model.forward(step)
+        self._record_experts(chunks)
         tokens, logprobs = _sampled(logits, step)
         if self._pacer is not None:
             self._pacer.pace(began, work_of(self.batch, chunks))
@@ -162,6 +163,19 @@ class Stepper:
             self._swap_cost.record_drain(1 - size / self._full, seconds)
         self._record(step, tokens, logprobs)
         self.counters.busy_s += time.perf_counter() - began
+
+    def _record_experts(self, chunks: Sequence[Chunk]) -> None:
+        """Of the tokens that were just computed, before they count as computed."""
+        rows, recorder = self._model.expert_rows(), self._model.experts
+        if rows is None or recorder is None:
+            return
+        shape, at = recorder.shape, self.batch.decoding * recorder.shape.row
+        for number, sequence in enumerate(self.batch.running[: self.batch.decoding]):
+            sequence.record_experts(sequence.computed, rows[number * shape.row : (number + 1) * shape.row], shape)
+        for chunk in chunks:
+            size = chunk.count * shape.row
+            self.batch.running[chunk.row].record_experts(chunk.start, rows[at : at + size], shape)
+            at += size
 
     def _record(self, step: StepInputs, tokens: list[int], logprobs: list[float]) -> None:
         now = time.perf_counter()
@@ -220,6 +234,9 @@ class Stepper:
 
     def _begin(self, row: int, sequence: EngineSequence, hit: PrefixHit) -> None:
         hit.copy(row, self.rows, self.batch.running)
+        if self._model.experts is not None:
+            shape = self._model.experts.shape
+            sequence.record_experts(0, hit.experts(shape.row), shape)
         sequence.computed = hit.length
         if not sequence.admitted:
             sequence.admitted = time.perf_counter()
@@ -230,7 +247,7 @@ class Stepper:
     def _store(self, row: int, sequence: EngineSequence) -> None:
         if self._make_room(sequence.computed * self.rows.layout.token_bytes):
             kv = self.rows.read(row, sequence.computed)
-            self.kv_cache.store(sequence.session, sequence.tokens[: sequence.computed], kv)
+            self.kv_cache.store(sequence.session, sequence.tokens[: sequence.computed], kv, bytes(sequence.experts))
 
     def _make_room(self, size: int) -> bool:
         """Evicts cached KV until `size` more bytes fit; False if they cannot."""

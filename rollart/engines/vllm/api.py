@@ -103,7 +103,7 @@ class VllmApi:
         """The chunks of a response, as they come."""
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         async with self._response("POST", GENERATE, body) as response:
-            async for line in response.content:
+            async for line in _lines(response.content):
                 if line.startswith(b"data: {"):
                     chunk = _decode(line[6:])
                     if chunk.error is not None:
@@ -164,6 +164,19 @@ class VllmApi:
             return await self._session.request(method, self._base + path, data=data)
         except aiohttp.ServerDisconnectedError:
             return await self._session.request(method, self._base + path, data=data)
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Of any length: aiohttp's own lines have a limit, which the expert choices of a long context exceed."""
+    parts: list[bytes] = []
+    async for data in content.iter_any():
+        head, *lines = data.split(b"\n")
+        parts.append(head)
+        for line in lines:
+            yield b"".join(parts)
+            parts = [line]
+    if any(parts):
+        yield b"".join(parts)
 
 
 def _message(body: bytes, status: int) -> str:

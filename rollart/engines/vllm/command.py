@@ -61,6 +61,8 @@ def arguments(spec: Mapping[str, Any]) -> list[str]:
             config.max_batch + config.prefill_chunk, _context(Path(spec["model"]))
         )
         flags += ["--enforce-eager", "--no-enable-chunked-prefill"]
+    if spec.get("record_experts"):
+        flags.append("--enable-return-routed-experts")
     if spec.get("kv_transfer"):
         options["--kv-transfer-config"] = json.dumps(_connector(on_cpu(spec)))
     return [*flags, *(str(word) for option in options.items() for word in option)]
@@ -75,6 +77,8 @@ def environment(spec: Mapping[str, Any]) -> dict[str, str]:
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(_FOREVER),
         "PYTHONPATH": str(INSIDE),
     }
+    if spec.get("record_experts"):
+        settings["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # only this one returns them
     if on_cpu(spec):
         # Engines share the cores; compiling takes longer than it saves in eager mode.
         settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}

@@ -34,7 +34,8 @@ _OnChunk = Callable[[CompletionBuilder], Awaitable[None]]
 
 
 class VllmEngine:
-    """`token_bytes` is the KV of one token, for the status that the router uses."""
+    """`token_bytes` is the KV of one token, for the status that the router uses. `experts` is their number in a mixture
+    whose choices the server returns, else 0."""
 
     def __init__(
         self,
@@ -46,10 +47,12 @@ class VllmEngine:
         token_bytes: int,
         peers: KVPeers,
         on_broken: Callable[[str], None],
+        experts: int = 0,
     ) -> None:
         self.offers = KVOffers()
         self._api, self._config, self._weights, self._peers = api, config, weights, peers
         self._version, self._token_bytes, self._on_broken = version, token_bytes, on_broken
+        self._experts = experts
         self._numbers = itertools.count()
         self._open: dict[str, _Open] = {}
         self._loading = asyncio.Lock()
@@ -74,6 +77,8 @@ class VllmEngine:
     async def _run(self, request: GenerationRequest, every: int, on_chunk: _OnChunk) -> Completion:
         with self._counted(request) as opened:
             body = _body(opened.name, request.tokens, request.sampling, every)
+            if self._experts:
+                body["sampling_params"]["routed_experts_prompt_start"] = request.experts_known
             if request.kv_from is None or self._swapping:
                 return await self._complete(body, opened, on_chunk)
             async with self._receiving_from(request.kv_from, request.id) as (params, arrived):
@@ -86,7 +91,12 @@ class VllmEngine:
                 return await self._complete(body | more, opened, on_first_chunk)
 
     async def _complete(self, body: dict[str, Any], opened: "_Open", on_chunk: _OnChunk) -> Completion:
-        builder = CompletionBuilder(len(body["token_ids"]), fetched="kv_transfer_params" in body)
+        builder = CompletionBuilder(
+            len(body["token_ids"]),
+            fetched="kv_transfer_params" in body,
+            experts=self._experts,
+            experts_known=body["sampling_params"].get("routed_experts_prompt_start", 0),
+        )
         async with aclosing(self._api.stream(body)) as chunks:
             async for chunk in chunks:
                 builder.add(chunk)

@@ -26,6 +26,12 @@ def problems(run: RunFile, pools: Mapping[str, PoolConfig]) -> Iterator[tuple[tu
     for name, pool in pools.items():
         if wrong := _unfit(run, pool):
             yield ("pools", name, "engine"), f"pools.{name}: {wrong}"
+    if pools and run.training.replay_experts and run.routing.disaggregate != "never":
+        yield (
+            ("training", "replay_experts"),
+            "vLLM does not return the experts that it used if its engines transfer KV; set training.replay_experts to "
+            "false or routing.disaggregate to never",
+        )
     if pools and run.cluster is None and not run.vllm.container and (wrong := missing_vllm(run.vllm.interpreter())):
         yield ("vllm", "python"), f"pool {next(iter(pools))!r} has engine: vllm, but {wrong}; {INSTALL}"
 

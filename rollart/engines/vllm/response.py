@@ -1,12 +1,16 @@
 """vLLM's responses, and the completion that they make."""
 
+import base64
+import io
 import time
 from collections.abc import Sequence
 from typing import Any, cast
 
 import msgspec
+import numpy as np
 
 from rollart.core.errors import EngineFailed
+from rollart.core.expert_choice import ChoiceShape, ExpertChoices
 from rollart.core.types import Completion, Finish
 
 
@@ -31,6 +35,7 @@ class Choice(msgspec.Struct):
     token_ids: list[int] | None = None
     finish_reason: str | None = None
     logprobs: Logprobs | None = None
+    routed_experts: str | None = None
     weight_versions: list[VersionSpan] | None = None
 
 
@@ -58,10 +63,12 @@ class GenerateResponse(msgspec.Struct):
 
 class CompletionBuilder:
     """The first chunk has the first token, so it ends the prefill, which includes vLLM's queue. `fetched`: KV of
-    all but the last token came from another server; what vLLM then calls cached is that server's cache."""
+    all but the last token came from another server; what vLLM then calls cached is that server's cache. `experts` is
+    their number in the model, whose choice vLLM returns from token `experts_known` on."""
 
-    def __init__(self, prompt: int, fetched: bool = False) -> None:
+    def __init__(self, prompt: int, fetched: bool = False, *, experts: int = 0, experts_known: int = 0) -> None:
         self._prompt, self._fetched = prompt, fetched
+        self._experts, self._experts_known = experts, experts_known
         self._began = self._first = time.perf_counter()
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
@@ -109,7 +116,16 @@ class CompletionBuilder:
             fetched=self._prompt - 1 if self._fetched else 0,
             prefill_s=self._first - self._began,
             decode_s=time.perf_counter() - self._first,
+            experts=self._expert_choices(),
         )
+
+    def _expert_choices(self) -> ExpertChoices | None:
+        """vLLM sends a numpy file with [tokens, layers, choices], whose ids have one byte up to 256 experts."""
+        if self._last.routed_experts is None:
+            return None
+        ids = np.load(io.BytesIO(base64.b64decode(self._last.routed_experts)), allow_pickle=False)
+        shape = ChoiceShape.of(ids.shape[1], ids.shape[2], self._experts)
+        return ExpertChoices(self._experts_known, shape, ids.astype(f"<u{shape.width}").tobytes())
 
 
 def _versions(spans: Sequence[VersionSpan], tokens: int) -> list[int]:

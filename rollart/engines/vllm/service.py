@@ -82,6 +82,7 @@ async def _engine(spec: dict[str, Any], stack: AsyncExitStack) -> VllmEngine:
         token_bytes=ModelShape.of_folder(folder, 4 if config.dtype == "float32" else 2).kv_bytes,
         peers=peers,
         on_broken=broken,
+        experts=ModelShape.of_folder(folder).experts if spec.get("record_experts") else 0,
     )
     # A server that we did not start may have any weights.
     await engine.adopt(tensor_map.in_folder(folder) if server is None else None)

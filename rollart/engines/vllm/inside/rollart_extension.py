@@ -32,7 +32,18 @@ class Workers:
             raise RuntimeError("rollart_swap was called before rollart_prepare")
         maps, tensors = self._rollart_prepared
         self._rollart_prepared = None
+        _forget_kernels(self.model_runner.model)
         self.model_runner.reload_weights(weights_iterator=_read(maps, tensors))
+
+
+def _forget_kernels(model: torch.nn.Module) -> None:
+    """On CPUs the weights of experts are padded and packed for a kernel when that is made, which vLLM 0.32 does not do
+    again for new weights: they would be refused, or used unpacked. Without its kernel a layer makes it again."""
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        weight = next(module.parameters(), None)
+        if getattr(method, "moe_kernel", None) is not None and weight is not None and weight.device.type == "cpu":
+            method.moe_kernel = None
 
 
 def _mapped(path: str) -> mmap.mmap:
