@@ -1,5 +1,6 @@
 """The names of weights in files, against what transformers writes."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def test_ranks_that_hold_any_runs_of_experts_publish_each_element_once() -> None
     parts, flat = DiskNames(made).of(name, whole.shape), whole.flatten()
     published = {part.name: torch.full((part.stop - part.start,), torch.nan) for part in parts}
     bounds = [0, 1, 700, 701, 1536, 4000, flat.numel()]  # within matrices, across them, and at their ends
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         for part, values, at in cut(parts, flat[start:stop], start):
             target = published[part.name][at : at + len(values)]
             assert target.isnan().all()

@@ -35,8 +35,8 @@ class Choice(msgspec.Struct):
     token_ids: list[int] | None = None
     finish_reason: str | None = None
     logprobs: Logprobs | None = None
-    routed_experts: str | None = None
     weight_versions: list[VersionSpan] | None = None
+    routed_experts: str | None = None
 
 
 class PromptDetails(msgspec.Struct):

@@ -34,6 +34,7 @@ NEEDS_VLLM = pytest.mark.skipif(
 DEADLINE_S = 280.0
 START_S = 900.0  # alone on a machine it takes half a minute
 TINY = TinyModelConfig(hidden=64, layers=2, heads=2, kv_heads=1, context=512)
+MOE = TinyModelConfig(architecture="qwen3_moe", hidden=64, layers=2, heads=2, kv_heads=2, context=512)
 
 
 @dataclass
