@@ -54,6 +54,13 @@ def test_logprobs_are_asked_for_as_sampled_and_the_users_arguments_come_last(tmp
     assert words[-2:] == ["--max-model-len", "99"]
 
 
+def test_a_server_whose_experts_are_replayed_returns_them(tmp_path: Path) -> None:
+    recording = spec(tmp_path, record_experts=True)
+    assert "--enable-return-routed-experts" in arguments(recording)
+    assert environment(recording)["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert "--enable-return-routed-experts" not in arguments(spec(tmp_path))
+
+
 def test_a_container_gets_the_folders_and_the_environment_where_its_command_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +102,7 @@ def test_a_python_that_has_no_vllm_is_named_with_what_to_do(tmp_path: Path, pyth
         ("vllm.python=/nowhere/python", "there is no Python at /nowhere/python; `make vllm`"),
         ("model.tiny.heads=4", "those of the model have 16"),
         ("pools.policy.tensor_parallel=3", "cannot be split over tensor_parallel 3"),
+        ("training.replay_experts=true", "vLLM on CPUs does not return the experts that it used"),
         ("pools.policy.engine=torch", ""),
         ("vllm.container=podman run x", ""),
         ('pools.policy.urls=["http://10.0.0.1:8000"]', ""),

@@ -1,6 +1,12 @@
+import base64
+import io
+from typing import Any
+
+import numpy as np
 import pytest
 
 from rollart.core.errors import EngineFailed
+from rollart.core.expert_choice import ChoiceShape, ExpertChoices
 from rollart.engines.vllm.api import parse_metrics
 from rollart.engines.vllm.response import (
     Choice,
@@ -77,3 +83,18 @@ def test_gauges_are_summed_over_the_engines_of_a_server() -> None:
 
 def test_a_server_that_tells_nothing_has_nothing() -> None:
     assert parse_metrics("").running == 0 and parse_metrics("").kv_use == 0.0
+
+
+@pytest.mark.parametrize(("experts", "sent", "width"), [(8, np.uint8, 1), (256, np.uint8, 2), (512, np.uint16, 2)])
+def test_experts_come_as_a_numpy_file_and_an_id_with_all_bits_set_stays_free(
+    experts: int, sent: Any, width: int
+) -> None:
+    """vLLM uses one byte for 256 experts; with us, all ones are an expert that is not known."""
+    file = io.BytesIO()
+    np.save(file, np.array([[[0, experts - 1]] * 3] * 4, sent))
+    last = Choice([9], "stop", Logprobs([TokenLogprob(9, -1.0)]), [VersionSpan("0", 0, 1)])
+    last.routed_experts = base64.b64encode(file.getvalue()).decode()
+    answer = CompletionBuilder(prompt=40, experts=experts, experts_known=36)
+    answer.add(GenerateResponse([last]))
+    row = (0).to_bytes(width, "little") + (experts - 1).to_bytes(width, "little")
+    assert answer.completion().experts == ExpertChoices(36, ChoiceShape(3, 2, width), row * 12)
