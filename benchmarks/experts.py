@@ -32,7 +32,7 @@ VOCABULARY = 512
 
 
 def make_model(folder: Path) -> None:
-    """Random weights of the scale that each layer keeps, so that its gates are about as decided as they are undecided."""
+    """Random weights of the scale that each layer keeps."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
@@ -166,8 +166,10 @@ def main() -> None:
         rows = []
         for engine in ("bfloat16", "float32"):
             samples = conversations(folder, engine, count, tokens)
-            for trainer in ("float32", "bfloat16"):
-                rows.append({"engine": engine, "trainer": trainer} | compare(folder, samples, trainer))
+            rows += [
+                {"engine": engine, "trainer": trainer} | compare(folder, samples, trainer)
+                for trainer in ("float32", "bfloat16")
+            ]
     print(json.dumps({"gap_ratio": rows[0]["gap"] / rows[0]["gap_replayed"], "pairs": rows}))
 
 

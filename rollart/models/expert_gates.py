@@ -32,11 +32,11 @@ class ExpertGates:
     def of(cls, model: Any) -> "ExpertGates | None":
         """None for a dense model, and for gates that are not known."""
         kinds = _kinds(model)
-        modules: dict[int, nn.Module] = {
-            int(found[1]): module
-            for name, module in model.named_modules()
-            if isinstance(module, kinds) and (found := _LAYER.search(f".{name}."))
-        }
+        modules: dict[int, nn.Module] = {}
+        for name, module in model.named_modules():
+            found = _LAYER.search(f".{name}.")
+            if found and isinstance(module, kinds):
+                modules[int(found[1])] = module
         if not modules:
             return None
         probed = _probe(next(kind for kind in kinds if isinstance(next(iter(modules.values())), kind)), model.config)
@@ -59,12 +59,12 @@ def _weights(probabilities: Tensor, chosen: Tensor, normalised: bool) -> Tensor:
     return weights / weights.sum(-1, keepdim=True) if normalised else weights
 
 
-def _kinds(model: Any) -> tuple[type, ...]:
+def _kinds(model: Any) -> tuple[type[nn.Module], ...]:
     """Classes of the modules whose logits transformers can record."""
     recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits", ())
     each = recorded if isinstance(recorded, Sequence) else (recorded,)
     kinds = (getattr(recorder, "target_class", recorder) for recorder in each)
-    return tuple(kind for kind in kinds if isinstance(kind, type))
+    return tuple(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, nn.Module))
 
 
 @torch.no_grad()

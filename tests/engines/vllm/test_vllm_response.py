@@ -86,9 +86,7 @@ def test_a_server_that_tells_nothing_has_nothing() -> None:
 
 
 @pytest.mark.parametrize(("experts", "sent", "width"), [(8, np.uint8, 1), (256, np.uint8, 2), (512, np.uint16, 2)])
-def test_experts_come_as_a_numpy_file_and_an_id_with_all_bits_set_stays_free(
-    experts: int, sent: Any, width: int
-) -> None:
+def test_experts_come_as_a_numpy_file_and_ids_with_all_bits_set_stay_free(experts: int, sent: Any, width: int) -> None:
     """vLLM uses one byte for 256 experts; with us, all ones are an expert that is not known."""
     file = io.BytesIO()
     np.save(file, np.array([[[0, experts - 1]] * 3] * 4, sent))
