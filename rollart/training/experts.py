@@ -22,12 +22,12 @@ from rollart.training.packing import Packed
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoad:
-    """Of one micro-batch: `used` is how often each expert was chosen, [layers with experts, experts]; `replayed` the
-    number of its `tokens` whose choice was replayed. `balance` is the mean over layers of the number of experts times
-    the sum over experts of share of choices times mean probability: 1 if the load is even. It has gradients if the loss
-    has a weight."""
+    """Of one micro-batch: `sums` over tokens, [2, layers with experts, experts], are how often each expert was chosen,
+    and its probability; `replayed` is the number of its `tokens` whose choice was replayed. `balance` is the mean over
+    layers of the number of experts times the sum over experts of share of choices times mean probability: 1 if the load
+    is even. It has gradients if the loss has a weight."""
 
-    used: Tensor
+    sums: Tensor
     balance: Tensor
     tokens: int
     replayed: int
@@ -80,7 +80,7 @@ class WatchedGates:
             first = min(self._gates.modules)
             known = int((packed.experts[:, first] >= 0).all(-1).sum())
         # The value is that of all ranks, the gradient that of this rank's tokens.
-        self.load = ExpertLoad(sums[0], mine + (all_ranks - mine).detach(), total, known)
+        self.load = ExpertLoad(sums, mine + (all_ranks - mine).detach(), total, known)
 
     def _hook(self, layer: int, gate: nn.Module, args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         logits, weights, chosen, *rest = output

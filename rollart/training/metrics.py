@@ -13,7 +13,6 @@ from rollart.training.ranks import Ranks
 SPREAD = 1e-6
 PER_PASS = ("clip_fraction", "kl")
 PER_TOKEN = ("entropy", "logprob_gap", "importance")
-PER_EXPERT_TOKEN = ("expert_balance", "experts_replayed")
 
 
 class StepTotals:
@@ -22,10 +21,10 @@ class StepTotals:
     def __init__(self, cells: int = 0, device: torch.device | None = None) -> None:
         self.skipped = False
         self.gaps = GapTotals(cells, device)
-        names = ("passes", *PER_PASS, "action_tokens", *PER_TOKEN, "expert_tokens", *PER_EXPERT_TOKEN)
+        names = ("passes", *PER_PASS, "action_tokens", *PER_TOKEN, "expert_tokens", "experts_replayed")
         self._sums = dict.fromkeys(names, 0.0)
         self._updates: list[tuple[float, float, float]] = []
-        self._used: Tensor | None = None  # how often each expert of each layer was chosen
+        self._experts: Tensor | None = None  # the sums of `ExpertLoad`
 
     def add_pass(self, clipped: Tensor, kl: Tensor | None) -> None:
         self._sums["passes"] += len(clipped)
@@ -47,11 +46,10 @@ class StepTotals:
     def add_experts(self, load: ExpertLoad, *, empty: bool) -> None:
         """The load of experts by one micro-batch; one that is `empty` has some token, which does not count."""
         counts = 0 if empty else 1
-        used = counts * load.used.double().cpu()
-        self._used = used if self._used is None else self._used + used
+        sums = counts * load.sums.double().cpu()
+        self._experts = sums if self._experts is None else self._experts + sums
         self._sums["expert_tokens"] += counts * load.tokens
         self._sums["experts_replayed"] += counts * load.replayed
-        self._sums["expert_balance"] += counts * load.tokens * load.balance.item()
 
     def add_update(self, loss: float, norm: float, rate: float) -> None:
         """Loss and norm are those of all ranks."""
@@ -61,8 +59,8 @@ class StepTotals:
         """Add up the tokens of all ranks."""
         self._sums = dict(zip(self._sums, ranks.all_reduce(list(self._sums.values())), strict=True))
         self.gaps.merge(ranks)
-        if self._used is not None:
-            self._used = torch.tensor(ranks.all_reduce(self._used.flatten().tolist())).view_as(self._used)
+        if self._experts is not None:
+            self._experts = torch.tensor(ranks.all_reduce(self._experts.flatten().tolist())).view_as(self._experts)
 
     def values(self) -> dict[str, float]:
         """`skipped` is 1 if the weights were left alone because the loss or the gradient was not finite."""
@@ -83,14 +81,15 @@ class StepTotals:
     def _expert_values(self) -> dict[str, float]:
         """Of a mixture: the load of the busiest expert over the mean, averaged over layers; the share that no
         token used; the balance loss, 1 if the load is even; the share of tokens whose experts were replayed."""
-        if self._used is None:
+        if self._experts is None:
             return {}
-        tokens = max(1.0, self._sums["expert_tokens"])
-        mean = self._used.mean(1).clamp_min(1e-9)
+        used, likely = self._experts
+        mean, tokens = used.mean(1, keepdim=True).clamp_min(1e-9), max(1.0, self._sums["expert_tokens"])
         return {
-            "expert_load_max": float((self._used.amax(1) / mean).mean()),
-            "experts_unused": float((self._used == 0).double().mean()),
-            **{name: self._sums[name] / tokens for name in PER_EXPERT_TOKEN},
+            "expert_load_max": float((used / mean).amax(1).mean()),
+            "experts_unused": float((used == 0).double().mean()),
+            "expert_balance": float((used / mean * likely / tokens).sum(1).mean()),
+            "experts_replayed": self._sums["experts_replayed"] / tokens,
         }
 
     def _add(self, name: str, values: Tensor) -> None:
