@@ -253,7 +253,7 @@ def steps(pair: Pair, batch: int, context: int = 128, count: int = 60) -> dict[s
     with (
         _timed(spent, "attention", attention, "_attend"),
         _timed(spent, "forward", pair.model, "forward"),
-        _timed(spent, "plan", stepper, "build"),
+        _timed(spent, "plan", stepper, "step_inputs"),
         _timed(spent, "sampling", stepper, "sample"),
     ):
         timed = _per_step(engine, count)
@@ -278,10 +278,10 @@ class _timed:
         self._original = getattr(owner, name)
 
     def __enter__(self) -> None:
-        def timed(*arguments: Any) -> Any:
+        def timed(*arguments: Any, **named: Any) -> Any:
             began = time.process_time()
             try:
-                return self._original(*arguments)
+                return self._original(*arguments, **named)
             finally:
                 self._spent[self._key] += time.process_time() - began
 
