@@ -47,7 +47,7 @@ def run_file(folder: Path, size: Size, delay: float) -> RunFile:
         game = f"{GAMES}.{name}:{kind}"
         return {
             "name": name,
-            "env": f"{GAMES}.chaos:Chaos" if delay else game,
+            "env": "benchmarks.fault_injection:Chaos" if delay else game,
             "args": {"env": game, "delay": delay / MEAN_STEP_S} if delay else {},
             "player": f"{GAMES}.{name}:player",
             "player_args": {"skill": skill},
