@@ -83,7 +83,7 @@ def versions(folder: Path, rate: float) -> Iterator[torch.Tensor]:
     for number, batch in enumerate(batches(), start=1):
         trainer.step(batch)
         if number >= MOMENTUM:
-            weights = trainer.gather("policy").values()
+            weights = trainer.gather().values()
             yield torch.cat([weight.detach().reshape(-1) for weight in weights])
 
 

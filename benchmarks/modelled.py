@@ -156,7 +156,9 @@ class ModelledTrainer:
     rng: random.Random
     seconds: Seconds = lambda rng: 1.0
     version: int = 0
-    saved: int = 0
+    kept: int = 0
+    writing: Seconds = lambda rng: 0.0
+    faults: dict[int, str] = field(default_factory=dict)  # why checkpoints of these versions cannot be written
     batches: list[Batch] = field(default_factory=list)
 
     async def step(self, batch: Batch) -> StepMetrics:
@@ -171,7 +173,12 @@ class ModelledTrainer:
         return Publication(self.version)
 
     async def save(self, path: Path) -> None:
-        self.saved = self.version
+        self.kept = self.version
+
+    async def saved(self) -> str:
+        version = self.kept
+        await asyncio.sleep(self.writing(self.rng))
+        return self.faults.get(version, "")
 
     async def load(self, path: Path) -> None:
-        self.version = self.saved
+        self.version = self.kept

@@ -1,14 +1,15 @@
 """Every layout of the trainer against one process: gradients, publications and checkpoints.
 
 Each layout runs as that many processes with gloo. Largest relative error of any gradient (`worst_gradient_error`, at
-most 1e-5), whether every element of the weights is published exactly once (`export_exact`), and whether a checkpoint of
-each layout is loaded exactly by another (`reshard_exact`).
+most 1e-5), whether every element of the weights is published exactly once (`export_exact`), and whether a checkpoint,
+weights and both moments, goes exactly from each layout to the next one of the list (`reshard_exact`).
 """
 
 import argparse
 import json
 import multiprocessing
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -28,11 +29,13 @@ from rollart.config import TrainingConfig
 from rollart.core.expert_choice import ChoiceShape, ExpertChoices
 from rollart.hardware.layout import Layout
 from rollart.training import losses
-from rollart.training.learner import published
+from rollart.training.block_files import BlockReader
+from rollart.training.learner import Learner, Restore, Save, published
 from rollart.training.microbatch import TrainSample, micro_batch
 from rollart.training.policy import PolicyModel
 from rollart.training.ranks import RankAddress, Ranks
 from rollart.training.shards import block
+from rollart.training.strategy import Strategy
 from rollart.weights.publish import TensorShard
 
 DEADLINE_S = 300.0
@@ -154,7 +157,7 @@ def chosen(tokens: int, draw: torch.Generator) -> ExpertChoices:
     return ExpertChoices(0, shape, bytes(expert for row in rows for expert in row))
 
 
-def accumulate_gradients(policy: PolicyModel, passes: Sequence[list[TrainSample]], config: TrainingConfig) -> None:
+def accumulate_gradients(policy: Strategy, passes: Sequence[list[TrainSample]], config: TrainingConfig) -> None:
     loss = losses.LOSSES.find(config.algorithm.loss)
     for samples in passes:
         micro = micro_batch(samples)
@@ -192,7 +195,7 @@ def one_process(folder: Path, case: Case) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in policy.parameters().items() if parameter.grad is not None}
 
 
-def gradient_error(expected: dict[str, Tensor], policy: PolicyModel) -> float:
+def gradient_error(expected: dict[str, Tensor], policy: Strategy) -> float:
     """Of this rank's part of every gradient, relative to the largest element of that gradient."""
     worst = 0.0
     for name, parameter in policy.parameters().items():
@@ -226,7 +229,8 @@ def _rank(case: Case, folder: Path, place: RankAddress) -> None:
     torch.set_num_threads(1)
     ranks = Ranks.join(place, layout=case.layout, patience=DEADLINE_S)
     config = config_of(case)
-    policy = PolicyModel(folder / case.model, ranks, config)
+    learner = Learner(folder / case.model, config, ranks)
+    policy = learner.policy
     share = [replace(each, values=each.values.clone()) for each in published(policy, ranks)]
     passes = batch(case)
     accumulate_gradients(policy, passes[ranks.data * PASSES : (ranks.data + 1) * PASSES], config)
@@ -237,6 +241,40 @@ def _rank(case: Case, folder: Path, place: RankAddress) -> None:
         "norm": ranks.grad_norm(policy.parameters().values()),
     }
     torch.save(result, folder / f"result-{place.rank}.pt")
+    learner.restore(Restore(str(folder / f"{case.model}-source"), 0, torch.load(folder / f"{case.model}-steps.pt")))
+    save_blocks(learner, folder / f"{case.model}-target")
+
+
+def save_blocks(learner: Learner, folder: Path) -> None:
+    learner.save(Save(str(folder), "saved"))
+    if learner.ranks.rank == 0:
+        learner.disk.submit(int).result()  # after its own file
+        assert not any(learner.ranks.collect("saved"))
+
+
+def make_checkpoint(folder: Path, model: str) -> None:
+    """Of one process, with moments of both kinds: what the layouts load and save, one after the other."""
+    learner = Learner(folder / model, TrainingConfig(), Ranks.single())
+    torch.manual_seed(1)
+    for _ in range(2):
+        for parameter in learner.policy.parameters().values():
+            parameter.grad = torch.randn_like(parameter)
+        learner.optimizer.step()
+    torch.save(learner.steps(), folder / f"{model}-steps.pt")
+    (folder / f"{model}-original").mkdir()
+    save_blocks(learner, folder / f"{model}-original")
+    (folder / f"{model}-source").symlink_to(folder / f"{model}-original")
+
+
+def reshard_exact(folder: Path, model: str) -> bool:
+    """Whether the last layout saved exactly what one process did. The next one loads its checkpoint."""
+    original, source, target = (folder / f"{model}-{name}" for name in ("original", "source", "target"))
+    with BlockReader(original) as expected, BlockReader(target) as found:
+        exact = expected.shapes == found.shapes and not [*found.incomplete()]
+        exact = exact and all(torch.equal(expected.whole(name), found.whole(name)) for name in expected.shapes)
+    source.unlink() if source.is_symlink() else shutil.rmtree(source)
+    target.rename(source)
+    return exact
 
 
 def on_processes(ranks: int, work: Callable[..., None], *args: Any) -> None:
@@ -263,6 +301,10 @@ def on_processes(ranks: int, work: Callable[..., None], *args: Any) -> None:
 def run(case: Case, folder: Path) -> dict[str, Any]:
     expected = one_process(folder, case)
     torch.save(expected, folder / "expected.pt")
+    if not (folder / f"{case.model}-source").exists():
+        make_checkpoint(folder, case.model)
+    shutil.rmtree(folder / f"{case.model}-target", ignore_errors=True)
+    (folder / f"{case.model}-target").mkdir()
     on_processes(case.layout.ranks, _rank, case, folder)
     results = [torch.load(folder / f"result-{rank}.pt", weights_only=False) for rank in range(case.layout.ranks)]
     norm = float(torch.stack([grad.norm() for grad in expected.values()]).norm())
@@ -271,6 +313,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         "gradient_error": max(result["error"] for result in results),
         "norm_error": max(abs(result["norm"] - norm) for result in results) / norm,
         "export_exact": is_exact(folder / case.model, [result["share"] for result in results]),
+        "reshard_exact": reshard_exact(folder, case.model),
     }
 
 
@@ -294,6 +337,7 @@ def main() -> None:
                 "worst_gradient_error": max(row["gradient_error"] for row in rows),
                 "worst_norm_error": max(row["norm_error"] for row in rows),
                 "export_exact": all(row["export_exact"] for row in rows),
+                "reshard_exact": all(row["reshard_exact"] for row in rows),
                 "layouts": rows,
             }
         )

@@ -139,7 +139,7 @@ def evaluate(
 
     Args:
         run: The run file, loaded or as a path; its own model is not used.
-        model: A model folder in Hugging Face format, for example `run.model` of a trained run.
+        model: A model folder in Hugging Face format, for example `run.model` of a trained run, or a checkpoint.
         folder: The run folder. By default `<output>/<name>-eval-<n>`.
         console: Show the live view here; by default nothing is printed.
         on_event: Called with each event as it happens.

@@ -12,6 +12,7 @@ from rich.console import Console
 from rollart.app.commands import envs, reward
 from rollart.app.commands.calibrate import calibrate
 from rollart.app.commands.common import AsJson, Overrides, RunDir, RunPath, console_for, guarded, print_json
+from rollart.app.commands.export import export
 from rollart.app.commands.plan import plan
 from rollart.app.commands.play import play
 from rollart.app.commands.reproduce import reproduce
@@ -42,6 +43,7 @@ TRAIN, LOOK, PREPARE = "Train", "Look at a run", "Prepare"
 app.command(rich_help_panel=TRAIN)(train)
 app.command("eval", rich_help_panel=TRAIN)(evaluate)
 app.command(rich_help_panel=LOOK)(play)
+app.command(rich_help_panel=TRAIN)(export)
 app.command(rich_help_panel=TRAIN)(serve)
 app.command(rich_help_panel="Plan without hardware")(simulate)
 app.command(rich_help_panel="Plan without hardware")(reproduce)

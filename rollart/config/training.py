@@ -168,4 +168,7 @@ class CheckpointConfig(Section):
     """Checkpoints of the trainer, from which a run resumes."""
 
     every: Positive = Field(10, description="steps between checkpoints")
-    keep: Positive = Field(2, description="checkpoints kept; older ones are deleted")
+    keep: Positive = Field(2, description="newest checkpoints kept; older ones are deleted")
+    best: bool = Field(
+        False, description="keep the checkpoint with the best evaluation too: mean success of the tasks, then reward"
+    )

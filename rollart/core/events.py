@@ -312,8 +312,11 @@ class Evaluated(Event):
 
 
 class Checkpointed(Event):
+    """A checkpoint is complete `seconds` after it was begun; training waited for `blocked_s` of them."""
+
     version: int
     seconds: float
+    blocked_s: float = 0.0
 
 
 class Warned(Event):

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import fcntl
-import shutil
 import signal
 import threading
 import time
@@ -19,6 +18,7 @@ from rollart.core.event_log import EventLog
 from rollart.core.events import Evaluated, RunEnded, RunStarted, StepDone, WarmupStep
 from rollart.core.schedule import Schedule
 from rollart.core.types import Sampling
+from rollart.fleet.checkpoints import CheckpointEvaluator, Checkpoints
 from rollart.fleet.fleet import Fleet
 from rollart.fleet.trainer_supervisor import TrainerLost
 from rollart.observe import summary
@@ -28,7 +28,7 @@ from rollart.rollout.lockstep import Lockstep
 from rollart.rollout.scheduler import Scheduler
 from rollart.rollout.training_loop import LoopPlan, TrainingLoop
 from rollart.rollout.trajectory import RolloutTask, TrajectoryRunner
-from rollart.training.client import TRAINER_FILES
+from rollart.training.client import export_in_child, model_folder
 from rollart.warmup.prepare import Progress, prepare_in_child
 
 OnLog = Callable[[EventLog], None]
@@ -72,7 +72,10 @@ async def evaluate(run: RunFile, model: Path, *, directory: Path, on_log: OnLog 
     ledger = SqliteLedger.open(directory / "ledger.sqlite")
     with contextlib.closing(ledger), _event_log(directory, on_log) as log, _terminable():
         try:
-            async with Fleet(run, directory, log, model=model, version=0, trainer=False) as fleet:
+            async with (
+                model_folder(model) as folder,
+                Fleet(run, directory, log, model=folder, trainer=False) as fleet,
+            ):
                 evaluator = Evaluator(rollout_tasks(run), _runner(run, fleet, log), ledger, log)
                 results = await _supervised(fleet, evaluator.run(0, run.evaluation.final_episodes, final=True))
         except BaseException as error:
@@ -108,17 +111,17 @@ class _Training:
     fleet: Fleet
     ledger: SqliteLedger
     log: EventLog
-    checkpoints: Path
+    checkpoints: Checkpoints
 
     async def run_all(self, recovery: Recovery, model: Path) -> None:
         """Evaluate, take all steps, keep the model in `model`, evaluate again."""
         steps, episodes = self.run.training.steps, self.run.evaluation.final_episodes
         runner = _runner(self.run, self.fleet, self.log)
-        evaluator = Evaluator(rollout_tasks(self.run), runner, self.ledger, self.log)
+        evaluator = CheckpointEvaluator(rollout_tasks(self.run), runner, self.ledger, self.log, self.checkpoints)
         if recovery.version == 0:
             await _supervised(self.fleet, evaluator.run(0, episodes, label="before", final=True), trainer=False)
         await self._until_trained(evaluator, recovery)
-        _keep_model(self.checkpoints / f"{steps:06d}", model)  # even if the last evaluation fails
+        await export_in_child(self.checkpoints.path(steps), model)  # even if the last evaluation fails
         await _supervised(self.fleet, evaluator.run(steps, episodes, label="after", final=True), trainer=False)
 
     async def _until_trained(self, evaluator: Evaluator, recovery: Recovery) -> None:
@@ -144,7 +147,7 @@ class _Training:
     async def _restart_trainer(self, version: int, reason: str) -> None:
         """A trainer that is lost again during its restart is one more loss."""
         try:
-            await self.fleet.restart_trainer(self.checkpoints / f"{version:06d}", version, reason)
+            await self.fleet.restart_trainer(self.checkpoints.path(version) if version else None, version, reason)
         except ServiceError as error:
             raise TrainerLost(str(error)) from error
 
@@ -161,8 +164,8 @@ class _Training:
             evaluator=evaluator,
             ledger=self.ledger,
             sink=self.log,
-            checkpoints=self.checkpoints,
-            on_saved=lambda version: _prune(self.checkpoints, version, run.checkpoint.keep, spare=fleet.version),
+            checkpoints=self.checkpoints.folder,
+            on_saved=self.checkpoints.commit,
         )
         try:
             async with _background(_sample(scheduler, fleet, self.log)):
@@ -172,9 +175,12 @@ class _Training:
 
 
 async def _train(run: RunFile, directory: Path, ledger: SqliteLedger, recovery: Recovery, log: EventLog) -> None:
-    checkpoints = directory / "checkpoints"
-    model = checkpoints / f"{recovery.version:06d}" if recovery.version else await _prepare(run, directory, log)
-    async with Fleet(run, directory, log, model=model, version=recovery.version) as fleet:
+    version = recovery.version
+    checkpoints = Checkpoints(directory / "checkpoints", run.checkpoint.keep, best=run.checkpoint.best)
+    checkpoints.start(version)
+    model = await _prepare(run, directory, log)
+    checkpoint = checkpoints.path(version) if version else None
+    async with Fleet(run, directory, log, model=model, version=version, checkpoint=checkpoint) as fleet:
         await _Training(run, fleet, ledger, log, checkpoints).run_all(recovery, directory / "model")
 
 
@@ -243,12 +249,6 @@ async def _prepare(run: RunFile, directory: Path, log: EventLog) -> Path:
     return await prepare_in_child(run, directory / "start", on_progress, directory / "logs" / "prepare.log")
 
 
-def _keep_model(checkpoint: Path, model: Path) -> None:
-    """The trained policy as a plain Hugging Face folder."""
-    shutil.rmtree(model, ignore_errors=True)
-    shutil.copytree(checkpoint, model, ignore=shutil.ignore_patterns(*TRAINER_FILES))
-
-
 def _check_same_run(run: RunFile, directory: Path) -> None:
     """A run resumes with the model that it started with; everything else may change."""
     stored = directory / "run.yaml"
@@ -298,15 +298,6 @@ async def _sample(scheduler: Scheduler, fleet: Fleet, log: EventLog) -> None:
         in_use = fleet.environments.in_use + (agents.in_use if agents else 0)
         log.emit(scheduler.sample(in_use, fleet.environments.capacity + (agents.capacity if agents else 0)))
         await asyncio.sleep(_SAMPLE_SECONDS)
-
-
-def _prune(checkpoints: Path, version: int, keep: int, spare: int) -> None:
-    """Keep the newest `keep` up to `version`, which the ledger has just committed; later ones belong to a discarded
-    history. Restarted engines begin with `spare`."""
-    numbers = sorted(int(path.name) for path in checkpoints.iterdir() if path.name.isdigit())
-    kept = [number for number in numbers if number <= version][-keep:]
-    for number in set(numbers) - set(kept) - {spare}:
-        shutil.rmtree(checkpoints / f"{number:06d}")
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from rollart.hardware.devices import DeviceClass
 from rollart.hardware.roofline import ModelShape, Roofline
 from rollart.launch import rpc
 from rollart.launch.launcher import Command, Launcher, ResourceRequest, ServiceHandle, relaunch, service_command
+from rollart.models.folder import read_seconds
 from rollart.placement.bindings import Binding
 from rollart.placement.plan import acts_as
 from rollart.rollout.engine_registry import EngineRegistry
@@ -49,8 +50,8 @@ class _Engine:
 
 
 class EngineSupervisor:
-    """`version` is what engines start with; `spec` is what all of them need: model, weights, seed, version. `registry`
-    has the engines that may serve."""
+    """`version` is what engines must have to serve; `spec` is what all of them need: model, weights, seed, version.
+    `registry` has the engines that may serve."""
 
     def __init__(
         self,
@@ -266,7 +267,7 @@ def engine_command(
     if binding.url:
         full["url"] = binding.url
     command = service_command(backend.module, full, name=binding.worker, logs=logs, threads=run.engine.threads)
-    return replace(command, start_deadline=backend.start_deadline(run))
+    return replace(command, start_deadline=backend.start_deadline(run) + read_seconds(Path(spec["model"])))
 
 
 def request_of(binding: Binding) -> ResourceRequest:

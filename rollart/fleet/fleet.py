@@ -26,6 +26,7 @@ from rollart.hardware.roofline import ModelShape
 from rollart.launch.launcher import Launcher, ServiceHandle
 from rollart.launch.local import LocalLauncher
 from rollart.models.chat import ChatRenderer
+from rollart.models.folder import read_seconds
 from rollart.placement.bindings import Binding
 from rollart.placement.inventory import Inventory
 from rollart.placement.plan import PlacementPlan, plan
@@ -42,14 +43,23 @@ _PRIORS = {"prefill": 0.1, "decode": 0.8}
 
 
 class Fleet:
-    """`model` is the folder that engines and trainer start from, holding policy version `version`."""
+    """`model` is the Hugging Face folder that RL starts from. The trainer starts at `version`, from its `checkpoint`
+    unless that is 0; the engines start with `model` and get the version from the trainer."""
 
     def __init__(
-        self, run: RunFile, directory: Path, log: EventLog, *, model: Path, version: int, trainer: bool = True
+        self,
+        run: RunFile,
+        directory: Path,
+        log: EventLog,
+        *,
+        model: Path,
+        version: int = 0,
+        checkpoint: Path | None = None,
+        trainer: bool = True,
     ) -> None:
         self._run, self._log, self._train = run, log, trainer
-        self._model, self.version = model.absolute(), version
-        self._checkpoint: tuple[Path, int] = (self._model, version)
+        self._model = model.absolute()
+        self._version, self._checkpoint = version, checkpoint
         self._logs = (directory / "logs").absolute()
         self._logs.mkdir(exist_ok=True)
         self._stack = AsyncExitStack()
@@ -120,11 +130,11 @@ class Fleet:
         self._engines = EngineSupervisor(
             run,
             bindings["generate"],
-            version=self.version,
+            version=self._version,
             launcher=launcher,
             devices=run.device_classes(),
             shape=ModelShape.of_folder(self._model),
-            spec=lambda: self._spec(self._model, self.version),
+            spec=lambda: self._spec(0),
             sink=self._log,
             logs=self._logs,
         )
@@ -159,12 +169,12 @@ class Fleet:
             return
         self._log.emit(binding.placed(host))
 
-    def _spec(self, model: Path, version: int) -> dict[str, Any]:
-        return {"model": str(model), "weights": str(self._weights), "seed": self._run.seed, "version": version}
+    def _spec(self, version: int) -> dict[str, Any]:
+        return {"model": str(self._model), "weights": str(self._weights), "seed": self._run.seed, "version": version}
 
     def _trainer_spec(self) -> dict[str, Any]:
-        model, version = self._checkpoint
-        return {**self._spec(model, version), "checkpoint": str(model) if version else None}
+        checkpoint = str(self._checkpoint.absolute()) if self._checkpoint else None
+        return {**self._spec(self._version), "checkpoint": checkpoint}
 
     async def _start_pool(self, pool: EnvironmentPool | Rewards | Gateway | AgentPool) -> None:
         self._stack.push_async_callback(pool.close)
@@ -189,7 +199,7 @@ class Fleet:
             },
             decode_lengths=DecodeLengths(_priors(run, placed)),
             keeps_kv=run.engine.on_swap == "keep",
-            max_wait=start_deadline(run),
+            max_wait=start_deadline(run) + read_seconds(self._model),
         )
 
     # While the run goes on
@@ -206,9 +216,9 @@ class Fleet:
                 group.create_task(self._gateway.watch())
                 group.create_task(self.agents.watch())
 
-    async def restart_trainer(self, checkpoint: Path, version: int, reason: str) -> None:
+    async def restart_trainer(self, checkpoint: Path | None, version: int, reason: str) -> None:
         """Restart the trainer at `version` and bring the engines there. Raises ServiceError."""
-        self._checkpoint = (checkpoint.absolute() if version else self._model, version)
+        self._version, self._checkpoint = version, checkpoint
         await self._trainer.restart()
         await self.router.load(await self.trainer.publish())
         self._log.emit(RolledBack(version=version, reason=reason))

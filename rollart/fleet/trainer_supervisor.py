@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rollart.core.errors import ServiceError
 from rollart.core.events import EventSink, ServiceEnded, ServiceStarted, Warned
 from rollart.launch import rpc
 from rollart.launch.launcher import Launcher, ResourceRequest, ServiceHandle, service_command
+from rollart.models.folder import read_seconds
 from rollart.placement.bindings import Binding
 from rollart.training.client import TrainerClient
 
@@ -53,12 +55,16 @@ class TrainerSupervisor:
             "path": str(Path.cwd()),
             "classes": self._bindings[0].choices,
         }
+        folders = [Path(spec[key]) for key in ("model", "checkpoint") if spec.get(key)]
         names = ["trainer"] if len(self._bindings) == 1 else [binding.worker for binding in self._bindings]
         commands = [
             service_command(
                 "rollart.training.service", spec, name=name, logs=self._logs, threads=self._run.training.threads
             )
             for name in names
+        ]
+        commands = [
+            replace(command, start_deadline=command.start_deadline + read_seconds(*folders)) for command in commands
         ]
         request = ResourceRequest(self._bindings[0].choices, self._bindings[0].units, avoid)
         if len(commands) == 1:

@@ -6,6 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rollart.core.errors import RollartError
+
+READ_BYTES_PER_S = 50e6  # a slow disk, or one that many processes share
+
 
 def is_model(path: Path) -> bool:
     """Whether the folder has a model and its tokenizer."""
@@ -13,24 +17,49 @@ def is_model(path: Path) -> bool:
     return weights and (path / "config.json").is_file() and (path / "tokenizer_config.json").is_file()
 
 
-@contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yields an empty folder that is flushed to disk and renamed to `path` when the block succeeds, and deleted
-    otherwise. An existing folder is moved away, not deleted, until the new one is there."""
+def read_seconds(*folders: Path) -> float:
+    """A generous estimate of how long it takes to read the weights in these folders."""
+    files = (file for folder in folders for file in folder.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in files) / READ_BYTES_PER_S
+
+
+def check_space(path: Path, size: int) -> None:
+    """Raises RollartError if the disk of `path`, which need not exist yet, has no `size` bytes left."""
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(there).free
+    if free < size:
+        raise RollartError(f"it needs {size / 1e9:.3g} GB, but the disk of {there} has {free / 1e9:.3g} GB left")
+
+
+def begin_folder(path: Path) -> Path:
+    """An empty folder beside `path`, to be filled and committed as `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft, old = (path.with_name(f".{path.name}.{kind}") for kind in ("part", "old"))
-    for leftover in (draft, old):
+    draft = path.with_name(f".{path.name}.part")
+    for leftover in (draft, path.with_name(f".{path.name}.old")):
         shutil.rmtree(leftover, ignore_errors=True)
     draft.mkdir()
+    return draft
+
+
+def commit_folder(draft: Path, path: Path) -> None:
+    """Flush a draft to disk and rename it to `path`. An existing folder is moved away, not deleted, until then."""
+    old = path.with_name(f".{path.name}.old")
+    for entry in (*draft.rglob("*"), draft):
+        _sync(entry)
+    if path.exists():
+        path.rename(old)
+    draft.rename(path)
+    _sync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yields an empty folder that becomes `path` when the block succeeds, and is deleted otherwise."""
+    draft = begin_folder(path)
     try:
         yield draft
-        for entry in (*draft.rglob("*"), draft):
-            _sync(entry)
-        if path.exists():
-            path.rename(old)
-        draft.rename(path)
-        _sync(path.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        commit_folder(draft, path)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 

@@ -27,6 +27,7 @@ from rollart.core.types import Episode, EpisodeTurn, Finish, GenerationRequest, 
 from rollart.envs.single import SingleEnvironment, single_environment
 from rollart.models.chat import ChatRenderer
 from rollart.rewards.invokers import Rewards
+from rollart.training.client import model_folder
 
 if TYPE_CHECKING:
     from rollart.engines.torch.engine import TorchEngine
@@ -49,6 +50,8 @@ async def play(
     if player == "scripted" and task.player is None:
         raise ConfigError(f"task {name!r} has no `player`; play it yourself (--player human) or with a model")
     async with AsyncExitStack() as stack:
+        if folder is not None:
+            folder = await stack.enter_async_context(model_folder(folder))
         renderer = None
         if folder is not None or tokens:
             renderer = await stack.enter_async_context(_renderer(run.model, folder))

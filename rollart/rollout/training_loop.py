@@ -1,8 +1,9 @@
 """The training loop: take a batch, train, publish, and go on while the engines fetch the new version.
 
 Invariants: the trainer does one thing at a time; every engine swaps to the newest version as soon as it can, and none
-waits for the slowest; a checkpoint is committed to the ledger only after it is complete; swaps and evaluations run
-concurrently with the loop, and a failure of either ends it.
+waits for the slowest; a checkpoint is committed to the ledger only after it is complete, and one at a time; writing
+checkpoints, swaps and evaluations run concurrently with the loop. A failure of swaps or evaluations ends it, as that of
+the last checkpoint does; without any other checkpoint it goes on, with a warning.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollart.core.errors import RollartError
 from rollart.core.events import Checkpointed, EventSink, Published, StepDone, Warned
 from rollart.core.protocols import Trainer
 from rollart.core.types import Batch, Publication
@@ -50,6 +52,7 @@ class TrainingLoop:
         self._checkpoints, self._on_saved = checkpoints, on_saved
         self._publication: Publication | None = None  # the newest
         self._published = asyncio.Event()
+        self._saving: asyncio.Task[None] | None = None
         self._evaluation: asyncio.Task[object] | None = None
         self._evaluated = version
 
@@ -61,7 +64,7 @@ class TrainingLoop:
                 batch = await self._scheduler.take_batch()
                 await self._train(batch)
                 if self.version % self._plan.checkpoint_every == 0 or self.version == self._plan.steps:
-                    await self._save()
+                    await self._save(group)
             await swapping
 
     async def _train(self, batch: Batch) -> None:
@@ -103,13 +106,25 @@ class TrainingLoop:
         await self._router.load(publication)
         self._evaluate_if_due(group, publication.version)
 
-    async def _save(self) -> None:
+    async def _save(self, group: asyncio.TaskGroup) -> None:
+        """Returns when training may go on."""
+        if self._saving is not None:
+            await self._saving
         clock = asyncio.get_running_loop().time
         began = clock()
         await self._trainer.save(self._checkpoints / f"{self.version:06d}")
-        self._ledger.commit(self.version)
-        self._on_saved(self.version)
-        self._sink.emit(Checkpointed(version=self.version, seconds=clock() - began))
+        self._saving = group.create_task(self._commit(self.version, began, clock() - began))
+
+    async def _commit(self, version: int, began: float, blocked: float) -> None:
+        if fault := await self._trainer.saved():
+            if version == self._plan.steps:
+                raise RollartError(f"{fault}; make room and resume the run")
+            self._sink.emit(Warned(message=f"{fault}; a restart would go back to the checkpoint before"))
+            return
+        self._ledger.commit(version)
+        self._on_saved(version)
+        seconds = asyncio.get_running_loop().time() - began
+        self._sink.emit(Checkpointed(version=version, seconds=seconds, blocked_s=blocked))
 
     def _evaluate_if_due(self, group: asyncio.TaskGroup, version: int) -> None:
         """One at a time: what falls due while an evaluation runs is made up for at the next swap."""

@@ -132,6 +132,9 @@ class SimulatedTrainer:
     async def save(self, path: Path) -> None:
         """Nothing is saved."""
 
+    async def saved(self) -> str:
+        return ""
+
     async def load(self, path: Path) -> None:
         """Nothing was saved."""
 

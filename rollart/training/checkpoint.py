@@ -1,73 +1,99 @@
 """Checkpoints: a folder that is complete or does not exist.
 
-It is a Hugging Face folder, tokenizer included, that can be used as it is. Next to the model it holds
+It holds
 
-    optimizer.safetensors    Adam's moments, by parameter name
-    reference.safetensors    the policy at the start of RL, if the loss has a KL to it
-    checkpoint.json          counters, reward ranges, the state of the numerics guard, and the size of every other file
+    rank-00000.safetensors    the blocks of each rank: weights and the optimizer's moments (`block_files`)
+    checkpoint.json           counters, reward ranges, the state of the numerics guard, and the size of every other file
+    config.json, tokenizer... the other files of the model's folder
 
-It is written under a temporary name, flushed to disk, and renamed. Nothing in it is pickled.
+Any other layout and number of ranks can load it, each rank only its part; `export` turns it into a Hugging Face folder.
+Only the copy to host memory holds up training: a thread on each rank writes its file into a folder under a temporary
+name, and rank 0 adds the manifest when all are written, flushes everything to disk and renames. Nothing is pickled.
 """
 
-from collections.abc import Mapping, Sequence
+import shutil
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 import msgspec
-import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import distributed
 
 from rollart.core.errors import RollartError
-from rollart.models.folder import atomic_folder
+from rollart.models.folder import begin_folder, check_space, commit_folder
 from rollart.training.advantages import UNSEEN, RewardRange
-from rollart.training.client import MANIFEST, OPTIMIZER, REFERENCE
+from rollart.training.block_files import BlockReader
+from rollart.training.client import MANIFEST
 from rollart.training.guard import GuardState
-from rollart.training.learner import Restore, TensorKind
-from rollart.training.optimizers import MOMENTS, moments
-from rollart.training.policy import PolicyModel
+from rollart.training.learner import POLICY, Learner, Restore, Save
+from rollart.training.optimizers import moments
 from rollart.training.trainer import Trainer
+from rollart.weights.publish import new_id
+
+
+class CheckpointFailed(RollartError):
+    """A checkpoint could not be written. Training can go on, and older checkpoints are as they were."""
 
 
 class CheckpointManifest(msgspec.Struct):
+    """`steps` of the optimizer by parameter."""
+
     version: int
     updates: int
+    steps: dict[str, float]
     ranges: dict[str, RewardRange]
-    files: dict[str, int]
     guard: GuardState = GuardState()
+    files: dict[str, int] = {}
 
 
-def save_checkpoint(trainer: Trainer, path: Path) -> None:
-    """Replaces a checkpoint that is already at `path`."""
+def save_checkpoint(trainer: Trainer, path: Path) -> Future[None]:
+    """Returns when the state is copied; the result is there when the checkpoint is complete, in place of one that was
+    at `path`. Waits for the checkpoint before it. Raises CheckpointFailed, as the result does."""
+    if trainer.saving is not None:
+        wait([trainer.saving])
     learner = trainer.learner
-    with atomic_folder(path) as folder:
-        learner.policy.save(folder, trainer.gather("policy"))
-        state = {f"{name}/step": torch.tensor(step) for name, step in learner.steps().items()}
-        for kind in MOMENTS:
-            state |= {f"{name}/{kind}": tensor for name, tensor in trainer.gather(kind).items()}
-        save_file(state, folder / OPTIMIZER)
-        if learner.reference is not None:
-            save_file(trainer.gather("reference"), folder / REFERENCE)
-        ranges = {task: seen for task, seen in trainer.ranges.items() if seen != UNSEEN}
-        sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.name != MANIFEST}
-        manifest = CheckpointManifest(trainer.version, learner.updates, ranges, sizes, trainer.guard.state())
-        (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+    try:
+        check_space(path, _size(learner))
+        draft = begin_folder(path)
+    except (OSError, RollartError) as error:
+        raise CheckpointFailed(f"the checkpoint {path} could not be written: {error}") from error
+    ranges = {task: seen for task, seen in trainer.ranges.items() if seen != UNSEEN}
+    manifest = CheckpointManifest(trainer.version, learner.updates, learner.steps(), ranges, trainer.guard.state())
+    order = Save(str(draft), new_id())
+    trainer.save(order)
+    # After rank 0's own file, in the same thread.
+    trainer.saving = learner.disk.submit(_finish, trainer, manifest, order, path)
+    return trainer.saving
+
+
+def _size(learner: Learner) -> int:
+    """Bytes of a checkpoint, from the shapes alone; moments are float32, however the optimizer keeps them."""
+    weights = sum(one.nbytes for one in (*learner.policy.parameters().values(), *learner.policy.buffers().values()))
+    updated = (one for one in learner.policy.parameters().values() if one in learner.optimizer.state)
+    return weights + sum(4 * one.numel() * len(moments(learner.optimizer, one)) for one in updated)
+
+
+def _finish(trainer: Trainer, manifest: CheckpointManifest, order: Save, path: Path) -> None:
+    draft = Path(order.folder)
+    try:
+        if faults := [fault for fault in trainer.ranks.collect(order.id) if fault]:
+            raise OSError("; ".join(faults))
+        for name, content in trainer.learner.policy.companions.items():
+            (draft / name).write_bytes(content)
+        manifest.files = {file.name: file.stat().st_size for file in sorted(draft.iterdir())}
+        (draft / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+        commit_folder(draft, path)
+    except (OSError, distributed.DistError) as error:
+        raise CheckpointFailed(f"the checkpoint {path} could not be written: {error}") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def load_checkpoint(trainer: Trainer, path: Path) -> None:
     """Raises RollartError, and leaves the trainer as it is, if the checkpoint is damaged or does not fit."""
     manifest = read_manifest(path)
-    state = load_file(path / OPTIMIZER)
-    stored: dict[TensorKind, Mapping[str, Tensor]] = {"policy": PolicyModel(path).parameters()}
-    if trainer.learner.reference is not None:
-        if REFERENCE not in manifest.files:
-            raise RollartError(f"{path} has no reference policy; set training.algorithm.kl to 0 to continue")
-        stored["reference"] = load_file(path / REFERENCE)
-    updated = [name for name in stored["policy"] if f"{name}/step" in state]
-    for kind in MOMENTS:
-        stored[kind] = {name: state[f"{name}/{kind}"] for name in updated if f"{name}/{kind}" in state}
-    _check_shapes(trainer, stored, updated, path)
-    steps = {name: state[f"{name}/step"].item() for name in updated}
-    trainer.restore(Restore(manifest.updates, steps), stored)
+    with BlockReader(path) as reader:
+        _check_fits(trainer.learner, reader, manifest, path)
+    trainer.restore(Restore(str(path), manifest.updates, manifest.steps))
     trainer.version, trainer.ranges = manifest.version, manifest.ranges
     trainer.guard.restore(manifest.guard)
 
@@ -89,17 +115,18 @@ def read_manifest(path: Path) -> CheckpointManifest:
     return manifest
 
 
-def _check_shapes(
-    trainer: Trainer, stored: Mapping[TensorKind, Mapping[str, Tensor]], updated: Sequence[str], path: Path
-) -> None:
-    for name, parameter in trainer.learner.policy.parameters().items():
-        wrong = {kind for kind, known in stored.items() if name not in known or known[name].shape != parameter.shape}
-        if "policy" in wrong:
+def _check_fits(learner: Learner, reader: BlockReader, manifest: CheckpointManifest, path: Path) -> None:
+    """From the headers alone: nothing is read yet."""
+    if damaged := next(reader.incomplete(), None):
+        raise RollartError(f"the checkpoint {path} is damaged: {damaged} is not complete; use an older checkpoint")
+    wanted = {**learner.policy.parameters(), **learner.policy.buffers()}
+    for name, tensor in wanted.items():
+        if reader.shapes.get(f"{POLICY}/{name}") != tuple(tensor.shape):
             raise RollartError(f"the checkpoint {path} is of another model: {name} is missing or has another shape")
-        if "reference" in wrong:
-            raise RollartError(f"the checkpoint {path} is damaged: {name} in {REFERENCE} does not fit")
-        if name in updated and (lacking := wrong.intersection(moments(trainer.learner.optimizer, parameter))):
-            raise RollartError(
-                f"the checkpoint {path} was written with another training.optimizer, or is damaged: "
-                f"{min(lacking)} of {name} in {OPTIMIZER} is missing or does not fit"
-            )
+    for name, parameter in learner.policy.parameters().items():
+        for kind in moments(learner.optimizer, parameter) if name in manifest.steps else ():
+            if reader.shapes.get(f"{kind}/{name}") != tuple(parameter.shape):
+                raise RollartError(
+                    f"the checkpoint {path} was written with another training.optimizer, or is damaged: "
+                    f"{kind} of {name} is missing or does not fit"
+                )

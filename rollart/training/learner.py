@@ -3,10 +3,10 @@
 Every method runs on all ranks at the same time, on an order of rank 0.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from math import isfinite
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import torch
@@ -17,15 +17,17 @@ from torch.distributed.tensor import DTensor
 from rollart.config import TrainingConfig
 from rollart.models.disk_names import cut
 from rollart.training import losses
+from rollart.training.block_files import BlockReader, file_name, write_blocks
 from rollart.training.metrics import StepTotals
 from rollart.training.microbatch import MicroBatch, TrainSample, micro_batch
-from rollart.training.optimizers import Moment, learning_rate, make_optimizer, moments, read_state, write_state
+from rollart.training.optimizers import learning_rate, make_optimizer, moments, read_state, write_state
 from rollart.training.policy import PolicyModel
 from rollart.training.ranks import Ranks
+from rollart.training.shards import Block, block, is_owner
 from rollart.training.strategy import Strategy
 from rollart.weights.publish import Publisher, TensorShard
 
-TensorKind = Literal["policy", "reference"] | Moment
+POLICY = "policy"  # the kind of the weights in a checkpoint; the others are moments of the optimizer
 
 
 class MiniBatch(Struct, frozen=True):
@@ -44,7 +46,7 @@ class Learn(Struct, frozen=True, tag=True):
 
 
 class Gather(Struct, frozen=True, tag=True):
-    what: TensorKind
+    """Bring the weights to rank 0."""
 
 
 class Publish(Struct, frozen=True, tag=True):
@@ -54,9 +56,17 @@ class Publish(Struct, frozen=True, tag=True):
     id: str
 
 
-class Restore(Struct, frozen=True, tag=True):
-    """`steps` of the optimizer, by name of the parameters that it has updated."""
+class Save(Struct, frozen=True, tag=True):
+    """Copy the state and write it to a file in `folder`, in the background; post the outcome under `id`."""
 
+    folder: str
+    id: str
+
+
+class Restore(Struct, frozen=True, tag=True):
+    """Load a checkpoint. `steps` of the optimizer, by name of the parameters that it has updated."""
+
+    folder: str
     updates: int
     steps: dict[str, float]
 
@@ -69,7 +79,7 @@ class Shutdown(Struct, frozen=True, tag=True):
     """Rank 0 exits normally."""
 
 
-Order = Learn | Gather | Publish | Restore | Heartbeat | Shutdown
+Order = Learn | Gather | Publish | Save | Restore | Heartbeat | Shutdown
 
 
 class Learner:
@@ -88,6 +98,8 @@ class Learner:
         self.policy: Strategy = PolicyModel(folder, ranks, config)
         self.optimizer = make_optimizer(self.policy, config)
         self.reference = PolicyModel(folder, ranks, config, trained=False) if config.algorithm.kl > 0 else None
+        self.disk = ThreadPoolExecutor(1, "checkpoint")
+        self._written: Future[None] | None = None
 
     def follow(self) -> None:
         """On a rank other than 0: carry out orders of rank 0 until it shuts down. Raises RanksLost."""
@@ -96,12 +108,14 @@ class Learner:
                 match msgspec.msgpack.decode(self.ranks.receive(), type=Order):
                     case Learn() as order:
                         self.learn(order)
-                    case Gather(what):
-                        self.gather(what)
+                    case Gather():
+                        self.gather()
                     case Publish() as order:
                         self.publish(order)
+                    case Save() as order:
+                        self.save(order)
                     case Restore() as order:
-                        self.restore(order, {})
+                        self.restore(order)
                     case Heartbeat():
                         pass
                     case Shutdown():
@@ -194,9 +208,9 @@ class Learner:
             totals.add_first_pass(entropy, micro.proximal, micro.behaviour, micro.cell, importance)
         return total.item()
 
-    def gather(self, what: TensorKind) -> dict[str, Tensor]:
-        """On rank 0 all of them, as copies if they are sharded; on other ranks none: each is dropped at once."""
-        whole = ((name, self.ranks.full_tensor(tensor)) for name, tensor in self._tensors(what))
+    def gather(self) -> dict[str, Tensor]:
+        """On rank 0 all weights, as copies if they are sharded; on other ranks none: each is dropped at once."""
+        whole = ((name, self.ranks.full_tensor(tensor)) for name, tensor in self.policy.parameters().items())
         return {name: tensor for name, tensor in whole if self.ranks.rank == 0}
 
     def publish(self, order: Publish) -> None:
@@ -219,33 +233,51 @@ class Learner:
         state = self.optimizer.state
         return {name: state[p]["step"].item() for name, p in self.policy.parameters().items() if p in state}
 
-    @torch.no_grad()
-    def restore(self, order: Restore, stored: Mapping[TensorKind, Mapping[str, Tensor]]) -> None:
-        """Restore from a checkpoint. Only rank 0 needs to have the `stored` tensors."""
-
-        def shard(what: TensorKind, name: str, like: Tensor) -> Tensor:
-            return self.ranks.shard(stored[what][name] if self.ranks.rank == 0 else None, like)
-
-        kept: list[tuple[TensorKind, Strategy | None]] = [("policy", self.policy), ("reference", self.reference)]
-        for what, policy in kept:
-            for name, parameter in policy.parameters().items() if policy else ():
-                parameter.copy_(shard(what, name, parameter))
-        self.updates = order.updates
-        self.optimizer.state.clear()
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What a checkpoint holds, under `kind/name of the parameter`. The reference is the model that training starts
+        from, so it need not be in there."""
+        for name, tensor in {**self.policy.parameters(), **self.policy.buffers()}.items():
+            yield f"{POLICY}/{name}", tensor
         for name, parameter in self.policy.parameters().items():
-            if name in order.steps:
-                state = {str(kind): shard(kind, name, parameter) for kind in moments(self.optimizer, parameter)}
-                write_state(self.optimizer, parameter, {"step": torch.tensor(order.steps[name]), **state})
+            for kind, moment in read_state(self.optimizer, parameter).items():
+                if kind != "step":
+                    yield f"{kind}/{name}", moment
 
-    def _tensors(self, what: TensorKind) -> Iterator[tuple[str, Tensor]]:
-        if what == "policy":
-            yield from self.policy.parameters().items()
-        elif what == "reference":
-            yield from self.reference.parameters().items() if self.reference is not None else ()
-        else:
+    def save(self, order: Save) -> None:
+        """Copy what this rank writes to host memory, and write it while training goes on. One save at a time."""
+        if self._written is not None:
+            wait([self._written])
+        blocks = {}
+        for name, tensor in self.tensors():
+            part = block(tensor)
+            if part.values.numel() and is_owner(tensor, self.ranks.rank, self.ranks.layout.tensor):
+                copied = part.values.to("cpu", copy=True, memory_format=torch.contiguous_format)
+                blocks[name] = Block(part.shape, part.offset, copied)
+        self._written = self.disk.submit(self._write, order, blocks)
+
+    def _write(self, order: Save, blocks: dict[str, Block]) -> None:
+        fault = ""
+        try:
+            write_blocks(Path(order.folder) / file_name(self.ranks.rank), blocks)
+        except OSError as error:
+            fault = f"rank {self.ranks.rank}: {error}"
+        self.ranks.post(order.id, fault)
+
+    @torch.no_grad()
+    def restore(self, order: Restore) -> None:
+        """Each rank reads only the blocks that it has."""
+        with BlockReader(Path(order.folder)) as reader:
+            for name, tensor in {**self.policy.parameters(), **self.policy.buffers()}.items():
+                reader.fill(f"{POLICY}/{name}", tensor)
+            self.updates = order.updates
+            self.optimizer.state.clear()
             for name, parameter in self.policy.parameters().items():
-                if parameter in self.optimizer.state and what in moments(self.optimizer, parameter):
-                    yield name, read_state(self.optimizer, parameter)[what]
+                if name in order.steps:
+                    state = {"step": torch.tensor(order.steps[name])}
+                    for kind in moments(self.optimizer, parameter):
+                        state[kind] = reader.fill(f"{kind}/{name}", torch.zeros_like(parameter))
+                    write_state(self.optimizer, parameter, state)
+        self.ranks.meet()
 
 
 def published(policy: Strategy, ranks: Ranks) -> list[TensorShard]:

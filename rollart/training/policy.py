@@ -51,7 +51,7 @@ class PolicyModel:
             self.model = _load(folder, self._ranks, config)
         except (OSError, ValueError) as error:
             raise RollartError(f"no causal language model can be loaded from {folder}: {error}") from error
-        self._companions = {
+        self.companions = {
             file.name: file.read_bytes()
             for file in folder.iterdir()
             if file.is_file() and not file.name.endswith(WEIGHT_FILES)
@@ -103,7 +103,7 @@ class PolicyModel:
     def save(self, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
         """Write a complete Hugging Face folder. `tensors`: the weights, if they are sharded."""
         self.model.save_pretrained(folder, state_dict=None if tensors is None else self.state_dict(tensors))
-        for name, content in self._companions.items():
+        for name, content in self.companions.items():
             if not (folder / name).exists():
                 (folder / name).write_bytes(content)
 

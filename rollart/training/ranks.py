@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, distributed
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from rollart.core.errors import RollartError
 from rollart.hardware.layout import Layout
@@ -63,6 +63,7 @@ class Ranks:
         self.rank, self.size, self.device, self.layout = rank, layout.ranks, device, layout
         self.data = layout.data_index(rank)
         self._group, self._patience, self._meetings = group, patience, 0
+        self._posts: dict[str, str] = {}  # of a single rank
 
     @classmethod
     def single(cls, device: str = "cpu") -> "Ranks":
@@ -195,13 +196,28 @@ class Ranks:
         self._group.store.set(f"{key} {self.rank}", text)
         return [self._group.store.get(f"{key} {rank}").decode() for rank in range(self.size)]
 
-    def shard(self, tensor: Tensor | None, like: Tensor) -> Tensor:
-        """Shard a tensor as `like` is. Only rank 0 needs to have it."""
-        if not isinstance(like, DTensor):
-            assert tensor is not None
-            return tensor.to(self.device)
-        whole = torch.empty(like.shape, dtype=like.dtype) if tensor is None else tensor
-        return distribute_tensor(whole.to(self.device), like.device_mesh, like.placements)
+    # From any thread
+
+    def post(self, key: str, text: str) -> None:
+        """Leave a message for rank 0."""
+        if self._group is None:
+            self._posts[key] = text
+        else:
+            self._connection().set(f"{key} {self.rank}", text)
+
+    def collect(self, key: str) -> list[str]:
+        """On rank 0: wait for the messages of all ranks. Raises DistStoreError if one is late."""
+        if self._group is None:
+            return [self._posts.pop(key)]
+        store, keys = self._connection(), [f"{key} {rank}" for rank in range(self.size)]
+        store.wait(keys, timedelta(seconds=self._patience))
+        return [store.get(each).decode() for each in keys]
+
+    def _connection(self) -> Store:
+        """One more to the store: another thread may be waiting on the first."""
+        assert self._group is not None
+        store: Store = self._group.store.clone()  # type: ignore[attr-defined]
+        return store
 
 
 def mesh_of_one(device: torch.device) -> DeviceMesh:

@@ -1,8 +1,9 @@
 """The trainer as a service: `python -m rollart.training.service`.
 
 Invariants: everything that touches the trainer runs in one thread, in the order of the calls, so a step never overlaps
-a save or a publication; the event loop only waits, so the service responds while a step runs. `publish` writes straight
-from the weights to where engines read them, as fast as a copy would be, and returns when all is written.
+a publication or the copy that a save makes; the event loop only waits, so the service responds while a step runs.
+`publish` writes straight from the weights to where engines read them, as fast as a copy would be, and returns when all
+is written. `save` returns when the state is copied; `saved` waits until the files are on disk.
 
 Each rank is one such process, with `{"rank": 1, "ranks": 2, "address": "host:port of rank 0"}` in the spec, as its
 `group`. Rank 0 is the trainer. The others serve no methods: their thread carries out the orders of rank 0. A rank
@@ -17,7 +18,7 @@ import signal
 import sys
 import traceback
 from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +30,7 @@ from rollart.core.types import Batch, Publication, StepMetrics
 from rollart.hardware.layout import Layout
 from rollart.launch import service
 from rollart.launch.rpc import Handler
-from rollart.training.checkpoint import load_checkpoint, save_checkpoint
+from rollart.training.checkpoint import CheckpointFailed, load_checkpoint, save_checkpoint
 from rollart.training.learner import Heartbeat, Learner, Shutdown
 from rollart.training.ranks import HEARTBEAT_SECONDS, RankAddress, Ranks, RanksLost
 from rollart.training.trainer import Trainer
@@ -53,6 +54,7 @@ class TrainerService:
         self._training = ThreadPoolExecutor(1, "trainer")
         self._heartbeats: asyncio.Task[None] | None = None
         self._publisher: Publisher | None = None
+        self._saving: Future[None] = Future()
         self._trainer: Trainer
 
     async def open(self) -> None:
@@ -95,7 +97,18 @@ class TrainerService:
         return Publication(version, id, self._sources, self._spec.get("key"))
 
     async def save(self, path: str) -> None:
-        await self._train(lambda: save_checkpoint(self._trainer, Path(path)))
+        try:
+            self._saving = await self._train(lambda: save_checkpoint(self._trainer, Path(path)))
+        except CheckpointFailed as error:
+            self._saving = Future()
+            self._saving.set_exception(error)
+
+    async def saved(self) -> str:
+        try:
+            await asyncio.wrap_future(self._saving)
+        except CheckpointFailed as error:
+            return str(error)
+        return ""
 
     async def load(self, path: str) -> None:
         await self._train(lambda: load_checkpoint(self._trainer, Path(path)))
@@ -184,7 +197,7 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
     service = TrainerService(spec)
     try:
         await service.open()
-        yield {name: getattr(service, name) for name in ("step", "publish", "save", "load")}
+        yield {name: getattr(service, name) for name in ("step", "publish", "save", "saved", "load")}
     finally:
         await service.close()
 

@@ -15,6 +15,11 @@ class Strategy(Protocol):
     """All ranks call each method at the same time. Parameters and their gradients are torch tensors, DTensors where
     ranks share them, under the names that transformers has for them in memory."""
 
+    @property
+    def companions(self) -> Mapping[str, bytes]:
+        """The other files of its folder: configuration, tokenizer, chat template."""
+        ...
+
     def logprobs(self, packed: Packed) -> tuple[Tensor, Tensor]:
         """Log-probability of every trained token, and the entropy of its distribution, on all ranks that share the
         micro-batch. Gradients of the ranks with other micro-batches are summed by the backward pass."""

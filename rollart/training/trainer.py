@@ -6,7 +6,8 @@ version advances all the same, because the batch has been used.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -26,8 +27,8 @@ from rollart.training.learner import (
     MiniBatch,
     Publish,
     Restore,
+    Save,
     Shutdown,
-    TensorKind,
 )
 from rollart.training.logprob_gap import Cells, gap_table
 from rollart.training.metrics import task_metrics
@@ -58,6 +59,7 @@ class Trainer:
         self.learner = Learner(folder, config, self.ranks, seed, publisher)
         own = "tf32" if config.dtype == "float32" and self.ranks.device.type == "cuda" else config.dtype
         self.guard = Guard(coarser(engine_dtype, own))
+        self.saving: Future[None] | None = None  # the newest checkpoint
 
     def step(self, batch: Batch) -> StepMetrics:
         if batch.step != self.version:
@@ -92,7 +94,7 @@ class Trainer:
 
     def snapshot(self) -> tuple[int, dict[str, Tensor]]:
         """The version and a copy of its weights. Tied weights share one copy."""
-        weights = self.gather("policy")
+        weights = self.gather()
         if self.ranks.size == 1:
             weights = {name: tensor.clone() for name, tensor in weights.items()}
         return self.version, self.learner.policy.state_dict(weights)
@@ -104,15 +106,18 @@ class Trainer:
             self.learner.publish(order)
         return self.version
 
-    def gather(self, what: TensorKind) -> dict[str, Tensor]:
-        """The tensors of all ranks, by parameter name. Those of a single rank are not copies."""
-        with self.ranks.dispatch([Gather(what)] * self.ranks.size):
-            return self.learner.gather(what)
+    def gather(self) -> dict[str, Tensor]:
+        """The weights of all ranks, by parameter name. Those of a single rank are not copies."""
+        with self.ranks.dispatch([Gather()] * self.ranks.size):
+            return self.learner.gather()
 
-    def restore(self, order: Restore, stored: Mapping[TensorKind, Mapping[str, Tensor]]) -> None:
-        """Restore the weights and the optimizer from a checkpoint."""
+    def save(self, order: Save) -> None:
         with self.ranks.dispatch([order] * self.ranks.size):
-            self.learner.restore(order, stored)
+            self.learner.save(order)
+
+    def restore(self, order: Restore) -> None:
+        with self.ranks.dispatch([order] * self.ranks.size):
+            self.learner.restore(order)
 
     def notify(self, order: Heartbeat | Shutdown) -> None:
         """Orders without a part for rank 0. Raises RanksLost if another rank is gone."""

@@ -16,9 +16,11 @@ from world import World, build
 from rollart.core.errors import RollartError
 from rollart.core.events import (
     BatchTaken,
+    Checkpointed,
     Evaluated,
     GroupDropped,
     GroupStarted,
+    StepDone,
     TrajectoryEnded,
     TrajectoryStarted,
     Warned,
@@ -244,6 +246,47 @@ def test_a_run_goes_on_when_its_only_engine_is_away_while_versions_pass() -> Non
             made = play(preset(name, 1, 2.0, 0, 0), steps=8, engines=1, outages=[(float(at), 30.0)])
             assert len(made.trainer.batches) == 8
             assert made.router.engines.serving == 8
+
+
+def committed(world: World) -> list[int]:
+    return [event.version for event in world.recorder.events if isinstance(event, Checkpointed)]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_waits_for_it(tmp_path: Path) -> None:
+    """A step takes a second, writing takes 2.5."""
+    world = build(
+        preset("rollart", 1, 1.0, 0, 0),
+        SqliteLedger.open(tmp_path / "ledger.sqlite"),
+        checkpoint_every=1,
+        steps=4,
+        trainer={"writing": lambda rng: 2.5},
+    )
+    run(world.pipeline.run())
+    order = [
+        (type(event), event.version) for event in world.recorder.events if isinstance(event, StepDone | Checkpointed)
+    ]
+    expected = [(StepDone, 1)]
+    for version in (1, 2, 3):
+        expected += [(StepDone, version + 1), (Checkpointed, version)]
+    assert order == [*expected, (Checkpointed, 4)]
+    assert world.ledger.recover().version == 4
+
+
+def test_a_checkpoint_that_cannot_be_written_is_a_warning_and_at_the_end_an_error(tmp_path: Path) -> None:
+    def world(faults: dict[int, str], name: str) -> World:
+        ledger = SqliteLedger.open(tmp_path / name)
+        return build(preset("rollart", 1, 1.0, 0, 0), ledger, steps=6, trainer={"faults": faults})
+
+    middle = world({4: "the disk is full"}, "middle")
+    run(middle.pipeline.run())
+    assert committed(middle) == [2, 6]
+    warnings = [event.message for event in middle.recorder.events if isinstance(event, Warned)]
+    assert warnings == ["the disk is full; a restart would go back to the checkpoint before"]
+    last = world({6: "the disk is full"}, "last")
+    with pytest.raises(ExceptionGroup) as failure:
+        run(last.pipeline.run())
+    assert str(failure.value.exceptions[0]) == "the disk is full; make room and resume the run"
+    assert last.ledger.recover().version == 4
 
 
 def test_evaluation_runs_beside_training_and_is_never_trained() -> None:

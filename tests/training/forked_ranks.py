@@ -10,6 +10,7 @@ from typing import TypeVar
 from rank_processes import DEADLINE_S, free_address
 
 from rollart.config import TrainingConfig
+from rollart.hardware.layout import Layout
 from rollart.training.learner import Learner, Shutdown
 from rollart.training.ranks import RankAddress, Ranks
 from rollart.training.trainer import Trainer
@@ -20,7 +21,7 @@ _context.set_forkserver_preload(["rollart.training.service", "transformers.model
 
 
 def on_ranks(ranks: int, folder: Path, config: TrainingConfig, work: Callable[[Trainer], T]) -> T:
-    """The result of `work` on a trainer that is spread over so many ranks."""
+    """The result of `work` on a trainer that is spread over so many ranks, in the layout of `config`."""
     address = free_address()
     ours, theirs = _context.Pipe()
     processes = [
@@ -46,7 +47,8 @@ def on_ranks(ranks: int, folder: Path, config: TrainingConfig, work: Callable[[T
 def _rank(
     place: RankAddress, folder: Path, config: TrainingConfig, work: Callable[[Trainer], T], answer: Connection
 ) -> None:
-    ranks = Ranks.join(place, patience=DEADLINE_S)
+    layout = Layout.over(place.ranks, **config.parallel.model_dump())
+    ranks = Ranks.join(place, patience=DEADLINE_S, layout=layout)
     if place.rank > 0:
         Learner(folder, config, ranks).follow()
         return

@@ -155,8 +155,8 @@ def test_a_resumed_run_goes_on_exactly(folder: Path, tmp_path: Path, name: str) 
     trainer = Trainer(folder, config)
     for step in range(2):
         trainer.step(make_batch(step, REWARDS, seed=step))
-    save_checkpoint(trainer, tmp_path / "checkpoint")
-    resumed = Trainer(tmp_path / "checkpoint", config)
+    save_checkpoint(trainer, tmp_path / "checkpoint").result()
+    resumed = Trainer(folder, config)
     load_checkpoint(resumed, tmp_path / "checkpoint")
     for step in (2, 3):
         expected, got = (each.step(make_batch(step, REWARDS, seed=step)) for each in (trainer, resumed))
@@ -168,7 +168,7 @@ def test_a_resumed_run_goes_on_exactly(folder: Path, tmp_path: Path, name: str) 
 def test_an_optimizer_that_lacks_a_moment_says_so_on_resume(folder: Path, tmp_path: Path) -> None:
     trainer = Trainer(folder, TrainingConfig(optimizer="muon"))
     trainer.step(make_batch(0, REWARDS))
-    save_checkpoint(trainer, tmp_path / "checkpoint")
+    save_checkpoint(trainer, tmp_path / "checkpoint").result()
     with pytest.raises(RollartError, match=r"another training\.optimizer.*exp_avg_sq of model\.layers\.0"):
         load_checkpoint(Trainer(folder, TrainingConfig()), tmp_path / "checkpoint")
 
@@ -186,7 +186,7 @@ def test_an_optimizer_of_the_user_learns_and_resumes(
     trainer, shipped = Trainer(folder, config), Trainer(folder, TrainingConfig())
     for subject in (trainer, shipped):
         subject.step(make_batch(0, REWARDS))
-    save_checkpoint(trainer, tmp_path / "checkpoint")
+    save_checkpoint(trainer, tmp_path / "checkpoint").result()
     load_checkpoint(trainer, tmp_path / "checkpoint")
     for subject in (trainer, shipped):
         subject.step(make_batch(1, REWARDS))

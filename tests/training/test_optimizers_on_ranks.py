@@ -96,7 +96,7 @@ def learn(batches: list[Batch], trainer: Trainer) -> tuple[list[StepMetrics], di
 def go_on(source: Path, target: Path, batch: Batch, trainer: Trainer) -> StepMetrics:
     load_checkpoint(trainer, source)
     metrics = trainer.step(batch)
-    save_checkpoint(trainer, target)
+    save_checkpoint(trainer, target).result()
     return metrics
 
 
@@ -126,10 +126,10 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path, optimizer: str
     batches = [make_batch(step, GROUPS, seed=step) for step in range(3)]
     alone = Trainer(folder, config)
     alone.step(batches[0])
-    save_checkpoint(alone, paths[1])
+    save_checkpoint(alone, paths[1]).result()
     got = on_ranks(2, folder, config, partial(go_on, paths[1], paths[2], batches[1]))
     assert got.values == pytest.approx(alone.step(batches[1]).values, abs=tolerance)
-    resumed = Trainer(paths[2], config)
+    resumed = Trainer(folder, config)
     load_checkpoint(resumed, paths[2])
     assert resumed.step(batches[2]).values == pytest.approx(alone.step(batches[2]).values, abs=tolerance)
     left, right = resumed.snapshot()[1], alone.snapshot()[1]

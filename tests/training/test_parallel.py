@@ -20,11 +20,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_layout_has_the_gradients_of_one_process_and_publishes_all_once(models: Path, case: Case) -> None:
+def test_a_layout_has_the_gradients_of_one_process_publishes_all_once_and_reshards(models: Path, case: Case) -> None:
     row = run(case, models)
     assert row["gradient_error"] < 1e-5
     assert row["norm_error"] < 1e-5
-    assert row["export_exact"]
+    assert row["export_exact"] and row["reshard_exact"]
 
 
 def test_the_ranks_that_are_left_are_data_parallel() -> None:

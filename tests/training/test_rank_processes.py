@@ -52,6 +52,7 @@ def test_rank_0_serves_for_all_and_takes_them_along_when_it_ends(tmp_path: Path,
                 if root.name != "weights":
                     reader.close()
             await trainer.save(tmp_path / "checkpoint")
+            assert not await trainer.saved()
             with pytest.raises(ServiceError, match="does not exist"):
                 await trainer.load(tmp_path / "nothing")
             await trainer.load(tmp_path / "checkpoint")

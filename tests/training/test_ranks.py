@@ -40,7 +40,7 @@ def learn(batches: list[Batch], trainer: Trainer) -> tuple[list[StepMetrics], We
 def go_on(source: Path, target: Path, batch: Batch, trainer: Trainer) -> StepMetrics:
     load_checkpoint(trainer, source)
     metrics = trainer.step(batch)
-    save_checkpoint(trainer, target)
+    save_checkpoint(trainer, target).result()
     with pytest.raises(RollartError, match="does not exist"):
         load_checkpoint(trainer, source / "nothing")
     return metrics
@@ -86,16 +86,15 @@ def test_a_checkpoint_loads_at_another_number_of_ranks(tmp_path: Path) -> None:
     batches = [make_batch(step, REWARDS, seed=step) for step in range(4)]
     alone = Trainer(folder, config)
     alone.step(batches[0])
-    save_checkpoint(alone, paths[1])
+    save_checkpoint(alone, paths[1]).result()
     for version, ranks in ((1, 2), (2, 3)):
         work = partial(go_on, paths[version], paths[version + 1], batches[version])
         assert same(on_ranks(ranks, folder, config, work), alone.step(batches[version]))
-    resumed = Trainer(paths[3], config)
+    resumed = Trainer(folder, config)
     load_checkpoint(resumed, paths[3])
     assert same(resumed.step(batches[3]), alone.step(batches[3]))
     assert distance(resumed.snapshot()[1], alone.snapshot()[1]) < TOLERANCE
-    files = [{file.name for file in path.iterdir()} for path in paths[1:]]
-    assert files[0] == files[1] == files[2]
+    assert [len([*path.glob("rank-*")]) for path in paths[1:]] == [1, 2, 3]
 
 
 @pytest.mark.slow

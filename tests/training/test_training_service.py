@@ -56,11 +56,15 @@ def test_a_trainer_process_steps_publishes_saves_and_resumes(tmp_path: Path, spe
             assert same(held.tensors, plain.snapshot()[1])
             held.release()
             await trainer.save(tmp_path / "checkpoint")
+            assert not await trainer.saved()
+            (tmp_path / "file").touch()
+            await trainer.save(tmp_path / "file" / "checkpoint")
+            assert "could not be written" in await trainer.saved()
             with pytest.raises(ServiceError, match="for version 0, but the trainer is at version 1"):
                 await trainer.step(make_batch(0, REWARDS))
         await process.stop()
 
-        resumed = spec | {"model": str(tmp_path / "checkpoint"), "checkpoint": str(tmp_path / "checkpoint")}
+        resumed = spec | {"checkpoint": str(tmp_path / "checkpoint")}
         process = await launcher.launch(replace(command, spec=resumed), ResourceRequest())
         async with rpc.connected(process.answer["url"], key=launcher.key) as connection:
             trainer = TrainerClient(connection, DEADLINE_S)

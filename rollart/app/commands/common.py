@@ -34,7 +34,9 @@ AsJson = Annotated[
 Output = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Create the run folder in DIR instead of `output` of the run file.")
 ]
-ModelDir = Annotated[Path, typer.Option(metavar="DIR", help="A model folder, for example RUN_DIR/model.")]
+ModelDir = Annotated[
+    Path, typer.Option(metavar="DIR", help="A model folder or a checkpoint, for example RUN_DIR/model.")
+]
 
 
 def guarded(command: Callable[P, R]) -> Callable[P, R]:

@@ -50,14 +50,16 @@ async def _serve(model: Path, name: str, key: str, host: str, port: int, threads
     from rollart.config import EngineConfig
     from rollart.gateway.limits import GatewayLimits
     from rollart.gateway.model_server import serve_model
+    from rollart.training.client import model_folder
 
     this = asyncio.current_task()
     assert this is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
     config = EngineConfig.model_validate({"threads": threads, "dtype": dtype})
-    async with serve_model(
-        model, name=name, key=key, host=host, port=port, config=config, limits=GatewayLimits()
-    ) as saved:
+    async with (
+        model_folder(model) as folder,
+        serve_model(folder, name=name, key=key, host=host, port=port, config=config, limits=GatewayLimits()) as saved,
+    ):
         typer.echo(f"model        {name}")
         typer.echo(f"OpenAI       {saved.endpoint.base_url}")
         typer.echo(f"Anthropic    {saved.endpoint.anthropic_base_url}")

@@ -19,7 +19,9 @@ from rollart.core.event_log import EventLog, read_events
 from rollart.core.events import AnyEvent, EngineSwapped, ServiceEnded, StepDone
 from rollart.core.types import Trajectory
 from rollart.fleet import controller as controller
+from rollart.fleet.checkpoints import Checkpoints
 from rollart.rollout.ledger import SqliteLedger
+from rollart.training.export import export_model
 
 pytestmark = [pytest.mark.slow, NEEDS_VLLM, pytest.mark.timeout(1800)]
 
@@ -54,8 +56,11 @@ def servers() -> list[psutil.Process]:
 
 def made_by(folder: Path) -> dict[int, Any]:
     """The weights of each version, from the run's checkpoints."""
-    checkpoints = {int(path.name): path for path in (folder / "checkpoints").iterdir() if path.name.isdigit()}
-    return {version: network(path) for version, path in ({0: folder / "start"} | checkpoints).items()}
+    models = {0: folder / "start"}
+    for version in Checkpoints(folder / "checkpoints").versions():
+        models[version] = folder / f"export-{version}"
+        export_model(folder / "checkpoints" / f"{version:06d}", models[version])
+    return {version: network(path) for version, path in models.items()}
 
 
 @torch.inference_mode()
