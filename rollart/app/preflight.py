@@ -1,14 +1,18 @@
 """Loads a run file and checks that what it names exists on this machine: model folder, modules, packages, families."""
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 from rollart.config import INVOKERS, RunFile, TaskConfig, import_check
 from rollart.config.loading import read, validated
 from rollart.config.yaml_tree import Tree
-from rollart.core.errors import ConfigError
+from rollart.core.errors import ConfigError, RollartError
 from rollart.engines import backends
 from rollart.envs import families
+from rollart.hardware.layout import misfits
+from rollart.hardware.layout_choice import candidates, parallel_of
+from rollart.placement.workload import model_config
 from rollart.training.advantages import ADVANTAGES
 from rollart.training.losses import LOSSES
 from rollart.training.optimizers import OPTIMIZERS
@@ -31,6 +35,8 @@ def _missing(run: RunFile, tree: Tree, need_model: bool, only_task: str | None) 
     """What the values themselves cannot show: files, modules and packages that are not there."""
     if need_model and run.model.path and not (run.model.path / "config.json").is_file():
         yield f"{tree.place(('model', 'path'))}: model.path {str(run.model.path)!r} is not a Hugging Face model folder"
+    if wrong := _impossible_layout(run):
+        yield f"{tree.place(('training', 'parallel'))}: training.parallel: {wrong}"
     if run.measured and not (run.measured / "events.jsonl").is_file():
         where = f"{tree.place(('measured',))}: measured {str(run.measured)!r}"
         yield f"{where} is not the folder of a run: it has no events.jsonl"
@@ -46,6 +52,23 @@ def _missing(run: RunFile, tree: Tree, need_model: bool, only_task: str | None) 
         if only_task in (None, task.name):
             for key, wrong in _missing_for_task(task, remote):
                 yield f"{tree.place(('tasks', index, key))}: tasks.{task.name}.{key} {wrong}"
+
+
+def _impossible_layout(run: RunFile) -> str | None:
+    """Why the trainer's ranks cannot divide the model so. A model that is not here is not checked."""
+    (pool,) = run.pools_of("train").values()
+    try:
+        layout = run.training.parallel.layout(pool.count)
+    except RollartError as error:
+        return str(error)
+    if run.model.path and not (run.model.path / "config.json").is_file():
+        return None
+    model = model_config(run)
+    if not (wrong := next(misfits(layout, model), None)):
+        return None
+    able = [parallel_of(each) for each in islice(candidates(pool.count, model), 1, 4)]
+    others = " or ".join(f"{{{', '.join(f'{key}: {size}' for key, size in each.items())}}}" for each in able)
+    return f"{wrong}; possible are, for instance, {others}" if others else f"{wrong}; leave it out"
 
 
 def _missing_for_task(task: TaskConfig, remote: bool) -> Iterator[tuple[str, str]]:

@@ -5,7 +5,14 @@ from rollart.config.hardware import AFFINITIES, EngineConfig, PoolConfig, VllmCo
 from rollart.config.rollout import EnvironmentsConfig, RewardsConfig
 from rollart.config.run import RunFile
 from rollart.config.task import INVOKERS, AgentConfig, RewardConfig, TaskConfig
-from rollart.config.training import AlgorithmConfig, ModelConfig, TinyModelConfig, TrainingConfig, WarmupConfig
+from rollart.config.training import (
+    AlgorithmConfig,
+    ModelConfig,
+    ParallelConfig,
+    TinyModelConfig,
+    TrainingConfig,
+    WarmupConfig,
+)
 
 __all__ = [
     "AFFINITIES",
@@ -15,6 +22,7 @@ __all__ = [
     "EngineConfig",
     "EnvironmentsConfig",
     "ModelConfig",
+    "ParallelConfig",
     "PoolConfig",
     "RewardConfig",
     "RewardsConfig",

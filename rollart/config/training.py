@@ -2,11 +2,12 @@
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from rollart.config.base import Conflict, Natural, Positive, Seconds, Section, TorchDevice
+from rollart.hardware.layout import Layout
 
 
 class TinyModelConfig(Section):
@@ -82,11 +83,31 @@ class AlgorithmConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the trainer's ranks divide the model. Data parallelism (FSDP) takes the ranks that are left."""
+    """How the trainer's ranks divide the model. Data parallelism (FSDP) takes the ranks that are left. `parallel: auto`
+    is short for `{auto: true}`."""
 
+    auto: bool = Field(
+        False,
+        description="the smallest tensor, then context, then expert that fits into the memory of the devices",
+    )
     context: Positive = Field(1, description="ranks that share each sequence")
     tensor: Positive = Field(1, description="ranks that share each matrix product")
     expert: Positive = Field(1, description="ranks over which the experts of a mixture are spread")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return {"auto": True} if value == "auto" else value
+
+    @model_validator(mode="after")
+    def _auto_alone(self) -> "ParallelConfig":
+        if self.auto and (self.context, self.tensor, self.expert) != (1, 1, 1):
+            raise Conflict("`auto` chooses context, tensor and expert; leave them out", "auto")
+        return self
+
+    def layout(self, ranks: int) -> Layout:
+        """Of that many ranks; `auto` is data parallelism until the placement has chosen. Raises RollartError."""
+        return Layout.over(ranks, context=self.context, tensor=self.tensor, expert=self.expert)
 
 
 class TrainingConfig(Section):

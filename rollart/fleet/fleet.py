@@ -29,7 +29,7 @@ from rollart.models.chat import ChatRenderer
 from rollart.models.folder import read_seconds
 from rollart.placement.bindings import Binding
 from rollart.placement.inventory import Inventory
-from rollart.placement.plan import PlacementPlan, plan
+from rollart.placement.plan import PlacementPlan, plan, with_layout
 from rollart.placement.workload import MEASURED
 from rollart.rewards.invokers import Rewards
 from rollart.rollout.decode_lengths import DecodeLengths
@@ -98,6 +98,7 @@ class Fleet:
         launcher = _launcher(self._run)
         self._stack.push_async_callback(launcher.close)
         placed = await _planned(self._run, launcher)
+        self._run = with_layout(self._run, placed)
         self._build(placed, launcher)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._start_pool(self.environments))

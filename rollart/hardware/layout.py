@@ -65,6 +65,9 @@ class Layout:
         return " x ".join(named) + (f", experts over {self.expert}" if self.expert > 1 else "")
 
 
+SINGLE = Layout()
+
+
 def misfits(layout: Layout, model: Mapping[str, Any]) -> Iterator[str]:
     """Why a model, given by its `config.json`, cannot be laid out so; nothing if it can."""
     heads = int(model.get("num_attention_heads") or 1)

@@ -73,10 +73,11 @@ class Mapper:
         return chosen | self._for_generation({n: pool for n, pool in auto.items() if pool.role == "generate"}, left)
 
     def _fitting(self, name: str, pool: PoolConfig) -> list[str]:
-        need = need_of(self._run, pool, self._model)
-        able = [device.name for device in self._devices.values() if need.fits(device)]
+        needs = {name: need_of(self._run, pool, self._model, device) for name, device in self._devices.items()}
+        able = [name for name, device in self._devices.items() if needs[name].fits(device)]
         if not able:
-            tried = "; ".join(need.shortfall(device) for device in self._devices.values()) or "it has no known device"
+            tried = "; ".join(needs[name].shortfall(device) for name, device in self._devices.items())
+            tried = tried or "it has no known device"
             raise ConfigError(f"pool {name!r}: no device of {self._inventory.where} has enough memory: {tried}")
         return able
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rollart.config import PoolConfig, RunFile
+from rollart.config import ParallelConfig, PoolConfig, RunFile
 from rollart.hardware.balance import balanced
 from rollart.hardware.devices import DeviceClass
 from rollart.hardware.roofline import ModelShape, Roofline
@@ -12,13 +12,16 @@ from rollart.placement.inventory import Inventory
 from rollart.placement.mapping import Mapper
 from rollart.placement.request import DeviceChoice, PlacementError, PlacementRequest
 from rollart.placement.workload import (
+    MemoryNeed,
     WorkloadShape,
     expected_batch,
     in_flight,
+    longest_context,
     may_use,
     measured_shapes,
     model_shape,
     need_of,
+    remedy,
     shape_of,
     shares,
     turn_seconds,
@@ -41,7 +44,8 @@ class TaskPlacement:
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
-    """`devices` has the label of each emulated or external pool."""
+    """`devices` has the label of each emulated or external pool, `memory` what each pool that runs a model takes of its
+    devices."""
 
     inventory: Inventory
     bindings: tuple[Binding, ...]
@@ -51,6 +55,7 @@ class PlacementPlan:
     group_size: int
     in_flight: int
     warnings: tuple[str, ...]
+    memory: Mapping[str, MemoryNeed]
 
     def of(self, pool: str) -> list[Binding]:
         return [binding for binding in self.bindings if binding.pool == pool]
@@ -85,6 +90,11 @@ def plan(run: RunFile, inventory: Inventory, measured: Mapping[str, WorkloadShap
                 )
             )
     bindings = (*place(requests, inventory), *external)
+    memory = {
+        binding.pool: need_of(run, run.all_pools()[binding.pool], model, classes[binding.device])
+        for binding in bindings
+        if binding.role != "environment" and binding.device in classes and not binding.url
+    }
     return PlacementPlan(
         inventory=inventory,
         bindings=bindings,
@@ -93,8 +103,18 @@ def plan(run: RunFile, inventory: Inventory, measured: Mapping[str, WorkloadShap
         batch=Mixture({task.name: task.weight for task in run.tasks}, run.training.batch_groups).quota(0),
         group_size=run.training.group_size,
         in_flight=in_flight(run),
-        warnings=(*warnings, *_warnings(bindings, inventory, classes)),
+        warnings=(*warnings, *_warnings(bindings, inventory, classes), *_kv_warnings(run, model)),
+        memory=memory,
     )
+
+
+def with_layout(run: RunFile, plan: PlacementPlan) -> RunFile:
+    """The run file with the layout that the plan has chosen for the trainer."""
+    layout = next((need.layout for need in plan.memory.values() if need.layout is not None), None)
+    if layout is None or not run.training.parallel.auto:
+        return run
+    parallel = ParallelConfig(context=layout.context, tensor=layout.tensor, expert=layout.expert)
+    return run.model_copy(update={"training": run.training.model_copy(update={"parallel": parallel})})
 
 
 def acts_as(run: RunFile, binding: Binding) -> tuple[str, float]:
@@ -116,12 +136,16 @@ def _named(
         return DeviceChoice(("cpu",), "a CPU engine, paced")
     if name not in run.pools:
         return DeviceChoice(pool.devices, "by default")
-    need = need_of(run, pool, model)
-    small = [classes[each] for each in pool.devices if not need.fits(classes[each])]
-    fitting = tuple(each for each in pool.devices if need.fits(classes[each]))
-    problems = [f"pool {name!r}: {need.shortfall(device)}" for device in small]
+    needs = {each: need_of(run, pool, model, classes[each]) for each in pool.devices}
+    fitting = tuple(each for each, need in needs.items() if need.fits(classes[each]))
+    small = [(need, classes[each]) for each, need in needs.items() if each not in fitting]
+    problems = [f"pool {name!r}: {need.shortfall(device)}" for need, device in small]
     if not fitting:
-        more = "more ranks, " if pool.role == "train" else "a smaller engine.kv_megabytes, engine.dtype: bfloat16, "
+        if pool.role == "train":
+            more = f"{remedy(run, pool, small[0][1])}; or "
+            problems.insert(0, "training.parallel does not fit" if not run.training.parallel.auto else "no layout fits")
+        else:
+            more = "a smaller engine.kv_megabytes, engine.dtype: bfloat16, "
         raise PlacementError(f"{'; '.join(problems)}. What to do: {more}a larger class, or a smaller model.", name)
     warnings += [f"{problem}; it is not used" for problem in problems]
     return DeviceChoice(fitting, "")
@@ -178,6 +202,15 @@ def _tasks(
     for task in run.tasks:
         affinity = task.affinity if isinstance(task.affinity, str) else ", ".join(task.affinity)
         yield TaskPlacement(task.name, run.environments.processes, affinity, shapes[task.name], pools[task.name])
+
+
+def _kv_warnings(run: RunFile, model: ModelShape) -> Iterator[str]:
+    longest, has = longest_context(run), run.engine.kv_megabytes * 1e6
+    if (takes := longest * model.kv_bytes) > has:
+        yield (
+            f"the KV of one context of {longest} tokens takes {takes / 1e9:.3g} GB, more than engine.kv_megabytes "
+            f"({has / 1e9:.3g} GB)"
+        )
 
 
 def _warnings(bindings: tuple[Binding, ...], inventory: Inventory, classes: Mapping[str, DeviceClass]) -> Iterator[str]:

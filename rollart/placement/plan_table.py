@@ -1,7 +1,7 @@
 """The plan of a run as tables."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 
 from rich.console import Group, RenderableType
@@ -13,6 +13,7 @@ from rollart.observe.draw import table
 from rollart.placement.bindings import Binding
 from rollart.placement.plan import PlacementPlan
 from rollart.placement.request import described
+from rollart.placement.workload import longest_context
 
 _NAMED_NODES = 3
 _MIN_SHARE = 0.05
@@ -25,6 +26,8 @@ def placed(run: RunFile, plan: PlacementPlan) -> RenderableType:
         _pools(run, plan),
         Text(),
         _tasks(plan),
+        Text(),
+        *_memory(run, plan),
         Text(),
         _batch(plan),
     ]
@@ -75,6 +78,31 @@ def _tasks(plan: PlacementPlan) -> Table:
 def _split(pools: Mapping[str, float]) -> str:
     large = sorted((name for name in pools if pools[name] >= _MIN_SHARE), key=lambda name: -pools[name])
     return large[0] if len(large) == 1 else ", ".join(f"{pools[name]:.0%} {name}" for name in large)
+
+
+def _memory(run: RunFile, plan: PlacementPlan) -> Iterator[RenderableType]:
+    """By pool, of each of its devices; the trainer at its peak, with the longest context."""
+    shown = ("parameters", "gradients", "optimizer", "activations", "KV")
+    yield Text(f"Memory of each device, in GB, with contexts of up to {longest_context(run)} tokens", style="bold")
+    rows = table("pool", *shown, "other", "total", "of")
+    for pool, need in plan.memory.items():
+        device = run.device_classes()[plan.of(pool)[0].device]
+        other = sum(size for name, size in need.parts.items() if name not in shown)
+        room = "node" if device.name == "cpu" else f"{device.memory:g}"
+        parts = [_gigabytes(need.parts[name]) if name in need.parts else "" for name in shown]
+        rows.add_row(pool, *parts, _gigabytes(other) if other else "", _gigabytes(1e9 * need.gigabytes), room)
+    yield rows
+    for pool, need in plan.memory.items():
+        if need.layout is not None:
+            chosen = f"; chosen: {need.why}" if run.training.parallel.auto else ""
+            host = f"; {_gigabytes(need.host)} GB more in the memory of the host" if need.host else ""
+            reference = ", the reference" if need.parts.get("reference") else ""
+            rest = f"gathered weights, recomputed activations, logits{reference}"
+            yield Text(f"  {pool}: {need.layout}{chosen}{host}. Other: {rest}.", style="dim")
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:.3g}" if size >= 5e5 else "0"
 
 
 def _batch(plan: PlacementPlan) -> Text:

@@ -1,23 +1,27 @@
 """The workload of a run: turns of its tasks and passes of its trainer, priced by the roofline; the memory it needs."""
 
+import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rollart.config import AFFINITIES, PoolConfig, RunFile, TaskConfig
 from rollart.core import run_folder
 from rollart.core.event_log import read_events
 from rollart.core.events import TrajectoryEnded, TurnDone
+from rollart.hardware import layout_choice
 from rollart.hardware.devices import DeviceClass
+from rollart.hardware.layout import Layout
 from rollart.hardware.roofline import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY, ModelShape, Roofline, Work, decode, prefill
+from rollart.hardware.training_memory import USABLE, TrainingSetup, training_memory
 from rollart.models import tiny
 
 MEASURED = "measured"
 _LIKELY = 0.5  # fraction of the limits in the run file that is assumed before anything is measured
-USABLE = 0.9  # fraction of a device's memory; the runtime and its temporaries take the rest
-_TRAINED_BYTES = 16  # per parameter: weight, gradient and two moments of Adam, in float32
-_REFERENCE_BYTES = 4
+TRAINING_PARTS = ("parameters", "gradients", "optimizer", "reference", "activations", "working")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +48,17 @@ def _rounded(tokens: float) -> str:
     return f"{tokens:.3g}" if tokens < 100 else f"{tokens:.0f}"
 
 
-def model_shape(run: RunFile) -> ModelShape:
-    number = 4 if run.engine.dtype == "float32" else 2
+def model_config(run: RunFile) -> dict[str, Any]:
+    """The values of the model's `config.json`."""
     if run.model.tiny:
-        return ModelShape.of(tiny.sizes(run.model.tiny), number)
+        return {"model_type": run.model.tiny.architecture, **tiny.sizes(run.model.tiny)}
     assert run.model.path is not None
-    return ModelShape.of_folder(run.model.path, number)
+    config: dict[str, Any] = json.loads((run.model.path / "config.json").read_text())
+    return config
+
+
+def model_shape(run: RunFile) -> ModelShape:
+    return ModelShape.of(model_config(run), 4 if run.engine.dtype == "float32" else 2)
 
 
 def shape_of(task: TaskConfig, measured: Mapping[str, WorkloadShape] | None = None) -> WorkloadShape:
@@ -127,10 +136,17 @@ def expected_batch(run: RunFile) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Gigabytes of each worker of a pool."""
+    """Bytes of each device of a pool, by what they are for; of a trainer also its layout, and why it has that one."""
 
-    gigabytes: float
+    parts: Mapping[str, float]
     what: str
+    layout: Layout | None = None
+    why: str = ""
+    host: float = 0.0
+
+    @property
+    def gigabytes(self) -> float:
+        return sum(self.parts.values()) / 1e9
 
     def fits(self, device: DeviceClass) -> bool:
         """Workers on CPUs always fit: they share the memory of their node."""
@@ -143,15 +159,54 @@ class MemoryNeed:
         )
 
 
-def need_of(run: RunFile, pool: PoolConfig, model: ModelShape) -> MemoryNeed:
+def need_of(run: RunFile, pool: PoolConfig, model: ModelShape, device: DeviceClass) -> MemoryNeed:
+    """Of each device of the pool, if they are of this class."""
     match pool.role:
         case "train":
-            per_parameter = _TRAINED_BYTES + (_REFERENCE_BYTES if run.training.algorithm.kl else 0)
-            held = model.parameters * per_parameter / pool.count / 1e9
-            over = f", over {pool.count} ranks," if pool.count > 1 else ""
-            return MemoryNeed(held, f"weights, gradients and Adam's moments in float32{over}")
+            return _training_need(run, pool, device)
         case "generate":
-            held = (model.parameters * model.number_bytes / 1e9 + run.engine.kv_megabytes / 1e3) / pool.tensor_parallel
-            over = f", over {pool.tensor_parallel} devices," if pool.tensor_parallel > 1 else ""
-            return MemoryNeed(held, f"weights in {run.engine.dtype} and {run.engine.kv_megabytes} MB of KV{over}")
-    return MemoryNeed(0.0, "environments")
+            shared = pool.tensor_parallel
+            parts = {"parameters": model.parameters * model.number_bytes / shared}
+            parts["KV"] = run.engine.kv_megabytes * 1e6 / shared
+            over = f", over {shared} devices," if shared > 1 else ""
+            return MemoryNeed(parts, f"weights in {run.engine.dtype} and {run.engine.kv_megabytes} MB of KV{over}")
+    return MemoryNeed({}, "environments")
+
+
+def longest_context(run: RunFile) -> int:
+    return max(task.max_context for task in run.tasks)
+
+
+def setup_of(run: RunFile) -> TrainingSetup:
+    """All but the layout."""
+    training = run.training
+    return TrainingSetup(
+        dtype=training.dtype,
+        recompute=training.recompute,
+        offload=training.offload,
+        pack_tokens=training.pack_tokens,
+        longest=longest_context(run),
+        reference=training.algorithm.kl > 0,
+        flash=training.dtype == "bfloat16",
+    )
+
+
+def _training_need(run: RunFile, pool: PoolConfig, device: DeviceClass) -> MemoryNeed:
+    """With `parallel: auto` the layout is chosen for the device; if none fits, the need is that of data parallelism."""
+    model, setup, ranks = model_config(run), setup_of(run), pool.count
+    layout, why = run.training.parallel.layout(ranks), ""
+    if run.training.parallel.auto:
+        room = math.inf if device.name == "cpu" else USABLE * device.memory * 1e9
+        if chosen := layout_choice.choose(model, setup, ranks, room):
+            layout, why = chosen.layout, "memory is the node's" if room == math.inf else chosen.why
+    memory = training_memory(model, replace(setup, layout=layout))
+    parts = {name: getattr(memory, name) for name in TRAINING_PARTS}
+    over = f", over {ranks} ranks ({layout})," if ranks > 1 else ""
+    what = f"weights, gradients, Adam's moments and activations{over}"
+    return MemoryNeed(parts, what, layout, why, memory.host)
+
+
+def remedy(run: RunFile, pool: PoolConfig, device: DeviceClass) -> str:
+    """What to change so that a trainer fits on this class."""
+    room = USABLE * device.memory * 1e9
+    return layout_choice.proposal(model_config(run), setup_of(run), pool.count, room)

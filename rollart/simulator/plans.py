@@ -152,9 +152,11 @@ def _task(task: ScenarioTask, pools: Sequence[str]) -> ScenarioTask:
 def splits(
     scenario: Scenario, budget: float, kinds: Sequence[str], max_devices: Mapping[str, int] | None = None
 ) -> Iterator[ClusterPlan]:
-    """Plans within the budget that train on the scenario's class and generate on `kinds`, `max_devices` of each."""
+    """Plans within the budget that train on the scenario's class, on enough devices for the model, and generate on
+    `kinds`, `max_devices` of each."""
     classes, base, limits = scenario.device_classes(), plan_of(scenario), max_devices or {}
     parallel = {kind: min_parallel(scenario, kind) for kind in kinds}
+    least = scenario.min_trainers(classes[base.trainer])
     mixes = [mix for mix in product(range(PARTS, -1, -1), repeat=len(kinds)) if sum(mix) == PARTS]
     seen: set[tuple[int, tuple[PlannedEngines, ...]]] = set()
     for spend in SPENDING:
@@ -168,7 +170,7 @@ def splits(
             money = spend * budget - trainers * classes[base.trainer].price
             for mix in mixes:
                 engines = _bought(money, dict(zip(kinds, mix, strict=True)), parallel, classes, left)
-                if engines and trainers and (trainers, engines) not in seen:
+                if engines and trainers >= least and (trainers, engines) not in seen:
                     seen.add((trainers, engines))
                     yield replace(base, trainers=trainers, engines=engines, disaggregate=False)
 

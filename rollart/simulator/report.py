@@ -19,6 +19,7 @@ _NUMBERS = {
     "blocked_s": "  waiting for weights",
     "tokens_per_s": "trained tokens/s",
     "answers_per_s": "generated tokens/s",
+    "mfu": "model FLOPs utilization",
     "trajectories_per_s": "trajectories/s",
     "seconds": "time to the last step",
     "cost_per_step": "cost per step",

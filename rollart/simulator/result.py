@@ -37,7 +37,8 @@ class PoolUse:
 class SimulationResult:
     """Times are seconds. A step is from the end of one optimizer step to the end of the next: `wait_s` for its batch,
     `blocked_s` for weights, `train_s`. `exposed` divides the step: each moment counts for the first that applies of
-    training alone, generation, reset, environment step, reward. `tokens_per_s` counts all tokens of trained batches."""
+    training alone, generation, reset, environment step, reward. `tokens_per_s` counts all tokens of trained batches,
+    `mfu` is the model FLOPs utilization of the trainer's devices."""
 
     name: str
     preset: str
@@ -57,6 +58,7 @@ class SimulationResult:
     price_per_hour: float
     cost_per_step: float
     trainer_use: float
+    mfu: float
     environments_use: float
     reward_use: float
     reward_calls: float
@@ -178,6 +180,7 @@ def result_of(
         price_per_hour=price,
         cost_per_step=price * span / steps / 3600,
         trainer_use=totals["train"] / span,
+        mfu=_mfu(scenario, classes, totals["trained tokens"] / span),
         environments_use=totals["environments"] / samples / processes,
         reward_use=totals["reward busy"] / span / scoring.concurrency,
         reward_calls=totals["reward calls"] / steps,
@@ -194,6 +197,14 @@ def result_of(
         drops={reason: count for reason, count in _named(totals, "dropped ") if count},
         step_times=tuple(tally.step_times),
     )
+
+
+def _mfu(scenario: Scenario, classes: Mapping[str, DeviceClass], tokens_per_s: float) -> float:
+    """FLOPs of the forward and the backward pass over all trained tokens, without attention to their contexts, as a
+    share of what the trainer's devices could do in the time of all steps."""
+    (train,) = scenario.pools_of("train").values()
+    peak = classes[train.devices[0]].tflops * 1e12 * train.count
+    return 3 * tokens_per_s * scenario.shape.token_flops / peak
 
 
 def _use(name: str, pool: EnginePool, totals: Any, span: float, samples: int) -> PoolUse:

@@ -4,7 +4,8 @@ All other keys mean the same as in a run file: pools and devices, preset, alpha,
 that trains can be simulated as it is, once it has a `simulate` section.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,7 +19,10 @@ from rollart.config.rollout import SCHEDULE_KEYS, Preset, RolloutConfig
 from rollart.config.yaml_tree import did_you_mean
 from rollart.core.errors import ConfigError
 from rollart.engines.backends import unsupported
+from rollart.hardware.devices import DeviceClass
+from rollart.hardware.layout_choice import min_ranks
 from rollart.hardware.roofline import ModelShape
+from rollart.hardware.training_memory import USABLE, TrainingSetup
 from rollart.models import tiny
 from rollart.simulator.constants import LINKS
 from rollart.simulator.distributions import Quantity
@@ -171,12 +175,30 @@ class Scenario(RunFile):
 
     @property
     def shape(self) -> ModelShape:
-        number = 4 if self.engine.dtype == "float32" else 2
+        return ModelShape.of(self.model_numbers, 4 if self.engine.dtype == "float32" else 2)
+
+    @property
+    def model_numbers(self) -> Mapping[str, Any]:
+        """As in the model's `config.json`."""
         if self.model.tiny:
-            return ModelShape.of(tiny.sizes(self.model.tiny), number)
+            return tiny.sizes(self.model.tiny)
         if self.model.path:
-            return ModelShape.of_folder(self.model.path, number)
-        return ModelShape.of(self.model.config or MODELS[str(self.model.name)], number)
+            numbers: dict[str, Any] = json.loads((self.model.path / "config.json").read_text())
+            return numbers
+        return self.model.config or MODELS[str(self.model.name)]
+
+    def min_trainers(self, device: DeviceClass) -> int:
+        """The smallest power of two of ranks with enough memory for training, whatever its settings. Raises
+        ConfigError if none is."""
+        if device.name == "cpu":
+            return 1
+        training = self.training
+        longest = max(task.max_context for task in self.tasks)
+        setup = TrainingSetup(pack_tokens=1, longest=longest, reference=training.algorithm.kl > 0)
+        ranks = min_ranks(self.model_numbers, setup, USABLE * device.memory * 1e9)
+        if ranks is None:
+            raise ConfigError(f"no number of {device.name} has enough memory to train this model on {longest} tokens")
+        return ranks
 
 
 def load(path: Path, overrides: Sequence[str] = (), workload: Path | None = None) -> Scenario:

@@ -27,7 +27,6 @@ import msgspec
 
 from rollart.config import TrainingConfig
 from rollart.core.types import Batch, Publication, StepMetrics
-from rollart.hardware.layout import Layout
 from rollart.launch import service
 from rollart.launch.rpc import Handler
 from rollart.training.checkpoint import CheckpointFailed, load_checkpoint, save_checkpoint
@@ -160,7 +159,7 @@ def _join(spec: Mapping[str, Any], config: TrainingConfig, store: Store) -> tupl
     """The ranks, this one's publisher, and where each rank serves its shard to engines on other machines. Raises
     TransferFailed if the transport of the run file is not available here."""
     address = _rank_address(spec)
-    layout = Layout.over(address.ranks, **config.parallel.model_dump())
+    layout = config.parallel.layout(address.ranks)
     device = service.torch_device(config.device, spec)
     ranks = Ranks.join(address, device, patience=config.deadline, layout=layout)
     server = WeightServer(store, spec.get("bind", service.LOOPBACK), spec.get("key"))

@@ -1,0 +1,270 @@
+"""The memory of one trainer rank, predicted from a model's `config.json`, the layout and the settings.
+
+Plain arithmetic over the tensors that a step keeps, so that the placement, `rollart check`, the simulator and the
+planner use one model. What a rank always holds (master weights, gradients, moments, reference) is added to the largest
+of what it holds for a while: the scorer's chunk, the reduction of the head's gradient, the backward pass of one layer.
+`benchmarks/memory.py` compares it with the peak of real processes. Not counted: the runtime (CUDA context, NCCL and
+allocator), for which `USABLE` leaves room.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollart.core.errors import RollartError
+from rollart.hardware.layout import SINGLE, Layout
+
+LOGITS_AT_ONCE = 1 << 25  # of the scorer's chunks
+USABLE = 0.9  # fraction of a device's memory; the runtime and its temporaries take the rest
+_MASTER = 4  # bytes: master weights, gradients and each moment of Adam are float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSetup:
+    """What decides the memory besides the model. `longest` is the longest sequence: one beyond `pack_tokens` is a pass
+    of its own. `adapters` are the parameters that LoRA trains, 0 if all are. `flash`: attention works on the flat
+    layout, as on GPUs in bfloat16, and needs no copies of what it reads."""
+
+    layout: Layout = SINGLE
+    dtype: str = "float32"
+    recompute: str = "none"
+    offload: tuple[str, ...] = ()
+    pack_tokens: int = 8192
+    longest: int = 0
+    reference: bool = False
+    adapters: int = 0
+    flash: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return max(self.pack_tokens, self.longest)
+
+    @property
+    def number(self) -> int:
+        """Bytes of a number in the forward pass."""
+        return 2 if self.dtype == "bfloat16" else 4
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingMemory:
+    """Bytes of one rank at its peak. `activations` are those kept for the backward pass; `working` is what the moment
+    of the peak adds: gathered weights, recomputed activations, logits. `host` is what offloading keeps in the memory of
+    the host, which is not in the total."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    reference: float
+    activations: float
+    working: float
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        held = self.parameters + self.gradients + self.optimizer + self.reference
+        return held + self.activations + self.working
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """The sizes of a decoder with gated feed-forward layers (Llama, Qwen, ...)."""
+
+    layers: int
+    hidden: int
+    query: int
+    kv: int
+    inner: int
+    vocabulary: int
+    tied: bool
+    experts: int
+    chosen: int
+    head_norms: bool
+    heads: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "Decoder":
+        """From `config.json`. Raises RollartError."""
+        try:
+            hidden, heads = config["hidden_size"], config["num_attention_heads"]
+            experts = config.get("num_experts") or config.get("num_local_experts") or 0
+            inner = (config.get("moe_intermediate_size") if experts else None) or config["intermediate_size"]
+            head_dim = config.get("head_dim") or hidden // heads
+            return cls(
+                layers=config["num_hidden_layers"],
+                hidden=hidden,
+                query=heads * head_dim,
+                kv=(config.get("num_key_value_heads") or heads) * head_dim,
+                inner=inner,
+                vocabulary=config["vocab_size"],
+                tied=bool(config.get("tie_word_embeddings")),
+                experts=experts,
+                chosen=config.get("num_experts_per_tok") or 0,
+                head_norms=str(config.get("model_type", "qwen3")).startswith("qwen3"),
+                heads=heads,
+            )
+        except KeyError as missing:
+            raise RollartError(f"the model's config.json has no {missing}, which its memory depends on") from None
+
+    @property
+    def table(self) -> int:
+        """Parameters of the embedding, and of an output head of its own."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def matrices(self) -> int:
+        """Parameters of a layer that tensor parallelism splits: all but norms, router and experts."""
+        attention = 2 * self.hidden * (self.query + self.kv)
+        return attention + (0 if self.experts else 3 * self.hidden * self.inner)
+
+    @property
+    def mixture(self) -> int:
+        """Parameters of the experts of a layer."""
+        return 3 * self.hidden * self.inner * self.experts
+
+    @property
+    def router(self) -> int:
+        return self.hidden * self.experts
+
+    @property
+    def parameters(self) -> int:
+        layer = self.matrices + self.mixture + self.router
+        return self.layers * layer + self.table * (1 if self.tied else 2)
+
+
+def training_memory(config: Mapping[str, Any], setup: TrainingSetup) -> TrainingMemory:
+    """Raises RollartError if the `config.json` has not what this needs."""
+    return _Rank(Decoder.of(config), setup).memory()
+
+
+class _Rank:
+    """All sizes are bytes of one rank; `tokens` are those of its slice of the sequence."""
+
+    def __init__(self, model: Decoder, setup: TrainingSetup) -> None:
+        self._model, self._setup = model, setup
+        layout = setup.layout
+        self._number = setup.number
+        self._tokens = -(-setup.tokens // layout.context)
+        self._fsdp = layout.ranks > 1 or setup.number == 2 or "optimizer" in setup.offload
+        # What FSDP gathers of a layer, and of the head: elements after tensor and expert parallelism.
+        experts = model.mixture / (layout.expert if layout.expert > 1 else layout.tensor)
+        self._layer = model.matrices / layout.tensor + model.router + experts
+        self._table = model.table / layout.tensor
+
+    def memory(self) -> TrainingMemory:
+        model, setup, layout = self._model, self._setup, self._setup.layout
+        held = _MASTER * model.parameters / layout.ranks
+        trained = _MASTER * (setup.adapters / layout.shards if setup.adapters else model.parameters / layout.ranks)
+        reference = 0.0
+        if setup.reference and not setup.adapters:
+            # The head of a model that only runs forward stays gathered.
+            reference = held + (self._number * self._tail if self._fsdp else 0.0)
+        kept, host = self._kept(), 0.0
+        if "activations" in setup.offload:
+            kept, host = 0.0, kept
+        parts = {"parameters": held, "gradients": trained, "optimizer": 2 * trained}
+        if "optimizer" in setup.offload:
+            host += sum(parts.values())
+            parts = dict.fromkeys(parts, 0.0)
+        return TrainingMemory(**parts, reference=reference, activations=kept, working=max(self._moments()), host=host)
+
+    @property
+    def _tail(self) -> float:
+        """Elements that stay gathered from the forward pass to the backward pass: the head, and on one data-parallel
+        rank the embedding, which is then in the same group."""
+        together = self._setup.layout.shards == 1 and not self._model.tied
+        return self._table * (2 if together else 1)
+
+    # Activations
+
+    def _kept(self) -> float:
+        """Of all layers, and the states that the head reads."""
+        model, tokens, number = self._model, self._tokens, self._number
+        each = {"none": self._saved(), "selective": self._dear(), "full": 0.0}[self._setup.recompute]
+        if self._setup.recompute != "none":
+            each += model.hidden * number
+        rotary = 2 * number * model.query / model.heads
+        return tokens * (model.layers * each + rotary + self._norm() + model.hidden * number)
+
+    def _norm(self) -> float:
+        """What a norm of the hidden states keeps for one token: its unit vector and its output; without our own norm
+        (under tensor parallelism) also its input in float32."""
+        own = self._model.hidden * self._number * 2
+        return own + (4 * self._model.hidden if self._setup.layout.tensor > 1 else 0)
+
+    def _saved(self) -> float:
+        """Bytes that one token keeps in one layer, with nothing recomputed."""
+        model, setup, number = self._model, self._setup, self._number
+        tensor, context = setup.layout.tensor, setup.layout.context
+        query, kv = model.query / tensor, model.kv / tensor
+        repeated = query if (kv * model.heads / model.query) % context else kv  # each query head brings its own
+        grid = 0 if setup.flash else query  # the flat copy of what attention returns
+        attention = 2 * query + grid + 2 * repeated
+        if model.head_norms:
+            attention += query + kv
+        norms = 2 * self._norm()
+        slow = 4 * (query + kv) if tensor > 1 and model.head_norms else 0
+        scores = 4 * model.heads / tensor
+        return norms + slow + scores + number * attention + self._feed_forward()
+
+    def _feed_forward(self) -> float:
+        model, number, layout = self._model, self._number, self._setup.layout
+        if not model.experts:
+            return 4 * number * model.inner / layout.tensor
+        # Per chosen expert: its input, gate and up, their product and factor, its output. Tokens that other ranks send
+        # are as many as this one sends, if the router balances.
+        inner = model.inner / (layout.tensor if layout.expert == 1 else 1)
+        slices = layout.tensor if layout.expert > 1 else 1
+        sent = 1 if layout.expert > 1 else 0
+        routing = 4 * model.experts + 5 * 8 * model.chosen
+        return model.chosen * number * (2 * model.hidden + 4 * inner + sent * model.hidden) / slices + routing
+
+    def _dear(self) -> float:
+        """Of `selective`: what matrix products and attention return."""
+        model, number, tensor = self._model, self._number, self._setup.layout.tensor
+        attention = (2 * model.query + 2 * model.kv) / tensor + model.hidden
+        forward = 0.0 if model.experts else 2 * model.inner / tensor + model.hidden
+        return number * (attention + forward) + 4 * model.heads / tensor
+
+    # What is held for a while
+
+    def _moments(self) -> Iterator[float]:
+        yield self._scoring()
+        yield self._reducing_head()
+        yield self._layer_backwards()
+
+    def _gathered(self) -> float:
+        return self._number * self._tail if self._fsdp else 0.0
+
+    def _scoring(self) -> float:
+        """The backward pass of the head: gradients of the weight and of one chunk, then of the states."""
+        model, setup, number = self._model, self._setup, self._number
+        columns = model.vocabulary / setup.layout.tensor
+        rows = min(self._tokens, max(1, LOGITS_AT_ONCE // columns))
+        chunk = rows * columns * (3 * 4 + (2 if number == 2 else 0))
+        weight = 0.0 if setup.adapters else self._table * (4 + number)
+        return self._gathered() + chunk + weight + self._tokens * model.hidden * number
+
+    def _reducing_head(self) -> float:
+        """The gradient of the head, on its way to the shards. A tied one waits for the embedding's, at the end of the
+        backward pass, when activations are gone."""
+        model, setup, number = self._model, self._setup, self._number
+        if setup.adapters:
+            return 0.0
+        if model.tied:
+            return self._gathered() + self._table * (2 * number + (4 if self._fsdp else 0)) - self._kept()
+        return self._gathered() + self._table * (number + (4 if self._fsdp else 0))
+
+    def _layer_backwards(self) -> float:
+        """Weights and gradients of the layer, and of the next that is gathered already; what it computes again, and the
+        gradients of its activations."""
+        model, setup, number, tokens = self._model, self._setup, self._number, self._tokens
+        weights = self._gathered()
+        if self._fsdp:
+            weights += self._layer * (3 * number + (0 if setup.adapters else number + 4))
+        if model.tied and not setup.adapters:
+            weights += self._table * number
+        again = {"none": 0.0, "selective": self._saved() - self._dear(), "full": self._saved()}[setup.recompute]
+        if "activations" in setup.offload:
+            again = self._saved()
+        inner = 3 * model.inner / setup.layout.tensor * (model.chosen or 1)
+        return weights + tokens * (max(0.0, again) + number * (inner + 2 * model.hidden))
