@@ -4,9 +4,9 @@ Each case makes a model with random weights, starts its ranks with gloo, and tra
 step, once Adam has its moments. The measured peak is that of anonymous memory (`VmHWM` without file-backed pages), less
 what the process had when it was ready: imports done and a tiny model trained once. The allocator maps each tensor by
 itself (`MALLOC_MMAP_THRESHOLD_`), so what is freed leaves the process at once, as the peak of a device's allocator
-would show. Pages of the weight files are not counted: they belong to the page cache. What remains besides tensors are
-buffers of gloo and of the matrix library, some megabytes, which the prediction does not have. Nothing is fitted per
-case.
+would show. Weights that are still pages of their file count as well: on CPUs that is the reference, which is never
+written. What remains besides tensors are buffers of gloo and of the matrix library, some megabytes, which the
+prediction does not have. Nothing is fitted per case.
 
 `worst_error` is the largest |predicted / measured - 1|, at most 0.15.
 """
@@ -60,6 +60,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "small": {"model_type": "qwen3", **_SMALL, "tie_word_embeddings": True},
     "large": {"model_type": "qwen3", **_LARGE, "tie_word_embeddings": False},
     "moe": {"model_type": "qwen3_moe", **_SMALL, **_EXPERTS, "tie_word_embeddings": False},
+    "deep": {"model_type": "qwen3", **_LARGE, "vocab_size": 512, "tie_word_embeddings": True},
     "tiny": {"model_type": "qwen3", **_SMALL, "hidden_size": 64, "vocab_size": 64, "tie_word_embeddings": True},
 }
 
@@ -105,6 +106,8 @@ CASES = [
     Case("small", tokens=1024, settings=FULL),
     Case("small", tokens=128, settings=BF16),
     Case("small", reference=True),
+    Case("deep", tokens=1024, settings=FULL),
+    Case("deep", Layout(data=2), tokens=1024, settings=FULL),
     Case("large", Layout(data=2)),
     Case("large", Layout(data=2), tokens=128, settings=BF16 | SELECTIVE),
     Case("large", Layout(data=2), reference=True, settings=FULL),
@@ -159,6 +162,18 @@ def peak() -> int:
     return status("VmHWM") - status("RssFile")
 
 
+def mapped() -> int:
+    """Bytes of weight files that are in memory as pages of the file."""
+    total, weights = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        key, *values = line.split()
+        if not key.endswith(":"):
+            weights = line.endswith(".safetensors")
+        elif weights and key in ("Rss:", "Anonymous:"):
+            total += int(values[0]) * (1024 if key == "Rss:" else -1024)
+    return total
+
+
 def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
@@ -181,7 +196,7 @@ def _rank(case: Case, folder: Path, place: RankAddress) -> None:
     held = status("RssAnon") - ready
     reset_peak()
     step(learner, case, case.tokens, PASSES)
-    result = {"loading": loading, "held": held, "measured": peak() - ready}
+    result = {"loading": loading, "held": held, "mapped": mapped(), "measured": peak() - ready + mapped()}
     (folder / f"result-{place.rank}.json").write_text(json.dumps(result))
 
 
@@ -217,6 +232,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         "measured_mb": round(measured / 1e6, 1),
         "error": round(predicted["total"] / measured - 1, 4),
         "held_mb": round(max(rank["held"] for rank in ranks) / 1e6, 1),
+        "mapped_mb": round(max(rank["mapped"] for rank in ranks) / 1e6, 1),
         "loading_mb": round(max(rank["loading"] for rank in ranks) / 1e6, 1),
         "parts_mb": {name: round(size / 1e6, 1) for name, size in predicted.items() if name != "total"},
     }

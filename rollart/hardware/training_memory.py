@@ -154,10 +154,7 @@ class _Rank:
         model, setup, layout = self._model, self._setup, self._setup.layout
         held = _MASTER * model.parameters / layout.ranks
         trained = _MASTER * (setup.adapters / layout.shards if setup.adapters else model.parameters / layout.ranks)
-        reference = 0.0
-        if setup.reference and not setup.adapters:
-            # The head of a model that only runs forward stays gathered.
-            reference = held + (self._number * self._tail if self._fsdp else 0.0)
+        reference = held if setup.reference and not setup.adapters else 0.0  # without adapters a model is its reference
         kept, host = self._kept(), 0.0
         if "activations" in setup.offload:
             kept, host = 0.0, kept

@@ -123,12 +123,7 @@ class Simulation:
         self._environments = SimulatedEnvironments(scenario)
         self._rewards = SimulatedRewards(scenario)
         (train,) = scenario.pools_of("train").values()
-        device = self._device(train.devices[0])
-        if train.count < (least := scenario.min_trainers(device)):
-            raise ConfigError(
-                f"{train.count} {device.name} do not have enough memory to train this model; take {least} or more"
-            )
-        seconds = training_seconds(scenario, device, train.count)
+        seconds = training_seconds(scenario, self._device(train.devices[0]), train.count)
         contention = Contention(scenario.simulate.contention, self._engines.values())
         self._trainer = SimulatedTrainer(seconds, self._weights, contention.train)
         router = self._make_router(sink)

@@ -26,7 +26,9 @@ def model(tmp_path: Path) -> dict[str, str]:
 
 def run(model: dict[str, Any], *tasks: dict[str, Any], **changes: Any) -> RunFile:
     engine = {"dtype": "bfloat16", "kv_megabytes": 20000}
-    return RunFile.model_validate({"model": model, "tasks": tasks or (READS, WRITES), "engine": engine, **changes})
+    lean = {"dtype": "bfloat16", "recompute": "full"}
+    settings = {"engine": engine, "training": lean, **changes}
+    return RunFile.model_validate({"model": model, "tasks": tasks or (READS, WRITES), **settings})
 
 
 def there(**devices: float) -> Inventory:

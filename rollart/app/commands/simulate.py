@@ -73,6 +73,11 @@ def _simulate(
     if guessed := [task.name for task in scenario.tasks if task.name not in scenario.simulate.workloads]:
         text = f"simulate.workloads has no {', '.join(guessed)}, so turns, tokens and times are defaults"
         console.print(f"{text}; `rollart calibrate` fits them to a real run", style="yellow", markup=False)
+    ((name, train),) = scenario.pools_of("train").items()
+    device = scenario.device_classes().get(train.devices[0])
+    if device is not None and train.count < (least := scenario.min_trainers(device)):
+        text = f"pool {name!r}: {train.count} {device.name} have too little memory for this model; {least} would do"
+        console.print(text, style="yellow", markup=False)
     with Console(stderr=True).status("simulating") as status:
 
         def update(step: int, seconds: float) -> None:
