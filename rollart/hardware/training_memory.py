@@ -16,7 +16,9 @@ from rollart.hardware.layout import SINGLE, Layout
 
 LOGITS_AT_ONCE = 1 << 25  # of the scorer's chunks
 USABLE = 0.9  # fraction of a device's memory; the runtime and its temporaries take the rest
-_MASTER = 4  # bytes: master weights, gradients and each moment of Adam are float32
+_MASTER = 4  # bytes: master weights and gradients are float32
+_ADAMW = 8  # bytes of state per parameter: two moments in float32
+_STATE = {"muon": 4.0, "adamw_8bit": 2 + 2 * 4 / 256}  # of matrices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,7 @@ class TrainingSetup:
     dtype: str = "float32"
     recompute: str = "none"
     offload: tuple[str, ...] = ()
+    optimizer: str = "adamw"
     pack_tokens: int = 8192
     longest: int = 0
     reference: bool = False
@@ -158,11 +161,20 @@ class _Rank:
         kept, host = self._kept(), 0.0
         if "activations" in setup.offload:
             kept, host = 0.0, kept
-        parts = {"parameters": held, "gradients": trained, "optimizer": 2 * trained}
+        parts = {"parameters": held, "gradients": trained, "optimizer": trained / _MASTER * self._state()}
         if "optimizer" in setup.offload:
             host += sum(parts.values())
             parts = dict.fromkeys(parts, 0.0)
         return TrainingMemory(**parts, reference=reference, activations=kept, working=max(self._moments()), host=host)
+
+    def _state(self) -> float:
+        """Bytes of the optimizer's state per trained parameter. Muon leaves the tables to AdamW."""
+        model, optimizer = self._model, self._setup.optimizer
+        state = _STATE.get(optimizer, _ADAMW)
+        if optimizer != "muon" or self._setup.adapters:
+            return state
+        tables = model.table * (1 if model.tied else 2) / model.parameters
+        return state + (_ADAMW - state) * tables
 
     @property
     def _tail(self) -> float:

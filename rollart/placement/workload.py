@@ -184,6 +184,7 @@ def setup_of(run: RunFile) -> TrainingSetup:
         dtype=training.dtype,
         recompute=training.recompute,
         offload=training.offload,
+        optimizer=training.optimizer,
         pack_tokens=training.pack_tokens,
         longest=longest_context(run),
         reference=training.algorithm.kl > 0,

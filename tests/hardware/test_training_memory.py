@@ -51,6 +51,9 @@ def test_each_setting_takes_less_of_what_it_is_for() -> None:
     moved = training_memory(config, replace(plain, offload=("optimizer", "activations")))
     assert moved.optimizer == moved.activations == 0
     assert moved.host == pytest.approx(kept[0] + 16 * Decoder.of(config).parameters / 8)
+    states = [training_memory(config, replace(plain, optimizer=name)).optimizer for name in ("muon", "adamw_8bit")]
+    whole = training_memory(config, plain).optimizer
+    assert whole > states[0] > whole / 2 > states[1] > whole / 4
     adapted = training_memory(config, replace(plain, adapters=1000))
     assert adapted.reference == 0
     assert adapted.optimizer == 2 * 4 * 1000 / 8
