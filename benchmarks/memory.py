@@ -95,6 +95,7 @@ class Case:
             optimizer=config.optimizer,
             pack_tokens=self.tokens,
             reference=self.reference,
+            gloo=True,
         )
         memory = training_memory(MODELS[self.model], setup)
         return {**asdict(memory), "total": memory.total}
@@ -111,7 +112,7 @@ CASES = [
     Case("deep", tokens=1024, settings=FULL),
     Case("deep", Layout(data=2), tokens=1024, settings=FULL),
     Case("large", Layout(data=2)),
-    Case("small", Layout(data=2), tokens=128, settings=BF16 | SELECTIVE),
+    Case("large", Layout(data=2), tokens=128, settings=BF16 | SELECTIVE),
     Case("large", Layout(data=2), reference=True, settings=FULL),
     Case("large", Layout(context=2), tokens=1024),
     Case("large", Layout(tensor=2)),
@@ -120,7 +121,7 @@ CASES = [
     Case("moe", Layout(data=2, expert=2)),
     Case("moe", Layout(data=2), settings=FULL),
     Case("large", Layout(data=4)),
-    Case("small", Layout(data=2, context=2), tokens=256, reference=True, settings=BF16 | FULL),
+    Case("large", Layout(data=2, context=2), tokens=256, reference=True, settings=BF16 | FULL),
     Case("large", Layout(data=2, tensor=2)),
     Case("moe", Layout(data=2, context=2, expert=4)),
 ]

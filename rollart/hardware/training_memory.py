@@ -25,7 +25,8 @@ _STATE = {"muon": 4.0, "adamw_8bit": 2 + 2 * 4 / 256}  # of matrices
 class TrainingSetup:
     """What decides the memory besides the model. `longest` is the longest sequence: one beyond `pack_tokens` is a pass
     of its own. `adapters` are the parameters that LoRA trains, 0 if all are. `flash`: attention works on the flat
-    layout, as on GPUs in bfloat16, and needs no copies of what it reads."""
+    layout, as on GPUs in bfloat16, and needs no copies of what it reads. `gloo`: ranks on CPUs, which copy what they
+    reduce."""
 
     layout: Layout = SINGLE
     dtype: str = "float32"
@@ -37,6 +38,7 @@ class TrainingSetup:
     reference: bool = False
     adapters: int = 0
     flash: bool = False
+    gloo: bool = False
 
     @property
     def tokens(self) -> int:
@@ -259,9 +261,10 @@ class _Rank:
         model, setup, number = self._model, self._setup, self._number
         if setup.adapters:
             return 0.0
+        reduced = 4 + 4 / setup.layout.shards + (4 if setup.gloo else 0) if self._fsdp else 0
         if model.tied:
-            return self._gathered() + self._table * (2 * number + (4 if self._fsdp else 0)) - self._kept()
-        return self._gathered() + self._table * (number + (4 if self._fsdp else 0))
+            return self._gathered() + self._table * (2 * number + reduced) - self._kept()
+        return self._gathered() + self._table * (number + reduced)
 
     def _layer_backwards(self) -> float:
         """Weights and gradients of the layer, and of the next that is gathered already; what it computes again, and the
