@@ -27,7 +27,6 @@ from rollart.simulator.calibration import calibrate
 from rollart.simulator.distributions import Distribution, LogNormal, MixturePart, Normal, draw_of
 from rollart.simulator.scenario import Scenario
 from rollart.simulator.simulation import simulate
-from rollart.warmup.prepare import prepare
 
 MEAN_STEP_S = 4.7  # of the paper's distribution
 GAMES = "rollart.envs"
@@ -159,9 +158,11 @@ def main() -> None:
         options.delay, options.seeds = 0.01, 1
     with scratch_folder("predict") as scratch:
         folder = options.keep or scratch
-        model = folder / "model"
+        warm = folder / "warm"
+        model = warm / "model"
         if not model.exists():
-            prepare(run_file(folder, calibration, 0.0, None), model, lambda progress: None)
+            run = run_file(folder, calibration, 0.0, None)
+            asyncio.run(controller.train(run, warm, resume=warm.exists(), rl=False))
         first = measure(folder / "calibration", calibration, options.delay, model)
         calibrated = calibrate(folder / "calibration").scenario
         section = calibrated.simulate

@@ -20,7 +20,6 @@ from rollart.config.rollout import RolloutConfig
 from rollart.core.event_log import read_events
 from rollart.core.events import EngineSample, StepDone
 from rollart.fleet import controller as controller
-from rollart.warmup.prepare import prepare
 
 PRESETS = ("sync", "sync_plus", "one_off", "start_bound", "rollart")
 MEAN_STEP_S = 4.7  # of the paper's distribution
@@ -108,7 +107,8 @@ def main() -> None:
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in options.presets}
     with scratch_folder("schedules") as scratch:
         run = run_file(scratch, size, options.delay)
-        model = prepare(run_file(scratch, size, 0.0), scratch / "model", lambda progress: None)
+        asyncio.run(controller.train(run_file(scratch, size, 0.0), scratch / "warm", rl=False))
+        model = scratch / "warm" / "model"
         for number in range(options.rounds):
             for name in options.presets:
                 extra = {"extra_members": options.extra_members} if name == "rollart" else {}

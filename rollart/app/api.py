@@ -54,6 +54,7 @@ def train(
     resume: bool = False,
     console: "Console | None" = None,
     on_event: OnEvent | None = None,
+    rl: bool = True,
 ) -> RunFolder:
     """Train an agent, and leave model, checkpoints, event log, ledger, curves, timeline and TensorBoard files in a
     run folder. A run that ends early can be resumed: nothing is lost or trained twice.
@@ -65,6 +66,8 @@ def train(
         console: Show the live view and the results here; by default nothing is printed.
         on_event: Called with each event as it happens, from the event loop's thread. It must return quickly; if it
             raises, the run continues without it.
+        rl: Whether RL follows the supervised training of `model.warmup`. Without it the run has no engines and no
+            environments but the players'; resumed with it, the run continues with RL.
 
     Raises:
         RollartError: If the run cannot start, or ends early.
@@ -89,7 +92,7 @@ def train(
             log.subscribe(board.on_event)
             attach(log, past)
 
-        _run(lambda: controller.train(run, path, resume=resume, on_log=watch))
+        _run(lambda: controller.train(run, path, resume=resume, on_log=watch, rl=rl))
     _draw(path)
     return RunFolder(path)
 

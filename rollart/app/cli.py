@@ -18,7 +18,7 @@ from rollart.app.commands.play import play
 from rollart.app.commands.reproduce import reproduce
 from rollart.app.commands.serve import serve
 from rollart.app.commands.simulate import simulate
-from rollart.app.commands.train import evaluate, train
+from rollart.app.commands.train import evaluate, sft, train
 
 app = typer.Typer(
     name="rollart",
@@ -41,6 +41,7 @@ app.add_typer(reward.app, name="reward", rich_help_panel="Prepare")
 TRAIN, LOOK, PREPARE = "Train", "Look at a run", "Prepare"
 
 app.command(rich_help_panel=TRAIN)(train)
+app.command(rich_help_panel=TRAIN)(sft)
 app.command("eval", rich_help_panel=TRAIN)(evaluate)
 app.command(rich_help_panel=LOOK)(play)
 app.command(rich_help_panel=TRAIN)(export)

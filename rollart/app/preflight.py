@@ -16,6 +16,7 @@ from rollart.placement.workload import model_config
 from rollart.training.advantages import ADVANTAGES
 from rollart.training.losses import LOSSES
 from rollart.training.optimizers import OPTIMIZERS
+from rollart.warmup.conversations import conversations_problem
 
 
 def load_run(
@@ -37,6 +38,9 @@ def _missing(run: RunFile, tree: Tree, need_model: bool, only_task: str | None) 
         yield f"{tree.place(('model', 'path'))}: model.path {str(run.model.path)!r} is not a Hugging Face model folder"
     if wrong := _impossible_layout(run):
         yield f"{tree.place(('training', 'parallel'))}: training.parallel: {wrong}"
+    warmup = run.model.warmup
+    if warmup and warmup.conversations and (wrong := conversations_problem(warmup.conversations)):
+        yield f"{tree.place(('model', 'warmup', 'conversations'))}: model.warmup.conversations: {wrong}"
     if run.measured and not (run.measured / "events.jsonl").is_file():
         where = f"{tree.place(('measured',))}: measured {str(run.measured)!r}"
         yield f"{where} is not the folder of a run: it has no events.jsonl"
@@ -47,7 +51,7 @@ def _missing(run: RunFile, tree: Tree, need_model: bool, only_task: str | None) 
         yield f"{tree.place(('training', 'optimizer'))}: training.optimizer {wrong}"
     yield from (f"{tree.place(path)}: {wrong}" for path, wrong in backends.problems(run))
     hosts = run.pools_of("environment").values()
-    remote = all(pool.urls for pool in hosts) and run.model.warmup is None and only_task is None
+    remote = all(pool.urls for pool in hosts) and not (warmup and warmup.per_task) and only_task is None
     for index, task in enumerate(run.tasks):
         if only_task in (None, task.name):
             for key, wrong in _missing_for_task(task, remote):

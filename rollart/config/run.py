@@ -139,7 +139,7 @@ class RunFile(Section):
         if INVOKERS[task.reward.invoker].cluster and self.cluster is None:
             what = f"invoker {task.reward.invoker} needs `cluster`, the address of a Ray cluster"
             raise Conflict(what, "tasks", index, "reward")
-        if self.model.warmup and task.player is None:
+        if self.model.warmup and self.model.warmup.per_task and task.player is None:
             raise Conflict(f"task {task.name!r} has no `player`, which model.warmup needs", "tasks", index)
         if self.model.tiny and task.max_context > self.model.tiny.context:
             raise Conflict(

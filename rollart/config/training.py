@@ -27,13 +27,37 @@ class TinyModelConfig(Section):
         return self
 
 
-class WarmupConfig(Section):
-    """Supervised training on demonstrations by each task's scripted player."""
+DEMONSTRATIONS = 3000
 
-    demonstrations: Positive = Field(3000, description="conversations per task")
+
+class WarmupConfig(Section):
+    """Supervised training, by the trainer of the run with its optimizer settings, on demonstrations by each task's
+    scripted player, on a file of conversations, or on both."""
+
+    demonstrations: Natural | None = Field(
+        None, description=f"conversations per task by its `player`; default: {DEMONSTRATIONS}, with `conversations` 0"
+    )
+    conversations: Path | None = Field(
+        None,
+        description='a file with a JSON object per line, {"messages": [{"role": ..., "content": ...}, ...]}; the '
+        "messages of the assistant are learnt, up to the longest `max_context` of the tasks",
+    )
     steps: Positive = Field(600, description="optimizer steps")
     batch: Positive = Field(32, description="conversations per step")
-    lr: float = Field(3e-3, gt=0, description="peak learning rate")
+    lr: float = Field(3e-3, gt=0, description="peak learning rate; it rises in a twentieth of the steps, then falls")
+    checkpoint_every: Positive = Field(100, description="steps between the checkpoints of the warmup")
+
+    @property
+    def per_task(self) -> int:
+        """Demonstrations of each task."""
+        default = DEMONSTRATIONS if self.conversations is None else 0
+        return default if self.demonstrations is None else self.demonstrations
+
+    @model_validator(mode="after")
+    def _some_examples(self) -> "WarmupConfig":
+        if not self.per_task and self.conversations is None:
+            raise Conflict("the warmup has nothing to learn from: give demonstrations or conversations")
+        return self
 
 
 class ModelConfig(Section):

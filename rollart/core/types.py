@@ -295,6 +295,22 @@ class Batch:
     groups: tuple[SampleGroup, ...]
 
 
+class Example(Struct, frozen=True, array_like=True, gc=False):
+    """A conversation for supervised training: its tokens, and a mask that is 1 where a token is learnt."""
+
+    tokens: list[int]
+    mask: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleBatch:
+    """The data of supervised step `step`, which counts as a batch's does, and its learning rate."""
+
+    step: int
+    rate: float
+    examples: tuple[Example, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class LogprobGap:
     """How far the engine's logprobs were from the trainer's, for a task's tokens that are `age` versions old."""

@@ -3,24 +3,28 @@
 import asyncio
 import contextlib
 import fcntl
+import shutil
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rollart.config import RunFile, loading
 from rollart.core import gc_tuning
-from rollart.core.errors import RollartError, ServiceError
+from rollart.core.errors import ConfigError, RollartError, ServiceError
 from rollart.core.event_log import EventLog
-from rollart.core.events import Evaluated, RunEnded, RunStarted, StepDone, WarmupStep
+from rollart.core.events import Evaluated, RunEnded, RunStarted, StepDone
 from rollart.core.schedule import Schedule
 from rollart.core.types import Sampling
 from rollart.fleet.checkpoints import CheckpointEvaluator, Checkpoints
 from rollart.fleet.fleet import Fleet
+from rollart.fleet.supervision import background, root_cause, supervised
 from rollart.fleet.trainer_supervisor import TrainerLost
+from rollart.fleet.warmup import warm_up
+from rollart.models.folder import atomic_folder, is_model
 from rollart.observe import summary
 from rollart.rollout.evaluation import Evaluator
 from rollart.rollout.ledger import Recovery, SqliteLedger
@@ -29,16 +33,18 @@ from rollart.rollout.scheduler import Scheduler
 from rollart.rollout.training_loop import LoopPlan, TrainingLoop
 from rollart.rollout.trajectory import RolloutTask, TrajectoryRunner
 from rollart.training.client import export_in_child, model_folder
-from rollart.warmup.prepare import Progress, prepare_in_child
+from rollart.warmup.prepare import prepare_in_child
 
 OnLog = Callable[[EventLog], None]
 _SAMPLE_SECONDS = 0.5
-_REASON_SECONDS = 15.0
 _MAX_TRAINER_LOSSES = 3
 
 
-async def train(run: RunFile, directory: Path, *, resume: bool = False, on_log: OnLog | None = None) -> dict[str, Any]:
-    """Train as the run file says and leave everything in `directory`. Returns the summary."""
+async def train(
+    run: RunFile, directory: Path, *, resume: bool = False, on_log: OnLog | None = None, rl: bool = True
+) -> dict[str, Any]:
+    """Train as the run file says and leave everything in `directory`. Not `rl`: only the warmup. Returns the
+    summary."""
     gc_tuning.collect_rarely()
     if resume:
         _check_same_run(run, directory)
@@ -56,12 +62,12 @@ async def train(run: RunFile, directory: Path, *, resume: bool = False, on_log: 
             log.emit(_started(run, recovery, resume))
             try:
                 with _terminable():
-                    await _train(run, directory, ledger, recovery, log)
+                    await (_train(run, directory, ledger, recovery, log) if rl else _fine_tune(run, directory, log))
             except BaseException as error:
-                reason = "interrupted" if isinstance(error, asyncio.CancelledError) else str(_root(error))
+                reason = "interrupted" if isinstance(error, asyncio.CancelledError) else str(root_cause(error))
                 log.emit(RunEnded(version=trained[-1], reason=reason))
                 summary.write(directory)
-                raise _root(error) from error
+                raise root_cause(error) from error
             log.emit(RunEnded(version=trained[-1], reason="finished"))
     return summary.write(directory)
 
@@ -77,9 +83,11 @@ async def evaluate(run: RunFile, model: Path, *, directory: Path, on_log: OnLog 
                 Fleet(run, directory, log, model=folder, trainer=False) as fleet,
             ):
                 evaluator = Evaluator(rollout_tasks(run), _runner(run, fleet, log), ledger, log)
-                results = await _supervised(fleet, evaluator.run(0, run.evaluation.final_episodes, final=True))
+                results = await supervised(
+                    fleet.supervise(), evaluator.run(0, run.evaluation.final_episodes, final=True)
+                )
         except BaseException as error:
-            raise _root(error) from error
+            raise root_cause(error) from error
     return {"model": str(model), "tasks": {result.task: _result(result) for result in results}}
 
 
@@ -119,10 +127,12 @@ class _Training:
         runner = _runner(self.run, self.fleet, self.log)
         evaluator = CheckpointEvaluator(rollout_tasks(self.run), runner, self.ledger, self.log, self.checkpoints)
         if recovery.version == 0:
-            await _supervised(self.fleet, evaluator.run(0, episodes, label="before", final=True), trainer=False)
+            await supervised(
+                self.fleet.supervise(trainer=False), evaluator.run(0, episodes, label="before", final=True)
+            )
         await self._until_trained(evaluator, recovery)
         await export_in_child(self.checkpoints.path(steps), model)  # even if the last evaluation fails
-        await _supervised(self.fleet, evaluator.run(steps, episodes, label="after", final=True), trainer=False)
+        await supervised(self.fleet.supervise(trainer=False), evaluator.run(steps, episodes, label="after", final=True))
 
     async def _until_trained(self, evaluator: Evaluator, recovery: Recovery) -> None:
         """All steps, across restarts of the trainer."""
@@ -133,7 +143,7 @@ class _Training:
                     await self._restart_trainer(recovery.version, str(lost))
                 return await self._learn(evaluator, recovery)
             except (ServiceError, BaseExceptionGroup) as error:
-                lost = _root(error)
+                lost = root_cause(error)
                 if not isinstance(lost, TrainerLost):
                     raise
             before, recovery = recovery, self.ledger.recover()
@@ -168,8 +178,8 @@ class _Training:
             on_saved=self.checkpoints.commit,
         )
         try:
-            async with _background(_sample(scheduler, fleet, self.log)):
-                await _supervised(fleet, loop.run())
+            async with background(_sample(scheduler, fleet, self.log)):
+                await supervised(fleet.supervise(), loop.run())
         finally:
             await scheduler.stop()
 
@@ -178,7 +188,7 @@ async def _train(run: RunFile, directory: Path, ledger: SqliteLedger, recovery: 
     version = recovery.version
     checkpoints = Checkpoints(directory / "checkpoints", run.checkpoint.keep, best=run.checkpoint.best)
     checkpoints.start(version)
-    model = await _prepare(run, directory, log)
+    model = await _first_model(run, directory, log)
     checkpoint = checkpoints.path(version) if version else None
     async with Fleet(run, directory, log, model=model, version=version, checkpoint=checkpoint) as fleet:
         await _Training(run, fleet, ledger, log, checkpoints).run_all(recovery, directory / "model")
@@ -239,14 +249,23 @@ def _result(result: Evaluated) -> dict[str, float]:
     }
 
 
-async def _prepare(run: RunFile, directory: Path, log: EventLog) -> Path:
-    """The model that RL starts from, made in a child process so that Ctrl-C and the live view stay prompt."""
+async def _first_model(run: RunFile, directory: Path, log: EventLog) -> Path:
+    """The model that RL starts from: the user's folder, or `start`, which is made unless it is there."""
+    start, files = directory / "start", directory / "warmup"
+    if run.model.warmup is None:
+        return await prepare_in_child(run, start, files, log=directory / "logs" / "prepare.log")
+    if not is_model(start):
+        await export_in_child(await warm_up(run, run.model.warmup, directory, files, log), start)
+    shutil.rmtree(files, ignore_errors=True)
+    return start
 
-    def on_progress(progress: Progress) -> None:
-        if progress.stage == "warmup":
-            log.emit(WarmupStep(step=progress.done, steps=progress.total, loss=progress.value or 0.0))
 
-    return await prepare_in_child(run, directory / "start", on_progress, directory / "logs" / "prepare.log")
+async def _fine_tune(run: RunFile, directory: Path, log: EventLog) -> None:
+    if run.model.warmup is None:
+        raise ConfigError("the run file has no model.warmup, so there is nothing to learn without RL")
+    model = await _first_model(run, directory, log)
+    with atomic_folder(directory / "model") as draft:
+        shutil.copytree(model, draft, dirs_exist_ok=True)
 
 
 def _check_same_run(run: RunFile, directory: Path) -> None:
@@ -258,38 +277,6 @@ def _check_same_run(run: RunFile, directory: Path) -> None:
         raise RollartError(
             f"`model` differs from that of the run in {directory}; resume with the same model, or use another directory"
         )
-
-
-async def _supervised(fleet: Fleet, work: Any, trainer: bool = True) -> Any:
-    """The result of `work`, unless a service that it needs is lost first."""
-    async with _background(fleet.supervise(trainer)) as watching:
-        working = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                await watching
-            failure = working.exception()
-            if failure is not None and isinstance(_root(failure), ServiceError):
-                # A lost service shows first as a broken connection; its watcher knows why.
-                await asyncio.wait([watching], timeout=_REASON_SECONDS)
-                if watching.done():
-                    await watching
-        finally:
-            working.cancel()
-            await asyncio.wait([working])
-        return working.result()
-
-
-@contextlib.asynccontextmanager
-async def _background(work: Any) -> AsyncIterator[asyncio.Future[Any]]:
-    task = asyncio.ensure_future(work)
-    try:
-        yield task
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
-        if not task.cancelled() and (failure := task.exception()) is not None:
-            raise failure
 
 
 async def _sample(scheduler: Scheduler, fleet: Fleet, log: EventLog) -> None:
@@ -334,10 +321,3 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
-
-
-def _root(error: BaseException) -> BaseException:
-    """The first failure of a group of tasks."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -63,8 +63,7 @@ class Fleet:
         self._logs = (directory / "logs").absolute()
         self._logs.mkdir(exist_ok=True)
         self._stack = AsyncExitStack()
-        unique = f"{run.name}-{directory.stat().st_ino}"
-        self._weights = run.weights / run.name if run.weights else shared_folder(unique)
+        self._weights = weights_folder(run, directory)
         self.renderer = ChatRenderer(model)
         self.rewards = Rewards(run.tasks, run.rewards, log=self._logs / "rewards.log", sink=log, cluster=run.cluster)
         self.environments: EnvironmentPool
@@ -95,9 +94,9 @@ class Fleet:
         remove = partial(shutil.rmtree, self._weights, ignore_errors=True)
         remove()  # a killed run may have left some
         self._stack.callback(remove)
-        launcher = _launcher(self._run)
+        launcher = make_launcher(self._run)
         self._stack.push_async_callback(launcher.close)
-        placed = await _planned(self._run, launcher)
+        placed = await placement_plan(self._run, launcher)
         self._run = with_layout(self._run, placed)
         self._build(placed, launcher)
         async with asyncio.TaskGroup() as group:
@@ -234,7 +233,12 @@ def _priors(run: RunFile, placed: PlacementPlan) -> dict[str, float]:
     } | measured
 
 
-def _launcher(run: RunFile) -> Launcher:
+def weights_folder(run: RunFile, directory: Path) -> Path:
+    """The weight store of the run in `directory`."""
+    return run.weights / run.name if run.weights else shared_folder(f"{run.name}-{directory.stat().st_ino}")
+
+
+def make_launcher(run: RunFile) -> Launcher:
     if run.cluster is None:
         return LocalLauncher()
     from rollart.launch.ray import RayLauncher
@@ -242,7 +246,7 @@ def _launcher(run: RunFile) -> Launcher:
     return RayLauncher(run.cluster)
 
 
-async def _planned(run: RunFile, launcher: Launcher) -> PlacementPlan:
+async def placement_plan(run: RunFile, launcher: Launcher) -> PlacementPlan:
     nodes = tuple(await launcher.nodes())
     where = f"the cluster {run.cluster}" if run.cluster else "this machine"
     return plan(run, Inventory(nodes, where, overcommit=run.cluster is None))

@@ -97,7 +97,7 @@ class ChatRenderer:
 
     def action(self, text: str) -> list[int]:
         """The tokens of a policy that says `text`, end of turn included."""
-        return [*self._encode(text), *self._close_tokens]
+        return [*self._encode(self._special.sub(_break_token, text)), *self._close_tokens]
 
     def _escape_special(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         if not any(self._special.search(message.content) for message in messages):

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rollart.core.errors import RollartError
-from rollart.core.types import Batch, Publication, StepMetrics
+from rollart.core.types import Batch, ExampleBatch, Publication, StepMetrics
 from rollart.launch.rpc import RpcClient
 
 MANIFEST = "checkpoint.json"
@@ -25,6 +25,10 @@ class TrainerClient:
 
     async def step(self, batch: Batch) -> StepMetrics:
         return await self._client.call("step", batch, returns=StepMetrics, deadline=self._deadline)
+
+    async def imitate(self, batch: ExampleBatch) -> StepMetrics:
+        """A supervised step."""
+        return await self._client.call("imitate", batch, returns=StepMetrics, deadline=self._deadline)
 
     async def publish(self) -> Publication:
         return await self._client.call("publish", returns=Publication, deadline=self._deadline)

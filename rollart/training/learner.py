@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rollart.config import TrainingConfig
+from rollart.core.types import Example
 from rollart.models.disk_names import cut
 from rollart.training import losses
 from rollart.training.block_files import BlockReader, file_name, write_blocks
 from rollart.training.metrics import StepTotals
-from rollart.training.microbatch import MicroBatch, TrainSample, micro_batch
+from rollart.training.microbatch import MicroBatch, TrainSample, micro_batch, pack_examples
 from rollart.training.optimizers import learning_rate, make_optimizer, moments, read_state, write_state
 from rollart.training.policy import PolicyModel
 from rollart.training.ranks import Ranks
@@ -43,6 +44,15 @@ class Learn(Struct, frozen=True, tag=True):
     step: int
     mini_batches: list[MiniBatch]
     cells: int
+
+
+class Imitate(Struct, frozen=True, tag=True):
+    """A rank's passes of a supervised step. `weight` is that of each trained token, one over their number on all
+    ranks; `rate` is the learning rate."""
+
+    passes: list[list[Example]]
+    rate: float
+    weight: float
 
 
 class Gather(Struct, frozen=True, tag=True):
@@ -79,7 +89,7 @@ class Shutdown(Struct, frozen=True, tag=True):
     """Rank 0 exits normally."""
 
 
-Order = Learn | Gather | Publish | Save | Restore | Heartbeat | Shutdown
+Order = Learn | Imitate | Gather | Publish | Save | Restore | Heartbeat | Shutdown
 
 
 class Learner:
@@ -108,6 +118,8 @@ class Learner:
                 match msgspec.msgpack.decode(self.ranks.receive(), type=Order):
                     case Learn() as order:
                         self.learn(order)
+                    case Imitate() as order:
+                        self.imitate(order)
                     case Gather():
                         self.gather()
                     case Publish() as order:
@@ -132,7 +144,7 @@ class Learner:
         updates = [*zip(batches, order.mini_batches, strict=True)] * self.config.epochs
         for micros, mini_batch in updates:
             rate = learning_rate(self.config, order.step, self.updates) * mini_batch.evidence
-            self._update(micros, rate, totals)
+            self._update(sum(self._backward(micro, totals) for micro in micros), rate, totals)
             if totals.skipped:
                 break
         totals.merge(self.ranks)
@@ -154,9 +166,22 @@ class Learner:
     def _importance(self, proximal: Tensor, micro: MicroBatch) -> Tensor:
         return losses.importance_weight(proximal, micro.behaviour, self.config.algorithm.importance_cap)
 
-    def _update(self, micros: Sequence[MicroBatch], rate: float, totals: StepTotals) -> None:
-        """Loss and norm are those of all ranks, so an update that is not finite on one is skipped by all."""
-        (loss,) = self.ranks.all_reduce([sum(self._backward(micro, totals) for micro in micros)])
+    def imitate(self, order: Imitate) -> StepTotals:
+        """One update on the cross entropy of the trained tokens."""
+        totals, loss = StepTotals(device=self.ranks.device), 0.0
+        for examples in order.passes:
+            with self.ranks.device:
+                packed = pack_examples(examples)
+            share = -order.weight * self.policy.logprobs(packed)[0].sum()
+            share.backward()  # type: ignore[no-untyped-call]
+            loss += share.item()
+        self._update(loss, order.rate, totals)
+        return totals
+
+    def _update(self, loss: float, rate: float, totals: StepTotals) -> None:
+        """Update on the gradients of all passes, whose loss on this rank is `loss`. Loss and norm are those of all
+        ranks, so an update that is not finite on one is skipped by all."""
+        (loss,) = self.ranks.all_reduce([loss])
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         parameters = self.policy.parameters().values()

@@ -10,7 +10,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from rollart.core.expert_choice import ExpertChoices
-from rollart.core.types import Batch, Sample
+from rollart.core.types import Batch, Example, Sample
 from rollart.training.logprob_gap import Cells
 from rollart.training.losses import token_weights
 from rollart.training.packing import Packed, deal, pack, split_over_ranks
@@ -147,3 +147,20 @@ def expert_ids(items: Sequence[TrainSample]) -> Tensor | None:
     data = b"".join(shape.unknown(len(item.tokens)) if item.experts is None else item.experts.data for item in items)
     ids = np.frombuffer(data, f"<u{shape.width}").astype(np.int64).reshape(-1, shape.layers, shape.choices)
     return torch.tensor(np.where(ids == unknown, -1, ids))
+
+
+def plan_examples(examples: Sequence[Example], pack_tokens: int, ranks: int = 1) -> list[list[list[Example]]]:
+    """The examples of each rank in each of its passes, as `plan_passes`. Raises ValueError about one that cannot be
+    trained."""
+    for number, example in enumerate(examples):
+        if len(example.tokens) != len(example.mask):
+            sizes = f"{len(example.tokens)} tokens and {len(example.mask)} mask bits"
+            raise ValueError(f"example {number} has {sizes}; the numbers must agree")
+    by_rank = split_over_ranks([len(example.tokens) for example in examples], pack_tokens, ranks)
+    return [[[examples[i] for i in part] for part in passes] for passes in by_rank]
+
+
+def pack_examples(examples: Sequence[Example]) -> Packed:
+    """Without examples, a pass whose loss and gradients are zero."""
+    examples = examples or [Example(EMPTY.tokens, EMPTY.mask)]
+    return pack([example.tokens for example in examples], [example.mask for example in examples])

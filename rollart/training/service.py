@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from rollart.config import TrainingConfig
-from rollart.core.types import Batch, Publication, StepMetrics
+from rollart.core.types import Batch, ExampleBatch, Publication, StepMetrics
 from rollart.launch import service
 from rollart.launch.rpc import Handler
 from rollart.training.checkpoint import CheckpointFailed, load_checkpoint, save_checkpoint
@@ -89,6 +89,9 @@ class TrainerService:
 
     async def step(self, batch: Batch) -> StepMetrics:
         return await self._train(lambda: self._trainer.step(batch))
+
+    async def imitate(self, batch: ExampleBatch) -> StepMetrics:
+        return await self._train(lambda: self._trainer.imitate(batch))
 
     async def publish(self) -> Publication:
         id = new_id()
@@ -196,7 +199,7 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
     service = TrainerService(spec)
     try:
         await service.open()
-        yield {name: getattr(service, name) for name in ("step", "publish", "save", "saved", "load")}
+        yield {name: getattr(service, name) for name in ("step", "imitate", "publish", "save", "saved", "load")}
     finally:
         await service.close()
 

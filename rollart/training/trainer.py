@@ -16,12 +16,13 @@ from torch import Tensor
 
 from rollart.config import TrainingConfig
 from rollart.core.errors import RollartError
-from rollart.core.types import Batch, StepMetrics
+from rollart.core.types import Batch, ExampleBatch, StepMetrics
 from rollart.training.advantages import ADVANTAGES, UNSEEN, RewardRange, group_advantages
 from rollart.training.guard import Guard, coarser
 from rollart.training.learner import (
     Gather,
     Heartbeat,
+    Imitate,
     Learn,
     Learner,
     MiniBatch,
@@ -31,10 +32,12 @@ from rollart.training.learner import (
     Shutdown,
 )
 from rollart.training.logprob_gap import Cells, gap_table
-from rollart.training.metrics import task_metrics
-from rollart.training.microbatch import check_batch, plan_passes, split_into_mini_batches
+from rollart.training.metrics import StepTotals, task_metrics
+from rollart.training.microbatch import check_batch, plan_examples, plan_passes, split_into_mini_batches
 from rollart.training.ranks import Ranks
 from rollart.weights.publish import Publisher
+
+IMITATION_VALUES = ("loss", "grad_norm", "lr", "skipped")
 
 
 class Trainer:
@@ -62,8 +65,7 @@ class Trainer:
         self.saving: Future[None] | None = None  # the newest checkpoint
 
     def step(self, batch: Batch) -> StepMetrics:
-        if batch.step != self.version:
-            raise RollartError(f"the batch is for version {batch.step}, but the trainer is at version {self.version}")
+        self._check_version(batch.step)
         check_batch(batch)
         began = time.perf_counter()
         rewards = [list(group.rewards.values()) for group in batch.groups]
@@ -77,11 +79,6 @@ class Trainer:
             totals = self.learner.learn(orders[0])
         self.version += 1
         rows = cells.rows(totals.gaps)
-        warnings = self.guard.check(batch.step, rows)
-        if totals.skipped:
-            made = totals.values()["updates"]
-            done = f"stopped after {made:g} updates" if made else "left the weights alone"
-            warnings = (*warnings, f"step {self.version} {done}: its loss or gradient is not finite")
         return StepMetrics(
             version=self.version,
             seconds=time.perf_counter() - began,
@@ -89,7 +86,28 @@ class Trainer:
             values=totals.values(),
             tasks=task_metrics(batch, solved),
             gaps=gap_table(rows),
-            warnings=warnings,
+            warnings=(*self.guard.check(batch.step, rows), *self._skipped(totals)),
+        )
+
+    def imitate(self, batch: ExampleBatch) -> StepMetrics:
+        """A supervised step: cross entropy on the trained tokens, at the rate of the batch."""
+        self._check_version(batch.step)
+        began, layout = time.perf_counter(), self.ranks.layout
+        trained = sum(sum(example.mask) for example in batch.examples)
+        if not trained:
+            raise ValueError(f"the examples of step {batch.step} have no token whose mask is 1")
+        by_rank = plan_examples(batch.examples, self.config.pack_tokens, layout.data)
+        shares = [Imitate(passes, batch.rate, 1 / trained) for passes in by_rank]
+        orders = [shares[layout.data_index(rank)] for rank in range(layout.ranks)]
+        with self.ranks.dispatch(orders):
+            totals = self.learner.imitate(orders[0])
+        self.version += 1
+        return StepMetrics(
+            version=self.version,
+            seconds=time.perf_counter() - began,
+            tokens=sum(len(example.tokens) for example in batch.examples),
+            values={name: value for name, value in totals.values().items() if name in IMITATION_VALUES},
+            warnings=self._skipped(totals),
         )
 
     def snapshot(self) -> tuple[int, dict[str, Tensor]]:
@@ -123,6 +141,17 @@ class Trainer:
         """Orders without a part for rank 0. Raises RanksLost if another rank is gone."""
         with self.ranks.dispatch([order] * self.ranks.size):
             pass
+
+    def _check_version(self, step: int) -> None:
+        if step != self.version:
+            raise RollartError(f"the batch is for version {step}, but the trainer is at version {self.version}")
+
+    def _skipped(self, totals: StepTotals) -> tuple[str, ...]:
+        if not totals.skipped:
+            return ()
+        made = totals.values()["updates"]
+        done = f"stopped after {made:g} updates" if made else "left the weights alone"
+        return (f"step {self.version} {done}: its loss or gradient is not finite",)
 
     def _orders(
         self, batch: Batch, scores: Sequence[Sequence[float]], solved: Sequence[bool], cells: Cells

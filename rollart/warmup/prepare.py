@@ -1,7 +1,8 @@
-"""The model that a run starts from: the user's own folder, or one made and warmed up here, in a child process.
+"""What a run starts from: the user's model folder or one made here, and the examples of its warmup.
 
-The child reads its spec from the first line of stdin and writes progress to stdout, one JSON object per line; the last
-one holds the folder, or the error. It exits when its stdin closes, so it never outlives the controller.
+They are made in a child process, which reads its spec from the first line of stdin and writes to stdout, one JSON
+object per line: progress, the model as soon as it is there, and last the examples, or the error. It exits when its
+stdin closes, so it never outlives the controller. What is there already, from a run that was interrupted, is kept.
 """
 
 import asyncio
@@ -10,21 +11,25 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import threading
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
+
+from jinja2 import TemplateError
 
 from rollart.config import RunFile, WarmupConfig
 from rollart.core.errors import ConfigError, RollartError, ServiceError
 from rollart.core.seeds import seed_of
 from rollart.models import tiny
 from rollart.models.chat import ChatRenderer, conversation_tokens
-from rollart.models.folder import is_model
+from rollart.models.folder import atomic_folder, is_model
+from rollart.warmup.conversations import read_conversations
 from rollart.warmup.demonstrations import demonstrate
+from rollart.warmup.examples import TokensAndMask, write_examples
 
 PROGRESS_TIMEOUT = 300.0
 REPORT_EVERY = 500
@@ -32,71 +37,95 @@ REPORT_EVERY = 500
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """`value` is the success rate of a task's demonstrations once all are done, or the loss of the warmup."""
+    """Of the examples. `success` is the success rate of a task's demonstrations once all are done, `left_out` counts
+    the conversations of a file that are too long, once all are read."""
 
-    stage: Literal["demonstrations", "warmup"]
+    stage: Literal["demonstrations", "conversations"]
     done: int
-    total: int
     task: str = ""
-    value: float | None = None
+    success: float | None = None
+    left_out: int = 0
 
 
 OnProgress = Callable[[Progress], None]
+OnModel = Callable[[Path], None]
 
 
-def prepare(run: RunFile, path: Path, on_progress: OnProgress) -> Path:
-    """The user's folder if there is nothing to do, else `path`, which is made unless an earlier call did."""
-    source, warmup = run.model.path, run.model.warmup
-    if source is not None and not is_model(source):
-        raise ConfigError(f"model.path: {source} is not a Hugging Face folder with safetensors and a tokenizer")
-    if source is not None and warmup is None:
-        return source
-    if is_model(path):
-        return path
-    with tempfile.TemporaryDirectory(prefix="rollart-") as scratch:
-        if source is None:
-            assert run.model.tiny is not None
-            made = path if warmup is None else Path(scratch) / "model"
-            source = tiny.make(run.model.tiny, made, seed_of(run.seed, "model"))
-        if warmup is not None:
-            _warmup(run, warmup, source, path, on_progress)
-    return path
+def _ignore(news: object) -> None:
+    pass
 
 
-def _warmup(run: RunFile, config: WarmupConfig, source: Path, path: Path, on_progress: OnProgress) -> None:
-    data = demonstration_tokens(run, config.demonstrations, ChatRenderer(source), on_progress)
+def prepare_model(run: RunFile, folder: Path) -> Path:
+    """The user's model folder, or else `folder`, in which a tiny model is made unless there is one."""
+    if run.model.path is None:
+        assert run.model.tiny is not None
+        return folder if is_model(folder) else tiny.make(run.model.tiny, folder, seed_of(run.seed, "model"))
+    if not is_model(run.model.path):
+        raise ConfigError(f"model.path: {run.model.path} is not a Hugging Face folder with safetensors and a tokenizer")
+    return run.model.path
 
-    from rollart.warmup.imitation import imitate
 
-    def on_step(step: int, steps: int, loss: float) -> None:
-        on_progress(Progress("warmup", step, steps, value=loss))
-
-    seed = seed_of(run.seed, "warm-up")
-    imitate(source, path, data, config, seed=seed, threads=run.training.threads, on_step=on_step)
+def prepare_examples(run: RunFile, config: WarmupConfig, model: Path, folder: Path, on_progress: OnProgress) -> None:
+    """Write the examples of the warmup to `folder`, unless it is there."""
+    if folder.is_dir():
+        return
+    renderer = ChatRenderer(model)
+    parts = [demonstration_tokens(run, config.per_task, renderer, on_progress)]
+    if config.conversations is not None:
+        longest = max(task.max_context for task in run.tasks)
+        parts.append(file_tokens(config.conversations, longest, renderer, on_progress))
+    with atomic_folder(folder) as draft:
+        if not write_examples(draft, chain.from_iterable(parts)):
+            raise ConfigError("model.warmup has nothing to learn: no answer begins within max_context of the tasks")
 
 
 def demonstration_tokens(
     run: RunFile, count: int, renderer: ChatRenderer, on_progress: OnProgress
-) -> list[tuple[list[int], list[int]]]:
-    """Tokens and mask of `count` conversations of every task; cut off at the task's `max_context`."""
-    data: list[tuple[list[int], list[int]]] = []
-    for task in run.tasks:
+) -> Iterator[TokensAndMask]:
+    """`count` conversations of every task; cut off at the task's `max_context`."""
+    for task in run.tasks if count else ():
 
         def report(done: int, name: str = task.name) -> None:
             if done % REPORT_EVERY == 0 and done < count:
-                on_progress(Progress("demonstrations", done, count, name))
+                on_progress(Progress("demonstrations", done, name))
 
         made = demonstrate(task, count, run.seed, on_progress=report)
         for episode in made.episodes:
             tokens, mask = conversation_tokens(renderer, episode.turns)
             if any(mask[: task.max_context]):
-                data.append((tokens[: task.max_context], mask[: task.max_context]))
-        on_progress(Progress("demonstrations", count, count, task.name, made.success))
-    return data
+                yield tokens[: task.max_context], mask[: task.max_context]
+        on_progress(Progress("demonstrations", count, task.name, made.success))
 
 
-async def prepare_in_child(run: RunFile, path: Path, on_progress: OnProgress, log: Path) -> Path:
-    """`prepare` in a process of its own, whose standard error goes to `log`. Cancelling kills it."""
+def file_tokens(path: Path, longest: int, renderer: ChatRenderer, on_progress: OnProgress) -> Iterator[TokensAndMask]:
+    """The conversations of a file, cut off at `longest` tokens; those that have no answer by then are left out."""
+    done = left_out = 0
+    for done, (line, turns) in enumerate(read_conversations(path), 1):
+        try:
+            tokens, mask = conversation_tokens(renderer, turns)
+        except TemplateError as error:
+            raise ConfigError(f"{path}:{line}: the chat template of the model refuses it: {error}") from error
+        if any(mask[:longest]):
+            yield tokens[:longest], mask[:longest]
+        else:
+            left_out += 1
+        if done % REPORT_EVERY == 0:
+            on_progress(Progress("conversations", done))
+    on_progress(Progress("conversations", done, left_out=left_out))
+
+
+async def prepare_in_child(
+    run: RunFile,
+    model: Path,
+    examples: Path,
+    *,
+    log: Path,
+    on_model: OnModel = _ignore,
+    on_progress: OnProgress = _ignore,
+) -> Path:
+    """`prepare_model`, whose result is returned, and with a warmup `prepare_examples`, in a process of its own. Its
+    standard error goes to `log`. `on_model` is called with the model while examples are still made. Cancelling kills
+    it."""
     threads = str(run.training.threads)
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "ab") as errors:  # noqa: ASYNC230 (opens at once)
@@ -110,8 +139,9 @@ async def prepare_in_child(run: RunFile, path: Path, on_progress: OnProgress, lo
         )
     try:
         assert child.stdin is not None
-        child.stdin.write(json.dumps({"run": run.model_dump(mode="json"), "path": str(path)}).encode() + b"\n")
-        return await _follow(child, on_progress, log)
+        spec = {"run": run.model_dump(mode="json"), "model": str(model), "examples": str(examples)}
+        child.stdin.write(json.dumps(spec).encode() + b"\n")
+        return await _follow(child, on_progress, on_model, log)
     finally:
         if child.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -119,8 +149,9 @@ async def prepare_in_child(run: RunFile, path: Path, on_progress: OnProgress, lo
             await child.wait()
 
 
-async def _follow(child: Process, on_progress: OnProgress, log: Path) -> Path:
+async def _follow(child: Process, on_progress: OnProgress, on_model: OnModel, log: Path) -> Path:
     assert child.stdout is not None
+    model: Path | None = None
     while True:
         try:
             line = await asyncio.wait_for(child.stdout.readline(), PROGRESS_TIMEOUT)
@@ -131,20 +162,29 @@ async def _follow(child: Process, on_progress: OnProgress, log: Path) -> Path:
         message = json.loads(line)
         if "error" in message:
             raise RollartError(message["error"])
-        if "path" in message:
-            return Path(message["path"])
-        on_progress(Progress(**message))
+        if "model" in message:
+            model = Path(message["model"])
+            on_model(model)
+        elif "prepared" in message and model is not None:
+            return model
+        else:
+            on_progress(Progress(**message))
 
 
 def main() -> None:
     spec = json.loads(sys.stdin.readline())
     threading.Thread(target=_exit_with_stdin, daemon=True).start()
+    run = RunFile(**spec["run"])
     try:
-        path = prepare(RunFile(**spec["run"]), Path(spec["path"]), lambda progress: _write(asdict(progress)))
+        model = prepare_model(run, Path(spec["model"]))
+        _write({"model": str(model)})
+        if run.model.warmup is not None:
+            examples = Path(spec["examples"])
+            prepare_examples(run, run.model.warmup, model, examples, lambda progress: _write(asdict(progress)))
     except RollartError as error:
         _write({"error": str(error)})
     else:
-        _write({"path": str(path)})
+        _write({"prepared": True})
 
 
 def _write(message: dict[str, Any]) -> None:

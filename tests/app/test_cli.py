@@ -80,7 +80,7 @@ def test_help_groups_the_commands_and_teaches_by_example() -> None:
     text = rollart_command("--help").output
     for words in ("Train", "Look at a run", "Prepare", "trajectory", "rollart train examples/quickstart.yaml"):
         assert words in text
-    for command in ("train", "eval", "check", "schema", "show", "trajectory", "timeline"):
+    for command in ("train", "sft", "eval", "check", "schema", "show", "trajectory", "timeline"):
         assert f"rollart {command}" in rollart_command(command, "--help").output
 
 
@@ -197,12 +197,14 @@ def controlled(monkeypatch: pytest.MonkeyPatch, end: BaseException | None = None
     """Stands where the controller is: the command's own work is to choose the folder, watch, print and exit."""
     calls: list[tuple[Path, bool]] = []
 
-    async def train(run: Any, directory: Path, *, resume: bool, on_log: Callable[[EventLog], None]) -> dict[str, Any]:
+    async def train(
+        run: Any, directory: Path, *, resume: bool, on_log: Callable[[EventLog], None], rl: bool = True
+    ) -> dict[str, Any]:
         calls.append((directory, resume))
         ticks = iter(range(100))
         log = EventLog(directory / "events.jsonl", lambda: float(next(ticks)))
         on_log(log)
-        print("a stray print")
+        print(f"a stray print {'with' if rl else 'without'} RL")
         log.emit(ev.RunStarted(name=run.name, preset="rollart", alpha=1, seed=0, steps=2, tasks=["lake"]))
         for version, success in ((0, 0.25), (2, 0.75)):
             log.emit(
@@ -228,6 +230,14 @@ def test_train_leaves_the_views_and_prints_json_last(run_file: Path, monkeypatch
     folder = Path("runs/quick-1")
     for name in ("summary.json", "curves.png", "timeline.json", "events.jsonl", "tensorboard"):
         assert (folder / name).exists()
+
+
+def test_sft_is_the_run_without_rl_and_ends_with_its_model(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    controlled(monkeypatch)
+    assert "a stray print with RL" in rollart_command("train", run_file).output
+    ended = rollart_command("sft", run_file)
+    assert "a stray print without RL" in ended.output
+    assert "model: runs/quick-2/model" in ended.output
 
 
 def test_each_run_gets_its_own_folder_and_resume_takes_the_newest(

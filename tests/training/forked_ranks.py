@@ -10,7 +10,6 @@ from typing import TypeVar
 from rank_processes import DEADLINE_S, free_address
 
 from rollart.config import TrainingConfig
-from rollart.hardware.layout import Layout
 from rollart.training.learner import Learner, Shutdown
 from rollart.training.ranks import RankAddress, Ranks
 from rollart.training.trainer import Trainer
@@ -47,7 +46,7 @@ def on_ranks(ranks: int, folder: Path, config: TrainingConfig, work: Callable[[T
 def _rank(
     place: RankAddress, folder: Path, config: TrainingConfig, work: Callable[[Trainer], T], answer: Connection
 ) -> None:
-    layout = Layout.over(place.ranks, **config.parallel.model_dump())
+    layout = config.parallel.layout(place.ranks)
     ranks = Ranks.join(place, patience=DEADLINE_S, layout=layout)
     if place.rank > 0:
         Learner(folder, config, ranks).follow()

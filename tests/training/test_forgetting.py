@@ -14,10 +14,12 @@ import torch
 from tiny_models import save_tiny
 
 from rollart.config import AlgorithmConfig, TrainingConfig, WarmupConfig
-from rollart.core.types import Batch, Sample, SampleGroup
+from rollart.core.types import Batch, Example, Sample, SampleGroup
+from rollart.training.checkpoint import save_checkpoint
+from rollart.training.export import export_model
 from rollart.training.packing import pack
 from rollart.training.trainer import Trainer
-from rollart.warmup.imitation import imitate
+from rollart.warmup.examples import batches
 
 pytestmark = pytest.mark.slow
 
@@ -44,10 +46,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shown = [("count", counted(start), start) for start in starts] * 3
     shown += [("dash", counted(start), start) for start in starts] * 2
     shown += [("dash", [DASH] * LENGTH, start) for start in starts]
-    examples = [([MARKS[task], start, *answer], [0, 0] + [1] * LENGTH) for task, answer, start in shown]
+    examples = [Example([MARKS[task], start, *answer], [0, 0] + [1] * LENGTH) for task, answer, start in shown]
     options = {"vocab_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     source = save_tiny(root / "model", **options)
-    imitate(source, root / "warm", examples, WarmupConfig(steps=300, batch=64, lr=5e-3))
+    trainer = Trainer(source, TrainingConfig())
+    for batch in batches(examples, WarmupConfig(steps=300, batch=64, lr=5e-3), seed=0):
+        trainer.imitate(batch)
+    save_checkpoint(trainer, root / "checkpoint").result()
+    export_model(root / "checkpoint", root / "warm")
     return root / "warm"
 
 

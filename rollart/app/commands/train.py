@@ -24,16 +24,19 @@ from rollart.app.commands.common import (
 if TYPE_CHECKING:
     from rollart.app.run_reader import RunFolder
 
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the newest run of this name.")]
+RunFolderOption = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Use exactly this run folder; with --resume, continue it.")
+]
+
 
 @guarded
 def train(
     run_file: RunPath,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the newest run of this name.")] = False,
+    resume: Resume = False,
     output: Output = None,
-    run_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Use exactly this run folder; with --resume, continue it.")
-    ] = None,
+    run_dir: RunFolderOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Train an agent as the run file says.
@@ -46,20 +49,28 @@ def train(
     rollart train examples/quickstart.yaml --set training.steps=50
     rollart train examples/quickstart.yaml --resume[/dim]
     """
-    from rollart.app import api
+    _train("train", run_file, _with_output(overrides, output), run_dir, resume=resume, as_json=as_json)
 
-    run = api.load_run(run_file, _with_output(overrides, output))
-    folder = api.folder_for(run, run_dir, resume=resume)
-    with console_for(as_json) as console:
-        say(console, f"run folder: {folder}")
-        try:
-            trained = api.train(run, folder=folder, resume=resume, console=console)
-        except (KeyboardInterrupt, asyncio.CancelledError):
-            say(console, f"stopped; continue with: rollart train {run_file} --resume --run-dir {folder}")
-            raise
-        _print_results(trained, console)
-    if as_json:
-        print_json(trained.summary())
+
+@guarded
+def sft(
+    run_file: RunPath,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    output: Output = None,
+    run_dir: RunFolderOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train only as `model.warmup` says: supervised, without RL.
+
+    On demonstrations of the tasks' players, on a file of conversations, or on
+    both, with the ranks and the optimizer settings of `training`. Leaves the
+    model in the run folder; `rollart train --resume` continues with RL.
+
+    [dim]rollart sft examples/quickstart.yaml
+    rollart sft run.yaml --set model.warmup.conversations=chats.jsonl[/dim]
+    """
+    _train("sft", run_file, _with_output(overrides, output), run_dir, resume=resume, as_json=as_json)
 
 
 @guarded
@@ -84,6 +95,29 @@ def evaluate(
         say(console, f"run folder: {found.folder}")
     if as_json:
         print_json(asdict(found))
+
+
+def _train(
+    command: str, run_file: Path, overrides: list[str], run_dir: Path | None, *, resume: bool, as_json: bool
+) -> None:
+    """`rollart train` or `rollart sft`."""
+    from rollart.app import api
+
+    run = api.load_run(run_file, overrides)
+    folder = api.folder_for(run, run_dir, resume=resume)
+    with console_for(as_json) as console:
+        say(console, f"run folder: {folder}")
+        try:
+            trained = api.train(run, folder=folder, resume=resume, console=console, rl=command == "train")
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            say(console, f"stopped; continue with: rollart {command} {run_file} --resume --run-dir {folder}")
+            raise
+        if command == "train":
+            _print_results(trained, console)
+        else:
+            say(console, f"model: {trained.model}")
+    if as_json:
+        print_json(trained.summary())
 
 
 def _with_output(overrides: list[str] | None, output: Path | None) -> list[str]:

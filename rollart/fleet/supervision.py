@@ -1,0 +1,49 @@
+"""Work that needs services: it ends when they do, with the reason that their watcher gives."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from rollart.core.errors import ServiceError
+
+_REASON_SECONDS = 15.0
+
+
+async def supervised(watch: Any, work: Any) -> Any:
+    """The result of `work`, unless `watch`, which never returns, finds first that a service that it needs is lost."""
+    async with background(watch) as watching:
+        working = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                await watching
+            failure = working.exception()
+            if failure is not None and isinstance(root_cause(failure), ServiceError):
+                # A lost service shows first as a broken connection; its watcher knows why.
+                await asyncio.wait([watching], timeout=_REASON_SECONDS)
+                if watching.done():
+                    await watching
+        finally:
+            working.cancel()
+            await asyncio.wait([working])
+        return working.result()
+
+
+@contextlib.asynccontextmanager
+async def background(work: Any) -> AsyncIterator[asyncio.Future[Any]]:
+    task = asyncio.ensure_future(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled() and (failure := task.exception()) is not None:
+            raise failure
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The first failure of a group of tasks."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,151 @@
+"""The warmup of a run: supervised steps by the ranks of its trainer, before there are engines.
+
+Invariants: `files` holds what an interrupted warmup goes on from: the tiny model, the examples and the last checkpoint,
+each complete or not there. The batches follow from the seed and the step, so a warmup that was interrupted, or whose
+trainer was lost, gives the weights of one that was not.
+"""
+
+import asyncio
+import shutil
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rollart.config import RunFile, WarmupConfig
+from rollart.core.errors import RollartError, ServiceError
+from rollart.core.event_log import EventLog
+from rollart.core.events import WarmupStep, Warned
+from rollart.core.seeds import seed_of
+from rollart.fleet.fleet import make_launcher, placement_plan, weights_folder
+from rollart.fleet.supervision import root_cause, supervised
+from rollart.fleet.trainer_supervisor import TrainerLost, TrainerSupervisor
+from rollart.placement.plan import with_layout
+from rollart.training.client import TrainerClient, is_checkpoint
+from rollart.warmup.examples import StoredExamples, batches
+from rollart.warmup.prepare import Progress, prepare_in_child
+
+MAX_LOSSES = 3
+
+
+async def warm_up(run: RunFile, config: WarmupConfig, directory: Path, files: Path, log: EventLog) -> Path:
+    """Take all steps of the warmup and return their checkpoint, which is in `files`."""
+    warmup = _Warmup(run, config, directory.absolute(), files.absolute(), log)
+    if warmup.newest() < config.steps:
+        await warmup.take_steps()
+    return warmup.checkpoint(config.steps)
+
+
+class _Warmup:
+    def __init__(self, run: RunFile, config: WarmupConfig, directory: Path, files: Path, log: EventLog) -> None:
+        self._run, self._config, self._log = _without_reference(run), config, log
+        self._directory, self._files, self._logs = directory, files, directory / "logs"
+        self._weights = weights_folder(run, directory)
+        self._model: Path
+        self._trainer: TrainerSupervisor
+
+    def checkpoint(self, step: int) -> Path:
+        return self._files / f"{step:06d}"
+
+    def newest(self) -> int:
+        """The step of the last checkpoint; 0 without any."""
+        numbers = [int(path.name) for path in self._files.glob("*") if path.name.isdigit() and is_checkpoint(path)]
+        return max(numbers, default=0)
+
+    async def take_steps(self) -> None:
+        """The trainer starts while the examples are still made."""
+        model: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
+        examples = self._files / "examples"
+        async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
+            preparing = group.create_task(
+                prepare_in_child(
+                    self._run,
+                    self._files / "model",
+                    examples,
+                    on_model=model.set_result,
+                    on_progress=self._on_progress,
+                    log=self._logs / "prepare.log",
+                )
+            )
+            self._model = (await model).absolute()
+            await self._start_trainer(stack)
+            await preparing
+            await self._until_done(StoredExamples(examples))
+
+    def _on_progress(self, progress: Progress) -> None:
+        if progress.left_out:
+            what = f"{progress.left_out} of {progress.done} conversations of the warmup were left out"
+            self._log.emit(Warned(message=f"{what}: no answer begins within the longest max_context of the tasks"))
+
+    async def _start_trainer(self, stack: AsyncExitStack) -> None:
+        remove = partial(shutil.rmtree, self._weights, ignore_errors=True)
+        remove()  # a killed run may have left some
+        stack.callback(remove)
+        launcher = make_launcher(self._run)
+        stack.push_async_callback(launcher.close)
+        placed = await placement_plan(self._run, launcher)
+        self._run = with_layout(self._run, placed)
+        (pool,) = self._run.pools_of("train")
+        bindings = [binding for binding in placed.bindings if binding.pool == pool]
+        self._trainer = TrainerSupervisor(
+            self._run, bindings, launcher=launcher, spec=self._spec, sink=self._log, logs=self._logs
+        )
+        stack.push_async_callback(self._trainer.stop)
+        await self._trainer.start()
+
+    def _spec(self) -> dict[str, Any]:
+        step = self.newest()
+        checkpoint = str(self.checkpoint(step)) if step else None
+        return {
+            "model": str(self._model),
+            "weights": str(self._weights),
+            "seed": self._run.seed,
+            "version": step,
+            "checkpoint": checkpoint,
+        }
+
+    async def _until_done(self, examples: StoredExamples) -> None:
+        """All steps, across restarts of the trainer."""
+        losses = 0
+        while True:
+            first = self.newest()
+            try:
+                await supervised(self._trainer.watch(), self._steps(self._trainer.client, examples, first))
+                return
+            except (ServiceError, BaseExceptionGroup) as error:
+                lost = root_cause(error)
+                if not isinstance(lost, TrainerLost):
+                    raise
+            losses = losses + 1 if self.newest() == first else 1
+            if losses > MAX_LOSSES:
+                raise ServiceError(f"the trainer was lost {losses} times after step {first} of the warmup: {lost}")
+            message = f"the trainer was lost; the warmup goes on from step {self.newest()}: {lost}"
+            self._log.emit(Warned(message=message))
+            await self._trainer.restart()
+
+    async def _steps(self, trainer: TrainerClient, examples: StoredExamples, first: int) -> None:
+        config, seed = self._config, seed_of(self._run.seed, "warm-up")
+        for batch in batches(examples, config, seed, first):
+            done = await trainer.imitate(batch)
+            self._log.emit(WarmupStep(step=done.version, steps=config.steps, loss=done.values["loss"]))
+            for warning in done.warnings:
+                self._log.emit(Warned(message=warning))
+            if done.version % config.checkpoint_every == 0 or done.version == config.steps:
+                await self._save(trainer, done.version)
+
+    async def _save(self, trainer: TrainerClient, step: int) -> None:
+        """Replace the last checkpoint. Without that of the last step there is no result."""
+        old = self.newest()
+        await trainer.save(self.checkpoint(step))
+        if problem := await trainer.saved():
+            if step == self._config.steps:
+                raise RollartError(problem)
+            self._log.emit(Warned(message=problem))
+        elif old:
+            shutil.rmtree(self.checkpoint(old))
+
+
+def _without_reference(run: RunFile) -> RunFile:
+    """The KL is to the policy at the start of RL, which there is not yet."""
+    algorithm = run.training.algorithm.model_copy(update={"kl": 0.0})
+    return run.model_copy(update={"training": run.training.model_copy(update={"algorithm": algorithm})})
