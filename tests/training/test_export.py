@@ -72,6 +72,7 @@ def test_the_blocks_of_several_ranks_are_exported_whole(tmp_path: Path) -> None:
     assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_used_like_a_model_folder(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model")
     trained(folder, tmp_path / "checkpoint")
