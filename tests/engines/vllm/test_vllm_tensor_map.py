@@ -3,6 +3,7 @@
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,8 @@ class Runner:
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self.model = torch.nn.Linear(1, 1)
+        self.model.quant_method = SimpleNamespace(moe_kernel="packs the weights that it was made with")
 
     def reload_weights(self, weights_iterator: Any) -> None:
         self.tensors = {name: tensor.clone() for name, tensor in weights_iterator}
@@ -92,3 +95,12 @@ def test_a_worker_that_cannot_see_the_weights_says_so_before_anything_is_swapped
         worker.rollart_prepare(files=[str(tmp_path / "nowhere")], tensors=[])
     with pytest.raises(RuntimeError, match="before rollart_prepare"):
         worker.rollart_swap()
+
+
+def test_new_weights_of_experts_are_packed_again() -> None:
+    """On CPUs: vLLM packs them when it makes their kernel."""
+    worker = extension()()
+    worker.model_runner = Runner()
+    worker.rollart_prepare([], [])
+    worker.rollart_swap()
+    assert worker.model_runner.model.quant_method.moe_kernel is None
