@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from rollart.config import INVOKERS, RunFile, TaskConfig, import_check
+from rollart.config import INVOKERS, RunFile, TaskConfig, TrainingConfig, import_check
 from rollart.config.loading import read, validated
 from rollart.config.yaml_tree import Tree
 from rollart.core.errors import ConfigError, RollartError
@@ -15,7 +15,6 @@ from rollart.hardware.layout_choice import candidates, parallel_of
 from rollart.placement.workload import model_config
 from rollart.training.advantages import ADVANTAGES
 from rollart.training.losses import LOSSES
-from rollart.training.optimizers import OPTIMIZERS
 from rollart.warmup.conversations import conversations_problem
 
 
@@ -47,7 +46,7 @@ def _missing(run: RunFile, tree: Tree, need_model: bool, only_task: str | None) 
     for key, registry in (("loss", LOSSES), ("advantage", ADVANTAGES)):
         if wrong := registry.problem(getattr(run.training.algorithm, key)):
             yield f"{tree.place(('training', 'algorithm', key))}: training.algorithm.{key} {wrong}"
-    if wrong := OPTIMIZERS.problem(run.training.optimizer):
+    if wrong := _optimizer_problem(run.training.optimizer):
         yield f"{tree.place(('training', 'optimizer'))}: training.optimizer {wrong}"
     yield from (f"{tree.place(path)}: {wrong}" for path, wrong in backends.problems(run))
     hosts = run.pools_of("environment").values()
@@ -56,6 +55,14 @@ def _missing(run: RunFile, tree: Tree, need_model: bool, only_task: str | None) 
         if only_task in (None, task.name):
             for key, wrong in _missing_for_task(task, remote):
                 yield f"{tree.place(('tasks', index, key))}: tasks.{task.name}.{key} {wrong}"
+
+
+def _optimizer_problem(name: str) -> str | None:
+    if name == TrainingConfig.model_fields["optimizer"].default:
+        return None  # optimizers are torch's, whose import takes seconds
+    from rollart.training.optimizers import OPTIMIZERS
+
+    return OPTIMIZERS.problem(name)
 
 
 def _impossible_layout(run: RunFile) -> str | None:

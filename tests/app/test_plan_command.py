@@ -14,7 +14,7 @@ pools:
   fast: {role: generate, device: H800, count: 2}
 tasks:
   - {name: maths, max_context: 8192, sampling: {max_tokens: 2048}}
-training: {batch_groups: 2, group_size: 4}
+training: {batch_groups: 2, group_size: 4, dtype: bfloat16, recompute: full}
 simulate: {workloads: {maths: {prompt: 200, response: {uniform: [200, 900]}}}}
 """
 
