@@ -19,7 +19,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES[1::2], ids=str)  # the benchmark runs all; these have every kind
 def test_a_layout_has_the_gradients_of_one_process_publishes_all_once_and_reshards(models: Path, case: Case) -> None:
     row = run(case, models)
     assert row["gradient_error"] < 1e-5
