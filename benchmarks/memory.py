@@ -13,12 +13,9 @@ library, some megabytes, which the prediction does not have. Nothing is fitted p
 
 import argparse
 import json
-import multiprocessing
 import os
-import socket
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,6 +26,7 @@ os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # read by the processes that the
 
 import torch
 
+from benchmarks.parallel import on_processes
 from rollart.config import TrainingConfig
 from rollart.hardware.layout import SINGLE, Layout
 from rollart.hardware.training_memory import TrainingSetup, training_memory
@@ -197,25 +195,8 @@ def _rank(case: Case, folder: Path, place: RankAddress) -> None:
 
 def on_ranks(case: Case, folder: Path) -> list[dict[str, int]]:
     """What each rank measured. Raises SystemExit if one fails."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rollart.training.service", "transformers.models.auto.modeling_auto"])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    places = [RankAddress(rank, case.layout.ranks, address) for rank in range(case.layout.ranks)]
-    processes = [context.Process(target=_rank, args=(case, folder, place)) for place in places]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + DEADLINE_S
-    try:
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        if any(process.exitcode != 0 for process in processes):
-            raise SystemExit(f"{case}: ranks ended with {[process.exitcode for process in processes]}")
-    finally:
-        for process in processes:
-            process.kill()
-    return [json.loads((folder / f"result-{place.rank}.json").read_text()) for place in places]
+    on_processes(case.layout.ranks, _rank, case, folder)
+    return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(case.layout.ranks)]
 
 
 def run(case: Case, folder: Path) -> dict[str, Any]:

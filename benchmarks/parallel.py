@@ -278,7 +278,7 @@ def reshard_exact(folder: Path, model: str) -> bool:
 
 
 def on_processes(ranks: int, work: Callable[..., None], *args: Any) -> None:
-    """`work` in so many processes; raises if one fails or they take too long."""
+    """`work(*args, address)` in as many processes as `ranks`. Raises SystemExit if one fails or they take too long."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["rollart.training.service", "transformers.models.auto.modeling_auto"])
     with socket.socket() as probe:

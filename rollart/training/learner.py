@@ -284,8 +284,8 @@ class Learner:
         fault = ""
         try:
             write_blocks(Path(order.folder) / file_name(self.ranks.rank), blocks)
-        except OSError as error:
-            fault = f"rank {self.ranks.rank}: {error}"
+        except Exception as error:  # rank 0 waits for the outcome, whatever it is
+            fault = f"rank {self.ranks.rank}: {error or type(error).__name__}"
         self.ranks.post(order.id, fault)
 
     @torch.no_grad()

@@ -12,6 +12,7 @@ ranks call `step` at the same time.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -91,7 +92,7 @@ def write_state(optimizer: Optimizer, parameter: nn.Parameter, state: Mapping[st
 # Matrices in a way of their own
 
 
-class _MatrixOptimizer(Optimizer):
+class _MatrixOptimizer(Optimizer, ABC):
     """Updates `matrices` by `_update`, and the rest of `parameters` by AdamW. Both share groups and state."""
 
     moments: tuple[Moment, ...] = MOMENTS
@@ -110,8 +111,8 @@ class _MatrixOptimizer(Optimizer):
         group = self.param_groups[0]
         self._update(group["params"], group["lr"], group["weight_decay"])
 
-    def _update(self, matrices: list[nn.Parameter], rate: float, decay: float) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _update(self, matrices: list[nn.Parameter], rate: float, decay: float) -> None: ...
 
 
 class Muon(_MatrixOptimizer):

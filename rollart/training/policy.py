@@ -39,7 +39,7 @@ class PolicyModel:
     """Implements `rollart.training.strategy.Strategy`. In evaluation mode even in training: dropout would make its
     probabilities differ from the engine's.
 
-    It keeps the other files of its folder (tokenizer, chat template), and saves them with the weights.
+    `companions` are the other files of its folder (tokenizer, chat template), for checkpoints.
     """
 
     def __init__(
@@ -99,13 +99,6 @@ class PolicyModel:
     def state_dict(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """`tensors`, named as in parameters(), under every name that the model has for them, and the buffers."""
         return {name: tensors[owner] for name, owner in self.names().items()} | self.buffers()
-
-    def save(self, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Write a complete Hugging Face folder. `tensors`: the weights, if they are sharded."""
-        self.model.save_pretrained(folder, state_dict=None if tensors is None else self.state_dict(tensors))
-        for name, content in self.companions.items():
-            if not (folder / name).exists():
-                (folder / name).write_bytes(content)
 
     def logprobs(self, packed: Packed) -> tuple[Tensor, Tensor]:
         """Log-probability of every trained token, and the entropy of the distribution it was sampled from."""
@@ -177,7 +170,7 @@ def _load(folder: Path, ranks: Ranks, config: TrainingConfig) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation=ATTENTION, dtype=torch.float32, local_files_only=True, **options
     ).eval()
-    model.config.distributed_config = None  # saving it is one rank's work, with tensors that it has gathered
+    model.config.distributed_config = None  # ranks meet where we say so: transformers would gather and wait by it
     if ranks.size == 1:
         model.to(ranks.device)
     if layout.shards == 1 and (ranks.size > 1 or mixed or offloaded):

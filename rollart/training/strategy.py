@@ -1,7 +1,6 @@
 """What a learner needs of a policy, however its ranks divide it: `PolicyModel` is the one that is built in."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -46,5 +45,3 @@ class Strategy(Protocol):
         ...
 
     def state_dict(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
-
-    def save(self, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None: ...

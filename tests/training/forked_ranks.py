@@ -20,7 +20,7 @@ _context.set_forkserver_preload(["rollart.training.service", "transformers.model
 
 
 def on_ranks(ranks: int, folder: Path, config: TrainingConfig, work: Callable[[Trainer], T]) -> T:
-    """The result of `work` on a trainer that is spread over so many ranks, in the layout of `config`."""
+    """The result of `work` on a trainer with this number of ranks, in the layout of `config`."""
     address = free_address()
     ours, theirs = _context.Pipe()
     processes = [

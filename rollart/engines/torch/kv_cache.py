@@ -154,7 +154,7 @@ class PrefixHit:
             rows.write(row, self.own, self.fetched.kv[:, :, self.own - start : self.length - start])
 
     def experts(self, row: int) -> bytes:
-        """The rows, of so many bytes, of the tokens whose KV is here; those from another engine have none."""
+        """Of the tokens whose KV is here, a row of `row` bytes each; those from another engine have none."""
         source = self.holder if self.entry is None else self.entry
         return b"" if source is None else bytes(source.experts[: self.own * row])
 
