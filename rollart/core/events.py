@@ -16,7 +16,8 @@ class Event(msgspec.Struct, tag_field="kind", tag=True, kw_only=True):
 
 
 class RunStarted(Event):
-    """`wall` is the wall-clock time, in seconds since 1970. `emulated` are the pools whose devices are emulated."""
+    """`wall` is the wall-clock time, in seconds since 1970. `emulated` are the pools with emulated devices. `packages`
+    are versions, `digest` is that of the run file, and `commit` that of rollart, if it runs from a checkout."""
 
     name: str
     preset: str
@@ -28,6 +29,11 @@ class RunStarted(Event):
     resumed: bool = False
     wall: float = 0.0
     emulated: list[str] = []
+    model: str = ""
+    packages: dict[str, str] = {}
+    digest: str = ""
+    commit: str = ""
+    price: float = 0.0  # of all devices per hour; one H20 is 1
 
 
 class RunEnded(Event):
@@ -40,6 +46,8 @@ class ServiceStarted(Event):
     name: str
     pid: int
     seconds: float
+    node: str = ""
+    address: str = ""
 
 
 class Placed(Event):
@@ -84,9 +92,13 @@ class GroupStarted(Event):
 
 
 class GroupReady(Event):
+    """`reward` is the mean and `spread` the deviation of its trajectories: without spread, a group teaches nothing."""
+
     group: str
     task: str
     seconds: float
+    reward: float | None = None
+    spread: float | None = None
 
 
 class GroupDropped(Event):
@@ -119,6 +131,13 @@ class TrajectoryStarted(Event):
     group: str
     version: int
     held_out: bool = False
+
+
+class PhasesChanged(Event):
+    """By phase, the trajectories that entered it since the last event of this kind and are still in it: the starts of
+    turns, environment steps and scoring. Sampled, so short turns cost nothing and thousands of long ones one event."""
+
+    phases: dict[str, list[str]]
 
 
 class EnvironmentReset(Event):
@@ -209,6 +228,8 @@ class AgentPlayed(Event):
 
 
 class TrajectoryEnded(Event):
+    """`action_tokens` of its `tokens` were sampled; `parts` are those of the reward."""
+
     trajectory: str
     task: str
     group: str
@@ -220,6 +241,8 @@ class TrajectoryEnded(Event):
     success: bool | None = None
     reason: str = ""
     held_out: bool = False
+    action_tokens: int = 0
+    parts: dict[str, float] = {}
 
 
 class BatchTaken(Event):
@@ -251,8 +274,11 @@ class StepDone(Event):
 
 
 class Published(Event):
+    """`bytes` is the size of the whole version, if the trainer reported it."""
+
     version: int
     seconds: float
+    bytes: int = 0
 
 
 class EngineSwapped(Event):
@@ -281,6 +307,9 @@ class EngineSample(Event):
     generated: int
     busy_s: float
     late_s: float = 0.0
+    kv_budget: int = 0
+    kv_reserved: int = 0
+    swaps: int = 0
 
     @classmethod
     def of(cls, engine: str, status: EngineStatus) -> "EngineSample":
@@ -289,7 +318,7 @@ class EngineSample(Event):
 
 
 class PipelineSample(Event):
-    """Trajectories by stage, environments in use and processes for them, sampled."""
+    """Trajectories by stage; by task, those under way and those ready; environments in use and processes for them."""
 
     running: int
     scoring: int
@@ -297,6 +326,31 @@ class PipelineSample(Event):
     training: int
     environments: int
     processes: int
+    tasks: dict[str, tuple[int, int]] = {}
+
+
+class HostSample(Event):
+    """A machine: share of its cores that is busy, memory in use and in all. For each GPU: share busy, bytes in use, and
+    bytes in all."""
+
+    node: str
+    cpu: float
+    cores: int
+    memory: int
+    memory_total: int
+    gpus: list[tuple[float, int, int]] = []
+
+
+class GatewaySample(Event):  # episodes that are open at the gateway, and their requests in flight
+    sessions: int
+    requests: int
+
+
+class WorkStarted(Event):
+    """Held-out episodes of every task begin at `version`, or its checkpoint; `Evaluated` or `Checkpointed` follows."""
+
+    work: Literal["evaluation", "checkpoint"]
+    version: int
 
 
 class Evaluated(Event):
@@ -309,6 +363,8 @@ class Evaluated(Event):
     reward: float
     failed: int
     final: bool = False
+    samples: int = 1  # of each episode; `episodes` counts them all
+    passed: float | None = None  # share of episodes with a sample that succeeded (pass@k)
 
 
 class Checkpointed(Event):

@@ -9,7 +9,7 @@ from rich.text import Text
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _TEXT_COLUMNS = {"task", "trajectory", "role", "name", "reason", "outcome", "about", "device", "mostly"}
-_TEXT_COLUMNS |= {"pool", "node", "affinity", "tokens per turn"}
+_TEXT_COLUMNS |= {"pool", "node", "affinity", "tokens per turn", "part"}
 TASK_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 

@@ -295,6 +295,8 @@ class Metrics:
             episodes=event.episodes,
             failed=event.failed,
             final=event.final,
+            samples=event.samples,
+            passed=event.passed,
         )
         points = self._task(event.task).held_out
         # A run that was killed before its first checkpoint plays the same evaluation again.
@@ -303,9 +305,11 @@ class Metrics:
 
     def _quarantined(self, event: ev.Quarantined) -> None:
         self._environment_use.quarantined(event)
+        self._task(event.task).out = event.reason
         self.warnings.append(f"task {event.task} is in quarantine: {event.reason}")
 
     def _released(self, event: ev.Released) -> None:
+        self._task(event.task).out = ""
         self.warnings.append(f"task {event.task} works again and is back in the mixture after {event.seconds:.0f} s")
 
     def _warned(self, event: ev.Warned) -> None:

@@ -78,12 +78,16 @@ def emulation(shot: Snapshot) -> Text:
 
 
 def results(shot: Snapshot) -> Table:
-    """Before RL, after RL, per task."""
-    rows = table("task", "before RL", "after RL", "failures", "episodes", "unplayed")
+    """Before RL, after RL, per task, with the 95% interval of the latter. Tasks that are out stay in it, with why."""
+    rows = table("task", "before RL", "after RL", "95% interval", "failures", "episodes", "unplayed")
+    out = [f"task {task.name} is out of the mixture: {task.out}" for task in shot.tasks if task.out]
+    rows.caption, rows.caption_justify = Text("\n".join(out), style="bold yellow") if out else None, "left"
     for index, task in enumerate(shot.tasks):
         before, after = task.before, task.now
         if before is None or after is None:
+            rows.add_row(Text(task.name, style=colour(index)), *["-"] * 6)
             continue
+        low, high = wilson(after.success, max(1, after.episodes // after.samples))
         same = after is before
         ratio = None if same else failure_ratio(task)
         better = after.success > before.success
@@ -91,6 +95,7 @@ def results(shot: Snapshot) -> Table:
             Text(task.name, style=colour(index)),
             f"{before.success:.3f}",
             Text("-" if same else f"{after.success:.3f}", style="bold green" if better else "bold"),
+            "-" if same else f"{low:.2f} to {high:.2f}",
             "-" if ratio is None else f"x {ratio:.2f}",
             str(after.episodes),
             str(after.failed),
@@ -99,16 +104,23 @@ def results(shot: Snapshot) -> Table:
 
 
 def scores(shot: Snapshot) -> Table:
-    """One evaluation, with the 95% interval for its number of episodes."""
-    rows = table("task", "success", "95% interval", "reward", "episodes", "unplayed")
-    for index, task in enumerate(shot.tasks):
-        if point := task.now:
-            low, high = wilson(point.success, point.episodes)
-            name = Text(task.name, style=colour(index))
-            interval = f"{low:.3f} to {high:.3f}"
-            rows.add_row(
-                name, f"{point.success:.3f}", interval, f"{point.reward:.3f}", str(point.episodes), str(point.failed)
-            )
+    """One evaluation, with the 95% interval for its number of episodes. Attempts at the same episode are alike, so
+    they count as one."""
+    points = [(index, task, task.now) for index, task in enumerate(shot.tasks) if task.now]
+    attempts = max((point.samples for _, _, point in points), default=1)
+    several = (f"pass@{attempts}",) if attempts > 1 else ()
+    rows = table("task", "success", "95% interval", *several, "reward", "episodes", "unplayed")
+    for index, task, point in points:
+        low, high = wilson(point.success, point.episodes // point.samples)
+        rows.add_row(
+            Text(task.name, style=colour(index)),
+            f"{point.success:.3f}",
+            f"{low:.3f} to {high:.3f}",
+            *(f"{point.passed or 0.0:.3f}" for _ in several),
+            f"{point.reward:.3f}",
+            str(point.episodes // point.samples),
+            str(point.failed),
+        )
     return rows
 
 

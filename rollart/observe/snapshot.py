@@ -20,6 +20,8 @@ class HeldOutPoint:
     episodes: int
     failed: int
     final: bool
+    samples: int = 1
+    passed: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,8 @@ class EndedTrajectory:
 
 @dataclass(frozen=True, slots=True)
 class TaskSnapshot:
-    """`reward`, `success`, `turns`, `tokens` and `seconds` are means over the last trainable trajectories."""
+    """`reward`, `success`, `turns`, `tokens` and `seconds` are means over the last trainable trajectories. `out` is why
+    the task is in quarantine, if it is."""
 
     name: str
     held_out: tuple[HeldOutPoint, ...]
@@ -72,6 +75,7 @@ class TaskSnapshot:
     outcomes: dict[str, int]
     stages: dict[str, float]
     agent: dict[str, int] = field(default_factory=dict)
+    out: str = ""
 
     @property
     def before(self) -> HeldOutPoint | None:

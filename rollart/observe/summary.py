@@ -1,4 +1,5 @@
-"""`summary.json`: the main numbers of a run, for people and scripts."""
+"""`summary.json`: the main numbers of a run, for people and scripts; `snapshot.json`: all of them, so that the views of
+a run that ended need not read its log again."""
 
 import json
 from pathlib import Path
@@ -6,18 +7,38 @@ from typing import Any
 
 import msgspec
 
-from rollart.core.event_log import read_events
+from rollart.core.event_log import log_bytes, read_events
+from rollart.core.run_folder import events_of
 from rollart.observe.metrics import measure
 from rollart.observe.snapshot import Snapshot, failure_ratio
 
 
-def write(directory: Path) -> dict[str, Any]:
-    """Summarise the event log in `directory` and write `summary.json` next to it, atomically."""
-    summary = summarise(measure(read_events(directory / "events.jsonl"))) | {"directory": str(directory)}
-    new = directory / "summary.json.new"
-    new.write_text(json.dumps(summary, indent=2) + "\n")
-    new.replace(directory / "summary.json")
+class _Stored(msgspec.Struct):
+    """Of a log of that many bytes."""
+
+    log_bytes: int
+    snapshot: Snapshot
+
+
+def write(directory: Path, shot: Snapshot) -> dict[str, Any]:
+    """Write both files into the run folder, atomically. The event log must be closed."""
+    summary = summarise(shot) | {"directory": str(directory)}
+    stored = msgspec.json.encode(_Stored(log_bytes(directory / "events"), shot))
+    for name, content in (("summary.json", json.dumps(summary, indent=2).encode() + b"\n"), ("snapshot.json", stored)):
+        new = directory / f"{name}.new"
+        new.write_bytes(content)
+        new.replace(directory / name)
     return summary
+
+
+def snapshot_of(directory: Path) -> Snapshot:
+    """The run so far: as stored if it ended, else folded from its log. Raises RollartError if there is no run."""
+    log = events_of(directory)
+    try:
+        stored = msgspec.json.decode((directory / "snapshot.json").read_bytes(), type=_Stored)
+    except (OSError, msgspec.MsgspecError):  # it goes on, was killed, or is from another version
+        return measure(read_events(log))
+    return stored.snapshot if stored.log_bytes == log_bytes(log) else measure(read_events(log))
 
 
 def summarise(shot: Snapshot) -> dict[str, Any]:
@@ -36,6 +57,7 @@ def summarise(shot: Snapshot) -> dict[str, Any]:
             "outcomes": task.outcomes,
             "seconds_by_stage": task.stages,
             **({"agent": task.agent} if task.agent else {}),
+            **({"out": task.out} if task.out else {}),
         }
     plain: dict[str, Any] = _tidy(
         msgspec.to_builtins(

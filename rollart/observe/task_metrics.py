@@ -13,6 +13,7 @@ class TaskMetrics:
     def __init__(self, name: str) -> None:
         self.name = name
         self.held_out: list[HeldOutPoint] = []
+        self.out = ""
         self.reward, self.success = MovingMean(), MovingMean()
         self.turns, self.tokens, self.seconds = MovingMean(), MovingMean(), MovingMean()
         self.outcomes: Counter[str] = Counter()
@@ -65,4 +66,5 @@ class TaskMetrics:
             outcomes=dict(self.outcomes),
             stages=dict(self.stages),
             agent=dict(self.agent),
+            out=self.out,
         )

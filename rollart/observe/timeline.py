@@ -5,6 +5,7 @@ there are only as many lanes as there were trajectories at once. Within a track,
 """
 
 import heapq
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -239,13 +240,20 @@ def trace(log: Iterable[ev.AnyEvent]) -> Iterator[Record]:
     yield from timeline.close(last)
 
 
-def write(log: Iterable[ev.AnyEvent], path: Path) -> int:
-    """Write the trace, record by record, and return how many there are."""
+def write(log: Iterable[ev.AnyEvent], path: Path, limit: int = 100_000) -> int:
+    """Write the trace with the last `limit` slices of trajectories, and return how many records it has."""
     encode = msgspec.json.Encoder().encode
-    number = 0
+    number, slices = 0, deque[bytes](maxlen=limit)
     with open(path, "wb") as file:
-        file.write(b'{"displayTimeUnit":"ms","traceEvents":[')
-        for number, record in enumerate(trace(log), 1):
-            file.write((b",\n" if number > 1 else b"\n") + encode(record))
+        file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
+        for record in trace(log):
+            if record["ph"] == "X" and record["pid"] >= _FIRST_TASK:
+                slices.append(encode(record))
+            else:
+                file.write((b",\n" if number else b"") + encode(record))
+                number += 1
+        for line in slices:
+            file.write((b",\n" if number else b"") + line)
+            number += 1
         file.write(b"\n]}\n")
     return number

@@ -6,18 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
+from sample_run import write_log
 from typer.testing import CliRunner, Result
 
 import rollart
 from rollart.app.cli import app
 from rollart.core import events as ev
 from rollart.core.errors import RollartError
-from rollart.core.event_log import EventLog
+from rollart.core.event_log import EventLog, read_events
 from rollart.core.types import Message, Outcome, Trajectory, Turn
 from rollart.fleet import controller
 from rollart.observe import summary
+from rollart.observe.metrics import measure
 from rollart.rollout.ledger import SqliteLedger
 
 RUN = """\
@@ -68,7 +69,7 @@ def run_dir(tmp_path: Path) -> Path:
         ev.Evaluated(t=4, version=2, task="lake", episodes=8, success=0.75, reward=0.75, failed=0, final=True),
         ev.RunEnded(t=5, version=2, reason="finished"),
     ]
-    (folder / "events.jsonl").write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in log))
+    write_log(folder / "events", log)
     turn = Turn((Message("user", "P _ G"),), (1, 2, 3), "Right", (4, 5), (-0.1, -0.2), (0, 0), "stop", 1.0, 0.2, 0.1)
     ledger = SqliteLedger.open(folder / "ledger.sqlite")
     ledger.add(Trajectory("lake-000001.0", "lake", "lake-000001", 0, 7, Outcome.FINISHED, (turn,), 1.0, success=True))
@@ -173,11 +174,16 @@ def test_a_trajectory_is_found_by_the_beginning_of_its_id(run_dir: Path) -> None
     assert (missing.exit_code, len(missing.stderr.splitlines())) == (2, 1)
 
 
-def test_the_timeline_is_written_where_asked(run_dir: Path, tmp_path: Path) -> None:
+def test_the_timeline_is_written_where_asked_and_never_into_the_run(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rollart_command("timeline", run_dir, "-o", tmp_path / "t.json")
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    before = set(run_dir.iterdir())
+    monkeypatch.chdir(tmp_path)
     rollart_command("timeline", run_dir)
-    assert (run_dir / "timeline.json").exists()
+    assert (tmp_path / "quick-1-timeline.json").exists()
+    assert set(run_dir.iterdir()) == before
 
 
 @pytest.mark.parametrize("command", ["show", "timeline", "trajectory"])
@@ -198,11 +204,17 @@ def controlled(monkeypatch: pytest.MonkeyPatch, end: BaseException | None = None
     calls: list[tuple[Path, bool]] = []
 
     async def train(
-        run: Any, directory: Path, *, resume: bool, on_log: Callable[[EventLog], None], rl: bool = True
+        run: Any,
+        directory: Path,
+        *,
+        resume: bool,
+        on_log: Callable[[EventLog], None],
+        rl: bool = True,
+        metrics: Any = None,
     ) -> dict[str, Any]:
         calls.append((directory, resume))
         ticks = iter(range(100))
-        log = EventLog(directory / "events.jsonl", lambda: float(next(ticks)))
+        log = EventLog(directory / "events", lambda: float(next(ticks)))
         on_log(log)
         print(f"a stray print {'with' if rl else 'without'} RL")
         log.emit(ev.RunStarted(name=run.name, preset="rollart", alpha=1, seed=0, steps=2, tasks=["lake"]))
@@ -214,7 +226,7 @@ def controlled(monkeypatch: pytest.MonkeyPatch, end: BaseException | None = None
             raise end
         log.emit(ev.RunEnded(version=2, reason="finished"))
         log.close()
-        return summary.write(directory)
+        return summary.write(directory, measure(read_events(directory / "events")))
 
     monkeypatch.setattr(controller, "train", train)
     return calls
@@ -228,7 +240,7 @@ def test_train_leaves_the_views_and_prints_json_last(run_file: Path, monkeypatch
     assert "a stray print" in ended.stderr
     assert "version 2: lake 0.750" in ended.stderr
     folder = Path("runs/quick-1")
-    for name in ("summary.json", "curves.png", "timeline.json", "events.jsonl", "tensorboard"):
+    for name in ("summary.json", "snapshot.json", "curves.png", "events", "tensorboard"):
         assert (folder / name).exists()
 
 

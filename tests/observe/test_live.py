@@ -63,7 +63,7 @@ def test_an_error_of_the_run_is_not_hidden() -> None:
 def test_plain_lines_come_every_ten_seconds_and_for_what_matters(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=80)
     ticks = iter(i / 4 for i in range(10_000))
-    log = EventLog(tmp_path / "events.jsonl", lambda: next(ticks))
+    log = EventLog(tmp_path / "events", lambda: next(ticks))
     with PlainView(console) as plain:
         log.subscribe(plain.on_event)
         log.emit(ev.RunStarted(name="x", preset="rollart", alpha=1, seed=0, steps=10, tasks=["a"]))

@@ -5,11 +5,13 @@ import pytest
 from rich.console import Console, RenderableType
 from sample_run import sample_run
 
+from rollart.core.events import Quarantined, Released, RunStarted
 from rollart.core.types import LogprobGap
 from rollart.observe import curves
 from rollart.observe.metrics import Metrics, measure
 from rollart.observe.report import logprob_gaps, report, results, scores, wilson
 from rollart.observe.snapshot import StepPoint
+from rollart.observe.summary import summarise
 
 
 def text(renderable: RenderableType, width: int = 80) -> str:
@@ -51,7 +53,8 @@ def test_any_beginning_of_a_log_can_be_shown() -> None:
 
 def test_the_results_are_before_and_after() -> None:
     rows = [line.split() for line in text(results(measure(sample_run(steps=10)))).splitlines()]
-    assert ["frozen_lake", "0.100", "0.986", "x", "0.02", "8", "0"] in rows
+    low, high = (f"{end:.2f}" for end in wilson(0.986, 8))
+    assert ["frozen_lake", "0.100", "0.986", low, "to", high, "x", "0.02", "8", "0"] in rows
 
 
 def test_an_evaluation_comes_with_its_interval() -> None:
@@ -95,3 +98,20 @@ def test_each_task_and_age_has_a_row_of_gaps() -> None:
     names = [(task, age) for task in ("arithmetic", "frozen_lake", "sokoban") for age in ("0", "1")]
     assert [tuple(row[:2]) for row in rows] == names
     assert all(row[2] == "600" for row in rows)
+
+
+def test_a_task_that_is_out_at_the_end_stays_in_the_table_and_in_the_summary_with_the_reason() -> None:
+    log = [*sample_run(steps=10)]
+    started = next(event for event in log if isinstance(event, RunStarted))
+    task = started.tasks[0]
+    shot = measure([*log, Quarantined(task=task, reason="20 of its last 20 trajectories failed", wait_s=30.0)])
+    printed = text(results(shot))
+    assert task in printed and "20 of its last 20 trajectories failed" in " ".join(printed.split())
+    assert summarise(shot)["tasks"][task]["out"] == "20 of its last 20 trajectories failed"
+    back = measure([*log, Quarantined(task=task, reason="why", wait_s=30.0), Released(task=task, seconds=40.0)])
+    assert "out" not in summarise(back)["tasks"][task]
+
+
+def test_a_task_that_was_never_evaluated_stays_in_the_table() -> None:
+    started = RunStarted(name="r", preset="rollart", alpha=1, seed=0, steps=1, tasks=["never"])
+    assert "never" in text(results(measure([started])))

@@ -6,6 +6,7 @@ from sample_run import sample_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rollart.core import events as ev
+from rollart.observe.metrics import Metrics
 from rollart.observe.tensorboard import TensorBoard, write
 
 
@@ -38,11 +39,12 @@ def test_a_resume_hides_the_steps_that_are_made_again(tmp_path: Path) -> None:
         ]
 
     for number, (first, last) in enumerate(((1, 5), (4, 9))):
-        board = TensorBoard(tmp_path)
+        metrics = Metrics()
+        board = TensorBoard(tmp_path, metrics)
         start = ev.RunStarted(name="x", preset="rollart", alpha=1, seed=0, steps=9, tasks=["a"], version=first - 1)
         start.t, start.resumed, start.wall = float(first), number > 0, 100.0 * (number + 1)
-        board.on_event(start)
-        for event in steps(first, last):
+        for event in [start, *steps(first, last)]:
+            metrics.fold(event)
             board.on_event(event)
         board.close()
     assert [scalar.step for scalar in read(tmp_path).Scalars("trainer/loss")] == list(range(1, 10))

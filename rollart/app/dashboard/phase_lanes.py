@@ -1,0 +1,181 @@
+"""Trajectories that are under way, each in one phase, from the moment it starts until it is trained or lost.
+
+Every change has a number, so a page that has seen number n asks only for what changed after it.
+"""
+
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass
+from typing import Any
+
+from rollart.core import events as ev
+
+PHASES = ("waiting", "resetting", "generating", "stepping", "scoring", "ready", "training")
+WAITING, RESETTING, GENERATING, STEPPING, SCORING, READY, TRAINING = range(len(PHASES))
+_GONE = 50_000  # ends that are kept for pages that ask for changes; one further behind gets everything
+
+
+@dataclass(slots=True)
+class LiveTrajectory:
+    id: str
+    group: str
+    task: int
+    phase: int
+    pool: int
+    since: float
+    version: int
+    turn: int
+    held_out: bool
+    change: int = 0
+
+
+class Names(list[str]):
+    """Names by number, in the order in which they were first seen.
+
+    >>> names = Names()
+    >>> names.number("a"), names.number("b"), names.number("a")
+    (0, 1, 0)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers: dict[str, int] = {}
+
+    def number(self, name: str) -> int:
+        known = self._numbers.get(name)
+        if known is None:
+            known = self._numbers[name] = len(self)
+            self.append(name)
+        return known
+
+
+class PhaseLanes:
+    def __init__(self) -> None:
+        self.change = 0
+        self.tasks, self.pools = Names(), Names()
+        self._live: dict[str, LiveTrajectory] = {}  # in order of their last change
+        self._groups: defaultdict[str, list[str]] = defaultdict(list)
+        self._steps: dict[int, list[str]] = {}
+        self._gone: deque[tuple[int, str]] = deque(maxlen=_GONE)
+        self._reset_at = 0  # changes before this one are unknown to `since`
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def fold(self, event: ev.AnyEvent) -> None:
+        match event:
+            case ev.TurnDone():
+                self._turn(event)
+            case ev.PhasesChanged():
+                for phase, ids in event.phases.items():
+                    for id in ids:
+                        self._move(id, PHASES.index(phase), event.t)
+            case ev.TrajectoryStarted():
+                self._start(event)
+            case ev.EnvironmentReset():
+                self._move(event.trajectory, GENERATING, event.t)
+            case ev.TrajectoryEnded():
+                self._end(event)
+            case ev.BatchTaken():
+                self._steps[event.step] = event.ids
+                for group in event.ids:
+                    for id in self._groups.get(group, ()):
+                        self._move(id, TRAINING, event.t)
+            case ev.StepDone():
+                for group in self._steps.pop(event.version - 1, ()):
+                    self._drop_group(group)
+            case ev.GroupDropped():
+                self._drop_group(event.group)
+            case ev.RunStarted() | ev.RunEnded():
+                self._clear()
+
+    def _start(self, event: ev.TrajectoryStarted) -> None:
+        live = LiveTrajectory(
+            id=event.trajectory,
+            group=event.group,
+            task=self.tasks.number(event.task),
+            phase=WAITING,
+            pool=-1,
+            since=event.t,
+            version=event.version,
+            turn=0,
+            held_out=event.held_out,
+        )
+        self._live.pop(event.trajectory, None)
+        self._put(live)
+
+    def _put(self, live: LiveTrajectory) -> None:
+        self.change += 1
+        live.change = self.change
+        self._live[live.id] = live
+
+    def _move(self, id: str, phase: int, t: float) -> None:
+        live = self._live.get(id)
+        if live is not None and live.phase != phase:
+            del self._live[id]
+            live.phase, live.since = phase, t
+            self._put(live)
+
+    def _turn(self, event: ev.TurnDone) -> None:
+        live = self._live.pop(event.trajectory, None)
+        if live is not None:
+            live.phase, live.since, live.turn = GENERATING, event.t, event.turn + 1
+            live.version, live.pool = event.version, self.pools.number(event.pool)
+            self._put(live)
+
+    def _end(self, event: ev.TrajectoryEnded) -> None:
+        if event.held_out or not event.outcome.trainable:
+            self._forget(event.trajectory)
+        elif event.trajectory in self._live:
+            self._groups[event.group].append(event.trajectory)
+            self._move(event.trajectory, READY, event.t)
+
+    def _drop_group(self, group: str) -> None:
+        for id in self._groups.pop(group, ()):
+            self._forget(id)
+
+    def _forget(self, id: str) -> None:
+        if self._live.pop(id, None) is not None:
+            self.change += 1
+            if len(self._gone) == _GONE:
+                self._reset_at = self._gone[0][0]
+            self._gone.append((self.change, id))
+
+    def _clear(self) -> None:
+        self._live.clear()
+        self._groups.clear()
+        self._steps.clear()
+        self._gone.clear()
+        self.change += 1
+        self._reset_at = self.change
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Trajectories by task and phase."""
+        found: dict[str, Counter[str]] = {task: Counter() for task in self.tasks}
+        for live in self._live.values():
+            found[self.tasks[live.task]][PHASES[live.phase]] += 1
+        return {task: dict(counts) for task, counts in found.items()}
+
+    def since(self, change: int) -> dict[str, Any]:
+        """Rows that changed after `change`, and ids that are gone; `all` if the page must begin again."""
+        whole = change <= 0 or change < self._reset_at or change > self.change
+        rows, gone = [], []
+        for live in reversed(self._live.values()):
+            if not whole and live.change <= change:
+                break
+            row = (live.id, live.task, live.phase, live.pool, live.since, live.version, live.turn, live.held_out)
+            rows.append(row)
+        if not whole:
+            for number, id in reversed(self._gone):
+                if number <= change:
+                    break
+                if id not in self._live:
+                    gone.append(id)
+        return {
+            "change": self.change,
+            "all": whole,
+            "rows": rows,
+            "gone": gone,
+            "phases": PHASES,
+            "tasks": list(self.tasks),
+            "pools": list(self.pools),
+        }

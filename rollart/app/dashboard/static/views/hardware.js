@@ -1,0 +1,92 @@
+// Where everything runs, how busy it is, where requests go, how weights travel, and what it costs.
+
+import { get } from "../api.js";
+import { bars } from "../chart.js";
+import { card, el, empty, stat, swatch, table } from "../dom.js";
+import { bytes, count, percent, seconds, trim } from "../format.js";
+
+const ROLES = { generate: "var(--generating)", train: "var(--training)", environment: "var(--stepping)", reward: "var(--scoring)", gateway: "var(--ready)" };
+
+export function create(pane, { run }) {
+  const stats = el("div", { class: "stats" }), map = el("div", { class: "racks" }), routes = el("div"), tree = el("div", { class: "tree" }), swaps = el("div"), rewards = el("div"), envs = el("div"), idle = el("div");
+  const busy = el("div");
+  pane.append(el("div", { class: "head" }, el("h1", {}, "Hardware")), el("div", { class: "grid" }, stats,
+    card("Placement", { tip: "Each worker on its node: the device class that it got, and in the tooltip what its pool wanted and why." }, map),
+    card("Engines busy", { width: "w6", tip: "Share of the time inside forward passes, by engine, over its last samples: pale is idle, strong is busy." }, busy),
+    card("Use and idle causes", { width: "w6", tip: "Over all of RL. What trajectories wait for is what keeps engines idle or full." }, idle),
+    card("Routing: task by pool", { tip: "Requests that each pool answered, the router's prediction and what they took." }, routes),
+    card("Weights: the last version", { width: "w6", tip: "From the trainer to every engine: bytes, time to fetch while generation went on, and time in which no step could run." }, tree),
+    card("Weights: mean swap", { width: "w6" }, swaps), card("Rewards", { width: "w6" }, rewards), card("Environments", { width: "w6" }, envs)));
+
+  function update(data) {
+    stats.replaceChildren(
+      stat("Workers", count(data.places.length), "", "Processes that placement put on a node."),
+      stat("Engines", percent(data.use.engine), "busy", "Share of RL that engines were inside a forward pass."),
+      stat("Trainer", percent(data.use.trainer), "busy", "Share of RL that the trainer worked on a step."),
+      stat("Environments", percent(data.use.environments), "in use", "Mean share of the environment processes that were in use."),
+      stat("Price", data.price_per_hour ? trim(data.price_per_hour) : "–", "per hour", "Sum of the device classes' prices; one H20 is 1. CPUs have none."),
+      stat("Cost", data.cost_per_step ? trim(data.cost_per_step) : "–", "per step", "Price per hour times the mean time between the last steps; one H20 for an hour is 1."));
+    drawMap(data);
+    busy.replaceChildren(data.engines.length ? heat(data.engines.slice(0, 32)) : empty("No engine has reported yet"));
+    const causes = data.pace.causes.filter((cause) => cause.share > 0.004);
+    idle.replaceChildren(causes.length ? bars(causes.map((cause) => ({ name: cause.name, value: cause.share, text: percent(cause.share), tip: cause.hint, colour: "var(--c0)" })), 1) : empty("Not known yet", data.pace.text));
+    routes.replaceChildren(data.routes.length ? table(ROUTES, data.routes, { label: "routing" }) : empty("No request yet"));
+    drawTree(data);
+    swaps.replaceChildren(...[data.swaps.length ? [table(SWAPS, data.swaps.slice(0, 14), { label: "swaps" }), data.swaps.length > 14 ? el("p", { class: "note" }, `and ${data.swaps.length - 14} more engines`) : ""] : empty("No swap yet")].flat());
+    rewards.replaceChildren(data.rewards.length ? table(REWARDS, data.rewards, { label: "rewards" }) : empty("No reward function was called", "Environments score their own episodes."));
+    envs.replaceChildren(data.environments.length ? table(ENVS, data.environments, { label: "environments" }) : empty("No environment yet"));
+  }
+
+  function drawMap(data) {
+    const nodes = new Map();
+    for (const place of data.places) { const name = place.node || (data.emulated.length ? "simulated" : "this machine"); (nodes.get(name) || nodes.set(name, []).get(name)).push(place); }
+    const services = new Map(data.services.map((service) => [service.name, service]));
+    map.replaceChildren(...(nodes.size ? [...nodes].map(([node, places]) => el("div", { class: "rack" }, el("b", {}, node), el("div", { class: "workers" }, places.slice(0, 80).map((place) => {
+      const service = services.get(place.name);
+      return el("div", { class: "worker", tip: `${place.role} of pool ${place.pool}\nwanted ${place.wanted}, got ${place.device}\n${place.why}${service ? `\nprocess ${service.pid}${service.address ? ` at ${service.address}` : ""}, started in ${seconds(service.seconds)}` : ""}` }, swatch(ROLES[place.role] || "var(--faint)"), place.name, el("span", { class: "pill" }, place.device));
+    })), places.length > 80 ? el("span", { class: "note" }, `and ${places.length - 80} more`) : null)) : [empty("Nothing is placed yet")]));
+  }
+
+  function drawTree(data) {
+    const from = data.last_publication, own = data.last_swaps.filter((swap) => !from || swap.version === from.version);
+    const worst = Math.max(...data.last_swaps.map((swap) => swap.seconds), 1e-9);
+    if (!from) { tree.replaceChildren(empty("No version is published yet")); return; }
+    tree.replaceChildren(
+      el("div", { class: "nodes" }, el("div", { class: "node", tip: "Writing the version to the weight store." }, el("b", {}, `version ${from.version}`), `published in ${seconds(from.seconds)}${from.bytes ? `, ${bytes(from.bytes)}` : ""}`)),
+      el("div", { class: "note" }, own.length < data.last_swaps.length ? `↓ ${own.length} of ${data.last_swaps.length} engines have it` : `↓ ${own.length} engines have it`),
+      el("div", { class: "nodes" }, data.last_swaps.slice(0, 32).map((swap) => el("div", { class: "node", tip: `${swap.transport || "memory"}: ${seconds(swap.transfer_s)} to fetch, ${seconds(swap.exposed_s)} without steps, ${count(swap.recomputed)} tokens of KV recomputed` }, el("b", {}, swap.engine), `version ${swap.version} · ${seconds(swap.seconds)}`, el("div", { class: "progress" }, el("i", { style: { width: percent(swap.seconds / worst) } }))))));
+  }
+  return { load: () => get("/api/view/hardware", { run }), update };
+}
+
+// A row for each engine, a cell for each sample: many engines at once, which lines cannot show.
+function heat(engines) {
+  const rows = engines.map((engine) => {
+    const cells = engine.history.slice(-60);
+    return [el("span", { class: "note" }, engine.engine), el("span", { class: "heat", tip: `${engine.engine}: ${percent(cells.reduce((sum, cell) => sum + cell[1], 0) / Math.max(1, cells.length))} busy from ${seconds(cells[0]?.[0])} to ${seconds(cells.at(-1)?.[0])}` }, cells.map(([, share]) => el("i", { style: { opacity: 0.08 + 0.92 * share } })))];
+  });
+  return el("div", { class: "heats" }, rows);
+}
+
+const why = (route) => Object.entries(route.why).map(([text, n]) => `${count(n)}× ${text || "the only one"}`).slice(0, 8).join("\n");
+const ROUTES = [
+  { name: "task", value: (r) => r.task }, { name: "pool", value: (r) => el("span", { tip: why(r) }, r.pool || "default") },
+  { name: "requests", num: true, value: (r) => count(r.requests), tip: "Turns that this pool generated." },
+  { name: "prefilled", num: true, value: (r) => count(r.prefilled), tip: "Prompt tokens that were computed." }, { name: "cached", num: true, value: (r) => percent(r.cached / Math.max(1, r.prefilled + r.cached)), tip: "Share of prompt tokens whose KV was cached." },
+  { name: "decoded", num: true, value: (r) => count(r.decoded), tip: "Tokens sampled." }, { name: "predicted", num: true, value: (r) => seconds(r.predicted_s), tip: "Mean time of a request, as the router predicted it." },
+  { name: "actual", num: true, value: (r) => seconds(r.actual_s), tip: "Mean time of a request, queue included." }, { name: "off by", num: true, value: (r) => (r.predicted_s ? `×${trim(r.actual_s / r.predicted_s, 2)}` : "–"), tip: "Actual over predicted." },
+];
+const SWAPS = [
+  { name: "engine", value: (s) => s.engine }, { name: "transport", value: (s) => s.transport || "memory" }, { name: "swaps", num: true, value: (s) => count(s.number), tip: "Swaps so far." },
+  { name: "size", num: true, value: (s) => bytes(s.bytes), tip: "Bytes of a swap." }, { name: "fetch", num: true, value: (s) => seconds(s.transfer_s), tip: "Time to fetch and check, while generation goes on." }, { name: "exposed", num: true, value: (s) => seconds(s.exposed_s), tip: "Time in which no step could run." },
+  { name: "recomputed", num: true, value: (s) => `${count(s.recomputed)} tokens`, tip: "KV of running requests that was computed again." },
+];
+const REWARDS = [
+  { name: "function", wrap: true, value: (r) => r.function }, { name: "invoker", value: (r) => r.invoker }, { name: "calls", num: true, value: (r) => count(r.calls), tip: "Scores, failed ones included." },
+  { name: "p50", num: true, value: (r) => seconds(r.call_s.p50), tip: "Half of the calls took at most this." }, { name: "p99", num: true, value: (r) => seconds(r.call_s.p99), tip: "99% of the calls took at most this." },
+  { name: "cold", num: true, value: (r) => count(r.cold), tip: "Calls whose function had to start first." }, { name: "failed", num: true, value: (r) => count(r.failed), tip: "Calls that gave no score." }, { name: "billed", num: true, value: (r) => seconds(r.billed_s), tip: "What its platform charges for." },
+];
+const ENVS = [
+  { name: "task", value: (e) => e.task }, { name: "resets", num: true, value: (e) => count(e.resets), tip: "Episodes that began." }, { name: "p50", num: true, value: (e) => seconds(e.reset_s.p50), tip: "Half of the resets took at most this." }, { name: "p99", num: true, value: (e) => seconds(e.reset_s.p99), tip: "99% of the resets took at most this." },
+  { name: "hedged", num: true, value: (e) => `${count(e.hedged)}, ${count(e.won)} won`, tip: "Slow resets that got a second one in parallel, and those where the second was faster." }, { name: "killed", num: true, value: (e) => count(e.killed), tip: "Processes that failed or hung in a call." }, { name: "quarantined", num: true, value: (e) => count(e.quarantined), tip: "Times that the task left the mixture." },
+];

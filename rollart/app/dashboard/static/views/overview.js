@@ -1,0 +1,83 @@
+// Results and speed at a glance: is it learning, how fast, and what holds it up.
+
+import { get } from "../api.js";
+import { bars, lineChart, stack } from "../chart.js";
+import { card, colour, el, empty, stat, table } from "../dom.js";
+import { clock, count, percent, seconds, trim, wilson } from "../format.js";
+
+const PARTS = { training: "var(--training)", "waiting for a batch": "var(--waiting)", "publishing and other": "var(--ready)" };
+const STAGES = { queue: "var(--bad)", generate: "var(--generating)", claim: "var(--waiting)", reset: "var(--resetting)", step: "var(--stepping)", score: "var(--scoring)", other: "var(--faint)" };
+
+export function create(pane, { run }) {
+  const head = el("div", { class: "head" }), stats = el("div", { class: "stats" });
+  const success = lineChart({ label: "held-out success", x: "version", format: (v) => percent(v), low: 0, high: 1, height: 220, empty: "no evaluation yet" });
+  const reward = lineChart({ label: "training reward", x: "version", height: 220 });
+  const spread = lineChart({ label: "spread within groups", x: "version", height: 170, low: 0 });
+  const time = lineChart({ label: "time of a step", x: "version", format: seconds, low: 0, height: 170 });
+  const results = el("div"), pace = el("div"), feed = el("ul", { class: "feed" });
+  const note = el("span", { class: "note" });
+  pane.append(head, el("div", { class: "grid" }, stats,
+    card("Held-out success", { width: "w6", tip: "Share of held-out episodes that succeed, with its 95% Wilson interval. The same episodes at every version, never trained." }, success.node),
+    card("Training reward", { width: "w6", tip: "Mean reward of the trajectories that ended between two steps, with the 95% interval of the mean." }, reward.node),
+    card("Before and after", { width: "w7" }, results),
+    card("What sets the pace", { width: "w5", tip: "Where the trainer's time went in the last 20 steps, and where trajectories spent theirs." }, pace),
+    card("Spread within groups", { width: "w4", tip: "Mean standard deviation of rewards within a group. A group without spread has no advantage and teaches nothing." }, spread.node),
+    card("Time of a step", { width: "w4", tip: "Seconds that the trainer worked on each step, and waited for its batch before it." }, time.node),
+    el("section", { class: "card w4" }, el("header", {}, el("h2", { tip: "Warnings, quarantines, restarts and results, newest first." }, "Feed"), note), feed)));
+
+  function update(data) {
+    const live = !data.state.ended && Boolean(data.about.name);
+    const phase = data.phase === "finished" ? "good" : data.phase === "failed" ? "bad" : "live";
+    head.replaceChildren(el("h1", {}, run), el("span", { class: `pill ${phase}` }, data.phase), el("span", { class: "sub" }, about(data)), ...data.emulated.map((text) => el("span", { class: "pill warn", tip: "The devices of this run are emulated or simulated: times are those of a model, not of hardware." }, text)));
+    stats.replaceChildren(
+      el("div", { class: "stat", tip: "Optimizer steps done, of those that the run file asks for." }, el("span", { class: "label" }, "Step"), el("span", { class: "value" }, String(data.step), el("span", { class: "unit" }, `of ${data.steps}`)), el("div", { class: "progress" }, el("i", { style: { width: `${100 * data.step / Math.max(1, data.steps)}%` } }))),
+      stat("Elapsed", clock(data.t), "", "Time since the run began, across resumes.", data.resumes ? `${data.resumes} resumes` : ""),
+      stat("Left", live && data.eta_s !== null ? clock(data.eta_s) : "–", "", "Steps that are left times the mean time between the last 20 steps."),
+      rate(data, "tokens_per_s", "Generation", "tokens/s", "Sampled tokens per second of all engines: over the last half minute while the run is live, else over all of RL."),
+      rate(data, "trajectories_per_s", "Trajectories", "1/s", "Trajectories that ended per second, held-out ones not counted."),
+      stat("Trained", count(data.trained), "trajectories", "Trajectories in the batches of all steps.", `${count(data.tokens)} tokens`),
+      stat("Engines busy", data.state.complete ? percent(data.use.engine) : "–", "", "Share of the time that engines are inside a forward pass."),
+      stat("Trainer busy", data.state.complete ? percent(data.use.trainer) : "–", "", "Share of the time that the trainer works on a step."));
+    success.set({ series: data.tasks.map((task, i) => ({ name: task.name, colour: colour(i), dots: true, points: task.held_out.map((p) => [p.version, p.success, ...wilson(p.success, p.episodes)]) })) });
+    reward.set({ series: data.tasks.map((task, i) => ({ name: task.name, colour: colour(i), points: task.points.map((p) => [p.version, p.reward, p.reward - p.error, p.reward + p.error]) })) });
+    spread.set({ series: data.tasks.map((task, i) => ({ name: task.name, colour: colour(i), points: task.points.filter((p) => p.spread !== null).map((p) => [p.version, p.spread]) })) });
+    time.set({ series: [{ name: "training", colour: "var(--training)", points: data.steps_s.map(([v, s]) => [v, s]) }, { name: "waiting", colour: "var(--c7)", points: data.steps_s.map(([v, , w]) => [v, w]) }] });
+    results.replaceChildren(data.tasks.length ? table(COLUMNS, data.tasks, { label: "results by task" }) : empty("No tasks yet"));
+    drawPace(data.pace);
+    note.textContent = data.lost_environments ? `${data.lost_environments} environments were killed and replaced` : "";
+    feed.replaceChildren(...(data.feed.length ? data.feed.slice(0, 100).map((each) => el("li", {}, el("i", { class: `dot ${each.level}` }), el("time", {}, clock(each.t)), el("span", { class: "text" }, each.text))) : [el("li", { class: "note" }, "nothing to report")]));
+  }
+
+  function drawPace(found) {
+    pace.replaceChildren(...(found.parts.length ? [
+      el("p", { class: "note" }, found.text),
+      stack(found.parts.map((part) => ({ ...part, colour: PARTS[part.name] }))),
+      el("p", { class: "note" }, "Where trajectories spend their time"),
+      bars(found.causes.filter((cause) => cause.share > 0.004).map((cause) => ({ name: cause.name, value: cause.share, text: percent(cause.share), colour: STAGES[cause.stage], tip: cause.hint })), 1),
+    ] : [empty("Not known yet", found.text)]));
+  }
+  return { load: () => get("/api/view/overview", { run }), update };
+}
+
+function about(data) {
+  const a = data.about;
+  const packages = Object.entries(a.packages || {}).map(([name, version]) => `${name} ${version}`).join(", ");
+  return el("span", { tip: [packages, a.digest && `run file ${a.digest}`, a.commit && `commit ${a.commit}`, a.model && `model ${a.model}`].filter(Boolean).join("\n") || "This run's log does not say what it was made with." }, `preset ${data.preset}, alpha ${data.alpha}, seed ${a.seed ?? "–"}${a.wall ? `, started ${new Date(a.wall * 1000).toLocaleString()}` : ""}`);
+}
+
+function rate(data, name, label, unit, tip) {
+  const [recent, overall] = data.rates[name] || [null, null];
+  return stat(label, data.state.complete ? count(data.state.ended ? overall : recent ?? overall) : "–", unit, tip);
+}
+
+const interval = (point) => { if (!point) return "–"; const [low, high] = wilson(point.success, point.episodes); return `${percent(point.success, 1)} ± ${((high - low) * 50).toFixed(1)}`; };
+const COLUMNS = [
+  { name: "task", value: (task) => task.name },
+  { name: "before", num: true, tip: "Held-out success before RL, with half its 95% interval in percentage points.", value: (task) => interval(task.before) },
+  { name: "now", num: true, tip: "Held-out success of the newest evaluation.", value: (task) => interval(task.now) },
+  { name: "failures", num: true, tip: "Failures now over failures before: 0.5 means halved.", value: (task) => (task.failure_ratio === null ? "–" : `×${trim(task.failure_ratio, 2)}`) },
+  { name: "reward", num: true, tip: "Mean reward of the last 128 trainable trajectories.", value: (task) => trim(task.reward) },
+  { name: "turns", num: true, tip: "Mean turns of a trajectory.", value: (task) => trim(task.turns, 2) },
+  { name: "tokens", num: true, tip: "Mean tokens of a trajectory, prompts included.", value: (task) => count(task.tokens) },
+  { name: "time", num: true, tip: "Mean time of a trajectory, from its start to its reward.", value: (task) => seconds(task.seconds) },
+];

@@ -1,0 +1,47 @@
+// Sweeps of `rollart simulate` and fronts of `rollart plan`, from the JSON that they print.
+
+import { get } from "../api.js";
+import { lineChart } from "../chart.js";
+import { card, colour, el, empty, table } from "../dom.js";
+import { seconds, trim } from "../format.js";
+
+export function create(pane) {
+  const grid = el("div", { class: "grid" });
+  let drawn = "";
+  pane.append(el("div", { class: "head" }, el("h1", {}, "Simulate and plan")), grid);
+  function update({ plans }) {
+    const same = JSON.stringify(plans.map((plan) => [plan.file, plan.content]));
+    if (same === drawn) return; // files rarely change: charts keep what is hovered
+    drawn = same;
+    grid.replaceChildren(...(plans.length ? plans.flatMap((plan) => (plan.kind === "sweep" ? sweep(plan) : front(plan))) : [el("section", { class: "card" }, empty("No sweep and no plan in the folder of the runs", "Save the JSON of one there:", "rollart plan scenario.yaml --json > runs/plan.json"), empty("", "", "rollart simulate scenario.yaml --sweep rollout.alpha=0,1,2 --json > runs/sweep.json"))]));
+  }
+  return { load: () => get("/api/plans"), update };
+}
+
+function front({ file, content }) {
+  const chart = lineChart({ label: "price and time", x: "price/h", format: seconds, integers: false, xFormat: trim, height: 280 });
+  const point = (each) => [each.price_per_hour, each.step_s];
+  const sorted = [...content.front].sort((p, q) => p.price_per_hour - q.price_per_hour);
+  queueMicrotask(() => chart.set({ series: [{ name: "Pareto front", colour: "var(--c0)", dots: true, points: sorted.map(point) }, { name: "fastest", colour: "var(--c2)", dots: true, noLine: true, points: [point(content.fastest)] }, ...(content.given ? [{ name: "as given", colour: "var(--c1)", dots: true, noLine: true, points: [point(content.given)] }] : [])] }));
+  const rows = [...sorted.map((each) => ({ ...each, kind: "front" })), ...(content.given ? [{ ...content.given, kind: "as given" }] : [])];
+  return [
+    card(`Plan: ${file}`, { note: `${content.considered} splits considered, ${content.simulated} simulated`, tip: "Each point is a plan that no other beats in both price and time of a step." }, chart.node),
+    card("Plans", {}, table([
+      { name: "price", num: true, tip: "Per hour; one H20 is 1.", value: (r) => trim(r.price_per_hour) }, { name: "step", num: true, tip: "Mean time of a step.", value: (r) => seconds(r.step_s) }, { name: "cost", num: true, tip: "Per step; one H20 for an hour is 1.", value: (r) => trim(r.cost_per_step) }, { name: "plan", wrap: true, value: (r) => r.plan.split }, { name: "why", wrap: true, value: (r) => r.reason },
+    ], rows, { label: "plans" })),
+  ];
+}
+
+function sweep({ file, content }) {
+  const rows = content.sweep, flat = rows.map((row) => flatten(row));
+  const keys = [...new Set(flat.flatMap((row) => Object.keys(row)))], numeric = keys.filter((key) => flat.every((row) => row[key] === undefined || typeof row[key] === "number"));
+  const varied = keys.filter((key) => new Set(flat.map((row) => String(row[key]))).size > 1);
+  const shown = ["step_s", "tokens_per_s", "trajectories_per_s", "cost_per_step", ...numeric].filter((key, i, all) => all.indexOf(key) === i && varied.includes(key) && numeric.includes(key)).slice(0, 4);
+  const charts = shown.map((key, i) => { const chart = lineChart({ label: key, x: "point", height: 190, format: key.endsWith("_s") && !key.includes("per") ? seconds : trim }); queueMicrotask(() => chart.set({ series: [{ name: key, colour: colour(i), dots: true, points: flat.map((row, n) => [n + 1, row[key]]) }] })); return card(key.replaceAll("_", " "), { width: "w6", tip: "One point for each row of the sweep, in the order of the table." }, chart.node); });
+  const columns = [{ name: "point", num: true, value: (r) => String(flat.indexOf(r) + 1) }, ...varied.slice(0, 10).map((key) => ({ name: key.replaceAll("_", " "), num: numeric.includes(key), value: (r) => (typeof r[key] === "number" ? trim(r[key]) : String(r[key] ?? "–")) }))];
+  return [card(`Sweep: ${file}`, { note: `${rows.length} points` }, table(columns, flat, { label: "sweep" })), ...charts];
+}
+
+function flatten(value, prefix = "") {
+  return Object.entries(value).reduce((all, [key, inner]) => (inner && typeof inner === "object" && !Array.isArray(inner) ? { ...all, ...flatten(inner, `${prefix}${key}.`) } : { ...all, [prefix + key]: inner }), {});
+}

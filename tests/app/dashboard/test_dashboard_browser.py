@@ -1,0 +1,159 @@
+"""The page in a real browser: every view draws, changes while a run goes on, and shows hostile text as text."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chromium import chromium
+from dashboard_runs import HOSTILE, KEY, finished_run, hostile_run, served
+from sample_run import sample_run, write_log
+
+from rollart.core import events as ev
+
+pytestmark = pytest.mark.slow
+WAIT_MS = 30_000
+VIEWS = {
+    "overview": "Held-out success",
+    "now": "Trajectories by phase",
+    "trajectories": "Filter",
+    "time": "Timeline",
+    "freshness": "Staleness by step",
+    "hardware": "Placement",
+    "compare": "Differences of the run files",
+    "plans": "No sweep and no plan",
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    finished_run(root / "sample-1")
+    finished_run(root / "sample-2", seed=1)
+    hostile_run(root / "hostile-1")
+    return root
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def address(root: Path) -> Iterator[str]:
+    with served(root) as url:
+        yield url
+
+
+@pytest.fixture
+def page(browser: Any, address: str) -> Iterator[Any]:
+    """With the problems that the browser reported, which every test checks in the end."""
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.set_default_timeout(WAIT_MS)
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.goto(f"{address}/?key={KEY}#/overview/sample-1")
+    yield page
+    page.close()
+    assert problems == []
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_draws_and_fits_the_screen(page: Any, view: str, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 900})
+    page.evaluate(f"location.hash = '#/{view}/sample-1'")
+    page.get_by_text(VIEWS[view]).first.wait_for()
+    page.locator("#status:empty").wait_for(state="attached")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page scrolls sideways"
+
+
+def test_the_key_leaves_the_address(page: Any) -> None:
+    page.get_by_text("Held-out success").wait_for()
+    assert "key" not in page.url
+
+
+def test_keys_choose_views_and_the_theme(page: Any) -> None:
+    page.get_by_text("Held-out success").wait_for()
+    page.keyboard.press("3")
+    page.get_by_role("heading", name="Trajectories").wait_for()
+    before = page.evaluate("document.documentElement.dataset.theme")
+    page.keyboard.press("d")
+    assert page.evaluate("document.documentElement.dataset.theme") != before
+
+
+def test_every_number_has_a_definition(page: Any) -> None:
+    page.get_by_text("Held-out success").wait_for()
+    page.wait_for_selector(".stat .value")
+    assert page.locator(".stat:not([data-tip])").count() == 0
+    page.locator(".stat").first.hover()
+    page.locator("#tip").wait_for()
+    assert "steps" in page.locator("#tip").inner_text()
+
+
+def test_a_filter_narrows_the_list_and_a_row_opens_the_reader(page: Any) -> None:
+    page.keyboard.press("3")
+    page.locator("tr.link").first.wait_for()
+    page.get_by_label("Task").select_option("sokoban")
+    page.locator("tr.link td:nth-child(2)", has_text="arithmetic").first.wait_for(state="detached")
+    assert {cell.inner_text() for cell in page.locator("tr.link td:nth-child(2)").all()[:5]} == {"sokoban"}
+    page.keyboard.press("Tab")
+    page.locator("tr.link").first.press("Enter")
+    page.get_by_role("heading", name="Conversation").wait_for()
+    page.get_by_text("← all").wait_for()
+
+
+def test_runs_are_compared_and_their_files_too(page: Any) -> None:
+    page.keyboard.press("7")
+    page.get_by_role("button", name="sample-1", exact=True).wait_for()
+    for name in ("sample-1", "sample-2"):
+        button = page.get_by_role("button", name=name, exact=True)
+        if button.get_attribute("aria-pressed") == "false":
+            button.click()
+    page.locator(".diff td", has_text="seed").first.wait_for()
+    page.get_by_role("button", name="time", exact=True).click()
+    page.wait_for_url("**axis=time**")
+
+
+def test_the_page_follows_a_run_without_being_asked(page: Any, root: Path) -> None:
+    log = [event for event in sample_run(steps=12) if not isinstance(event, ev.RunEnded)]
+    cut = next(n for n, event in enumerate(log) if isinstance(event, ev.StepDone) and event.version == 4) + 1
+    (root / "live-1").mkdir()
+    write_log(root / "live-1" / "events", log[:cut])
+    page.evaluate("location.hash = '#/overview/live-1'")
+    page.locator("h1", has_text="live-1").wait_for()
+    page.locator(".stat .value", has_text=re.compile("^4of 12")).wait_for()
+    write_log(root / "live-1" / "events", log[cut:])
+    page.locator(".stat .value", has_text=re.compile("^12of 12")).wait_for()
+
+
+def test_a_square_of_the_now_view_opens_its_trajectory(page: Any, root: Path) -> None:
+    started = ev.RunStarted(name="now", preset="rollart", alpha=1, seed=0, steps=9, tasks=["a"])
+    ids = [f"a-{n:06d}.0" for n in range(400)]
+    starts = [ev.TrajectoryStarted(t=1, trajectory=id, task="a", group=id[:-2], version=0) for id in ids]
+    (root / "now-1").mkdir()
+    write_log(root / "now-1" / "events", [started, *starts, ev.PhasesChanged(t=2, phases={"generating": ids[:100]})])
+    page.evaluate("location.hash = '#/now/now-1'")
+    page.wait_for_selector("canvas[aria-label^='400 trajectories: 300 waiting, 0 resetting, 100 generating']")
+    page.locator("canvas").click(position={"x": 104, "y": 40})
+    page.wait_for_url("**open=a-**")
+    page.get_by_role("heading", name="Conversation").wait_for()
+
+
+def test_hostile_text_stays_text(page: Any) -> None:
+    """Scripts, control characters, marks that turn the reading direction, and a line of 10 MB."""
+    page.evaluate("location.hash = '#/overview/hostile-1'")
+    page.get_by_text("careful <script>").wait_for()
+    page.evaluate("location.hash = '#/trajectories/hostile-1?open=hostile-000000.0'")
+    page.get_by_text("I say <script>").first.wait_for()
+    page.get_by_text("characters are left out").first.wait_for()
+    shown = page.locator(".msg pre").first.evaluate("node => node.textContent")
+    assert "<script>" in shown and "\u202e" in HOSTILE
+    for view in VIEWS:
+        page.evaluate(f"location.hash = '#/{view}/hostile-1'")
+        page.get_by_role("heading", level=1).wait_for()
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("main script, main img").count() == 0

@@ -1,0 +1,81 @@
+"""What would fail a minute after the start is refused by `rollart check`, and files that cannot be written are one
+sentence."""
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
+
+from rollart.app import preflight
+from rollart.app.cli import app
+from rollart.app.commands import common
+from rollart.core.errors import ConfigError
+
+TASK = {"name": "t", "env": "rollart.envs.guess_number:GuessNumber"}
+
+
+def write(folder: Path, task: dict[str, Any] | None = None, **more: Any) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump({"name": "r", "model": {"tiny": {}}, "tasks": [{**TASK, **(task or {})}], **more}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("task", "more", "reason"),
+    [
+        ({"max_context": 64, "sampling": {"max_tokens": 64}}, {}, "has no room for an observation"),
+        ({}, {"model": {"tiny": {"hidden": 50}}}, "hidden (50) must be an even multiple of heads (4)"),
+        ({}, {"model": {"tiny": {"hidden": 36}}}, "hidden (36) must be an even multiple of heads (4)"),
+    ],
+)
+def test_values_that_cannot_work_together_are_refused(
+    tmp_path: Path, task: dict[str, Any], more: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        preflight.load_run(write(tmp_path, task, **more))
+    assert reason in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "task", [{"env": "rollart.envs.terminal:Terminal"}, {"reward": "rollart.rewards.execution:program_output"}]
+)
+def test_a_missing_bubblewrap_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: dict[str, Any]) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="needs bubblewrap; install it"):
+        preflight.load_run(write(tmp_path, task))
+
+
+def test_a_run_for_other_machines_needs_no_vllm_here(tmp_path: Path) -> None:
+    pools = {"engines": {"role": "generate", "engine": "vllm", "device": "H800"}}
+    path = write(tmp_path, pools=pools, vllm={"python": str(tmp_path / "nowhere")})
+    with pytest.raises(ConfigError, match="no Python at"):
+        preflight.load_run(path)
+    assert preflight.load_run(path, here=False).pools["engines"].engine == "vllm"
+
+
+def test_an_output_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = CliRunner().invoke(app, ["train", str(write(tmp_path)), "--output", str(tmp_path / "file")])
+    assert done.exit_code == 2
+    assert "--output must be a folder" in done.output and "Traceback" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("number", "hint"), [(errno.ENOSPC, "make room"), (errno.EACCES, "may write to"), (errno.EROFS, "may write to")]
+)
+def test_a_folder_that_cannot_be_written_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], number: int, hint: str
+) -> None:
+    @common.guarded
+    def command() -> None:
+        raise OSError(number, "it failed", "/some/folder")
+
+    with pytest.raises(typer.Exit) as ended:
+        command()
+    assert ended.value.exit_code == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("/some/folder: it failed; ") and hint in printed
