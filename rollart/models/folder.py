@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rollart.core.errors import RollartError
 
+ADAPTER_CONFIG = "adapter_config.json"  # of peft
 READ_BYTES_PER_S = 50e6  # a slow disk, or one that many processes share
 
 
@@ -15,6 +16,11 @@ def is_model(path: Path) -> bool:
     """Whether the folder has a model and its tokenizer."""
     weights = any(path.glob("*.safetensors"))
     return weights and (path / "config.json").is_file() and (path / "tokenizer_config.json").is_file()
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether the folder has an adapter alone, as peft writes it."""
+    return (path / ADAPTER_CONFIG).is_file()
 
 
 def read_seconds(*folders: Path) -> float:

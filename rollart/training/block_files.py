@@ -1,11 +1,11 @@
 """Files of blocks: what each rank has of the tensors of a checkpoint, to be read by any other layout.
 
 Each is a safetensors file. The entry `blocks` of its metadata has, for every tensor in it, the shape of the whole
-tensor and the offset of the block in that. Every element is in exactly one file. A reader maps the files into memory
-and reads only what overlaps the block that it wants.
+tensor, the offset of the block in that, and a checksum. Every element is in exactly one file. A reader maps the files
+into memory and reads only what overlaps the block that it wants; `damaged` reads whole files.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import msgspec
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -31,6 +32,7 @@ def file_name(rank: int) -> str:
 class BlockPosition(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     offset: tuple[int, ...]
+    checksum: str = ""
 
 
 _Positions = dict[str, BlockPosition]
@@ -38,12 +40,31 @@ _Positions = dict[str, BlockPosition]
 
 def write_blocks(path: Path, blocks: Mapping[str, Block]) -> None:
     """Raises OSError."""
-    positions = {name: BlockPosition(part.shape, part.offset) for name, part in blocks.items()}
+    positions = {name: BlockPosition(part.shape, part.offset, checksum(part.values)) for name, part in blocks.items()}
     metadata = {"blocks": msgspec.json.encode(positions).decode()}
     try:
         save_file({name: part.values for name, part in blocks.items()}, path, metadata)
     except SafetensorError as error:
         raise OSError(str(error)) from error
+
+
+def checksum(tensor: Tensor) -> str:
+    """Of a tensor in the memory of the host, contiguous."""
+    return xxhash.xxh3_64_hexdigest(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def damaged(paths: Iterable[Path]) -> str:
+    """What is wrong with the first block whose contents are not those that were written; nothing if none is."""
+    for path in paths:
+        try:
+            with safe_open(path, "pt") as file:
+                positions = msgspec.json.decode((file.metadata() or {})["blocks"], type=_Positions)
+                for name, position in positions.items():
+                    if position.checksum and checksum(file.get_tensor(name)) != position.checksum:
+                        return f"{path} is damaged: the contents of {name} have changed since they were written"
+        except (OSError, SafetensorError, KeyError, ValueError, msgspec.DecodeError) as error:
+            return f"{path} is damaged ({error})"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

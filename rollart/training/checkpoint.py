@@ -2,7 +2,8 @@
 
 It holds
 
-    rank-00000.safetensors    the blocks of each rank: weights and the optimizer's moments (`block_files`)
+    rank-00000.safetensors    the blocks of each rank: weights and the optimizer's moments (`block_files`); with LoRA
+                              those of the adapters alone, and the manifest names the model that they belong to
     checkpoint.json           counters, reward ranges, the state of the numerics guard, and the size of every other file
     config.json, tokenizer... the other files of the model's folder
 
@@ -24,8 +25,8 @@ from rollart.training.advantages import UNSEEN, RewardRange
 from rollart.training.block_files import BlockReader
 from rollart.training.client import MANIFEST
 from rollart.training.guard import GuardState
-from rollart.training.learner import POLICY, Learner, Restore, Save
-from rollart.training.optimizers import moments
+from rollart.training.learner import POLICY, Learner, Restore, Save, Verify
+from rollart.training.matrix_optimizers import moments
 from rollart.training.trainer import Trainer
 from rollart.weights.publish import new_id
 
@@ -34,8 +35,20 @@ class CheckpointFailed(RollartError):
     """A checkpoint could not be written. Training can go on, and older checkpoints are as they were."""
 
 
+class CheckpointAdapters(msgspec.Struct, frozen=True):
+    """What the weights of a checkpoint are added to, and how: those of `base`, a Hugging Face folder."""
+
+    base: str
+    rank: int
+    alpha: float
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
 class CheckpointManifest(msgspec.Struct):
-    """`steps` of the optimizer by parameter."""
+    """`steps` of the optimizer by parameter. `lora`: its weights are adapters."""
 
     version: int
     updates: int
@@ -43,6 +56,7 @@ class CheckpointManifest(msgspec.Struct):
     ranges: dict[str, RewardRange]
     guard: GuardState = GuardState()
     files: dict[str, int] = {}
+    lora: CheckpointAdapters | None = None
 
 
 def save_checkpoint(trainer: Trainer, path: Path) -> Future[None]:
@@ -57,12 +71,24 @@ def save_checkpoint(trainer: Trainer, path: Path) -> Future[None]:
     except (OSError, RollartError) as error:
         raise CheckpointFailed(f"the checkpoint {path} could not be written: {error}") from error
     ranges = {task: seen for task, seen in trainer.ranges.items() if seen != UNSEEN}
-    manifest = CheckpointManifest(trainer.version, learner.updates, learner.steps(), ranges, trainer.guard.state())
+    manifest = CheckpointManifest(
+        version=trainer.version,
+        updates=learner.updates,
+        steps=learner.steps(),
+        ranges=ranges,
+        guard=trainer.guard.state(),
+        lora=_adapters(learner),
+    )
     order = Save(str(draft), new_id())
     trainer.save(order)
     # After rank 0's own file, in the same thread.
     trainer.saving = learner.disk.submit(_finish, trainer, manifest, order, path)
     return trainer.saving
+
+
+def _adapters(learner: Learner) -> CheckpointAdapters | None:
+    lora = learner.config.lora
+    return None if lora is None else CheckpointAdapters(str(learner.folder.absolute()), lora.rank, lora.alpha)
 
 
 def _size(learner: Learner) -> int:
@@ -93,6 +119,8 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
     manifest = read_manifest(path)
     with BlockReader(path) as reader:
         _check_fits(trainer.learner, reader, manifest, path)
+    if faults := trainer.verify(Verify(str(path), new_id())):
+        raise RollartError(f"{faults[0]}; use an older checkpoint")
     trainer.restore(Restore(str(path), manifest.updates, manifest.steps))
     trainer.version, trainer.ranges = manifest.version, manifest.ranges
     trainer.guard.restore(manifest.guard)
@@ -119,6 +147,10 @@ def _check_fits(learner: Learner, reader: BlockReader, manifest: CheckpointManif
     """From the headers alone: nothing is read yet."""
     if damaged := next(reader.incomplete(), None):
         raise RollartError(f"the checkpoint {path} is damaged: {damaged} is not complete; use an older checkpoint")
+    own, other = _adapters(learner), manifest.lora
+    if (own and (own.rank, own.alpha)) != (other and (other.rank, other.alpha)):
+        with_what = f"training.lora: {{rank: {other.rank}, alpha: {other.alpha:g}}}" if other else "no training.lora"
+        raise RollartError(f"the checkpoint {path} was written with {with_what}; resume with the same")
     wanted = {**learner.policy.parameters(), **learner.policy.buffers()}
     for name, tensor in wanted.items():
         if reader.shapes.get(f"{POLICY}/{name}") != tuple(tensor.shape):

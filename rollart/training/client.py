@@ -9,38 +9,57 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TypeVar
 
-from rollart.core.errors import RollartError
+from rollart.core.errors import RollartError, ServiceError, ServiceSilent
 from rollart.core.types import Batch, ExampleBatch, Publication, StepMetrics
 from rollart.launch.rpc import RpcClient
+from rollart.models.folder import is_adapter
 
+T = TypeVar("T")
 MANIFEST = "checkpoint.json"
 
 
+class TrainerLost(ServiceError):
+    """The trainer ended or hangs; its steps since the last checkpoint are lost."""
+
+
 class TrainerClient:
-    """Implements `rollart.core.protocols.Trainer`. Each call has `deadline` seconds; a failure is a ServiceError."""
+    """Implements `rollart.core.protocols.Trainer`. Each call has `deadline` seconds. Raises ServiceError, or
+    TrainerLost if there is no answer: a trainer that hangs is restarted as one that ended is."""
 
     def __init__(self, client: RpcClient, deadline: float) -> None:
         self._client, self._deadline = client, deadline
 
     async def step(self, batch: Batch) -> StepMetrics:
-        return await self._client.call("step", batch, returns=StepMetrics, deadline=self._deadline)
+        return await self._call("step", batch, StepMetrics)
 
     async def imitate(self, batch: ExampleBatch) -> StepMetrics:
         """A supervised step."""
-        return await self._client.call("imitate", batch, returns=StepMetrics, deadline=self._deadline)
+        return await self._call("imitate", batch, StepMetrics)
 
     async def publish(self) -> Publication:
-        return await self._client.call("publish", returns=Publication, deadline=self._deadline)
+        return await self._call("publish", None, Publication)
 
     async def save(self, path: Path) -> None:
-        await self._client.call("save", str(path.absolute()), returns=type(None), deadline=self._deadline)
+        await self._call("save", str(path.absolute()), type(None))
 
     async def saved(self) -> str:
-        return await self._client.call("saved", returns=str, deadline=self._deadline)
+        return await self._call("saved", None, str)
 
     async def load(self, path: Path) -> None:
-        await self._client.call("load", str(path.absolute()), returns=type(None), deadline=self._deadline)
+        await self._call("load", str(path.absolute()), type(None))
+
+    async def export(self, checkpoint: Path, folder: Path) -> None:
+        """A checkpoint as a Hugging Face folder, without a process of its own as `export_in_child` starts."""
+        await self._call("export", (str(checkpoint.absolute()), str(folder.absolute())), type(None))
+
+    async def _call(self, method: str, argument: object, returns: type[T]) -> T:
+        try:
+            return await self._client.call(method, argument, returns=returns, deadline=self._deadline)
+        except ServiceSilent as error:
+            hint = "raise training.deadline in the run file if it needs longer"
+            raise TrainerLost(f"the trainer hangs: {error}; {hint}") from error
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -48,7 +67,8 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 async def export_in_child(checkpoint: Path, folder: Path) -> None:
-    """Write the policy of a checkpoint as a Hugging Face folder. Cancelling kills the child. Raises RollartError."""
+    """Write the policy of a checkpoint, or an adapter with its base, as a Hugging Face folder. Cancelling kills the
+    child. Raises RollartError."""
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "rollart.training.export", str(checkpoint), str(folder)),
         stdin=asyncio.subprocess.DEVNULL,
@@ -69,8 +89,9 @@ async def export_in_child(checkpoint: Path, folder: Path) -> None:
 
 @asynccontextmanager
 async def model_folder(path: Path) -> AsyncIterator[Path]:
-    """A Hugging Face folder: `path` itself or, if that is a checkpoint, an export that is deleted afterwards."""
-    if not is_checkpoint(path):
+    """A Hugging Face folder: `path` itself or, if that is a checkpoint or an adapter, an export that is deleted
+    afterwards."""
+    if not is_checkpoint(path) and not is_adapter(path):
         yield path
         return
     with TemporaryDirectory(prefix=".export-", dir=path.absolute().parent) as made:

@@ -18,14 +18,16 @@ from rollart.config import TrainingConfig
 from rollart.core.types import Example
 from rollart.models.disk_names import cut
 from rollart.training import losses
-from rollart.training.block_files import BlockReader, file_name, write_blocks
+from rollart.training.block_files import FILES, BlockReader, damaged, file_name, write_blocks
+from rollart.training.corrections import CorrectionInputs, correct, find, measure
+from rollart.training.matrix_optimizers import moments, read_state, write_state
 from rollart.training.metrics import StepTotals
 from rollart.training.microbatch import MicroBatch, TrainSample, micro_batch, pack_examples
-from rollart.training.optimizers import learning_rate, make_optimizer, moments, read_state, write_state
+from rollart.training.optimizers import learning_rate, make_optimizer
 from rollart.training.policy import PolicyModel
 from rollart.training.ranks import Ranks
 from rollart.training.shards import Block, block, is_owner
-from rollart.training.strategy import Strategy
+from rollart.training.strategy import Scorer, Strategy
 from rollart.weights.publish import Publisher, TensorShard
 
 POLICY = "policy"  # the kind of the weights in a checkpoint; the others are moments of the optimizer
@@ -73,6 +75,13 @@ class Save(Struct, frozen=True, tag=True):
     id: str
 
 
+class Verify(Struct, frozen=True, tag=True):
+    """Compare the checksums of this rank's share of the files of a checkpoint; post the outcome under `id`."""
+
+    folder: str
+    id: str
+
+
 class Restore(Struct, frozen=True, tag=True):
     """Load a checkpoint. `steps` of the optimizer, by name of the parameters that it has updated."""
 
@@ -89,7 +98,7 @@ class Shutdown(Struct, frozen=True, tag=True):
     """Rank 0 exits normally."""
 
 
-Order = Learn | Imitate | Gather | Publish | Save | Restore | Heartbeat | Shutdown
+Order = Learn | Imitate | Gather | Publish | Save | Verify | Restore | Heartbeat | Shutdown
 
 
 class Learner:
@@ -102,12 +111,18 @@ class Learner:
         torch.manual_seed(seed)
         if ranks.device.type == "cuda":
             torch.set_float32_matmul_precision("high")  # TF32 where float32 is asked for; never exercised
-        self.config, self.ranks, self._publisher = config, ranks, publisher
-        self._loss = losses.LOSSES.find(config.algorithm.loss)
+        self.folder, self.config, self.ranks, self._publisher = folder, config, ranks, publisher
+        algorithm = config.algorithm
+        self._loss = losses.LOSSES.find(algorithm.loss)
+        whole = self._loss in losses.Traits.one_ratio_per_sequence
+        found = find(algorithm.correction, one_ratio_per_sequence=whole)
+        self._corrections = [] if self._loss in losses.Traits.corrects_itself else found
         self.updates = 0
         self.policy: Strategy = PolicyModel(folder, ranks, config)
         self.optimizer = make_optimizer(self.policy, config)
-        self.reference = PolicyModel(folder, ranks, config, trained=False) if config.algorithm.kl > 0 else None
+        self.reference: Scorer | None = None
+        if algorithm.kl > 0 or self._loss in losses.Traits.needs_reference:
+            self.reference = self.policy.base() or PolicyModel(folder, ranks, config, trained=False)
         self.disk = ThreadPoolExecutor(1, "checkpoint")
         self._written: Future[None] | None = None
 
@@ -126,6 +141,8 @@ class Learner:
                         self.publish(order)
                     case Save() as order:
                         self.save(order)
+                    case Verify() as order:
+                        self.verify(order)
                     case Restore() as order:
                         self.restore(order)
                     case Heartbeat():
@@ -157,14 +174,31 @@ class Learner:
         for number, micros in enumerate(batches):
             for micro in micros:
                 if self.reference is not None:
-                    micro.reference = self.reference.logprobs(micro.packed)[0]
+                    micro.reference = micro.of_targets(self.reference.logprobs(micro.packed)[0])
                 if number > 0:
-                    micro.proximal, entropy = self.policy.logprobs(micro.packed)
-                    importance = self._importance(micro.proximal, micro)
-                    totals.add_first_pass(entropy, micro.proximal, micro.behaviour, micro.cell, importance)
+                    micro.proximal, entropy, _ = self._scored(micro)
+                    totals.add_first_pass(entropy, micro, measure(*self._correct(micro)))
 
-    def _importance(self, proximal: Tensor, micro: MicroBatch) -> Tensor:
-        return losses.importance_weight(proximal, micro.behaviour, self.config.algorithm.importance_cap)
+    def _scored(self, micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Logprob and entropy of every trained token, and the logprobs of the teacher's likeliest tokens there."""
+        logprobs, entropy = self.policy.logprobs(micro.packed)
+        if micro.teacher_top is None:
+            return logprobs, entropy, None
+        rows = logprobs.view(-1, 1 + micro.teacher_top.shape[1])
+        return rows[:, 0], micro.of_targets(entropy), rows[:, 1:]
+
+    def _correct(self, micro: MicroBatch) -> tuple[CorrectionInputs, Tensor]:
+        """The factor of each sampled token's loss."""
+        assert micro.proximal is not None
+        inputs = CorrectionInputs(
+            old_logprobs=micro.of_sampled(micro.proximal),
+            engine_logprobs=micro.of_sampled(micro.behaviour),
+            advantages=micro.of_sampled(micro.advantage),
+            sequences=micro.of_sampled(micro.sequence),
+            turns=micro.of_sampled(micro.turn),
+            config=self.config.algorithm.correction,
+        )
+        return inputs, correct(self._corrections, inputs)
 
     def imitate(self, order: Imitate) -> StepTotals:
         """One update on the cross entropy of the trained tokens."""
@@ -198,30 +232,35 @@ class Learner:
     def _backward(self, micro: MicroBatch, totals: StepTotals) -> float:
         """Add the gradient of one micro-batch and return its share of the loss."""
         algorithm = self.config.algorithm
-        current, entropy = self.policy.logprobs(micro.packed)
+        current, entropy, top = self._scored(micro)
         first = micro.proximal is None
         if micro.proximal is None:
             micro.proximal = current.detach()
-        outcome = losses.policy_loss(
-            self._loss,
-            losses.LossInputs(
-                logprobs=current,
-                old_logprobs=micro.proximal,
-                engine_logprobs=micro.behaviour,
-                advantages=micro.advantage,
-                sequences=micro.sequence,
-                config=algorithm,
-            ),
+        stale, factor = self._correct(micro)
+        of = micro.of_sampled
+        inputs = losses.LossInputs(
+            logprobs=of(current),
+            old_logprobs=stale.old_logprobs,
+            engine_logprobs=stale.engine_logprobs,
+            advantages=stale.advantages,
+            sequences=stale.sequences,
+            config=algorithm,
+            reference_logprobs=None if micro.reference is None else of(micro.reference),
+            teacher_logprobs=micro.teacher,
+            top_logprobs=top,
+            teacher_top_logprobs=micro.teacher_top,
         )
-        importance = self._importance(micro.proximal, micro)
-        loss = importance * outcome.loss
+        outcome = losses.policy_loss(self._loss, inputs)
+        loss = of(micro.weight) * factor * outcome.loss
         kl = None
-        if micro.reference is not None:
-            kl = losses.kl_to_reference(current, micro.reference)
-            loss = loss + algorithm.kl * kl
+        if inputs.reference_logprobs is not None and algorithm.kl > 0:
+            kl = losses.weighted_kl(inputs, inputs.reference_logprobs, factor)
+            loss = loss + algorithm.kl * of(micro.anchor) * kl
         if algorithm.entropy > 0:
-            loss = loss - algorithm.entropy * entropy
-        total = (micro.weight * loss).sum()
+            loss = loss - algorithm.entropy * of(micro.weight) * of(entropy)
+        total = loss.sum()
+        if micro.imitate is not None:
+            total = total - (micro.imitate * current).sum()
         load = self.policy.expert_load()
         if load is not None:
             totals.add_experts(load, empty=not len(micro.behaviour))
@@ -230,7 +269,7 @@ class Learner:
         total.backward()  # type: ignore[no-untyped-call]
         totals.add_pass(outcome.clipped, kl)
         if first:
-            totals.add_first_pass(entropy, micro.proximal, micro.behaviour, micro.cell, importance)
+            totals.add_first_pass(entropy, micro, measure(stale, factor))
         return total.item()
 
     def gather(self) -> dict[str, Tensor]:
@@ -287,6 +326,10 @@ class Learner:
         except Exception as error:  # rank 0 waits for the outcome, whatever it is
             fault = f"rank {self.ranks.rank}: {error or type(error).__name__}"
         self.ranks.post(order.id, fault)
+
+    def verify(self, order: Verify) -> None:
+        files = sorted(Path(order.folder).glob(FILES))
+        self.ranks.post(order.id, damaged(files[self.ranks.rank :: self.ranks.size]))
 
     @torch.no_grad()
     def restore(self, order: Restore) -> None:

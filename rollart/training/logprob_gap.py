@@ -8,14 +8,15 @@ derivative of a logprob with respect to the logarithm of the inverse temperature
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from math import isfinite, sqrt
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from rollart.core.column import Column
 from rollart.core.types import LogprobGap, Sample
 from rollart.training.ranks import Ranks
 
@@ -38,14 +39,16 @@ class Cells:
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def of(self, sample: Sample) -> list[int]:
+    def of(self, sample: Sample) -> Column:
         """One number per action token."""
-        made = [version for version, bit in zip(sample.versions, sample.mask, strict=True) if bit]
-        numbers: list[int] = []
-        for version, run in groupby(made):
-            cell = Cell(sample.task, self._step - version, version != made[0])
-            numbers += [self._numbers.setdefault(cell, len(self._numbers))] * len(list(run))
-        return numbers
+        made = sample.versions.array
+        if not len(made):
+            return sample.versions
+        starts = np.flatnonzero(np.diff(made, prepend=made[0] - 1))  # of runs of tokens of one version
+        runs = np.diff(starts, append=len(made))
+        cells = [Cell(sample.task, self._step - version, bool(version != made[0])) for version in made[starts].tolist()]
+        numbers = [self._numbers.setdefault(cell, len(self._numbers)) for cell in cells]
+        return Column.ints(np.repeat(numbers, runs))
 
     def rows(self, totals: "GapTotals") -> list["GapRow"]:
         """One per cell whose sums are finite."""

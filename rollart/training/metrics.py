@@ -8,11 +8,13 @@ from torch import Tensor
 from rollart.core.types import Batch, SampleGroup
 from rollart.training.experts import ExpertLoad
 from rollart.training.logprob_gap import GapTotals
+from rollart.training.microbatch import MicroBatch
 from rollart.training.ranks import Ranks
 
 SPREAD = 1e-6
 PER_PASS = ("clip_fraction", "kl")
-PER_TOKEN = ("entropy", "logprob_gap", "importance")
+PER_TOKEN = ("entropy", "logprob_gap", "importance", "stale_kl", "over_cap", "dropped")
+RATIOS = ("ratio", "ratio_squared")
 
 
 class StepTotals:
@@ -21,7 +23,7 @@ class StepTotals:
     def __init__(self, cells: int = 0, device: torch.device | None = None) -> None:
         self.skipped = False
         self.gaps = GapTotals(cells, device)
-        names = ("passes", *PER_PASS, "action_tokens", *PER_TOKEN, "expert_tokens", "experts_replayed")
+        names = ("passes", *PER_PASS, "action_tokens", *PER_TOKEN, *RATIOS, "expert_tokens", "experts_replayed")
         self._sums = dict.fromkeys(names, 0.0)
         self._updates: list[tuple[float, float, float]] = []
         self._experts: Tensor | None = None  # the sums of `ExpertLoad`
@@ -32,15 +34,18 @@ class StepTotals:
         if kl is not None:
             self._add("kl", kl)
 
-    def add_first_pass(
-        self, entropy: Tensor, proximal: Tensor, behaviour: Tensor, cell: Tensor, importance: Tensor
-    ) -> None:
-        """Before the first update: entropy, and the gap between engine and trainer."""
-        entropy, gap = entropy.detach(), behaviour - proximal
+    def add_first_pass(self, entropy: Tensor, micro: MicroBatch, stale: dict[str, Tensor]) -> None:
+        """Before the first update, of the tokens that were sampled: entropy, the gap between engine and trainer, and
+        what corrections found (`corrections.measure`)."""
+        assert micro.proximal is not None
+        columns = (entropy.detach(), micro.proximal, micro.behaviour, micro.cell)
+        entropy, proximal, behaviour, cell = map(micro.of_sampled, columns)
+        gap = behaviour - proximal
         self._sums["action_tokens"] += len(entropy)
         self._add("entropy", entropy)
         self._add("logprob_gap", gap.abs())
-        self._add("importance", importance)
+        for name, values in stale.items():
+            self._add(name, values)
         self.gaps.add(cell, gap, proximal + entropy)
 
     def add_experts(self, load: ExpertLoad, *, empty: bool) -> None:
@@ -63,7 +68,10 @@ class StepTotals:
             self._experts = torch.tensor(ranks.all_reduce(self._experts.flatten().tolist())).view_as(self._experts)
 
     def values(self) -> dict[str, float]:
-        """`skipped` is 1 if the weights were left alone because the loss or the gradient was not finite."""
+        """`skipped` is 1 if the weights were left alone because the loss or the gradient was not finite. Of stale
+        tokens: `importance` is the mean factor of their loss, `dropped` the share with factor 0, `stale_kl` the
+        estimated KL to the policy that sampled, `over_cap` the share of weights above the cap, and `effective_samples`
+        the effective sample size of the uncapped weights, as a share of the tokens."""
         sums = self._sums
         loss, norm, rate = (fmean(column) for column in zip(*self._updates or [(0.0, 0.0, 0.0)], strict=True))
         return {
@@ -72,6 +80,7 @@ class StepTotals:
             "lr": rate,
             **{name: sums[name] / max(1, sums["passes"]) for name in PER_PASS},
             **{name: sums[name] / max(1, sums["action_tokens"]) for name in PER_TOKEN},
+            "effective_samples": sums["ratio"] ** 2 / max(1e-9, sums["ratio_squared"] * sums["action_tokens"]),
             "action_tokens": sums["action_tokens"],
             "updates": float(len(self._updates) - self.skipped),
             "skipped": float(self.skipped),
@@ -107,16 +116,13 @@ def task_metrics(batch: Batch, solved: list[bool]) -> dict[str, dict[str, float]
 def _task_row(step: int, members: list[tuple[SampleGroup, bool]]) -> dict[str, float]:
     samples = [sample for group, _ in members for sample in group.samples]
     rewards = [list(group.rewards.values()) for group, _ in members]
-    ages = [
-        step - min(version for version, bit in zip(sample.versions, sample.mask, strict=True) if bit)
-        for sample in samples
-        if any(sample.mask)
-    ]
+    ages = [step - int(sample.versions.array.min()) for sample in samples if sample.actions]
     return {
         "reward": fmean(reward for group in rewards for reward in group),
         "spread": fmean(max(group) - min(group) > SPREAD for group in rewards),
         "solved": fmean(flag for _, flag in members),
         "staleness": fmean(ages) if ages else 0.0,
+        "truncated": fmean(sample.truncated for sample in samples),
         "samples": float(len(samples)),
-        "action_tokens": float(sum(sum(sample.mask) for sample in samples)),
+        "action_tokens": float(sum(sample.actions for sample in samples)),
     }

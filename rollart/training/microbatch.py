@@ -7,47 +7,87 @@ import msgspec
 import numpy as np
 import torch
 from msgspec import Struct
+from numpy.typing import NDArray
 from torch import Tensor
 
+from rollart.core.column import Column
 from rollart.core.expert_choice import ExpertChoices
-from rollart.core.types import Batch, Example, Sample
+from rollart.core.types import Batch, Example, Sample, Teaching, TokenRole
 from rollart.training.logprob_gap import Cells
 from rollart.training.losses import token_weights
 from rollart.training.packing import Packed, deal, pack, split_over_ranks
 
+Advantages = Sequence[Sequence[NDArray[np.float32]]]  # for each group and sample, one value per action token
+
 
 class TrainSample(Struct, frozen=True, array_like=True, gc=False):
-    """A sample as a rank trains it. `behaviour` has the engine's logprob of every action token, `cells` the number of
-    its logprob-gap cell. `experts` are those that the engine used, with a row for every token."""
+    """A sample as a rank trains it. The columns after `mask` have an entry for every trained token: those that the
+    policy sampled, and those that are imitated. `sampled` tells them apart (None: all were sampled).
 
-    tokens: list[int]
-    mask: list[int]
-    behaviour: list[float]
-    cells: list[int]
-    temperature: float
-    advantage: float
-    weight: float
+    There are three streams, and a trained token has a weight in each. `weight` is that of a sampled token in the policy
+    gradient, `anchor` in the KL to the reference; `imitate` has the weights in the cross entropy. `behaviour` has the
+    engine's logprobs, `cells` the numbers of logprob-gap cells, `turn` those of turns within the trajectory. `experts`
+    are those that the engine used, with a row for every token."""
+
+    tokens: Column
+    mask: Column
+    behaviour: Column
+    cells: Column
+    advantage: Column
+    temperature: float = 1.0
+    weight: float = 0.0
+    anchor: float = 0.0
+    reward: float = 0.0
+    turn: Column | None = None
+    sampled: Column | None = None
+    imitate: Column | None = None
+    teacher: Teaching | None = None
     experts: ExpertChoices | None = None
 
+    @property
+    def actions(self) -> int:
+        """Trained tokens that the policy sampled."""
+        return len(self.behaviour) if self.sampled is None else int(self.sampled.array.sum())
 
-EMPTY = TrainSample(tokens=[0], mask=[0], behaviour=[], cells=[], temperature=1.0, advantage=0.0, weight=0.0)
+
+NONE = Column.floats(())
+EMPTY = TrainSample(
+    tokens=Column.ints([0]), mask=Column.flags([0]), behaviour=NONE, cells=Column.ints(()), advantage=NONE
+)
 
 
 @dataclass(slots=True)
 class MicroBatch:
-    """One forward pass. The tensors are flat, one entry per action token; `sequence` numbers from 0.
-    The sum of `weight` over all tokens of an update's micro-batches is at most 1: samples left out keep their share.
-    `proximal` is the policy's before the first update of the batch; `reference` is there only if the KL has a weight.
+    """One forward pass. The tensors are flat, one entry per trained token; `sequence` and `turn` number from 0, `turn`
+    through all sequences. The sum of `weight` over all tokens of an update's micro-batches is at most 1: samples left
+    out keep their share. So it is for `anchor` and `imitate`. `sampled` is None if all were sampled. With
+    `teacher_top`, [tokens, count], the teacher's likeliest tokens are predicted after each trained token.
+    `proximal` is the policy's before the first update of the batch; `reference` is there only if something needs it.
     """
 
     packed: Packed
     advantage: Tensor
     weight: Tensor
+    anchor: Tensor
     behaviour: Tensor
     cell: Tensor
     sequence: Tensor
+    turn: Tensor
+    reward: Tensor
+    sampled: Tensor | None = None
+    imitate: Tensor | None = None
+    teacher: Tensor | None = None
+    teacher_top: Tensor | None = None
     proximal: Tensor | None = None
     reference: Tensor | None = None
+
+    def of_sampled(self, values: Tensor) -> Tensor:
+        """Without the tokens that are imitated only."""
+        return values if self.sampled is None else values[self.sampled]
+
+    def of_targets(self, values: Tensor) -> Tensor:
+        """Without the rows of a teacher's likeliest tokens, which follow that of each trained token."""
+        return values if self.teacher_top is None else values.view(-1, 1 + self.teacher_top.shape[1])[:, 0]
 
 
 def check_batch(batch: Batch) -> None:
@@ -56,32 +96,39 @@ def check_batch(batch: Batch) -> None:
         raise ValueError(f"the batch of step {batch.step} holds no samples")
     for group in batch.groups:
         for sample in group.samples:
-            sizes = {len(sample.tokens), len(sample.mask), len(sample.logprobs), len(sample.versions)}
-            if len(sizes) > 1:
+            actions = sample.roles.data.count(TokenRole.ACTION)
+            if len(sample.tokens) != len(sample.roles) or {len(sample.logprobs), len(sample.versions)} != {actions}:
                 raise ValueError(
-                    f"sample {sample.id} has {len(sample.tokens)} tokens, {len(sample.mask)} mask bits, "
-                    f"{len(sample.logprobs)} logprobs and {len(sample.versions)} versions; the numbers must agree"
+                    f"sample {sample.id} has {len(sample.tokens)} tokens and {len(sample.roles)} roles, and for its "
+                    f"{actions} action tokens {len(sample.logprobs)} logprobs and {len(sample.versions)} versions; "
+                    "the numbers must agree"
                 )
 
 
-def split_into_mini_batches(
-    batch: Batch, advantages: Sequence[Sequence[float]], updates: int, *, keep_all: bool
-) -> list[list[int]]:
+def split_into_mini_batches(batch: Batch, advantages: Advantages, updates: int, *, keep_all: bool) -> list[list[int]]:
     """The groups of each update. Groups stay whole; each update gets as many as any other, give or take one, as many
     that have a gradient, and about as many tokens. There are fewer updates if fewer groups have a gradient: one without
     any would move the weights by momentum alone."""
-    tokens = []
-    for group, row in zip(batch.groups, advantages, strict=True):
-        score = dict(zip(group.rewards, row, strict=True))
-        kept = [sample for sample in group.samples if any(sample.mask) and (keep_all or score[sample.owner] != 0.0)]
-        tokens.append(sum(len(sample.tokens) for sample in kept))
+    tokens = [
+        sum(
+            len(sample.tokens)
+            for sample, row in zip(group.samples, rows, strict=True)
+            if _trains(sample, row, keep_all)
+        )
+        for group, rows in zip(batch.groups, advantages, strict=True)
+    ]
     count = max(1, min(updates, sum(map(bool, tokens))))
     return [sorted(part) for part in deal(tokens, count)]
 
 
+def _trains(sample: Sample, advantage: NDArray[np.float32], keep_all: bool) -> bool:
+    """Whether it can have a gradient."""
+    return bool(sample.imitate is not None or (sample.actions and (keep_all or advantage.any())))
+
+
 def plan_passes(
     batch: Batch,
-    advantages: Sequence[Sequence[float]],
+    advantages: Advantages,
     cells: Cells,
     *,
     aggregate: str,
@@ -91,51 +138,149 @@ def plan_passes(
 ) -> list[list[list[TrainSample]]]:
     """The samples of each rank in each of its passes. All ranks have the same number of passes; some may be empty.
 
-    `advantages` has one value for each trajectory of a group, which all its segments share. A sample of advantage 0 has
-    no gradient and is left out, unless `keep_all` (KL, entropy).
+    `advantages` has one value for each action token of each sample of a group. A sample whose values are all 0 has no
+    gradient and is left out, unless `keep_all` (KL, entropy).
     """
     samples = [sample for group in batch.groups for sample in group.samples]
+    values = [row for rows in advantages for row in rows]
     owners = [number for number, group in enumerate(batch.groups) for _ in group.samples]
-    scores = [dict(zip(group.rewards, row, strict=True)) for group, row in zip(batch.groups, advantages, strict=True)]
-    values = [scores[owner][sample.owner] for owner, sample in zip(owners, samples, strict=True)]
     known: dict[tuple[int, str], int] = {}
     sequences = [known.setdefault((owner, s.owner), len(known)) for owner, s in zip(owners, samples, strict=True)]
-    lengths = [sum(sample.mask) for sample in samples]
-    weights = token_weights(lengths, owners, aggregate, sequences)
-    chosen = [i for i, length in enumerate(lengths) if length and (keep_all or values[i] != 0.0)]
-    items = [_train_sample(samples[i], cells, values[i], weights[i]) for i in chosen]
+    weights = token_weights([sample.actions for sample in samples], owners, aggregate, sequences)
+    imitated = sum(int(np.count_nonzero(sample.imitate.array)) for sample in samples if sample.imitate is not None)
+    chosen = [i for i, sample in enumerate(samples) if _trains(sample, values[i], keep_all)]
+    items = [_train_sample(samples[i], cells, values[i], weights[i], imitated) for i in chosen]
     by_rank = split_over_ranks([len(item.tokens) for item in items], pack_tokens, ranks)
     return [[[items[i] for i in part] for part in passes] for passes in by_rank]
 
 
-def _train_sample(sample: Sample, cells: Cells, advantage: float, weight: float) -> TrainSample:
-    behaviour = [logprob for logprob, bit in zip(sample.logprobs, sample.mask, strict=True) if bit]
-    return TrainSample(
+def _train_sample(
+    sample: Sample, cells: Cells, advantage: NDArray[np.float32], weight: float, imitated: int
+) -> TrainSample:
+    lengths = [turn.stop - turn.start for turn in sample.turns]
+    turn = np.repeat([turn.number for turn in sample.turns], lengths) if lengths else np.zeros(sample.actions)
+    plain = TrainSample(
         tokens=sample.tokens,
-        mask=sample.mask,
-        behaviour=behaviour,
+        mask=Column.flags(sample.mask),
+        behaviour=sample.logprobs,
         cells=cells.of(sample),
+        advantage=Column.floats(advantage),
         temperature=sample.temperature,
-        advantage=advantage,
         weight=weight,
+        anchor=weight,
+        reward=sample.reward,
+        turn=Column.ints(turn),
+        teacher=sample.teacher,
         experts=sample.experts,
+    )
+    return plain if sample.imitate is None else _with_imitation(plain, sample.imitate, imitated)
+
+
+def _with_imitation(item: TrainSample, imitate: Column, count: int) -> TrainSample:
+    """Also trains the tokens that have a weight in `imitate`; `count` is the number of these in the update."""
+    actions, weights = item.mask.array.astype(bool), imitate.array
+    trained = actions | (weights != 0)
+    sampled = actions[trained]
+
+    def spread(column: Column | None, fill: float) -> Column:
+        assert column is not None
+        out = np.full(len(sampled), fill, column.array.dtype)
+        out[sampled] = column.array
+        return Column.of(column.kind, out)
+
+    return msgspec.structs.replace(
+        item,
+        mask=Column.flags(trained),
+        behaviour=spread(item.behaviour, 0.0),
+        cells=spread(item.cells, 0),
+        advantage=spread(item.advantage, 0.0),
+        turn=spread(item.turn, 0),
+        sampled=Column.flags(sampled),
+        imitate=Column.floats(weights[trained] / max(1, count)),
     )
 
 
 def micro_batch(items: Sequence[TrainSample]) -> MicroBatch:
     """Without items, a pass whose loss and gradients are zero."""
     items = items or [EMPTY]
-    counts = torch.tensor([len(item.behaviour) for item in items])
-    sequence = torch.arange(len(items)).repeat_interleave(counts)
-    packed = pack([item.tokens for item in items], [item.mask for item in items], [item.temperature for item in items])
+    counts = np.array([len(item.behaviour) for item in items])
+    sequence = np.arange(len(items)).repeat(counts)
+    temperatures = [item.temperature for item in items]
+    packed = pack([item.tokens.array for item in items], [item.mask.array for item in items], temperatures)
+    packed, teacher, top = _with_teacher(items, packed)
+    sampled = None
+    if any(item.sampled is not None for item in items):
+        sampled = _joined([item.sampled for item in items], counts, fill=1).bool()
+    imitate = None
+    if any(item.imitate is not None for item in items):
+        imitate = _joined([item.imitate for item in items], counts, fill=0.0)
+
+    def by_sequence(values: list[float]) -> Tensor:
+        flat = torch.tensor(np.array(values, np.float32)[sequence])
+        return flat if sampled is None else flat * sampled
+
     return MicroBatch(
         msgspec.structs.replace(packed, experts=expert_ids(items)),
-        advantage=torch.tensor([item.advantage for item in items])[sequence],
-        weight=torch.tensor([item.weight for item in items])[sequence],
-        behaviour=torch.tensor([logprob for item in items for logprob in item.behaviour]),
-        cell=torch.tensor([number for item in items for number in item.cells], dtype=torch.long),
-        sequence=sequence,
+        advantage=_joined([item.advantage for item in items], counts),
+        weight=by_sequence([item.weight for item in items]),
+        anchor=by_sequence([item.anchor for item in items]),
+        behaviour=_joined([item.behaviour for item in items], counts),
+        cell=_joined([item.cells for item in items], counts).long(),
+        sequence=torch.tensor(sequence),
+        turn=torch.tensor(_turns([item.turn for item in items], sequence)),
+        reward=torch.tensor(np.array([item.reward for item in items], np.float32)[sequence]),
+        sampled=sampled,
+        imitate=imitate,
+        teacher=teacher,
+        teacher_top=top,
     )
+
+
+def _with_teacher(items: Sequence[TrainSample], packed: Packed) -> tuple[Packed, Tensor | None, Tensor | None]:
+    """The teacher's logprobs of all trained tokens, if every sample has them, and of its likeliest tokens, which are
+    then predicted too."""
+    teachers = [item.teacher for item in items if item.teacher is not None]
+    if len(teachers) < len(items) or any(item.sampled is not None for item in items):
+        return packed, None, None
+    logprobs = torch.tensor(np.concatenate([one.logprobs.array for one in teachers]))
+    count = min(one.count for one in teachers)
+    if not count:
+        return packed, logprobs, None
+    ids, tops = (
+        torch.tensor(np.concatenate([column.array.reshape(-1, one.count)[:, :count] for one, column in columns]))
+        for columns in (
+            [(one, one.top_ids) for one in teachers if one.top_ids is not None],
+            [(one, one.top_logprobs) for one in teachers if one.top_logprobs is not None],
+        )
+    )
+    heat = packed.temperature
+    wide = msgspec.structs.replace(
+        packed,
+        predict=packed.predict.repeat_interleave(1 + count),
+        targets=torch.cat([packed.targets[:, None], ids.long()], 1).flatten(),
+        temperature=None if heat is None else heat.repeat_interleave(1 + count),
+    )
+    return wide, logprobs, tops
+
+
+def _joined(columns: Sequence[Column | None], counts: NDArray[np.int64], fill: float = 0.0) -> Tensor:
+    """End to end; a column that is missing has `fill` everywhere."""
+    kind = next((column.array.dtype for column in columns if column is not None), np.dtype(np.float32))
+    parts = [
+        np.full(count, fill, kind) if column is None else column.array
+        for column, count in zip(columns, counts, strict=True)
+    ]
+    return torch.tensor(np.concatenate(parts))
+
+
+def _turns(columns: Sequence[Column | None], sequence: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Numbers the turns of all sequences from 0."""
+    numbers = [column.array for column in columns if column is not None]
+    if len(numbers) < len(columns):
+        return sequence
+    turn = np.concatenate(numbers).astype(np.int64)
+    _, flat = np.unique(sequence * (1 + turn.max(initial=0)) + turn, return_inverse=True)
+    return flat
 
 
 def expert_ids(items: Sequence[TrainSample]) -> Tensor | None:
@@ -162,5 +307,5 @@ def plan_examples(examples: Sequence[Example], pack_tokens: int, ranks: int = 1)
 
 def pack_examples(examples: Sequence[Example]) -> Packed:
     """Without examples, a pass whose loss and gradients are zero."""
-    examples = examples or [Example(EMPTY.tokens, EMPTY.mask)]
+    examples = examples or [Example([0], [0])]
     return pack([example.tokens for example in examples], [example.mask for example in examples])

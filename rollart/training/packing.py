@@ -11,8 +11,10 @@ A trajectory is one sequence for all its turns: history is trained once.
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from msgspec import Struct
+from numpy.typing import ArrayLike
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
@@ -101,13 +103,12 @@ def deal(sizes: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def pack(
-    tokens: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], temperatures: Sequence[float] | None = None
+    tokens: Sequence[ArrayLike], masks: Sequence[ArrayLike], temperatures: Sequence[float] | None = None
 ) -> Packed:
     """Lay the sequences end to end. The tokens where a mask is 1 are trained, in the order given."""
-    lengths = torch.tensor([len(sequence) for sequence in tokens])
+    flat, mask = (torch.tensor(np.concatenate(parts).astype(np.int64)) for parts in (tokens, masks))
+    lengths = torch.tensor([np.size(sequence) for sequence in tokens])
     rows, width = len(tokens), int(lengths.max())
-    flat = torch.tensor([token for sequence in tokens for token in sequence])
-    mask = torch.tensor([bit for sequence in masks for bit in sequence])
     starts = lengths.cumsum(0) - lengths
     positions = torch.arange(len(flat)) - starts.repeat_interleave(lengths)
     if bool(mask[starts].any()):

@@ -2,11 +2,13 @@
 
 Each rank reads only its part of the weights from disk, with the sharding plans that transformers has for its models:
 tensor and expert parallelism by module, then FSDP2 over the rest. Master weights, gradients and their sums are float32;
-with `dtype: bfloat16` FSDP casts the weights that a layer computes with. A single rank that computes in float32 has a
-plain model and no process group.
+with `dtype: bfloat16` FSDP casts the weights that a layer computes with. With `lora` only adapters are trained, and the
+others are kept in the dtype of computation. A single rank that computes in float32 has a plain model and no process
+group.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -20,9 +22,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from rollart.config import TrainingConfig
 from rollart.core.errors import RollartError
+from rollart.models.adapters import file_name
 from rollart.models.disk_names import DiskNames, DiskTensor
 from rollart.training.context import Peers
 from rollart.training.experts import ExpertLoad, WatchedGates, watch
+from rollart.training.lora import adapted_class, adapter_parameters, adapters_off, reset_adapters
 from rollart.training.norms import use_fast_norms
 from rollart.training.packing import ATTENTION, Packed, pack
 from rollart.training.ranks import Ranks, mesh_of_one
@@ -45,10 +49,11 @@ class PolicyModel:
     def __init__(
         self, folder: Path, ranks: Ranks | None = None, config: TrainingConfig = PLAIN, *, trained: bool = True
     ) -> None:
-        """Not `trained`: no gradients."""
+        """Not `trained`: no gradients, and no adapters."""
         self._ranks = ranks or Ranks.single()
+        self._adapted = trained and config.lora is not None
         try:
-            self.model = _load(folder, self._ranks, config)
+            self.model = _load(folder, self._ranks, config if trained else config.model_copy(update={"lora": None}))
         except (OSError, ValueError) as error:
             raise RollartError(f"no causal language model can be loaded from {folder}: {error}") from error
         self.companions = {
@@ -58,7 +63,11 @@ class PolicyModel:
         }
         self._ranks.meet()
         self._disk_names = DiskNames(self.model)
-        self.model.requires_grad_(trained)
+        self.model.requires_grad_(trained and not self._adapted)
+        if self._adapted:
+            reset_adapters(self.model)
+            for parameter in adapter_parameters(self.model).values():
+                parameter.requires_grad_()
         _check_head(self.model, self._ranks.device)
         if self._ranks.layout.tensor == 1:  # under tensor parallelism transformers has its own hooks in the norms
             use_fast_norms(self.model)
@@ -71,11 +80,13 @@ class PolicyModel:
             balance=config.algorithm.expert_balance if trained else 0.0,
             replay=config.replay_experts and trained,
         )
-        self.model.forward = MethodType(_Forward(self._ranks, self._gates), self.model)
+        last = getattr(_layers(self.model)[-1], "mlp", None) if self._gates is None else None
+        tail = None if last is None else _TrainedRows(last)
+        self.model.forward = MethodType(_Forward(self._ranks, self._gates, tail), self.model)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """By name, tied ones once. They are DTensors if they are sharded."""
-        return dict(self.model.named_parameters())
+        """By name, tied ones once; with LoRA the adapters alone. They are DTensors if they are sharded."""
+        return adapter_parameters(self.model) if self._adapted else dict(self.model.named_parameters())
 
     def embeddings(self) -> frozenset[str]:
         """Those of parameters() that are the embeddings of tokens or the output head."""
@@ -89,11 +100,15 @@ class PolicyModel:
         return {name: owners[id(value)] for name, value in state.items() if id(value) in owners}
 
     def buffers(self) -> dict[str, Tensor]:
-        """The same on every rank."""
+        """The same on every rank; with LoRA none, as they stay those of the folder."""
+        if self._adapted:
+            return {}
         known = self.names()
         return {name: value for name, value in self.model.state_dict().items() if name not in known}
 
     def on_disk(self, name: str, shape: Sequence[int]) -> list[DiskTensor]:
+        if self._adapted:
+            return [DiskTensor(file_name(name), tuple(shape))]
         return self._disk_names.of(name, shape)
 
     def state_dict(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -107,15 +122,47 @@ class PolicyModel:
             _reshard(self.model)
         return values
 
+    def base(self) -> "FrozenBase | None":
+        """What it was before it was trained, if that is still there: with adapters off."""
+        return FrozenBase(self) if self._adapted else None
+
     def expert_load(self) -> ExpertLoad | None:
         return None if self._gates is None else self._gates.load
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenBase:
+    """A policy without its adapters: no second copy of the weights."""
+
+    policy: PolicyModel
+
+    @torch.no_grad()
+    def logprobs(self, packed: Packed) -> tuple[Tensor, Tensor]:
+        with adapters_off(self.policy.model):
+            return self.policy.logprobs(packed)
+
+
+class _TrainedRows:
+    """The feed-forward block of the last layer, only for the positions that are scored: no other is read after it."""
+
+    rows: Tensor | None  # all, before the first pass; kept after a pass, whose layers may be computed again
+
+    def __init__(self, block: nn.Module) -> None:
+        self._whole, self.rows = block.forward, None
+        block.forward = self
+
+    def __call__(self, states: Tensor) -> Tensor:
+        if self.rows is None or 8 * len(self.rows) > 7 * states.shape[1]:  # copies would cost what is saved
+            return self._whole(states)  # type: ignore[no-any-return]
+        part = self._whole(states.index_select(1, self.rows))
+        return torch.zeros_like(states).index_copy(1, self.rows, part)
 
 
 class _Forward:
     """The forward pass that training needs, in place of the model's own: FSDP gathers weights around that."""
 
-    def __init__(self, ranks: Ranks, gates: WatchedGates | None) -> None:
-        self._context, self._tensor, self._gates = ranks.context, ranks.tensor, gates
+    def __init__(self, ranks: Ranks, gates: WatchedGates | None, tail: _TrainedRows | None) -> None:
+        self._context, self._tensor, self._gates, self._tail = ranks.context, ranks.tensor, gates, tail
 
     def __call__(self, model: Any, packed: Packed) -> tuple[Tensor, Tensor]:
         context, total = self._context, packed.tokens.shape[1]
@@ -129,6 +176,8 @@ class _Forward:
             temperature = None if temperature is None else temperature[mine]
         if self._gates is not None:
             self._gates.begin(packed)
+        if self._tail is not None:
+            self._tail.rows = torch.unique(predict)  # a teacher's likeliest tokens repeat a position
         states = model.base_model(
             input_ids=tokens, position_ids=positions, use_cache=False, packed=packed, context=context
         ).last_hidden_state[0]
@@ -167,8 +216,12 @@ def _load(folder: Path, ranks: Ranks, config: TrainingConfig) -> Any:
             fsdp_mixed_precision=mixed,
             fsdp_cpu_offload=offloaded,
         )
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation=ATTENTION, dtype=torch.float32, local_files_only=True, **options
+    kind: Any = AutoModelForCausalLM
+    if config.lora is not None:
+        kind, options["key_mapping"] = adapted_class(folder, config.lora)
+    frozen = torch.bfloat16 if mixed and config.lora is not None else torch.float32
+    model = kind.from_pretrained(
+        folder, attn_implementation=ATTENTION, dtype=frozen, local_files_only=True, **options
     ).eval()
     model.config.distributed_config = None  # ranks meet where we say so: transformers would gather and wait by it
     if ranks.size == 1:

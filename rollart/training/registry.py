@@ -23,6 +23,10 @@ class Registry(Generic[F]):
         self._shipped[function.__name__] = function
         return function
 
+    def names(self) -> list[str]:
+        """Of those that ship with rollart."""
+        return list(self._shipped)
+
     def problem(self, name: str) -> str | None:
         """What is wrong with `name`, as the end of a sentence, or None. Imports nothing."""
         if name in self._shipped:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-LOGITS_AT_ONCE = 1 << 25
+from rollart.hardware.training_memory import scorer_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class _Score(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperature, normaliser, entropy = ctx.saved_tensors
-        to_logprob, to_entropy = grads
+        to_logprob, _ = grads
         head = _Head(weight, bias, ctx.split)
         to_hidden = torch.empty_like(hidden)
         to_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
@@ -83,12 +83,8 @@ class _Score(torch.autograd.Function):
         for rows in _chunks(len(hidden), len(weight)):
             heat = None if temperature is None else temperature[rows]
             logprobs = head.logits(hidden[rows], heat).sub_(normaliser[rows, None])
-            probabilities = logprobs.exp()
-            slope = torch.zeros_like(probabilities)
-            if to_entropy is not None:
-                slope -= probabilities * (logprobs + entropy[rows, None]) * to_entropy[rows, None]
+            slope = _slope(logprobs, entropy[rows, None], *(g if g is None else g[rows, None] for g in grads))
             if to_logprob is not None:
-                slope -= probabilities.mul_(to_logprob[rows, None])
                 columns, here = head.find(targets[rows])
                 slope.scatter_add_(1, columns, torch.where(here, to_logprob[rows], 0.0)[:, None])
             if heat is not None:
@@ -96,9 +92,11 @@ class _Score(torch.autograd.Function):
             if to_bias is not None:
                 to_bias += slope.sum(0)
             slope = slope.to(hidden.dtype)
-            to_hidden[rows] = slope @ weight
-            if to_weight is not None:
-                to_weight.add_(slope.T @ hidden[rows])
+            torch.mm(slope, weight, out=to_hidden[rows])
+            if to_weight is not None and to_weight.dtype == slope.dtype:
+                to_weight.addmm_(slope.T, hidden[rows])
+            elif to_weight is not None:
+                to_weight += slope.T @ hidden[rows]
         return (
             head.reduce(to_hidden),
             None if to_weight is None else to_weight.to(weight.dtype),
@@ -107,8 +105,18 @@ class _Score(torch.autograd.Function):
         )
 
 
+def _slope(logprobs: Tensor, entropy: Tensor, to_logprob: Tensor | None, to_entropy: Tensor | None) -> Tensor:
+    """The gradient of the logits, but for the targets' own. In the memory of `logprobs`, if entropies have none."""
+    if to_entropy is None:
+        return logprobs.exp_().mul_(0.0 if to_logprob is None else -to_logprob)
+    factor = (logprobs + entropy).mul_(-to_entropy)
+    if to_logprob is not None:
+        factor -= to_logprob
+    return logprobs.exp_().mul_(factor)
+
+
 def _chunks(rows: int, columns: int) -> list[slice]:
-    size = max(1, LOGITS_AT_ONCE // columns)
+    size = scorer_rows(columns)
     return [slice(at, at + size) for at in range(0, rows, size)]
 
 

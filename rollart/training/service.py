@@ -30,6 +30,7 @@ from rollart.core.types import Batch, ExampleBatch, Publication, StepMetrics
 from rollart.launch import service
 from rollart.launch.rpc import Handler
 from rollart.training.checkpoint import CheckpointFailed, load_checkpoint, save_checkpoint
+from rollart.training.export import export_model
 from rollart.training.learner import Heartbeat, Learner, Shutdown
 from rollart.training.ranks import HEARTBEAT_SECONDS, RankAddress, Ranks, RanksLost
 from rollart.training.trainer import Trainer
@@ -43,6 +44,7 @@ T = TypeVar("T")
 Sources = tuple[tuple[str, ...], ...]
 SHUTDOWN_DEADLINE = 1.0
 END_GRACE = 0.5
+METHODS = ("step", "imitate", "publish", "save", "saved", "load", "export")
 
 
 class TrainerService:
@@ -96,7 +98,7 @@ class TrainerService:
     async def publish(self) -> Publication:
         id = new_id()
         version = await self._train(lambda: self._trainer.publish(id))
-        return Publication(version, id, self._sources, self._spec.get("key"))
+        return Publication(version, id, self._sources, self._spec.get("key"), self._trainer.model_bytes)
 
     async def save(self, path: str) -> None:
         try:
@@ -114,6 +116,11 @@ class TrainerService:
 
     async def load(self, path: str) -> None:
         await self._train(lambda: load_checkpoint(self._trainer, Path(path)))
+
+    async def export(self, paths: tuple[str, str]) -> None:
+        """A checkpoint as a Hugging Face folder."""
+        checkpoint, folder = map(Path, paths)
+        await asyncio.to_thread(export_model, checkpoint, folder)
 
     async def _send_heartbeats(self) -> None:
         while True:
@@ -199,7 +206,7 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
     service = TrainerService(spec)
     try:
         await service.open()
-        yield {name: getattr(service, name) for name in ("step", "imitate", "publish", "save", "saved", "load")}
+        yield {name: getattr(service, name) for name in METHODS}
     finally:
         await service.close()
 

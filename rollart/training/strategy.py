@@ -10,6 +10,14 @@ from rollart.training.experts import ExpertLoad
 from rollart.training.packing import Packed
 
 
+class Scorer(Protocol):
+    """A model that is not trained."""
+
+    def logprobs(self, packed: Packed) -> tuple[Tensor, Tensor]:
+        """As those of a Strategy, without gradients."""
+        ...
+
+
 class Strategy(Protocol):
     """All ranks call each method at the same time. Parameters and their gradients are torch tensors, DTensors where
     ranks share them, under the names that transformers has for them in memory."""
@@ -28,7 +36,13 @@ class Strategy(Protocol):
         """Of the micro-batch of the last logprobs(), if the model is a mixture of experts."""
         ...
 
-    def parameters(self) -> dict[str, nn.Parameter]: ...
+    def base(self) -> Scorer | None:
+        """The model that training started from, if the policy still has it."""
+        ...
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Those that are trained, published and kept in checkpoints."""
+        ...
 
     def embeddings(self) -> frozenset[str]:
         """Those of parameters() that are the embeddings of tokens or the output head."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from rollart.config import TrainingConfig
 from rollart.core.errors import RollartError
 from rollart.core.types import Batch, ExampleBatch, StepMetrics
-from rollart.training.advantages import ADVANTAGES, UNSEEN, RewardRange, group_advantages
+from rollart.training.advantages import ADVANTAGES, UNSEEN, RewardRange, token_advantages
 from rollart.training.guard import Guard, coarser
 from rollart.training.learner import (
     Gather,
@@ -30,10 +30,12 @@ from rollart.training.learner import (
     Restore,
     Save,
     Shutdown,
+    Verify,
 )
 from rollart.training.logprob_gap import Cells, gap_table
+from rollart.training.losses import LOSSES, Traits
 from rollart.training.metrics import StepTotals, task_metrics
-from rollart.training.microbatch import check_batch, plan_examples, plan_passes, split_into_mini_batches
+from rollart.training.microbatch import Advantages, check_batch, plan_examples, plan_passes, split_into_mini_batches
 from rollart.training.ranks import Ranks
 from rollart.weights.publish import Publisher
 
@@ -68,13 +70,13 @@ class Trainer:
         self._check_version(batch.step)
         check_batch(batch)
         began = time.perf_counter()
-        rewards = [list(group.rewards.values()) for group in batch.groups]
-        for group, values in zip(batch.groups, rewards, strict=True):
-            self.ranges[group.task] = self.ranges.get(group.task, UNSEEN).including(values)
+        for group in batch.groups:
+            seen = self.ranges.get(group.task, UNSEEN)
+            self.ranges[group.task] = seen.including(list(group.rewards.values()))
         ranges = [self.ranges[group.task] for group in batch.groups]
-        scores, solved = group_advantages(self._advantage, rewards, ranges, self.config.algorithm.solved_advantage)
+        advantages, solved = token_advantages(self._advantage, batch, ranges, self.config.algorithm)
         cells = Cells(batch.step)
-        orders = self._orders(batch, scores, solved, cells)
+        orders = self._orders(batch, advantages, solved, cells)
         with self.ranks.dispatch(orders):
             totals = self.learner.learn(orders[0])
         self.version += 1
@@ -124,6 +126,11 @@ class Trainer:
             self.learner.publish(order)
         return self.version
 
+    @property
+    def model_bytes(self) -> int:
+        policy = self.learner.policy
+        return sum(each.numel() * each.element_size() for each in (policy.parameters() | policy.buffers()).values())
+
     def gather(self) -> dict[str, Tensor]:
         """The weights of all ranks, by parameter name. Those of a single rank are not copies."""
         with self.ranks.dispatch([Gather()] * self.ranks.size):
@@ -132,6 +139,12 @@ class Trainer:
     def save(self, order: Save) -> None:
         with self.ranks.dispatch([order] * self.ranks.size):
             self.learner.save(order)
+
+    def verify(self, order: Verify) -> list[str]:
+        """What the ranks found damaged."""
+        with self.ranks.dispatch([order] * self.ranks.size):
+            self.learner.verify(order)
+            return [fault for fault in self.ranks.collect(order.id) if fault]
 
     def restore(self, order: Restore) -> None:
         with self.ranks.dispatch([order] * self.ranks.size):
@@ -153,17 +166,16 @@ class Trainer:
         done = f"stopped after {made:g} updates" if made else "left the weights alone"
         return (f"step {self.version} {done}: its loss or gradient is not finite",)
 
-    def _orders(
-        self, batch: Batch, scores: Sequence[Sequence[float]], solved: Sequence[bool], cells: Cells
-    ) -> list[Learn]:
+    def _orders(self, batch: Batch, advantages: Advantages, solved: Sequence[bool], cells: Cells) -> list[Learn]:
         """What each rank learns in an epoch. Each mini-batch is weighted and dealt over the ranks like a batch."""
         algorithm, layout = self.config.algorithm, self.ranks.layout
-        keep_all = algorithm.kl > 0 or algorithm.entropy > 0
+        loss = LOSSES.find(algorithm.loss)
+        keep_all = algorithm.kl > 0 or algorithm.entropy > 0 or loss in Traits.every_sample
         by_rank: list[list[MiniBatch]] = [[] for _ in range(layout.data)]
-        for members in split_into_mini_batches(batch, scores, self.config.updates, keep_all=keep_all):
+        for members in split_into_mini_batches(batch, advantages, self.config.updates, keep_all=keep_all):
             passes = plan_passes(
                 replace(batch, groups=tuple(batch.groups[i] for i in members)),
-                [scores[i] for i in members],
+                [advantages[i] for i in members],
                 cells,
                 aggregate=algorithm.aggregate,
                 pack_tokens=self.config.pack_tokens,
@@ -171,7 +183,8 @@ class Trainer:
                 ranks=layout.data,
             )
             # Adam takes a full-sized step however small the gradient; what has little evidence should move little.
-            evidence = fmean(any(scores[i]) and not solved[i] for i in members) ** algorithm.evidence_power
+            telling = fmean(any(row.any() for row in advantages[i]) and not solved[i] for i in members)
+            evidence = telling**algorithm.evidence_power
             for mine, part in zip(by_rank, passes, strict=True):
                 mine.extend([MiniBatch(part, evidence)] if part else [])
         return [Learn(batch.step, by_rank[layout.data_index(rank)], len(cells)) for rank in range(layout.ranks)]

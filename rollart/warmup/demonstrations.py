@@ -12,7 +12,8 @@ from typing import Any
 
 from rollart.config import EnvironmentsConfig, TaskConfig
 from rollart.core.errors import ConfigError, EnvironmentFailed
-from rollart.core.seeds import seed_of
+from rollart.core.foreign import InvalidValue
+from rollart.core.seeds import numbered_seed, seed_of
 from rollart.core.types import Episode, EpisodeTurn, Step
 from rollart.envs import replies
 from rollart.envs.process_entry import EnvironmentProcess
@@ -58,7 +59,9 @@ async def _play(
                     f"{number} of {count} demonstrations of task {task.name!r} took {deadline:g} s; "
                     "lower model.warmup.demonstrations or use a faster environment"
                 )
-            instance = seed_of(seed, task.name, "demonstration", number)
+            instance = (
+                numbered_seed(seed, number) if task.dataset else seed_of(seed, task.name, "demonstration", number)
+            )
             episodes.append(_episode(task, instance, *await play(instance, left)))
             on_progress(number + 1)
     return episodes
@@ -75,7 +78,7 @@ async def _opened(task: TaskConfig) -> AsyncIterator[PlayEpisode]:
         async def play(seed: int, deadline: float) -> Any:
             return process.demonstrate(
                 env=task.env,
-                args=task.args,
+                args=task.env_args,
                 player=str(task.player),
                 player_args=task.player_args,
                 seed=seed,
@@ -94,7 +97,7 @@ def _episode(task: TaskConfig, seed: int, first: Any, played: list[tuple[str, An
             step = replies.parse_step(list(answer) if isinstance(answer, tuple) else answer)
             turns.append(EpisodeTurn(messages, action, step.reward))
             messages = step.messages
-    except replies.InvalidReply as error:
+    except InvalidValue as error:
         raise EnvironmentFailed(f"the environment of task {task.name!r} broke its protocol: {error}") from error
     truncated = step.truncated or not step.done
     return Episode(

@@ -24,6 +24,7 @@ from jinja2 import TemplateError
 from rollart.config import RunFile, WarmupConfig
 from rollart.core.errors import ConfigError, RollartError, ServiceError
 from rollart.core.seeds import seed_of
+from rollart.launch.child import describe, tail
 from rollart.models import tiny
 from rollart.models.chat import ChatRenderer, conversation_tokens
 from rollart.models.folder import atomic_folder, is_model
@@ -58,7 +59,11 @@ def _ignore(news: object) -> None:
 def prepare_model(run: RunFile, folder: Path) -> Path:
     """The user's model folder, or else `folder`, in which a tiny model is made unless there is one."""
     if run.model.path is None:
-        assert run.model.tiny is not None
+        if run.model.tiny is None:
+            raise ConfigError(
+                "model: it has sizes but no weights, which is enough to check, simulate and plan; to train, give "
+                "model.path, a Hugging Face folder"
+            )
         return folder if is_model(folder) else tiny.make(run.model.tiny, folder, seed_of(run.seed, "model"))
     if not is_model(run.model.path):
         raise ConfigError(f"model.path: {run.model.path} is not a Hugging Face folder with safetensors and a tokenizer")
@@ -83,7 +88,7 @@ def demonstration_tokens(
     run: RunFile, count: int, renderer: ChatRenderer, on_progress: OnProgress
 ) -> Iterator[TokensAndMask]:
     """`count` conversations of every task; cut off at the task's `max_context`."""
-    for task in run.tasks if count else ():
+    for task in [task for task in run.tasks if task.weight] if count else ():
 
         def report(done: int, name: str = task.name) -> None:
             if done % REPORT_EVERY == 0 and done < count:
@@ -158,7 +163,8 @@ async def _follow(child: Process, on_progress: OnProgress, on_model: OnModel, lo
         except TimeoutError:
             raise ServiceError(f"preparing the model made no progress for {PROGRESS_TIMEOUT:g} s; see {log}") from None
         if not line:
-            raise ServiceError(f"preparing the model ended without a model (exit code {await child.wait()}); see {log}")
+            code = await child.wait()
+            raise ServiceError(f"preparing the model ended with {describe(code)}{tail(log, lines=1)}")
         message = json.loads(line)
         if "error" in message:
             raise RollartError(message["error"])
@@ -183,6 +189,8 @@ def main() -> None:
             prepare_examples(run, run.model.warmup, model, examples, lambda progress: _write(asdict(progress)))
     except RollartError as error:
         _write({"error": str(error)})
+    except OSError as error:
+        _write({"error": f"the model could not be prepared: {error}"})
     else:
         _write({"prepared": True})
 

@@ -22,6 +22,7 @@ from rollart.core.errors import RollartError
 from rollart.models.folder import begin_folder, check_space, read_seconds
 from rollart.training.block_files import BlockReader
 from rollart.training.checkpoint import CheckpointFailed, load_checkpoint, save_checkpoint
+from rollart.training.export import export_model
 from rollart.training.guard import GuardState
 from rollart.training.learner import Save
 from rollart.training.trainer import Trainer
@@ -94,7 +95,8 @@ def test_a_checkpoint_holds_blocks_with_shapes_and_offsets_and_the_tokenizer_and
         blocks = msgspec.json.decode(file.metadata()["blocks"])
         assert {name.partition("/")[0] for name in blocks} == {"policy", "exp_avg", "exp_avg_sq"}
         for name, weight in trainer.learner.policy.parameters().items():
-            assert blocks[f"policy/{name}"] == {"shape": list(weight.shape), "offset": [0] * weight.ndim}
+            place = blocks[f"policy/{name}"]
+            assert (place["shape"], place["offset"]) == (list(weight.shape), [0] * weight.ndim)
             assert torch.equal(file.get_tensor(f"policy/{name}"), weight)
 
 
@@ -185,6 +187,19 @@ def test_a_damaged_file_is_a_sentence(saved: tuple[Trainer, Path]) -> None:
     (path / "checkpoint.json").write_text("{")
     with pytest.raises(RollartError, match=r"checkpoint\.json is damaged"):
         load_checkpoint(trainer, path)
+
+
+def test_a_flipped_bit_inside_a_tensor_is_found_before_anything_is_loaded(saved: tuple[Trainer, Path]) -> None:
+    trainer, path = saved
+    content = bytearray((path / WEIGHTS).read_bytes())
+    content[-5] ^= 1
+    (path / WEIGHTS).write_bytes(content)
+    before = {name: tensor.clone() for name, tensor in trainer.gather().items()}
+    with pytest.raises(RollartError, match=rf"{WEIGHTS} is damaged: the contents of .* have changed.*; use an older"):
+        load_checkpoint(trainer, path)
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.gather().items())
+    with pytest.raises(RollartError, match="have changed since they were written"):
+        export_model(path, path.parent / "exported")
 
 
 def test_a_folder_without_a_manifest_and_no_folder_are_refused(saved: tuple[Trainer, Path], folder: Path) -> None:

@@ -11,6 +11,7 @@ from tiny_models import EXPERTS, VOCABULARY, make_batch, save_tiny
 from torch import Tensor
 
 from rollart.config import AlgorithmConfig, TrainingConfig
+from rollart.core.column import Column
 from rollart.core.errors import RollartError
 from rollart.core.expert_choice import ChoiceShape, ExpertChoices
 from rollart.core.types import Batch, Sample
@@ -31,12 +32,11 @@ def choices(ids: Tensor) -> ExpertChoices:
 def packed(tokens: list[int], ids: Tensor | None = None) -> Packed:
     mask = [0] + [1] * (len(tokens) - 1)
     sample = TrainSample(
-        tokens=tokens,
-        mask=mask,
-        behaviour=[0.0] * sum(mask),
-        cells=[0] * sum(mask),
-        temperature=1.0,
-        advantage=1.0,
+        tokens=Column.ints(tokens),
+        mask=Column.flags(mask),
+        behaviour=Column.floats([0.0] * sum(mask)),
+        cells=Column.ints([0] * sum(mask)),
+        advantage=Column.floats([1.0] * sum(mask)),
         weight=1.0,
         experts=None if ids is None else choices(ids),
     )

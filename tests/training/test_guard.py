@@ -11,7 +11,8 @@ import pytest
 import torch
 from tiny_models import VOCABULARY, save_tiny
 
-from rollart.config import AlgorithmConfig, EngineConfig, TrainingConfig
+from rollart.config import AlgorithmConfig, CorrectionConfig, EngineConfig, TrainingConfig
+from rollart.core.column import Column
 from rollart.core.types import Batch, GenerationRequest, Sample, SampleGroup, Sampling, StepMetrics
 from rollart.engines.torch.model import EngineModel
 from rollart.engines.torch.stepper import Stepper
@@ -36,17 +37,24 @@ class Talk:
 
     def observe(self, tokens: list[int]) -> None:
         self.mask += [0] * len(tokens)
-        self.logprobs += [0.0] * len(tokens)
-        self.versions += [-1] * len(tokens)
 
 
 class Loop:
     """An engine and a trainer with the same tiny model. `trained_at` is the temperature given to the trainer."""
 
-    def __init__(self, folder: Path, *, trained_at: float = 1.0, on_swap: str = "recompute", **sampling: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        trained_at: float = 1.0,
+        on_swap: str = "recompute",
+        algorithm: AlgorithmConfig | None = None,
+        **sampling: float,
+    ) -> None:
         model = EngineModel.open(save_tiny(folder, initializer_range=0.3), torch.float32, "cpu")
         self.engine = Stepper(model, EngineConfig(on_swap=on_swap))  # type: ignore[arg-type]
-        self.trainer = Trainer(folder, TrainingConfig(lr=3e-3, lr_warmup=0))
+        config = TrainingConfig(lr=3e-3, lr_warmup=0, algorithm=algorithm or AlgorithmConfig())
+        self.trainer = Trainer(folder, config)
         self.trained_at, self.sampling = trained_at, Sampling(max_tokens=ANSWER, **sampling)  # type: ignore[arg-type]
         self.warnings: list[str] = []
         self._model, self._draw, self._names = model, random.Random(0), 0
@@ -84,8 +92,17 @@ class Loop:
 
     def train(self, talks: Sequence[Talk], spoil: Spoil = lambda sample: sample) -> StepMetrics:
         samples = [
-            Sample(t.name, "t", t.tokens, t.mask, t.logprobs, t.versions, float(n % 2), temperature=self.trained_at)
-            for n, t in enumerate(talks)
+            Sample(
+                id=talk.name,
+                task="t",
+                tokens=Column.ints(talk.tokens),
+                roles=Column.flags(talk.mask),
+                logprobs=Column.floats(talk.logprobs),
+                versions=Column.ints(talk.versions),
+                reward=float(n % 2),
+                temperature=self.trained_at,
+            )
+            for n, talk in enumerate(talks)
         ]
         group = SampleGroup("g", "t", tuple(map(spoil, samples)))
         metrics = self.trainer.step(Batch(self.trainer.version, (group,)))
@@ -150,8 +167,8 @@ def test_logprobs_before_temperature_are_named_as_a_temperature(tmp_path: Path) 
 
     def raw(sample: Sample) -> Sample:
         with torch.no_grad():
-            values = iter(loop.trainer.learner.policy.logprobs(pack([sample.tokens], [sample.mask]))[0].tolist())
-        return replace(sample, logprobs=[next(values) if bit else 0.0 for bit in sample.mask])
+            values, _ = loop.trainer.learner.policy.logprobs(pack([sample.tokens.array], [sample.mask]))
+        return replace(sample, logprobs=Column.floats(values.numpy()))
 
     loop.round(raw)
     (warning,) = loop.warnings
@@ -188,8 +205,8 @@ def test_kv_kept_where_every_conversation_is_older_is_named(tmp_path: Path) -> N
 
 def test_tokens_that_all_carry_the_newest_version_are_named(tmp_path: Path) -> None:
     def stamped_at_the_end(sample: Sample) -> Sample:
-        newest = max(sample.versions)
-        return replace(sample, versions=[newest if bit else -1 for bit in sample.mask])
+        made = sample.versions.array
+        return replace(sample, versions=Column.ints(made * 0 + made.max()))
 
     loop = Loop(tmp_path)
     loop.round(stamped_at_the_end)
@@ -203,15 +220,14 @@ def test_an_engine_that_never_swapped_is_named(tmp_path: Path) -> None:
     loop.answer(plain)
     loop.train(plain)
     loop.answer(talks)
-    loop.train(talks, lambda sample: replace(sample, versions=[version + 1 for version in sample.versions]))
+    loop.train(talks, lambda sample: replace(sample, versions=Column.ints(sample.versions.array + 1)))
     (warning,) = loop.warnings
     assert warning.startswith("version label") and "swapped later than it says" in warning
 
 
 def test_versions_that_are_swapped_are_named(tmp_path: Path) -> None:
     def exchanged(sample: Sample) -> Sample:
-        both = {1: 0, 0: 1}
-        return replace(sample, versions=[both.get(version, -1) for version in sample.versions])
+        return replace(sample, versions=Column.ints(1 - sample.versions.array))
 
     loop = Loop(tmp_path)
     loop.round(exchanged)
@@ -288,15 +304,14 @@ def row(*, age: int, mean: float, tokens: int = 100) -> GapRow:
 @pytest.mark.parametrize("cap", [None, 1.2, 100.0])
 def test_the_correction_weighs_tokens_by_what_the_guard_sees(tmp_path: Path, cap: float | None) -> None:
     """At a wrong temperature: the weights are the trainer's probability over the engine's, truncated at the cap."""
-    loop = Loop(tmp_path, temperature=1.5)
-    loop.trainer.config = loop.trainer.config.model_copy(update={"algorithm": AlgorithmConfig(importance_cap=cap)})
-    loop.trainer.learner.config = loop.trainer.config
+    correction = CorrectionConfig(use=("token",), cap=cap) if cap else CorrectionConfig(use=())
+    loop = Loop(tmp_path, temperature=1.5, algorithm=AlgorithmConfig(correction=correction))
     talks = loop.begin()
     loop.answer(talks)
     with torch.no_grad():
         packed = pack([talk.tokens for talk in talks], [talk.mask for talk in talks])
         ours = loop.trainer.learner.policy.logprobs(packed)[0]
-    theirs = torch.tensor([p for talk in talks for p, bit in zip(talk.logprobs, talk.mask, strict=True) if bit])
+    theirs = torch.tensor([p for talk in talks for p in talk.logprobs])
     ratio = (ours - theirs).exp()
     expected = ratio.clamp(max=cap).mean().item() if cap else 1.0
     assert loop.train(talks).values["importance"] == pytest.approx(expected, abs=1e-4)

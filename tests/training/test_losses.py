@@ -127,17 +127,6 @@ def test_on_the_first_update_ppo_gspo_and_cispo_have_the_gradient_of_reinforce(c
         torch.testing.assert_close(gradient, gradients[0])
 
 
-def test_importance_weight_by_hand() -> None:
-    proximal, behaviour = tensor([0.0, 0.0, 0.0]), tensor([0.0, -math.log(1.5), -math.log(8.0)])
-    assert losses.importance_weight(proximal, behaviour, 2.0).tolist() == pytest.approx([1.0, 1.5, 2.0])
-    assert losses.importance_weight(proximal, behaviour, None).tolist() == [1.0, 1.0, 1.0]
-
-
-def test_the_importance_weight_passes_no_gradient() -> None:
-    proximal = tensor([0.3]).requires_grad_()
-    assert not losses.importance_weight(proximal, tensor([0.0]), 2.0).requires_grad
-
-
 def test_kl_by_hand() -> None:
     got = losses.kl_to_reference(tensor([math.log(0.5), math.log(0.25)]), tensor([math.log(0.25), math.log(0.25)]))
     assert got.tolist() == pytest.approx([0.5 + math.log(2) - 1, 0.0])

@@ -1,5 +1,6 @@
 """Several updates on one batch: how it is split, and what they compare themselves with."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ from hypothesis import strategies as st
 from tiny_models import make_batch, save_tiny
 
 from rollart.config import AlgorithmConfig, TrainingConfig
-from rollart.core.types import StepMetrics
-from rollart.training.advantages import ADVANTAGES
+from rollart.core.column import Column
+from rollart.core.types import Batch, Sample, StepMetrics
+from rollart.training.advantages import ADVANTAGES, spread_over_tokens
 from rollart.training.learner import Learn
 from rollart.training.microbatch import split_into_mini_batches
 from rollart.training.packing import deal, pack
@@ -45,13 +47,14 @@ def test_dealing_is_even_in_number_and_in_size(sizes: list[int], parts: int) -> 
 
 def test_groups_stay_whole_and_every_update_has_a_gradient() -> None:
     batch = make_batch(0, GROUPS)
-    scores = ADVANTAGES.find("grpo")([list(group.rewards.values()) for group in batch.groups])
-    assert any(scores[3]) and not any(scores[4])
+    values = ADVANTAGES.find("grpo")([list(group.rewards.values()) for group in batch.groups])
+    assert any(values[3]) and not any(values[4])
+    scores = spread_over_tokens(batch, values)
     for updates, count in ((1, 1), (2, 2), (4, 4), (6, 5)):
         parts = split_into_mini_batches(batch, scores, updates, keep_all=False)
         assert len(parts) == count
         assert sorted(i for part in parts for i in part) == list(range(6))
-        assert all(any(any(scores[i]) for i in part) for part in parts)
+        assert all(any(any(values[i]) for i in part) for part in parts)
     assert len(split_into_mini_batches(batch, scores, 6, keep_all=True)) == 6
 
 
@@ -67,7 +70,7 @@ def test_token_weights_of_every_mini_batch_add_up_to_one(folder: Path, aggregate
     assert len(order.mini_batches) == 3
     for one in order.mini_batches:
         items = [item for part in one.passes for item in part]
-        assert sum(item.weight * sum(item.mask) for item in items) == pytest.approx(1.0)
+        assert sum(item.weight * item.actions for item in items) == pytest.approx(1.0)
 
 
 def test_updates_and_epochs_multiply(folder: Path) -> None:
@@ -113,24 +116,28 @@ def likelihoods(folder: Path, **keys: object) -> tuple[float, float, float]:
     trainer = Trainer(folder, TrainingConfig.model_validate({"lr": 3e-3, "lr_warmup": 0, **keys}))
     good, bad, gap = 0.0, 0.0, 0.0
     for step in range(10):
-        batch = make_batch(step, [[1.0, 0.0], [1.0, 0.0]])
-        for group in batch.groups:
-            for sample in group.samples:
-                values = logprobs(exact if step == 0 else trainer, sample.tokens, sample.mask)
-                sample.logprobs[:] = values
+        made = make_batch(step, [[1.0, 0.0], [1.0, 0.0]])
+        scorer = exact if step == 0 else trainer
+        batch = Batch(
+            step,
+            tuple(
+                replace(group, samples=tuple(replace(s, logprobs=logprobs(scorer, s)) for s in group.samples))
+                for group in made.groups
+            ),
+        )
         metrics = trainer.step(batch)
         assert not metrics.warnings
         gap = metrics.values["logprob_gap"] if step == 0 else gap
     for group in batch.groups:
-        good += sum(logprobs(trainer, group.samples[0].tokens, group.samples[0].mask))
-        bad += sum(logprobs(trainer, group.samples[1].tokens, group.samples[1].mask))
+        good += float(logprobs(trainer, group.samples[0]).array.sum())
+        bad += float(logprobs(trainer, group.samples[1]).array.sum())
     return good, bad, gap
 
 
-def logprobs(trainer: Trainer, tokens: list[int], mask: list[int]) -> list[float]:
+def logprobs(trainer: Trainer, sample: Sample) -> Column:
     with torch.no_grad():
-        values = iter(trainer.learner.policy.logprobs(pack([tokens], [mask]))[0].tolist())
-    return [next(values) if bit else 0.0 for bit in mask]
+        values, _ = trainer.learner.policy.logprobs(pack([sample.tokens.array], [sample.mask]))
+    return Column.floats(values.float().numpy())
 
 
 def test_bfloat16_learns_like_float32_and_its_gap_is_rounding(folder: Path) -> None:

@@ -10,16 +10,8 @@ from torch import Tensor
 from rollart.config import TrainingConfig
 from rollart.core.errors import ConfigError, RollartError
 from rollart.training.checkpoint import load_checkpoint, save_checkpoint
-from rollart.training.optimizers import (
-    OPTIMIZERS,
-    Quantised,
-    learning_rate,
-    make_optimizer,
-    moments,
-    orthogonal,
-    read_state,
-    write_state,
-)
+from rollart.training.matrix_optimizers import Quantised, moments, orthogonal, read_state, write_state
+from rollart.training.optimizers import OPTIMIZERS, learning_rate, make_optimizer
 from rollart.training.policy import PolicyModel
 from rollart.training.trainer import Trainer
 

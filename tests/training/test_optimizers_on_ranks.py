@@ -15,7 +15,8 @@ from rollart.config import AlgorithmConfig, TrainingConfig
 from rollart.core.types import Batch, StepMetrics
 from rollart.hardware.layout import Layout
 from rollart.training.checkpoint import load_checkpoint, save_checkpoint
-from rollart.training.optimizers import make_optimizer, moments, read_state
+from rollart.training.matrix_optimizers import moments, read_state
+from rollart.training.optimizers import make_optimizer
 from rollart.training.policy import PolicyModel
 from rollart.training.ranks import RankAddress, Ranks
 from rollart.training.shards import block

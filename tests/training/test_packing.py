@@ -93,7 +93,7 @@ def test_chunked_logprobs_and_gradients_are_those_of_one_chunk(tmp_path: Path, m
         return logprobs, entropy, policy.model.get_output_embeddings().weight.grad.clone()
 
     whole = run()
-    monkeypatch.setattr(score, "LOGITS_AT_ONCE", 4 * VOCABULARY)
+    monkeypatch.setattr(score, "scorer_rows", lambda columns: 4)
     for chunked, expected in zip(run(), whole, strict=True):
         torch.testing.assert_close(chunked, expected)
 

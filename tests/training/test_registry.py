@@ -22,7 +22,7 @@ from rollart.training.losses import LossInputs
 
 
 def my_loss(inputs: LossInputs) -> Tensor:
-    return -inputs.advantages * inputs.logprobs
+    return -inputs.ratio.detach() * inputs.advantages * inputs.logprobs
 
 
 def my_advantage(groups: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -67,7 +67,7 @@ def test_own_loss_and_advantage_train_as_the_shipped_ones_of_the_same_formula(fo
 @pytest.mark.parametrize(
     ("key", "name", "sentence"),
     [
-        ("loss", "ppoo", r"loss must be ppo, .* or module:function, not 'ppoo'; did you mean 'ppo'\?"),
+        ("loss", "ppoo", r"loss must be .*ppo, .* or module:function, not 'ppoo'; did you mean 'ppo'\?"),
         ("advantage", "gpro", r"advantage must be grpo, .* not 'gpro'; did you mean 'grpo'\?"),
         ("loss", "no_such:f", "loss names module 'no_such', which cannot be found"),
         ("loss", "own_algorithm:my_los", r"names 'my_los', which .* does not have; did you mean 'my_loss'\?"),

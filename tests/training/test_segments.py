@@ -7,12 +7,13 @@ import pytest
 from tiny_models import make_sample
 
 from rollart.core.types import Batch, Sample, SampleGroup
+from rollart.training.advantages import spread_over_tokens
 from rollart.training.logprob_gap import Cells
 from rollart.training.microbatch import plan_passes
 
 
 def weight_of(items: list[list[list[object]]]) -> float:
-    return sum(item.weight * sum(item.mask) for rank in items for part in rank for item in part)  # type: ignore[attr-defined]
+    return sum(item.weight * item.actions for rank in items for part in rank for item in part)  # type: ignore[attr-defined]
 
 
 def segments(count: int, reward: float, draw: random.Random, name: str) -> list[Sample]:
@@ -24,19 +25,33 @@ def segments(count: int, reward: float, draw: random.Random, name: str) -> list[
 def test_segments_share_the_advantage_of_their_trajectory(aggregate: str) -> None:
     draw = random.Random(0)
     group = SampleGroup("g", "t", (*segments(3, 1.0, draw, "long"), *segments(1, 0.0, draw, "short")))
+    batch = Batch(0, (group,))
+    values = spread_over_tokens(batch, [[0.5, -0.5]])
     (passes,) = plan_passes(
-        Batch(0, (group,)), [[0.5, -0.5]], Cells(0), aggregate=aggregate, pack_tokens=10**6, keep_all=False
+        batch,
+        values,
+        Cells(0),
+        aggregate=aggregate,
+        pack_tokens=10**6,
+        keep_all=False,
     )
     items = [item for part in passes for item in part]
-    assert sorted(item.advantage for item in items) == [-0.5, 0.5, 0.5, 0.5]
+    assert sorted(float(item.advantage.array[-1]) for item in items) == [-0.5, 0.5, 0.5, 0.5]
     assert weight_of([[items]]) == pytest.approx(1.0)  # type: ignore[list-item]
 
 
 def test_by_sequence_a_trajectory_weighs_the_same_in_any_number_of_segments() -> None:
     draw = random.Random(0)
     group = SampleGroup("g", "t", (*segments(3, 1.0, draw, "long"), *segments(1, 0.0, draw, "short")))
+    batch = Batch(0, (group,))
+    values = spread_over_tokens(batch, [[0.5, -0.5]])
     (passes,) = plan_passes(
-        Batch(0, (group,)), [[0.5, -0.5]], Cells(0), aggregate="sequence", pack_tokens=10**6, keep_all=False
+        batch,
+        values,
+        Cells(0),
+        aggregate="sequence",
+        pack_tokens=10**6,
+        keep_all=False,
     )
-    long = [item for part in passes for item in part if item.advantage > 0]
+    long = [item for part in passes for item in part if item.advantage.array[0] > 0]
     assert weight_of([[long]]) == pytest.approx(0.5)  # type: ignore[list-item]

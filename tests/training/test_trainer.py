@@ -8,6 +8,7 @@ import torch
 from tiny_models import make_batch, make_sample, save_tiny
 
 from rollart.config import AlgorithmConfig, TrainingConfig
+from rollart.core.column import Column
 from rollart.core.errors import RollartError
 from rollart.core.types import Batch, SampleGroup
 from rollart.training.packing import pack
@@ -41,8 +42,8 @@ def with_true_logprobs(trainer: Trainer, batch: Batch) -> Batch:
         samples = []
         for sample in group.samples:
             with torch.no_grad():
-                values = iter(trainer.learner.policy.logprobs(pack([sample.tokens], [sample.mask]))[0].tolist())
-            samples.append(replace(sample, logprobs=[next(values) if bit else 0.0 for bit in sample.mask]))
+                values, _ = trainer.learner.policy.logprobs(pack([sample.tokens.array], [sample.mask]))
+            samples.append(replace(sample, logprobs=Column.floats(values.numpy())))
         groups.append(replace(group, samples=tuple(samples)))
     return replace(batch, groups=tuple(groups))
 
@@ -54,7 +55,9 @@ def test_a_step_makes_good_tokens_likelier_and_bad_ones_less_likely(folder: Path
 
     def likelihood() -> list[float]:
         with torch.no_grad():
-            return [subject.learner.policy.logprobs(pack([s.tokens], [s.mask]))[0].mean().item() for s in (good, bad)]
+            return [
+                subject.learner.policy.logprobs(pack([s.tokens.array], [s.mask]))[0].mean().item() for s in (good, bad)
+            ]
 
     before = likelihood()
     subject.step(batch)
@@ -115,6 +118,7 @@ def test_metrics_by_hand(folder: Path) -> None:
         "spread": 0.5,
         "solved": 0.5,
         "staleness": 0.75,
+        "truncated": 0.0,
         "samples": 4.0,
         "action_tokens": 28.0,
     }

@@ -98,7 +98,12 @@ def test_what_is_too_long_is_cut_or_left_out(tmp_path: Path, renderer: ChatRende
     assert (seen[-1].done, seen[-1].left_out) == (2, 1)
 
 
-TASK = {"name": "guess", "env": "rollart.envs.guess_number:GuessNumber", "max_context": 8}
+TASK = {
+    "name": "guess",
+    "env": "rollart.envs.guess_number:GuessNumber",
+    "max_context": 8,
+    "sampling": {"max_tokens": 2},
+}
 
 
 def test_conversations_that_leave_nothing_to_learn_are_refused(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_a_tiny_model_depends_on_the_seed_of_the_run_alone_and_is_not_made_again
 
 def test_a_conversation_is_cut_at_the_tasks_context(tmp_path: Path) -> None:
     tiny.tokenizer(128).save_pretrained(tmp_path)
-    run = run_file({"tiny": TINY}, max_context=12)
+    run = run_file({"tiny": TINY}, max_context=12, sampling={"max_tokens": 4})
     data = list(demonstration_tokens(run, 50, ChatRenderer(tmp_path), ignore))
     assert data and max(len(tokens) for tokens, _ in data) == 12
     assert all(len(tokens) == len(mask) and any(mask) for tokens, mask in data)

@@ -1,19 +1,10 @@
-"""Policy losses: small functions of flat tensors with one entry per action token.
-
-Three policies meet in them. The *behaviour* policy sampled the token; its logprobs come from the engine and may be some
-versions old. The *proximal* policy is the trainer's at the start of the step. The *current* one is being updated. In
-decoupled PPO the ratio current / proximal is clipped, and proximal / behaviour is a truncated importance weight. On the
-first update of a step current and proximal are the same, so the ratio is 1 in value and only its gradient counts.
-
-A loss is added by writing it here under `@LOSSES.register`. `rollart check` reads the registry, so this module does not
-import torch: the methods of tensors are enough.
-"""
+"""What a loss gets and returns, and the table of losses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from rollart.config import AlgorithmConfig
 from rollart.core.errors import RollartError
@@ -28,7 +19,9 @@ class LossInputs:
     """The action tokens of one micro-batch; there are no others, so there is no mask.
 
     `logprobs` are the current policy's and carry the gradient; `old_logprobs` are the proximal policy's and
-    `engine_logprobs` the behaviour policy's. `sequences` numbers the sequence of each token from 0.
+    `engine_logprobs` the behaviour policy's. `sequences` numbers the sequence of each token from 0. The rest is there
+    if a loss needs it: the reference's logprobs, the teacher's, and for each token the logprobs of the teacher's
+    likeliest tokens, by the policy (with gradient) and by the teacher, [tokens, count].
     """
 
     logprobs: Tensor
@@ -37,6 +30,15 @@ class LossInputs:
     advantages: Tensor
     sequences: Tensor
     config: AlgorithmConfig
+    reference_logprobs: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
+    top_logprobs: Tensor | None = None
+    teacher_top_logprobs: Tensor | None = None
+
+    @property
+    def ratio(self) -> Tensor:
+        """Current over proximal policy."""
+        return (self.logprobs - self.old_logprobs).exp()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +53,51 @@ Loss = Callable[[LossInputs], "Tensor | PolicyLoss"]
 LOSSES = Registry[Loss]("training.algorithm.loss")
 
 
+class Traits:
+    """Sets of losses that the trainer treats in another way."""
+
+    one_ratio_per_sequence: ClassVar[set[Loss]] = set()
+    corrects_itself: ClassVar[set[Loss]] = set()
+    every_sample: ClassVar[set[Loss]] = set()
+    needs_reference: ClassVar[set[Loss]] = set()
+    needs_teacher: ClassVar[set[Loss]] = set()
+
+
+def one_ratio_per_sequence(function: Loss) -> Loss:
+    """Marks a loss whose tokens share the ratio of their sequence: its corrections are those of sequences."""
+    Traits.one_ratio_per_sequence.add(function)
+    return function
+
+
+def corrects_itself(function: Loss) -> Loss:
+    """Marks a loss that uses the engine's logprobs itself: no correction is applied to it."""
+    Traits.corrects_itself.add(function)
+    return function
+
+
+def every_sample(function: Loss) -> Loss:
+    """Marks a loss that learns from samples whose advantage is 0 too."""
+    Traits.every_sample.add(function)
+    return function
+
+
+def needs_reference(function: Loss) -> Loss:
+    """Marks a loss that compares with the policy at the start of RL."""
+    Traits.needs_reference.add(function)
+    return function
+
+
+def needs_teacher(function: Loss) -> Loss:
+    """Marks a loss that needs a teacher's logprobs in every sample."""
+    Traits.needs_teacher.add(function)
+    return every_sample(function)
+
+
 def policy_loss(function: Loss, inputs: LossInputs) -> PolicyLoss:
     """The loss of every token. Without tokens, as on a rank that has nothing in a pass, `function` is not called."""
     empty = inputs.logprobs.numel() == 0
+    if not empty and function in Traits.needs_teacher and inputs.teacher_logprobs is None:
+        raise RollartError(f"the loss {inputs.config.loss!r} needs the logprobs of a teacher, which the samples lack")
     result = inputs.logprobs if empty else function(inputs)
     if not isinstance(result, PolicyLoss):
         result = PolicyLoss(result, inputs.logprobs.new_zeros(inputs.logprobs.shape).bool())
@@ -65,57 +109,21 @@ def policy_loss(function: Loss, inputs: LossInputs) -> PolicyLoss:
     return result
 
 
-@LOSSES.register
-def ppo(inputs: LossInputs) -> PolicyLoss:
-    """The clipped surrogate. `clip_high` > `clip_low` is clip-higher; `dual_clip` caps a bad token's loss at
-    dual_clip * |advantage|."""
-    return _clipped_surrogate((inputs.logprobs - inputs.old_logprobs).exp(), inputs)
-
-
-@LOSSES.register
-def gspo(inputs: LossInputs) -> PolicyLoss:
-    """As PPO, with one ratio per sequence: the geometric mean of its tokens' ratios."""
-    counts = inputs.sequences.bincount().clamp(min=1).to(inputs.logprobs.dtype)
-    sums = counts.new_zeros(counts.shape).index_add(0, inputs.sequences, inputs.logprobs - inputs.old_logprobs)
-    return _clipped_surrogate((sums / counts).exp()[inputs.sequences], inputs)
-
-
-@LOSSES.register
-def cispo(inputs: LossInputs) -> PolicyLoss:
-    """REINFORCE weighted by the clipped ratio: clipping bounds a token's weight but never silences its gradient."""
-    ratio = (inputs.logprobs - inputs.old_logprobs).exp().detach()
-    weight = ratio.clamp(1 - inputs.config.clip_low, 1 + inputs.config.clip_high)
-    return PolicyLoss(-weight * inputs.advantages * inputs.logprobs, weight != ratio)
-
-
-@LOSSES.register
-def reinforce(inputs: LossInputs) -> Tensor:
-    return -inputs.advantages * inputs.logprobs
-
-
-def _clipped_surrogate(ratio: Tensor, inputs: LossInputs) -> PolicyLoss:
-    config, advantages = inputs.config, inputs.advantages
-    plain = -ratio * advantages
-    bounded = -ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages
-    loss, clipped = plain.maximum(bounded), bounded > plain
-    if config.dual_clip is not None:
-        ceiling = -config.dual_clip * advantages
-        over = (advantages < 0) & (loss > ceiling)
-        loss, clipped = ceiling.where(over, loss), clipped | over
-    return PolicyLoss(loss, clipped)
-
-
-def importance_weight(proximal: Tensor, behaviour: Tensor, cap: float | None) -> Tensor:
-    """How much likelier the token is now than when it was made, truncated at `cap`; 1 everywhere without a cap."""
-    if cap is None:
-        return behaviour.new_ones(behaviour.shape)
-    return (proximal.detach() - behaviour).exp().clamp(max=cap)
+def sum_by(values: Tensor, owners: Tensor) -> Tensor:
+    """One sum per owner."""
+    return values.new_zeros(int(owners.max()) + 1).index_add(0, owners, values)
 
 
 def kl_to_reference(current: Tensor, reference: Tensor) -> Tensor:
     """The k3 estimate of KL(current || reference): never negative, unbiased, zero where they agree."""
     difference = reference - current
     return difference.exp() - difference - 1
+
+
+def weighted_kl(inputs: LossInputs, reference: Tensor, correction: Tensor) -> Tensor:
+    """The estimate of each token, weighted by how much likelier the token is now than when it was sampled. The weight
+    carries a gradient too: without it the gradient is not that of the KL."""
+    return correction * inputs.ratio * kl_to_reference(inputs.logprobs, reference)
 
 
 def token_weights(

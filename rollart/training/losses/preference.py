@@ -1,0 +1,47 @@
+"""Losses of pairs: sequences 2k and 2k + 1 of a micro-batch, of which the one with the larger advantage is chosen."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollart.core.errors import RollartError
+from rollart.training.losses.base import LOSSES, LossInputs, corrects_itself, needs_reference, sum_by
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@LOSSES.register
+@corrects_itself
+@needs_reference
+def dpo(inputs: LossInputs) -> Tensor:
+    """-log sigmoid(beta margin)."""
+    values = inputs.config.beta * margins(inputs)
+    return _over_tokens(values.new_zeros(()).logaddexp(-values), inputs)
+
+
+@LOSSES.register
+@corrects_itself
+@needs_reference
+def ipo(inputs: LossInputs) -> Tensor:
+    """(margin - 1 / (2 beta))^2, with log ratios averaged over the tokens of a sequence."""
+    return _over_tokens((margins(inputs, mean=True) - 1 / (2 * inputs.config.beta)) ** 2, inputs)
+
+
+def margins(inputs: LossInputs, *, mean: bool = False) -> Tensor:
+    """By how much the log ratio to the reference of the chosen sequence exceeds that of the rejected, for each pair."""
+    if inputs.reference_logprobs is None:
+        raise RollartError(f"the loss {inputs.config.loss!r} needs the logprobs of the reference")
+    ratios = sum_by(inputs.logprobs - inputs.reference_logprobs, inputs.sequences)
+    advantages = sum_by(inputs.advantages, inputs.sequences)
+    if len(ratios) % 2:
+        raise RollartError(f"the loss {inputs.config.loss!r} needs pairs, but a pass has {len(ratios)} sequences")
+    if mean:
+        ratios = ratios / inputs.sequences.bincount().clamp(min=1)
+    sign = (advantages[0::2] - advantages[1::2]).sign()
+    return sign * (ratios[0::2] - ratios[1::2])
+
+
+def _over_tokens(losses: Tensor, inputs: LossInputs) -> Tensor:
+    """The loss of a pair at all its tokens: the mean over sequences (`aggregate: sequence`) is that over pairs."""
+    return losses.repeat_interleave(2)[inputs.sequences]
