@@ -13,7 +13,6 @@ from rollart.config.yaml_tree import KeyPath, did_you_mean
 from rollart.core.errors import ConfigError
 from rollart.engines.vllm import preflight as vllm
 
-START_S = 120.0
 Problem = tuple[KeyPath, str]  # the key of the run file to change, and a sentence
 
 
@@ -33,7 +32,7 @@ class Backend:
     module: str
     spec: Callable[[RunFile, PoolConfig], dict[str, Any]] = lambda run, pool: {}
     problems: Callable[[RunFile, Mapping[str, PoolConfig]], Iterator[Problem]] = _no_problems
-    start_deadline: Callable[[RunFile], float] = lambda run: START_S
+    start_deadline: Callable[[RunFile], float] = lambda run: run.engine.start_deadline
     emulated: bool = False
     tensor_parallel: bool = False
     connects: bool = False
@@ -48,7 +47,7 @@ BACKENDS: dict[str, Backend] = {
             module="rollart.engines.vllm.service",
             spec=vllm.service_spec,
             problems=vllm.problems,
-            start_deadline=lambda run: START_S + run.vllm.start_deadline,
+            start_deadline=lambda run: run.engine.start_deadline + run.vllm.start_deadline,
             tensor_parallel=True,
         ),
     )
@@ -89,10 +88,11 @@ def unsupported(run: RunFile) -> Iterator[Problem]:
             yield ("pools", name, "emulate"), f"{where}: {wrong}"
 
 
-def problems(run: RunFile) -> Iterator[Problem]:
-    """Why the engines of a run cannot start, as far as this machine shows before they do."""
+def problems(run: RunFile, *, here: bool = True) -> Iterator[Problem]:
+    """Why the engines of a run cannot start, as far as this machine shows before they do; unless they start `here`,
+    only what holds on any machine."""
     wrong = list(unsupported(run))
     yield from wrong
-    for backend in () if wrong else BACKENDS.values():
+    for backend in () if wrong or not here else BACKENDS.values():
         pools = {name: pool for name, pool in run.pools.items() if pool.engine == backend.name and not pool.urls}
         yield from backend.problems(run, pools)

@@ -8,19 +8,18 @@ import msgspec
 from msgspec.structs import replace
 
 from rollart.core.errors import EngineFailed, EngineLost, ServiceError
-from rollart.core.protocols import TokenStream
-from rollart.core.types import Completion, EngineStatus, GenerationRequest, LoadResult, Publication
+from rollart.core.types import Completion, EngineStatus, GenerationRequest, LoadResult, Publication, TokenPart
 from rollart.launch import rpc
 
 T = TypeVar("T")
 SHORT_S = 30.0
-_tokens = msgspec.msgpack.Decoder(list[int])
+_part = msgspec.msgpack.Decoder(TokenPart)
 LOAD_S = 3600.0  # a missing bucket ends a load much sooner
 
 
 @dataclass(frozen=True, slots=True)
 class StreamRequest:
-    """A request whose tokens are streamed in groups of `every`."""
+    """A request whose tokens are streamed as TokenParts: the first one at once, the others in groups of `every`."""
 
     request: GenerationRequest
     every: int
@@ -41,18 +40,18 @@ class EngineClient:
     async def generate(self, request: GenerationRequest) -> Completion:
         return await self._call("generate", request, Completion, self._deadline)
 
-    async def stream(self, request: GenerationRequest, stream: TokenStream) -> Completion:
+    async def generate_in_parts(
+        self, request: GenerationRequest, every: int, on_part: Callable[[TokenPart], bool]
+    ) -> Completion:
         enough = False
 
         def on_item(item: msgspec.Raw) -> None:
             nonlocal enough
-            if not enough and stream.on_tokens(_tokens.decode(item)):
+            if not enough and on_part(_part.decode(item)):
                 enough = True
                 self._client.send("abort", request.id)
 
-        completion = await self._call(
-            "stream", StreamRequest(request, stream.every), Completion, self._deadline, on_item
-        )
+        completion = await self._call("stream", StreamRequest(request, every), Completion, self._deadline, on_item)
         return replace(completion, finish="length") if enough and completion.finish == "abort" else completion
 
     async def prefill(self, request: GenerationRequest) -> int:

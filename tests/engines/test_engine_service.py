@@ -14,7 +14,7 @@ from plain_weights import at
 from tiny_decoders import decoder, request, worst
 
 from rollart.core.errors import EngineFailed
-from rollart.core.protocols import TokenStream
+from rollart.core.types import TokenPart
 from rollart.engines.client import EngineClient
 from rollart.engines.torch.pace import CREDIT_S
 from rollart.engines.torch.service import build
@@ -73,12 +73,12 @@ def test_an_engine_process_serves_swaps_aborts_and_ends_with_its_parent(tmp_path
             assert (await running).finish == "abort"
             received: list[int] = []
 
-            def on_tokens(tokens: list[int]) -> bool:
-                received.extend(tokens)
+            def on_part(part: TokenPart) -> bool:
+                received.extend(part.tokens)
                 return len(received) >= 5
 
             asked = request("enough", [7] * 20, max_tokens=500)
-            completion = await engine.stream(asked, TokenStream(1, on_tokens, received.clear))
+            completion = await engine.generate_in_parts(asked, 1, on_part)
             assert len(received) == 5 and completion.tokens[:5] == received and len(completion.tokens) < 500
             assert completion.finish == "length" and worst(networks, asked, completion) <= 1e-4
             with pytest.raises(EngineFailed, match="vocabulary"):

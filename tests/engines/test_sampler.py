@@ -1,9 +1,12 @@
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_decoders import request
 
+from rollart.engines.torch.kernels import CompiledKernels, kernels_for
+from rollart.engines.torch.kv_rows import KVLayout
 from rollart.engines.torch.sampler import draw, keep_top, mix_seed, sample, uniforms
 from rollart.engines.torch.sequence import accepted
 
@@ -76,3 +79,21 @@ def test_a_row_is_sampled_the_same_whatever_stands_beside_it() -> None:
         assert token.item() == together[0][index].item()
         assert abs(logprob.item() - together[1][index].item()) < 1e-6
     assert together[0][4] == logits[4].argmax() and together[1][4] == 0
+
+
+@pytest.mark.parametrize("vocabulary", [5, 256, 300, 1031])
+def test_compiled_draws_are_those_of_the_operators(vocabulary: int) -> None:
+    layout = KVLayout(tensors=2, heads=1, dim=8, dtype=torch.float32, device=torch.device("cpu"))
+    compiled = kernels_for(layout, heads=2)
+    assert isinstance(compiled, CompiledKernels)
+    logits = 3 * torch.randn((64, vocabulary), generator=torch.Generator().manual_seed(vocabulary))
+    logits[1::2, vocabulary // 2 :] = -torch.inf
+    uniform = torch.rand(64, generator=torch.Generator().manual_seed(1))
+    uniform[:4] = torch.tensor([0.0, 0.0, 1 - 2**-24, 1 - 2**-24])
+    tokens, logprobs = compiled.draw(logits, uniform)
+    expected, expected_logprobs = draw(logits, uniform)
+    assert (tokens == expected).sum() >= 63  # a number on the edge of two tokens may round to either
+    same = tokens == expected
+    torch.testing.assert_close(logprobs[same], expected_logprobs[same], atol=1e-5, rtol=0)
+    assert torch.isfinite(logprobs).all()
+    assert not torch.isfinite(compiled.draw(torch.full((1, 300), torch.nan), torch.tensor([0.5]))[1]).any()

@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollart.engines.torch.batch import Chunk
+from rollart.engines.torch.kernels import kernels_for
 from rollart.engines.torch.kv_rows import KVLayout, KVRows
 from rollart.engines.torch.step import CALL_COST, AttentionSpan, grouped
 
@@ -65,3 +66,21 @@ def test_resizing_keeps_what_the_rows_hold() -> None:
     rows.resize(6, 12, live=6)
     assert torch.equal(rows.read(5, 10), kv)
     assert rows.bytes == sum(tensor.numel() * 4 for tensor in rows.tensors)
+
+
+def test_rows_are_copied_the_same_by_compiled_code() -> None:
+    compiled = kernels_for(LAYOUT, heads=2).copy_heads
+    assert compiled is not None
+    kv = torch.randn(4, 2, 20, 8)
+    made = []
+    for copy_heads in (None, compiled):
+        rows = KVRows(LAYOUT, max_rows=64, budget=1 << 30, copy_heads=copy_heads)
+        rows.resize(4, 32, live=0)
+        rows.write(1, 0, kv[:, :, :12])
+        rows.write(1, 12, kv[:, :, 12:])
+        rows.copy(1, 3, 15)
+        rows.resize(8, 64, live=4)
+        rows.write(0, 3, kv.transpose(2, 3).contiguous().transpose(2, 3))
+        made.append((rows.read(1, 20), rows.read(3, 20), rows.read(0, 30), torch.stack(rows.tensors)))
+    assert torch.equal(made[0][0], kv)
+    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))

@@ -1,12 +1,18 @@
 """New weights between two steps."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 import torch
 from steppers import engine, run
-from tiny_decoders import decoder, request, worst
+from tiny_decoders import decoder, request, twin, worst
+from torch import Tensor
 
+from rollart.config import EngineConfig
 from rollart.core.errors import EngineFailed
 from rollart.engines.torch.model import EngineModel
+from rollart.engines.torch.stepper import Stepper
 
 
 def test_kv_kept_over_a_swap_is_the_old_one_and_recomputed_kv_is_the_new_one() -> None:
@@ -93,3 +99,49 @@ def test_tied_weights_may_come_under_one_name() -> None:
     model = EngineModel(decoder())
     model.replace(model.prepare(tied))
     assert torch.equal(model.network.lm_head.weight, decoder(seed=5).lm_head.weight)
+
+
+def adapter_of(network: Any, seed: int) -> dict[str, Tensor]:
+    """As it is published, of every linear layer."""
+    draw, tensors = torch.Generator().manual_seed(seed), {}
+    for name, weight in network.state_dict().items():
+        if name.endswith("_proj.weight"):
+            layer = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors[f"{layer}.lora_A.weight"] = torch.randn(4, weight.shape[1], generator=draw) / 8
+            tensors[f"{layer}.lora_B.weight"] = torch.randn(weight.shape[0], 4, generator=draw) / 8
+    return tensors
+
+
+@torch.no_grad()
+def with_adapter(network: Any, adapter: Mapping[str, Tensor], scale: float) -> Any:
+    merged = twin(network)
+    for name, weight in merged.state_dict().items():
+        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{layer}.lora_A.weight" in adapter:
+            added = scale * adapter[f"{layer}.lora_B.weight"] @ adapter[f"{layer}.lora_A.weight"]
+            weight.copy_((weight.float() + added).to(weight.dtype))
+    return merged
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_adapters_are_swapped_in_flight_and_always_added_to_the_first_weights(architecture: str) -> None:
+    network = decoder(architecture, seed=1)
+    adapters = {version: adapter_of(network, version) for version in (1, 2, 3)}
+    networks = {0: network} | {version: with_adapter(network, each, 0.5) for version, each in adapters.items()}
+    stepper = Stepper(EngineModel(twin(network), adapter_scale=0.5), EngineConfig())
+    asked = request("1", list(range(30)), max_tokens=40, seed=1)
+    stepper.add(stepper.accept(asked))
+    for version, adapter in adapters.items():
+        for _ in range(10):
+            stepper.step()
+        assert stepper.swap(version, stepper._model.prepare(adapter)).recomputed == 29 + 10 * version
+    done = run(stepper)["1"]
+    assert done.versions == [0] * 10 + [1] * 10 + [2] * 10 + [3] * 10
+    assert worst(networks, asked, done) <= 1e-4
+
+
+def test_an_adapter_of_another_model_is_refused() -> None:
+    network = decoder()
+    adapter = {name.replace("q_proj", "c_attn"): tensor for name, tensor in adapter_of(network, 1).items()}
+    with pytest.raises(EngineFailed, match=r"changes 'model\.layers\.0\.self_attn\.c_attn\.weight', which the model"):
+        EngineModel(twin(network)).prepare(adapter)

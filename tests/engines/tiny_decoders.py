@@ -9,6 +9,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -31,7 +33,7 @@ _SHAPE = {
     "initializer_range": 0.3,
     "eos_token_id": None,
 }
-ARCHITECTURES = ("qwen3", "llama", "qwen3_moe", "mistral")
+ARCHITECTURES = ("qwen3", "llama", "qwen3_moe", "mistral", "qwen2")
 
 
 def decoder(architecture: str = "qwen3", seed: int = 0) -> Any:
@@ -43,6 +45,12 @@ def decoder(architecture: str = "qwen3", seed: int = 0) -> Any:
             return LlamaForCausalLM(LlamaConfig(**_SHAPE)).eval()
         case "mistral":
             return MistralForCausalLM(MistralConfig(**_SHAPE, sliding_window=24)).eval()
+        case "qwen2":
+            network = Qwen2ForCausalLM(Qwen2Config(**_SHAPE)).eval()
+            for name, weight in network.named_parameters():
+                if name.endswith("bias"):  # made as zeros, which would show nothing
+                    torch.nn.init.normal_(weight, std=0.3)
+            return network
         case _:
             shape = {**_SHAPE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
             return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)).eval()

@@ -4,6 +4,7 @@ Registered under our own name, for which transformers builds no mask; models pas
 keyword argument.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,18 +37,23 @@ def attend(
         raise EngineFailed(f"{type(module).__name__} uses soft caps, sinks or position biases, which are not supported")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     keys, values = step.layers[2 * layer], step.layers[2 * layer + 1]
-    dim = key.shape[3]
-    keys.view(-1, dim).index_copy_(0, step.slots, key.transpose(1, 2).reshape(-1, dim))
-    values.view(-1, dim).index_copy_(0, step.slots, value.transpose(1, 2).reshape(-1, dim))
+    write_kv(step, (keys, values), key[0].transpose(0, 1), value[0].transpose(0, 1))
     rows = query[0].transpose(0, 1)
     parts = [
-        _attend(query=rows, keys=keys, values=values, span=span, scaling=scaling, window=sliding_window)
+        attend_span(query=rows, keys=keys, values=values, span=span, scaling=scaling, window=sliding_window)
         for span in step.spans
     ]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0), None
 
 
-def _attend(
+def write_kv(step: StepInputs, kv: tuple[Tensor, Tensor], key: Tensor, value: Tensor) -> None:
+    """`key` and `value` are [tokens, kv heads, dim]."""
+    dim = key.shape[2]
+    kv[0].view(-1, dim).index_copy_(0, step.slots, key.reshape(-1, dim))
+    kv[1].view(-1, dim).index_copy_(0, step.slots, value.reshape(-1, dim))
+
+
+def attend_span(
     query: Tensor, keys: Tensor, values: Tensor, span: AttentionSpan, scaling: float | None, window: int | None
 ) -> Tensor:
     """`query` is [tokens, heads, dim], of the whole step; returns the same shape for the span's tokens."""
@@ -59,13 +65,25 @@ def _attend(
         grouped = query[span.tokens].reshape(-1, keys.shape[1], heads // keys.shape[1], dim)
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias, scale=scaling)
         return out.reshape(-1, heads, dim)
-    padded = query[span.tokens] if span.padded is None else query[span.padded]
+    padding = span.padding()
+    padded = query[span.tokens] if padding is None else query[padding[0]]
     padded = padded.view(keys.shape[0], span.queries, heads, dim).transpose(1, 2)
     out = F.scaled_dot_product_attention(
         padded, keys, values, attn_mask=bias, scale=scaling, enable_gqa=keys.shape[1] != heads
     )
     out = out.transpose(1, 2).reshape(-1, heads, dim)
-    return out if span.real is None else out[span.real]
+    return out if padding is None else out[padding[1]]
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedLayer:
+    """What a layer gives to its attention function."""
+
+    heads: int
+    key: torch.Size
+    value: torch.Size
+    scaling: float
+    window: int | None
 
 
 def probe(
@@ -74,11 +92,15 @@ def probe(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    shapes: dict[int, tuple[torch.Size, torch.Size]],
+    probed: dict[int, ProbedLayer],
+    scaling: float | None = None,
+    sliding_window: int | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """Attends to nothing; records the shapes of keys and values by layer."""
-    shapes[int(module.layer_idx)] = key.shape, value.shape  # type: ignore[arg-type]
+    """Attends to nothing; records by layer what it gets."""
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    probed[layer] = ProbedLayer(query.shape[1], key.shape, value.shape, scale, sliding_window)
     return query[..., : value.shape[3]].transpose(1, 2), None
 
 

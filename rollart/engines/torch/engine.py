@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rollart.config import EngineConfig
 from rollart.core.errors import EngineFailed, RollartError
-from rollart.core.types import Completion, EngineStatus, GenerationRequest, LoadResult, Publication
+from rollart.core.types import Completion, EngineStatus, GenerationRequest, LoadResult, Publication, TokenPart
 from rollart.engines.client import StreamRequest
 from rollart.engines.torch.kv_cache import FetchedKV
 from rollart.engines.torch.kv_transfer import KVFetcher, KVRequest, KVServer
@@ -129,10 +129,10 @@ class TorchEngine:
     async def generate(self, request: GenerationRequest) -> Completion:
         return await self._run_through(self._stepper.accept(request), request.kv_from)
 
-    async def stream(self, streamed: StreamRequest, on_tokens: Callable[[object], None]) -> Completion:
-        """Calls `on_tokens` with new tokens as they are generated, except the last ones."""
+    async def stream(self, streamed: StreamRequest, on_part: Callable[[object], None]) -> Completion:
+        """Calls `on_part` with new tokens as they are generated, except the last ones."""
         sequence = self._stepper.accept(streamed.request)
-        sequence.stream_every, sequence.on_tokens = streamed.every, on_tokens
+        sequence.stream_every, sequence.on_part = streamed.every, on_part
         return await self._run_through(sequence, streamed.request.kv_from)
 
     async def prefill(self, request: GenerationRequest) -> int:
@@ -269,10 +269,10 @@ class TorchEngine:
             command()
             wait = False
 
-    def _deliver(self, ended: list[EngineSequence], streamed: Sequence[tuple[EngineSequence, list[int]]] = ()) -> None:
-        for sequence, tokens in streamed:
-            if sequence.on_tokens is not None:
-                sequence.on_tokens(tokens)
+    def _deliver(self, ended: list[EngineSequence], streamed: Sequence[tuple[EngineSequence, TokenPart]] = ()) -> None:
+        for sequence, part in streamed:
+            if sequence.on_part is not None:
+                sequence.on_part(part)
         for sequence in ended:
             owner, future = self._open.get(sequence.id, (None, None))
             # A cancelled caller may have come back with the same id.

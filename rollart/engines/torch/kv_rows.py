@@ -4,12 +4,18 @@ Row r of every tensor belongs to the r-th running sequence. Resizing goes tensor
 above the size.
 """
 
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 GRAIN = 128
+# An array of the addresses of all tensors; then the offset of a row and the distance of its heads, in bytes.
+Pointers = Sequence[int | None] | ctypes.Array[ctypes.c_void_p]
+Place = tuple[Pointers, int, int]
+CopyHeads = Callable[[Pointers, int, int, Pointers, int, int, int, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +39,11 @@ class KVLayout:
 
 
 class KVRows:
-    def __init__(self, layout: KVLayout, max_rows: int, budget: int) -> None:
+    def __init__(self, layout: KVLayout, max_rows: int, budget: int, copy_heads: CopyHeads | None = None) -> None:
+        """Rows are copied by `copy_heads`, or by torch, which takes ten times as long for the short rows of a CPU."""
         self.layout = layout
+        self._copy_heads = copy_heads
+        self._pointers: Pointers = ()
         self.rows = self.positions = 0
         self.tensors: list[Tensor] = [torch.empty(0)] * layout.tensors
         self._max_rows = max_rows
@@ -82,20 +91,68 @@ class KVRows:
                 new[:live, :, :kept] = old[:live, :, :kept]
             self.tensors[index] = new
         self.rows, self.positions = rows, positions
+        if self._copy_heads is not None:
+            self._pointers = pointers(tensor.data_ptr() for tensor in self.tensors)
+
+    @property
+    def _head_bytes(self) -> int:
+        return self.positions * self.layout.dim * self.layout.dtype.itemsize
+
+    def _move(self, source: Place, target: Place, length: int) -> bool:
+        """False if torch must do it."""
+        if self._copy_heads is None:
+            return False
+        layout = self.layout
+        size = length * layout.dim * layout.dtype.itemsize
+        self._copy_heads(*source, *target, layout.tensors, layout.heads, size)
+        return True
+
+    def _place(self, row: int, start: int = 0) -> Place:
+        head = self._head_bytes
+        return (
+            self._pointers,
+            row * self.layout.heads * head + start * self.layout.dim * self.layout.dtype.itemsize,
+            head,
+        )
 
     def copy(self, source: int, target: int, length: int) -> None:
+        if self._move(self._place(source), self._place(target), length):
+            return
         for tensor in self.tensors:
             tensor[target, :, :length] = tensor[source, :, :length]
 
     def read(self, row: int, length: int) -> Tensor:
         """A copy: [tensors, heads, length, dim]."""
-        return torch.stack([tensor[row, :, :length] for tensor in self.tensors])
+        if self._copy_heads is None:
+            return torch.stack([tensor[row, :, :length] for tensor in self.tensors])
+        layout = self.layout
+        out = torch.empty((layout.tensors, layout.heads, length, layout.dim), dtype=layout.dtype)
+        self._move(self._place(row), _outside(out), length)
+        return out
 
     def write(self, row: int, start: int, kv: Tensor) -> None:
         """`kv` is [tensors, heads, count, dim], for the positions from `start` on."""
-        stop = start + kv.shape[2]
+        count = kv.shape[2]
+        plain = (
+            kv.dtype == self.layout.dtype
+            and kv.device == self.layout.device
+            and kv.stride()[2:] == (self.layout.dim, 1)
+        )
+        if plain and self._move(_outside(kv), self._place(row, start), count):
+            return
         for tensor, part in zip(self.tensors, kv, strict=True):
-            tensor[row, :, start:stop] = part
+            tensor[row, :, start : start + count] = part
+
+
+def pointers(addresses: Iterable[int]) -> Pointers:
+    found = list(addresses)
+    return (ctypes.c_void_p * len(found))(*found)
+
+
+def _outside(kv: Tensor) -> Place:
+    size, first = kv.element_size(), kv.data_ptr()
+    step, head = kv.stride(0) * size, kv.stride(1) * size
+    return pointers(range(first, first + step * len(kv), step)), 0, head
 
 
 def _power_of_two(number: int, minimum: int) -> int:

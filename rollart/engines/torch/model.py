@@ -10,9 +10,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from rollart.core.errors import EngineFailed
-from rollart.engines.torch.attention import PROBE, ROWS
+from rollart.engines.torch.attention import PROBE, ROWS, ProbedLayer
+from rollart.engines.torch.fused import FusedDecoder
+from rollart.engines.torch.kernels import kernels_for
 from rollart.engines.torch.kv_rows import KVLayout
 from rollart.engines.torch.step import StepInputs
+from rollart.models.adapters import adapters_of, holds_adapters
 from rollart.models.disk_names import DiskNames
 from rollart.models.expert_gates import ExpertGates
 
@@ -20,9 +23,9 @@ Weights = dict[str, Tensor]
 
 
 class EngineModel:
-    def __init__(self, network: Any, *, record_experts: bool = False) -> None:
+    def __init__(self, network: Any, *, record_experts: bool = False, adapter_scale: float = 1.0) -> None:
         """Takes over a transformers causal LM, which then attends to our KV rows. `experts` has those of each step, if
-        they are recorded."""
+        they are recorded. `adapter_scale` is that of adapters that are published to it."""
         if not network._supports_attention_backend:
             raise EngineFailed(
                 f"{type(network).__name__} does not support custom attention functions; choose another model"
@@ -30,21 +33,27 @@ class EngineModel:
         self.network = network.eval().requires_grad_(False)
         self.vocabulary = int(network.get_input_embeddings().weight.shape[0])
         self.context = int(getattr(network.config, "max_position_embeddings", None) or 1 << 20)
-        self.layout = _layout(network)
+        self.layout, probed = _layout(network)
         self._weights = _weights(network)
         self._disk_names = DiskNames(network)
+        self._adapter_scale, self._base = adapter_scale, Weights()
         self.experts = ExpertRecorder(network) if record_experts else None
         network.set_attn_implementation(ROWS)
+        self.kernels = kernels_for(self.layout, probed[0].heads)
+        self.fused = FusedDecoder.of(network, self.layout, probed, self.kernels)
 
     @classmethod
     def open(
-        cls, folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", *, record_experts: bool = False
+        cls, folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any
     ) -> "EngineModel":
+        """`options` are those of the constructor."""
         network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device)
-        return cls(network, record_experts=record_experts)
+        return cls(network, **options)
 
     def forward(self, step: StepInputs) -> Tensor:
         """The logits [wanted, vocabulary] that the step asks for."""
+        if self.fused is not None:
+            return self.fused.forward(step)
         out = self.network(
             input_ids=step.tokens,
             position_ids=step.positions,
@@ -63,6 +72,8 @@ class EngineModel:
         """Checks weights and casts them to our dtype, so that `replace` has little to do. For any thread. On the same
         device they are not copied, except experts, which are matrices of their own in publications: `replace` points to
         them, and nothing may change them."""
+        if holds_adapters(tensors):
+            return self._merged(tensors)
         tensors = self._disk_names.merged(tensors, {name: weight.shape for name, weight in self._weights.items()})
         prepared: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in tensors.items():
@@ -82,6 +93,21 @@ class EngineModel:
             raise EngineFailed(f"the new weights lack {', '.join(missing)}; publish all weights of the model")
         return dict(prepared.values())
 
+    def _merged(self, tensors: Mapping[str, Tensor]) -> Weights:
+        """Adapters as new weights of the layers that they change: a step then costs what it does without them, and all
+        that is exposed of the swap is a pointer per weight. They are always added to the weights that the engine
+        started with, kept in the memory of the host: taking the last ones out again would round."""
+        merged = {}
+        for name, adapter in adapters_of(tensors, self._adapter_scale):
+            weight = self._weights.get(name)
+            if weight is None or weight.shape != (adapter.b.shape[0], adapter.a.shape[1]):
+                raise EngineFailed(f"the new adapter changes {name!r}, which the model has not, or in another shape")
+            if name not in self._base:
+                self._base[name] = weight.detach().cpu()
+            whole = adapter.merged(self._base[name])
+            merged[name] = whole.pin_memory() if weight.is_cuda else whole
+        return merged
+
     def replace(self, prepared: Weights) -> None:
         """On another device the model keeps its memory: there is seldom room for a second set."""
         for name, tensor in prepared.items():
@@ -90,6 +116,12 @@ class EngineModel:
                 weight.data = tensor
             else:
                 weight.copy_(tensor, non_blocking=True)
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Call after any change of the network's parameters, between two steps."""
+        if self.fused is not None:
+            self.fused.refresh()
 
 
 class ExpertRecorder:
@@ -127,17 +159,18 @@ def _weights(network: nn.Module) -> Weights:
 
 
 @torch.inference_mode()
-def _layout(network: Any) -> KVLayout:
+def _layout(network: Any) -> tuple[KVLayout, list[ProbedLayer]]:
     """The shape of the KV, found by a pass over one token: configurations name it in too many ways."""
     network.set_attn_implementation(PROBE)
     weight = network.get_input_embeddings().weight
-    shapes: dict[int, tuple[torch.Size, torch.Size]] = {}
+    probed: dict[int, ProbedLayer] = {}
     zero = torch.zeros((1, 1), dtype=torch.long, device=weight.device)
-    network(input_ids=zero, position_ids=zero, use_cache=False, shapes=shapes)
-    distinct = {shape for pair in shapes.values() for shape in pair}
-    if sorted(shapes) != list(range(len(shapes))) or len(distinct) != 1:
+    network(input_ids=zero, position_ids=zero, use_cache=False, probed=probed)
+    distinct = {shape for layer in probed.values() for shape in (layer.key, layer.value)}
+    if sorted(probed) != list(range(len(probed))) or len(distinct) != 1:
         raise EngineFailed(
             f"{type(network).__name__} has layers with unlike keys and values, or without any; choose a plain decoder"
         )
     _, heads, _, dim = distinct.pop()
-    return KVLayout(2 * len(shapes), heads, dim, weight.dtype, weight.device)
+    layers = [probed[number] for number in range(len(probed))]
+    return KVLayout(2 * len(layers), heads, dim, weight.dtype, weight.device), layers

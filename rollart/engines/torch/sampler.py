@@ -1,10 +1,10 @@
 """Sampling: temperature, top-k, top-p, then inverse CDF with a counter-based random number.
 
-The random number of a token depends only on (seed of the request, index of the token in the request), and rows of
+The random number of a token depends only on (seed of the request, index of the token in its answer), and rows of
 logits are independent, so a result does not depend on the rest of the batch and can be reproduced.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -23,39 +23,39 @@ class Sampleable(Protocol):
     top_k: int
     top_p: float
     seed: int
-
-    @property
-    def generated(self) -> int: ...
-
-    @property
-    def filtered(self) -> bool: ...
+    drawn: int
+    logprobs: list[float]
 
 
-def sample(logits: Tensor, sequences: Sequence[Sampleable]) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverse CDF: the first token whose cumulated probability exceeds `uniform`, so never one of probability 0."""
+    logprobs = torch.log_softmax(logits.float(), -1)
+    cumulated = logprobs.exp().cumsum(-1)
+    target = (uniform * cumulated[:, -1]).unsqueeze(1)
+    tokens = torch.searchsorted(cumulated, target, right=True).clamp_(max=logits.shape[1] - 1)
+    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
+
+
+def sample(
+    logits: Tensor,
+    sequences: Sequence[Sampleable],
+    draw: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = draw,
+) -> tuple[Tensor, Tensor]:
     """One token per row of `logits` and its log probability under the distribution it was drawn from."""
-    logits = logits.float()
     device = logits.device
     temperatures = [sequence.temperature for sequence in sequences]
-    if any(temperature != 1.0 for temperature in temperatures):
-        logits = logits / torch.tensor(temperatures, device=device).unsqueeze(1)
-    filtered = [index for index, sequence in enumerate(sequences) if sequence.filtered]
+    if temperatures.count(1.0) < len(temperatures):
+        logits = logits.float() / torch.tensor(temperatures, device=device).unsqueeze(1)
+    filtered = [index for index, sequence in enumerate(sequences) if sequence.top_k > 0 or sequence.top_p < 1.0]
     if filtered:
+        logits = logits.float()
         rows = torch.tensor(filtered, device=device)
         top_k = torch.tensor([sequences[index].top_k for index in filtered], device=device)
         top_p = torch.tensor([sequences[index].top_p for index in filtered], device=device)
         logits = logits.index_copy(0, rows, keep_top(logits[rows], top_k, top_p))
     seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
-    counts = np.array([sequence.generated for sequence in sequences], dtype=np.uint64)
+    counts = np.array([sequence.drawn + len(sequence.logprobs) for sequence in sequences], dtype=np.uint64)
     return draw(logits, torch.from_numpy(uniforms(seeds, counts)).to(device))
-
-
-def draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Inverse CDF: the first token whose cumulated probability exceeds `uniform`, so never one of probability 0."""
-    logprobs = torch.log_softmax(logits, -1)
-    cumulated = logprobs.exp().cumsum(-1)
-    target = (uniform * cumulated[:, -1]).unsqueeze(1)
-    tokens = torch.searchsorted(cumulated, target, right=True).clamp_(max=logits.shape[1] - 1)
-    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
 
 
 def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

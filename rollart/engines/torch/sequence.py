@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 from rollart.core.errors import EngineFailed
 from rollart.core.expert_choice import ChoiceShape, ExpertChoices
-from rollart.core.types import Completion, Finish, GenerationRequest, Sampling
+from rollart.core.types import Completion, Finish, GenerationRequest, Sampling, TokenPart
 from rollart.engines.torch.prefix_cache import chain
 from rollart.engines.torch.sampler import mix_seed
 
@@ -17,8 +17,9 @@ class EngineSequence:
     """`tokens` is the prompt and all that was generated; the first `computed` of them have their KV in the row.
 
     `limit` is the length at which it must end, `blocks` the hash chain of the prompt; without `generates` it ends after
-    its prefill. A swap dropped the KV of the first `lost` tokens. `versions` is updated only at swaps and at the end.
-    `first` is the time of its first token. `on_tokens` gets new tokens, `stream_every` at a time; it got the first
+    its prefill. A swap dropped the KV of the first `lost` tokens. `versions` is updated only when they are needed.
+    `drawn` random numbers were used before, by the engine that sampled the end of the prompt.
+    `first` is the time of its first token. `on_part` gets new tokens, `stream_every` at a time; it got the first
     `streamed` of them. If the engine records experts, `experts` has a row for at least each of the first `computed`
     tokens; those of the first `experts_known` are not returned.
     """
@@ -34,13 +35,14 @@ class EngineSequence:
     top_p: float
     stop: frozenset[int]
     seed: int
+    drawn: int = 0
     experts_known: int = 0
     experts: bytearray = field(default_factory=bytearray)
     experts_shape: ChoiceShape | None = None
     generates: bool = True
     stream_every: int = 0
     streamed: int = 0
-    on_tokens: Callable[[list[int]], object] | None = None
+    on_part: Callable[[TokenPart], object] | None = None
     computed: int = 0
     cached: int = 0
     fetched: int = 0
@@ -58,17 +60,15 @@ class EngineSequence:
     def pending(self) -> int:
         return len(self.tokens) - self.computed
 
-    @property
-    def generated(self) -> int:
-        return len(self.logprobs)
-
-    @property
-    def filtered(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1.0
-
     def stamp(self, version: int) -> None:
         """Tokens generated since the last call are of `version`."""
         self.versions.extend([version] * (len(self.logprobs) - len(self.versions)))
+
+    def next_part(self, version: int) -> TokenPart:
+        """The tokens that were not streamed yet."""
+        self.stamp(version)
+        at, self.streamed = self.streamed, len(self.logprobs)
+        return TokenPart(self.tokens[self.prompt + at :], self.logprobs[at:], self.versions[at:])
 
     def record_experts(self, start: int, rows: bytes | memoryview, shape: ChoiceShape) -> None:
         """Of the tokens from `start` on. A row that is there stays: the token was sampled with it."""
@@ -123,6 +123,7 @@ def accepted(request: GenerationRequest, *, vocabulary: int, context: int, seed:
         top_p=1.0 if greedy else sampling.top_p,
         stop=frozenset(sampling.stop),
         seed=_seed(request.id, sampling, seed),
+        drawn=request.resumed,
         experts_known=request.experts_known,
     )
 

@@ -3,7 +3,7 @@
 The spec: `model` (a Hugging Face folder), `version` (that of its weights), `weights` (folder of the weight store on
 this node, created if missing), `config` (the run file's `engine` section) and `seed`. Optional: `emulate`, the `device`
 (fields of DeviceClass) whose roofline paces the engine, and its `slowdown`; `record_experts`, to return which experts
-of a mixture were used.
+of a mixture were used; `lora`, that section of the run file, if adapters are published.
 """
 
 import sys
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rollart.config import EngineConfig
+from rollart.config import EngineConfig, LoraConfig
 from rollart.engines.torch.engine import TorchEngine
 from rollart.engines.torch.model import EngineModel
 from rollart.engines.torch.pace import emulation_label
@@ -36,6 +36,7 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
         getattr(torch, config.dtype),
         torch_device(config.device, spec),
         record_experts=bool(spec.get("record_experts")),
+        adapter_scale=LoraConfig.model_validate(spec.get("lora") or {}).scale,
     )
     async with AsyncExitStack() as stack:
         weights = stack.enter_context(closing(_weights(spec)))

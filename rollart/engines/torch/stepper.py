@@ -18,7 +18,7 @@ import torch
 
 from rollart.config import EngineConfig
 from rollart.core.errors import EngineFailed
-from rollart.core.types import EngineStatus, Finish, GenerationRequest, LoadResult, Sampling
+from rollart.core.types import EngineStatus, Finish, GenerationRequest, LoadResult, Sampling, TokenPart
 from rollart.engines.torch.batch import BatchState, Chunk
 from rollart.engines.torch.kv_cache import FetchedKV, KVCache, PrefixHit, find_prefix
 from rollart.engines.torch.kv_rows import KVRows
@@ -51,7 +51,7 @@ class Stepper:
         self.budget = config.kv_megabytes << 20
         self.counters = Counters()
         self.batch = BatchState()
-        self.rows = KVRows(model.layout, config.max_batch, self.budget)
+        self.rows = KVRows(model.layout, config.max_batch, self.budget, model.kernels.copy_heads)
         self.kv_cache = KVCache(version)
         self._live: PrefixIndex[EngineSequence] = PrefixIndex()
         self._model = model
@@ -62,7 +62,7 @@ class Stepper:
         self._then: Callable[[], None] | None = None  # runs once the running sequences have ended
         self._full = 0  # their number when it was set
         self._ended: list[EngineSequence] = []
-        self._streamed: list[tuple[EngineSequence, list[int]]] = []
+        self._streamed: list[tuple[EngineSequence, TokenPart]] = []
 
     @property
     def busy(self) -> bool:
@@ -149,11 +149,11 @@ class Stepper:
         step = step_inputs(self.batch, chunks, self.rows.tensors)
         logits = self._model.forward(step)
         self._record_experts(chunks)
-        tokens, logprobs = _sampled(logits, step)
+        tokens, logprobs = self._sampled(logits, step)
         if self._pacer is not None:
             self._pacer.pace(began, work_of(self.batch, chunks))
-        for row in range(self.batch.decoding):
-            self.batch.running[row].computed += 1
+        for sequence in self.batch.running[: self.batch.decoding]:
+            sequence.computed += 1
         for chunk in chunks:
             self.batch.running[chunk.row].computed += chunk.count
         self.counters.prefilled += sum(chunk.count for chunk in chunks)
@@ -163,6 +163,13 @@ class Stepper:
             self._swap_cost.record_drain(1 - size / self._full, seconds)
         self._record(step, tokens, logprobs)
         self.counters.busy_s += time.perf_counter() - began
+
+    def _sampled(self, logits: torch.Tensor, step: StepInputs) -> tuple[list[int], list[float]]:
+        """As lists, which waits for a device that computes in the background."""
+        if not step.sampled:
+            return [], []
+        tokens, logprobs = sample(logits, step.sampled, self._model.kernels.draw)
+        return tokens.tolist(), logprobs.tolist()
 
     def _record_experts(self, chunks: Sequence[Chunk]) -> None:
         """Of the tokens that were just computed, before they count as computed."""
@@ -178,7 +185,7 @@ class Stepper:
             at += size
 
     def _record(self, step: StepInputs, tokens: list[int], logprobs: list[float]) -> None:
-        now = time.perf_counter()
+        now, generated = time.perf_counter(), 0
         broken = not math.isfinite(sum(logprobs))
         over: list[EngineSequence] = []
         for sequence, token, logprob in zip(step.sampled, tokens, logprobs, strict=True):
@@ -189,16 +196,19 @@ class Stepper:
             if not sequence.generates:
                 over.append(sequence)
                 continue
-            sequence.tokens.append(token)
-            sequence.logprobs.append(logprob)
-            if token in sequence.stop or len(sequence.tokens) >= sequence.limit:
-                over.append(sequence)
-            elif sequence.stream_every and len(sequence.logprobs) - sequence.streamed >= sequence.stream_every:
-                self._streamed.append((sequence, sequence.tokens[sequence.prompt + sequence.streamed :]))
-                sequence.streamed = len(sequence.logprobs)
-            if len(sequence.logprobs) == 1:
+            all_tokens, all_logprobs = sequence.tokens, sequence.logprobs
+            if not all_logprobs:
                 sequence.first = now
-            self.counters.generated += 1
+            all_tokens.append(token)
+            all_logprobs.append(logprob)
+            generated += 1
+            if token in sequence.stop or len(all_tokens) >= sequence.limit:
+                over.append(sequence)
+            elif sequence.stream_every and (
+                not sequence.streamed or len(all_logprobs) - sequence.streamed >= sequence.stream_every
+            ):
+                self._streamed.append((sequence, sequence.next_part(self.version)))
+        self.counters.generated += generated
         self.batch.settle()
         for sequence in over:
             row = self.batch.running.index(sequence)
@@ -211,9 +221,10 @@ class Stepper:
         batch = self.batch
         budget = self._config.prefill_chunk - batch.prefilling
         deferred: list[EngineSequence] = []
+        longest = batch.longest
         while batch.waiting and batch.size < self._config.max_batch and budget > 0 and len(deferred) < DEFERRED:
             sequence = batch.waiting[0]
-            size = self.rows.size_for(batch.size + 1, max(sequence.limit, batch.longest))
+            size = self.rows.size_for(batch.size + 1, max(sequence.limit, longest))
             if size is None:
                 break
             batch.waiting.popleft()
@@ -225,6 +236,7 @@ class Stepper:
             self.kv_cache.drop_fetched(sequence.id)
             self.kv_cache.shrink(self.budget - size[0] * size[1] * self.rows.layout.token_bytes)
             self.rows.resize(*size, live=batch.size)
+            longest = max(longest, sequence.limit)
             row = batch.admit(sequence)
             self._live.add(sequence, sequence.blocks)
             self._begin(row, sequence, hit)
@@ -273,7 +285,7 @@ class Stepper:
         ended, self._ended = self._ended, []
         return ended
 
-    def streamed(self) -> list[tuple[EngineSequence, list[int]]]:
+    def streamed(self) -> list[tuple[EngineSequence, TokenPart]]:
         """The tokens to stream since the last call."""
         streamed, self._streamed = self._streamed, []
         return streamed
@@ -304,11 +316,3 @@ class Stepper:
     def reserved(self, sequence: EngineSequence) -> int:
         """The bytes of its KV at its full possible length."""
         return sequence.limit * self.rows.layout.token_bytes
-
-
-def _sampled(logits: torch.Tensor, step: StepInputs) -> tuple[list[int], list[float]]:
-    """As lists, which waits for a device that computes in the background."""
-    if not step.sampled:
-        return [], []
-    tokens, logprobs = sample(logits, step.sampled)
-    return tokens.tolist(), logprobs.tolist()

@@ -14,6 +14,8 @@ INSIDE = Path(__file__).parent / "inside"
 MODULE = "vllm.entrypoints.openai.api_server"  # the entry point that works in the CPU build
 EXTENSION = "rollart_extension.Workers"
 NAME = "policy"
+ADAPTER = "adapter"  # what requests ask for where adapters are published, and its folder
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
 _FOREVER = 1_000_000_000
 _OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
@@ -21,7 +23,8 @@ _OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 def argv(spec: Mapping[str, Any], socket: Path) -> list[str]:
     """The server listens on `socket`: no port to race for, and only this user can connect."""
     settings = VllmConfig.model_validate(spec["vllm"])
-    server = ["-m", MODULE, *arguments(spec), "--uds", str(socket), *settings.args]
+    adapter = ["--lora-modules", f"{ADAPTER}={socket.parent / ADAPTER}"] if spec.get("lora") else []
+    server = ["-m", MODULE, *arguments(spec), "--uds", str(socket), *adapter, *settings.args]
     if not settings.container:
         return [str(settings.interpreter()), *server]
     words = []
@@ -61,6 +64,9 @@ def arguments(spec: Mapping[str, Any]) -> list[str]:
             config.max_batch + config.prefill_chunk, _context(Path(spec["model"]))
         )
         flags += ["--enforce-eager", "--no-enable-chunked-prefill"]
+    if lora := spec.get("lora"):
+        flags.append("--enable-lora")
+        options |= {"--max-loras": 1, "--max-lora-rank": min(size for size in LORA_RANKS if size >= lora["rank"])}
     if spec.get("record_experts"):
         flags.append("--enable-return-routed-experts")
     if spec.get("kv_transfer"):

@@ -13,7 +13,7 @@ Invariants:
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any
 
@@ -23,19 +23,21 @@ from rollart.core.types import Completion, EngineStatus, GenerationRequest, Load
 from rollart.engines.client import StreamRequest
 from rollart.engines.vllm import tensor_map
 from rollart.engines.vllm.api import VllmApi
+from rollart.engines.vllm.command import ADAPTER
 from rollart.engines.vllm.kv_transfer import ASK, RECEIVE_S, KVOffer, KVOffers, KVPeers, PendingTransfers
 from rollart.engines.vllm.response import CompletionBuilder
 from rollart.weights.reader import WeightReader
 
 _PREFIX = "generate-tokens-"  # that vLLM adds to our request ids
 _PAUSE_S = 60.0
+_SEED_STRIDE = 0x9E3779B1
 _WHOLE = 1_000_000  # more tokens than a response has: all at once
 _OnChunk = Callable[[CompletionBuilder], Awaitable[None]]
 
 
 class VllmEngine:
     """`token_bytes` is the KV of one token, for the status that the router uses. `experts` is their number in a mixture
-    whose choices the server returns, else 0."""
+    whose choices the server returns, else 0. `lora`, that section of the run file: what is published are adapters."""
 
     def __init__(
         self,
@@ -48,11 +50,12 @@ class VllmEngine:
         peers: KVPeers,
         on_broken: Callable[[str], None],
         experts: int = 0,
+        lora: Mapping[str, Any] | None = None,
     ) -> None:
         self.offers = KVOffers()
         self._api, self._config, self._weights, self._peers = api, config, weights, peers
         self._version, self._token_bytes, self._on_broken = version, token_bytes, on_broken
-        self._experts = experts
+        self._experts, self._lora = experts, lora
         self._numbers = itertools.count()
         self._open: dict[str, _Open] = {}
         self._loading = asyncio.Lock()
@@ -64,19 +67,22 @@ class VllmEngine:
     async def generate(self, request: GenerationRequest) -> Completion:
         return await self._run(request, _WHOLE, _ignore)
 
-    async def stream(self, streamed: StreamRequest, on_tokens: Callable[[object], None]) -> Completion:
-        """Calls `on_tokens` with new tokens as they are generated."""
+    async def stream(self, streamed: StreamRequest, on_part: Callable[[object], None]) -> Completion:
+        """Calls `on_part` with new tokens as they are generated."""
+        version = self._version
 
         async def on_chunk(builder: CompletionBuilder) -> None:
-            if builder.fresh >= streamed.every:
-                on_tokens(builder.take())
+            nonlocal version
+            if builder.fresh >= streamed.every or (builder.fresh and not builder.taken):
+                on_part(builder.take(version))
+                version = self._version  # of what comes next, at least
                 await asyncio.sleep(0)  # chunks that have arrived are read without a pause
 
         return await self._run(streamed.request, streamed.every, on_chunk)
 
     async def _run(self, request: GenerationRequest, every: int, on_chunk: _OnChunk) -> Completion:
         with self._counted(request) as opened:
-            body = _body(opened.name, request.tokens, request.sampling, every)
+            body = self._body(opened.name, request.tokens, request.sampling, every, resumed=request.resumed)
             if self._experts:
                 body["sampling_params"]["routed_experts_prompt_start"] = request.experts_known
             if request.kv_from is None or self._swapping:
@@ -105,6 +111,9 @@ class VllmEngine:
                     await self._api.abort([_PREFIX + opened.name])
         return builder.completion()
 
+    def _body(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return _body(*args, **kwargs) | ({"model": ADAPTER} if self._lora else {})
+
     async def prefill(self, request: GenerationRequest) -> int:
         """Computes its KV, which vLLM then keeps for another server."""
         if self._swapping:
@@ -113,7 +122,7 @@ class VllmEngine:
         self.offers.begin(request.id, self._config.deadline)
         try:
             with self._counted(request) as opened:
-                body = _body(opened.name, request.tokens, Sampling(temperature=0.0, max_tokens=1))
+                body = self._body(opened.name, request.tokens, Sampling(temperature=0.0, max_tokens=1))
                 response = await self._api.generate(body | {"kv_transfer_params": ASK})
             if response.kv_transfer_params:
                 offer = KVOffer(response.kv_transfer_params, self._version)  # no swap during a prefill
@@ -201,7 +210,8 @@ class VllmEngine:
 
     async def _prepare(self, version: int, where: tensor_map.TensorMap) -> None:
         try:
-            await self._api.workers("rollart_prepare", **where.arguments())
+            lora = {"lora": {key: self._lora[key] for key in ("rank", "alpha")}} if self._lora else {}
+            await self._api.workers("rollart_prepare", **where.arguments(), **lora)
         except EngineFailed as error:
             raise EngineFailed(
                 f"version {version} was not loaded: vLLM's workers could not load it from {where.files[0]}: {error}; a "
@@ -268,8 +278,8 @@ async def _ignore(builder: CompletionBuilder) -> None:
     """For a response that is not streamed."""
 
 
-def _body(name: str, tokens: list[int], sampling: Sampling, every: int = _WHOLE) -> dict[str, Any]:
-    """Streams the first token at once, the others in groups of `every`."""
+def _body(name: str, tokens: list[int], sampling: Sampling, every: int = _WHOLE, *, resumed: int = 0) -> dict[str, Any]:
+    """Streams the first token at once, the others in groups of `every`. `resumed`: see GenerationRequest."""
     params: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
@@ -282,5 +292,6 @@ def _body(name: str, tokens: list[int], sampling: Sampling, every: int = _WHOLE)
         "stream_interval": every,
     }
     if sampling.seed is not None:
-        params["seed"] = sampling.seed
+        # vLLM's stream of random numbers cannot start in the middle: the rest of an answer has one of its own.
+        params["seed"] = (sampling.seed + _SEED_STRIDE * resumed) % 2**31
     return {"request_id": name, "token_ids": tokens, "sampling_params": params}

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from rollart.config import PoolConfig, RunFile
+from rollart.config.training import MODELS
 from rollart.models import tiny
 
 INSTALL = "`make vllm` makes a Python with vLLM for CPUs; on GPUs, name one that has vLLM in `vllm.python`"
+LORA_RANK_MAX = 512
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes of vLLM's CPU build
 
 
@@ -26,6 +28,8 @@ def problems(run: RunFile, pools: Mapping[str, PoolConfig]) -> Iterator[tuple[tu
     for name, pool in pools.items():
         if wrong := _unfit(run, pool):
             yield ("pools", name, "engine"), f"pools.{name}: {wrong}"
+    if pools and run.training.lora and run.training.lora.rank > LORA_RANK_MAX:
+        yield ("training", "lora"), f"training.lora.rank is at most {LORA_RANK_MAX} with vLLM engines"
     if pools and run.training.replay_experts and run.routing.disaggregate != "never":
         yield (
             ("training", "replay_experts"),
@@ -62,5 +66,7 @@ def _unfit(run: RunFile, pool: PoolConfig) -> str | None:
 def _config(run: RunFile) -> dict[str, Any]:
     if run.model.tiny:
         return tiny.sizes(run.model.tiny)
+    if not run.model.has_weights:
+        return dict(run.model.config or MODELS[str(run.model.name)])
     file = (run.model.path or Path()) / "config.json"
     return dict(json.loads(file.read_text())) if file.is_file() else {}

@@ -11,7 +11,7 @@ import numpy as np
 
 from rollart.core.errors import EngineFailed
 from rollart.core.expert_choice import ChoiceShape, ExpertChoices
-from rollart.core.types import Completion, Finish
+from rollart.core.types import Completion, Finish, TokenPart
 
 
 class TokenLogprob(msgspec.Struct):
@@ -92,9 +92,15 @@ class CompletionBuilder:
         """Tokens not yet returned by `take`."""
         return len(self._tokens) - self._taken
 
-    def take(self) -> list[int]:
-        tokens, self._taken = self._tokens[self._taken :], len(self._tokens)
-        return tokens
+    @property
+    def taken(self) -> int:
+        return self._taken
+
+    def take(self, version: int) -> TokenPart:
+        """The next tokens. vLLM names their weights at the end of an answer; until then `version` is the oldest that
+        they can have."""
+        at, self._taken = self._taken, len(self._tokens)
+        return TokenPart(self._tokens[at:], self._logprobs[at:], [version] * (self._taken - at))
 
     def completion(self) -> Completion:
         """Raises EngineFailed for a response that cannot be trained on."""

@@ -7,6 +7,7 @@ processes are in one group, which is killed. Its output goes to our log; the las
 import asyncio
 import collections
 import ctypes
+import json
 import os
 import re
 import shutil
@@ -18,12 +19,17 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
+
 from rollart.config import VllmConfig
 from rollart.core.errors import ServiceError
-from rollart.engines.vllm import command
+from rollart.engines.vllm import command, tensor_map
 from rollart.engines.vllm.api import UNIX, VllmApi
 from rollart.engines.vllm.preflight import INSTALL
 from rollart.launch.child import describe
+from rollart.models import adapters
+from rollart.models.folder import ADAPTER_CONFIG
 
 POLL_S = 0.25
 HEALTH_S = 2.0
@@ -32,6 +38,7 @@ _KEPT_LINES = 200
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1  # of Linux
 _CAUSE = re.compile(r"\b\w*(?:Error|Exception|No module named)\b.*")
+_ATTENTION = re.compile(r"\.self_attn\.[qo]_proj\.weight$")
 _NOISE = ("See stack trace", "See root cause", "Engine core initialization failed")
 
 
@@ -88,12 +95,31 @@ async def started(spec: Mapping[str, Any]) -> AsyncIterator[tuple[VllmServer, st
     settings = VllmConfig.model_validate(spec["vllm"])
     with tempfile.TemporaryDirectory(prefix="rollart-vllm-") as folder:
         socket = Path(folder) / "socket"
+        if lora := spec.get("lora"):
+            await asyncio.to_thread(_write_empty_adapter, Path(spec["model"]), Path(folder) / command.ADAPTER, lora)
         server = await spawned(command.argv(spec, socket), command.inherited() | command.environment(spec), folder)
         try:
             await _healthy(server, f"{UNIX}{socket}", settings.start_deadline)
             yield server, f"{UNIX}{socket}"
         finally:
             await server.stop()
+
+
+def _write_empty_adapter(model: Path, folder: Path, lora: Mapping[str, Any]) -> None:
+    """A server must have an adapter before requests can ask for it: this one adds nothing to one layer."""
+    weights = (each for each in tensor_map.in_folder(model).tensors if _ATTENTION.search(each["name"]))
+    if (weight := next(weights, None)) is None:
+        raise ServiceError(f"{model} has no linear layer in its attention that vLLM could adapt")
+    (rows, columns), rank = weight["shape"], int(lora["rank"])
+    layer = weight["name"].removesuffix(".weight")
+    shapes = {f"{layer}.lora_A.default.weight": (rank, columns), f"{layer}.lora_B.default.weight": (rows, rank)}
+    target, alpha = layer.rpartition(".")[2], float(lora["alpha"])
+    folder.mkdir()
+    save_file(
+        {adapters.file_name(name): torch.zeros(shape) for name, shape in shapes.items()}, folder / adapters.WEIGHTS
+    )
+    config = adapters.peft_config(base=str(model), rank=rank, alpha=alpha, targets=[target])
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config))
 
 
 async def spawned(argv: list[str], environment: Mapping[str, str], folder: str) -> VllmServer:

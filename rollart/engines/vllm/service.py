@@ -59,6 +59,11 @@ async def _engine(spec: dict[str, Any], stack: AsyncExitStack) -> VllmEngine:
         server, url = await stack.enter_async_context(started(spec))
         api = await stack.enter_async_context(VllmApi(url, grace=GRACE_S))
     else:
+        if spec.get("lora"):
+            raise ServiceError(
+                f"training.lora needs vLLM servers that rollart starts, with an adapter to replace; {spec['url']} is "
+                "run by someone else"
+            )
         api = await stack.enter_async_context(VllmApi(spec["url"], key=os.environ.get(ENGINE_KEY), grace=GRACE_S))
         if not await api.healthy(HEALTH_S):
             raise ServiceError(f"no vLLM server answers at {spec['url']}")
@@ -83,6 +88,7 @@ async def _engine(spec: dict[str, Any], stack: AsyncExitStack) -> VllmEngine:
         peers=peers,
         on_broken=broken,
         experts=ModelShape.of_folder(folder).experts if spec.get("record_experts") else 0,
+        lora=spec.get("lora"),
     )
     # A server that we did not start may have any weights.
     await engine.adopt(tensor_map.in_folder(folder) if server is None else None)

@@ -61,6 +61,13 @@ def test_a_server_whose_experts_are_replayed_returns_them(tmp_path: Path) -> Non
     assert "--enable-return-routed-experts" not in arguments(spec(tmp_path))
 
 
+def test_a_server_for_adapters_has_one_with_room_for_its_rank(tmp_path: Path) -> None:
+    words = argv(spec(tmp_path, lora={"rank": 24, "alpha": 32}), tmp_path / "socket")
+    assert "--enable-lora" in words and value(words, "--max-lora-rank") == "32" and value(words, "--max-loras") == "1"
+    assert value(words, "--lora-modules") == f"adapter={tmp_path}/adapter"
+    assert "--enable-lora" not in argv(spec(tmp_path), tmp_path / "socket")
+
+
 def test_a_container_gets_the_folders_and_the_environment_where_its_command_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,8 +13,7 @@ import pytest
 from vllm_fleet import DEADLINE_S, NEEDS_VLLM, Fronted, Versions, begun, fronted, request
 
 from rollart.core.errors import EngineFailed
-from rollart.core.protocols import TokenStream
-from rollart.core.types import Completion, GenerationRequest
+from rollart.core.types import Completion, GenerationRequest, TokenPart
 from rollart.engines.client import EngineClient
 
 T = TypeVar("T")
@@ -149,11 +148,11 @@ def test_an_aborted_request_ends_with_the_tokens_that_it_has(setup: Setup) -> No
 def test_tokens_are_streamed_until_the_callback_ends_it(setup: Setup) -> None:
     asked, received = request("reported", [7] * 20, max_tokens=400), list[int]()
 
-    def on_tokens(tokens: list[int]) -> bool:
-        received.extend(tokens)
+    def on_part(part: TokenPart) -> bool:
+        received.extend(part.tokens)
         return len(received) >= 6
 
-    made = setup.run(setup.engine.stream(asked, TokenStream(2, on_tokens, received.clear)))
+    made = setup.run(setup.engine.generate_in_parts(asked, 2, on_part))
     assert made.finish == "length" and 6 <= len(received) <= len(made.tokens) < 400
     assert made.tokens[: len(received)] == received
     assert setup.versions.worst(asked, made) <= 1e-4

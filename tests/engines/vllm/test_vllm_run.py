@@ -97,7 +97,7 @@ def test_a_run_trains_on_vllm_through_the_loss_of_its_server_and_every_logprob_i
 
     summary = asyncio.run(controller.train(preflight.load_run(path, []), folder, on_log=watch))
     assert (summary["version"], summary["phase"]) == (6, "finished")
-    events = list(read_events(folder / "events.jsonl"))
+    events = list(read_events(folder / "events"))
     [ended] = [event for event in events if isinstance(event, ServiceEnded) and event.role == "generate"]
     assert killed and "the vLLM server ended with signal SIGKILL" in ended.reason
     assert {event.version for event in events if isinstance(event, EngineSwapped)} >= {1, 2, 6}

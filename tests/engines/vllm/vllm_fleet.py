@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from rollart.config import TinyModelConfig, VllmConfig
 from rollart.config.hardware import VLLM_PYTHON
-from rollart.core.protocols import TokenStream
 from rollart.core.types import Completion, GenerationRequest, Publication, Sampling
 from rollart.engines.client import EngineClient
 from rollart.launch import rpc
@@ -147,8 +146,7 @@ async def begun(engine: EngineClient, *asked: GenerationRequest) -> list[asyncio
     firsts = [asyncio.Event() for _ in asked]
 
     def start(one: GenerationRequest, first: asyncio.Event) -> asyncio.Task[Completion]:
-        listener = TokenStream(1, lambda tokens: bool(first.set()), first.clear)
-        return asyncio.create_task(engine.stream(one, listener))
+        return asyncio.create_task(engine.generate_in_parts(one, 1, lambda part: bool(first.set())))
 
     running = [start(one, first) for one, first in zip(asked, firsts, strict=True)]
     async with asyncio.timeout(DEADLINE_S):

@@ -1,0 +1,205 @@
+"""The forward pass of common decoders, written for steps: few calls, buffers that are used again, no autograd.
+
+transformers computes the same with five times as many operators, which is most of the time of a small model. A model
+that is not in `ARCHITECTURES`, or not built as expected, keeps its own forward pass. The weights are those of the
+network, without copies: call `refresh` when any of them has been replaced.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollart.engines.torch.attention import ProbedLayer
+from rollart.engines.torch.kernels import AttentionSettings, Kernels, Rotation
+from rollart.engines.torch.kv_rows import KVLayout
+from rollart.engines.torch.step import StepInputs
+
+# Values of `model_type` whose layers are norm, attention, norm, MLP, with residuals around both halves.
+ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"})
+ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})  # not those that depend on the length of a sequence
+LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+MLP = {"gate_proj", "up_proj", "down_proj"}
+MIN_TOKENS = 128  # of the buffers
+MAX_VIEWS = 256
+
+
+@dataclass(slots=True)
+class Linear:
+    """`weight` is transposed: [inputs, outputs]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, module: nn.Linear) -> "Linear":
+        return cls(module.weight.t(), module.bias)
+
+    def into(self, x: Tensor, out: Tensor) -> None:
+        if self.bias is None:
+            torch.mm(x, self.weight, out=out)
+        else:
+            torch.addmm(self.bias, x, self.weight, out=out)
+
+    def add_to(self, total: Tensor, x: Tensor) -> None:
+        torch.addmm(total, x, self.weight, out=total)
+        if self.bias is not None:
+            total.add_(self.bias)
+
+
+@dataclass(slots=True)
+class Layer:
+    """`mlp` is a module where it is not gate, up and down: a mixture of experts."""
+
+    norms: tuple[Tensor, Tensor]
+    qkv: tuple[Linear, Linear, Linear]
+    output: Linear
+    attention: AttentionSettings
+    mlp: tuple[Linear, Linear, Linear] | nn.Module
+
+
+@dataclass(slots=True)
+class Views:
+    """Buffers of a step of so many tokens. `qkv` and `gate_up` are whole, then in the parts that projections fill."""
+
+    x: Tensor
+    normed: Tensor
+    qkv: Tensor
+    qkv_parts: tuple[Tensor, ...]
+    attended: Tensor
+    heads: Tensor
+    gate_up: Tensor
+    gate_up_parts: tuple[Tensor, ...]
+    inner: Tensor
+
+
+class FusedDecoder:
+    def __init__(self, network: Any, layout: KVLayout, probed: list[ProbedLayer], kernels: Kernels) -> None:
+        """Use `of`."""
+        self._network, self._layout, self._probed = network, layout, probed
+        self._heads = probed[0].heads
+        self._kernels = kernels
+        self._eps = float(network.model.norm.variance_epsilon)
+        self._inner = max((int(m.mlp.gate_proj.out_features) for m in network.model.layers if _plain(m.mlp)), default=0)
+        self._rotation = Rotation(torch.empty(0), torch.empty(0))
+        self._buffers: list[Tensor] = []
+        self._views: dict[int, Views] = {}
+        self.refresh()
+
+    @classmethod
+    def of(cls, network: Any, layout: KVLayout, probed: list[ProbedLayer], kernels: Kernels) -> "FusedDecoder | None":
+        """None if the network must be called as it is."""
+        config = network.config
+        if config.model_type not in ARCHITECTURES or getattr(config, "hidden_act", "") != "silu":
+            return None
+        body, heads = getattr(network, "model", None), {layer.heads for layer in probed}
+        if body is None or len(heads) != 1 or body.rotary_emb.rope_type not in ROTATIONS:
+            return None
+        if not all(_expected(layer) for layer in body.layers):
+            return None
+        return cls(network, layout, probed, kernels)
+
+    def refresh(self) -> None:
+        """Reads the weights of the network again."""
+        body = self._network.model
+        self._embedding = body.embed_tokens.weight
+        self._norm = body.norm.weight
+        self._head = Linear.of(self._network.lm_head)
+        self._layers = [
+            _layer(module, probed, self._eps) for module, probed in zip(body.layers, self._probed, strict=True)
+        ]
+
+    def forward(self, step: StepInputs) -> Tensor:
+        """The logits [wanted, vocabulary] that the step asks for."""
+        kernels, eps = self._kernels, self._eps
+        count = step.tokens.shape[1]
+        views = self._views.get(count) or self._make_views(count)
+        x, normed = views.x, views.normed
+        rotation = self._rotate_up_to(step.layers[0].shape[2])
+        torch.index_select(self._embedding, 0, step.tokens[0], out=x)
+        for number, layer in enumerate(self._layers):
+            kernels.rms_norm(x, layer.norms[0], eps, normed)
+            for linear, part in zip(layer.qkv, views.qkv_parts, strict=True):
+                linear.into(normed, part)
+            kv = step.layers[2 * number], step.layers[2 * number + 1]
+            kernels.attend(views.qkv, step, layer.attention, rotation, kv, views.heads)
+            layer.output.add_to(x, views.attended)
+            kernels.rms_norm(x, layer.norms[1], eps, normed)
+            if isinstance(layer.mlp, nn.Module):
+                x.add_(layer.mlp(normed.unsqueeze(0))[0])
+                continue
+            gate, up, down = layer.mlp
+            gate.into(normed, views.gate_up_parts[0])
+            up.into(normed, views.gate_up_parts[1])
+            kernels.silu_mul(views.gate_up, views.inner)
+            down.add_to(x, views.inner)
+        if step.wanted is not None:
+            x = x.index_select(0, step.wanted)
+            normed = torch.empty_like(x)
+        kernels.rms_norm(x, self._norm, eps, normed)
+        return torch.mm(normed, self._head.weight)
+
+    def _rotate_up_to(self, positions: int) -> Rotation:
+        if len(self._rotation.cos) < positions:
+            device = self._layout.device
+            cos, sin = self._network.model.rotary_emb(
+                torch.empty(0, device=device), torch.arange(positions, device=device).unsqueeze(0)
+            )
+            half = self._layout.dim // 2
+            self._rotation = Rotation(cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
+        return self._rotation
+
+    def _make_views(self, count: int) -> Views:
+        layout, heads, kv_heads = self._layout, self._heads, self._layout.heads
+        hidden = self._embedding.shape[1]
+        sizes = [heads * layout.dim, kv_heads * layout.dim, kv_heads * layout.dim]
+        if len(self._views) >= MAX_VIEWS or not self._buffers or len(self._buffers[0]) < count:
+            self._views.clear()
+            most = max(count, len(self._buffers[0]) if self._buffers else MIN_TOKENS)
+            self._buffers = [
+                torch.empty((most, size), dtype=layout.dtype, device=layout.device)
+                for size in (hidden, hidden, sum(sizes), sizes[0], 2 * self._inner, self._inner)
+            ]
+        x, normed, qkv, attended, gate_up, inner = (buffer[:count] for buffer in self._buffers)
+        views = self._views[count] = Views(
+            x=x,
+            normed=normed,
+            qkv=qkv.view(count, heads + 2 * kv_heads, layout.dim),
+            qkv_parts=qkv.tensor_split([sizes[0], sizes[0] + sizes[1]], 1),
+            attended=attended,
+            heads=attended.view(count, heads, layout.dim),
+            gate_up=gate_up,
+            gate_up_parts=gate_up.chunk(2, 1),
+            inner=inner,
+        )
+        return views
+
+
+def _plain(mlp: nn.Module) -> bool:
+    return {name for name, child in mlp.named_children() if type(child) is nn.Linear} == MLP
+
+
+def _expected(layer: nn.Module) -> bool:
+    attention: Any = layer.self_attn
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    return {name for name, _ in layer.named_children()} == LAYER and all(type(one) is nn.Linear for one in projections)
+
+
+def _layer(module: Any, probed: ProbedLayer, eps: float) -> Layer:
+    attention, mlp = module.self_attn, module.mlp
+    q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    return Layer(
+        norms=(module.input_layernorm.weight, module.post_attention_layernorm.weight),
+        qkv=(Linear.of(attention.q_proj), Linear.of(attention.k_proj), Linear.of(attention.v_proj)),
+        output=Linear.of(attention.o_proj),
+        attention=AttentionSettings(
+            heads=probed.heads,
+            scale=probed.scaling,
+            window=probed.window,
+            q_norm=None if q_norm is None else q_norm.weight,
+            k_norm=None if k_norm is None else k_norm.weight,
+            eps=eps,
+        ),
+        mlp=(Linear.of(mlp.gate_proj), Linear.of(mlp.up_proj), Linear.of(mlp.down_proj)) if _plain(mlp) else mlp,
+    )

@@ -1,0 +1,258 @@
+"""What a step does besides matrix products, one call each: norms, rotation, KV, attention, activation, sampling.
+
+On a CPU with a C compiler the calls go to `kernels.c`, compiled once per machine, dtype and head size (half a second)
+and kept in the user's cache folder. Everywhere else, GPUs included, they are torch operators. Both compute the same.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from hashlib import blake2b
+from importlib.resources import files
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rollart.engines.torch.attention import attend_span, write_kv
+from rollart.engines.torch.kv_rows import CopyHeads, KVLayout
+from rollart.engines.torch.sampler import draw
+from rollart.engines.torch.step import StepInputs
+
+NO_COMPILER = "ROLLART_NO_COMPILER"  # set to 1 for torch operators only
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-shared", "-fPIC")
+# From this many queries of a row on, torch's attention is faster than one pass over the keys per query.
+LONG_CHUNK = 48
+
+
+@dataclass(slots=True)
+class AttentionSettings:
+    """Of one layer. `q_norm` and `k_norm` are weights over a head."""
+
+    heads: int
+    scale: float
+    window: int | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+
+
+@dataclass(slots=True)
+class Rotation:
+    """[positions, dim / 2] each, in float."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class Kernels(Protocol):
+    copy_heads: CopyHeads | None  # None: by torch
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None: ...
+
+    def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        """`out` = silu(gate) * up, which are the halves of `gate_up`."""
+        ...
+
+    def attend(
+        self,
+        qkv: Tensor,
+        step: StepInputs,
+        layer: AttentionSettings,
+        rotation: Rotation,
+        kv: tuple[Tensor, Tensor],
+        out: Tensor,
+    ) -> None:
+        """Normalises and rotates the queries and keys of `qkv` [tokens, heads + 2 kv heads, dim], stores keys and
+        values in the rows of KV, and attends to them: `out` is [tokens, heads, dim]."""
+        ...
+
+    def draw(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """As `sampler.draw`."""
+        ...
+
+
+class TorchKernels:
+    copy_heads: CopyHeads | None = None
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        out.copy_(F.rms_norm(x, (x.shape[-1],), weight, eps))
+
+    def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        gate, up = gate_up.chunk(2, -1)
+        torch.mul(F.silu(gate), up, out=out)
+
+    def attend(
+        self,
+        qkv: Tensor,
+        step: StepInputs,
+        layer: AttentionSettings,
+        rotation: Rotation,
+        kv: tuple[Tensor, Tensor],
+        out: Tensor,
+    ) -> None:
+        kv_heads = kv[0].shape[1]
+        query, key, value = qkv.tensor_split([layer.heads, layer.heads + kv_heads], 1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            query = F.rms_norm(query, (query.shape[2],), layer.q_norm, layer.eps)
+            key = F.rms_norm(key, (key.shape[2],), layer.k_norm, layer.eps)
+        cos, sin = (table[step.positions[0]].unsqueeze(1).to(qkv.dtype) for table in (rotation.cos, rotation.sin))
+        query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
+        write_kv(step, kv, key, value)
+        for span in step.spans:
+            out[span.tokens] = attend_span(
+                query=query, keys=kv[0], values=kv[1], span=span, scaling=layer.scale, window=layer.window
+            )
+
+    def draw(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        return draw(logits, uniform)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    left, right = x.chunk(2, -1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
+
+
+class _Shape(ctypes.Structure):
+    """`struct shape` of kernels.c."""
+
+    _fields_ = (
+        ("kv_heads", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("capacity", ctypes.c_int64),
+        ("window", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+    )
+
+
+class CompiledKernels:
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._norm, self._silu = library.rms_norm, library.silu_mul
+        self._store, self._attend, self._draw = library.store, library.attend, library.draw
+        pointer, long, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+        self._norm.argtypes = (*(pointer,) * 3, long, number, ctypes.c_float, number)
+        self._silu.argtypes = (*(pointer,) * 2, long, number, number)
+        self._store.argtypes = (*(pointer,) * 2, long, *(pointer,) * 8)
+        self._attend.argtypes = (*(pointer,) * 2, long, *(pointer,) * 5)
+        self._draw.argtypes = (pointer, long, long, *(pointer,) * 4)
+        self.copy_heads: CopyHeads | None = library.copy_heads
+        library.copy_heads.argtypes = (pointer, long, long, pointer, long, long, long, long, long)
+        library.copy_heads.restype = None
+        for function in (self._norm, self._silu, self._store, self._attend, self._draw):
+            function.restype = None
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        tokens, size = x.shape
+        self._norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), tokens, size, eps, torch.get_num_threads())
+
+    def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        tokens, size = out.shape
+        self._silu(gate_up.data_ptr(), out.data_ptr(), tokens, size, torch.get_num_threads())
+
+    def attend(
+        self,
+        qkv: Tensor,
+        step: StepInputs,
+        layer: AttentionSettings,
+        rotation: Rotation,
+        kv: tuple[Tensor, Tensor],
+        out: Tensor,
+    ) -> None:
+        keys, values = kv
+        _, kv_heads, capacity, dim = keys.shape
+        window = layer.window or 0
+        shape = _Shape(kv_heads, torch.get_num_threads(), capacity, window, layer.eps, layer.scale)
+        where = ctypes.addressof(shape)
+        all_tokens, positions, rows = qkv.data_ptr(), step.positions.data_ptr(), step.rows.data_ptr()
+        stored = keys.data_ptr(), values.data_ptr()
+        norms = (None if norm is None else norm.data_ptr() for norm in (layer.q_norm, layer.k_norm))
+        tables = rotation.cos.data_ptr(), rotation.sin.data_ptr()
+        self._store(where, all_tokens, len(qkv), positions, rows, *tables, *norms, *stored)
+        size, width, wide = qkv.element_size(), qkv.shape[1] * dim, layer.heads * dim
+        for span in step.spans:
+            if span.queries >= LONG_CHUNK:
+                out[span.tokens] = attend_span(
+                    query=qkv[:, : layer.heads],
+                    keys=keys,
+                    values=values,
+                    span=span,
+                    scaling=layer.scale,
+                    window=layer.window,
+                )
+                continue
+            first, count = span.tokens.start, span.tokens.stop - span.tokens.start
+            self._attend(
+                where,
+                all_tokens + first * width * size,
+                count,
+                positions + first * 8,
+                rows + first * 8,
+                *stored,
+                out.data_ptr() + first * wide * size,
+            )
+
+    def draw(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        if logits.dtype != self._dtype or not logits.is_contiguous():
+            return draw(logits, uniform)
+        rows, vocabulary = logits.shape
+        tokens, logprobs = torch.empty(rows, dtype=torch.long), torch.empty(rows)
+        scratch = torch.empty(vocabulary)
+        made = (one.data_ptr() for one in (uniform, scratch, tokens, logprobs))
+        self._draw(logits.data_ptr(), rows, vocabulary, *made)
+        return tokens, logprobs
+
+
+def kernels_for(layout: KVLayout, heads: int) -> Kernels:
+    """Compiled ones where that is possible, for a model with KV of this layout."""
+    if layout.device.type != "cpu" or layout.dtype not in (torch.float32, torch.bfloat16) or layout.dim % 2:
+        return TorchKernels()
+    library = _compiled(layout.dim, heads // layout.heads, layout.dtype == torch.bfloat16)
+    return TorchKernels() if library is None else CompiledKernels(library, layout.dtype)
+
+
+@cache
+def _compiled(dim: int, group: int, bfloat16: bool) -> ctypes.CDLL | None:
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None or os.environ.get(NO_COMPILER) == "1":
+        return None
+    source = files("rollart.engines.torch") / "kernels.c"
+    options = (*FLAGS, f"-DDIM={dim}", f"-DGROUP={group}", *(("-DBFLOAT16",) if bfloat16 else ()))
+    key = blake2b(repr((source.read_bytes(), options, compiler, _processor())).encode(), digest_size=8).hexdigest()
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollart"
+    target = folder / f"kernels-{key}.so"
+    try:
+        if not target.exists():
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _compile([compiler, *options, str(source)], target)
+        return ctypes.CDLL(str(target))
+    except (OSError, RuntimeError, subprocess.SubprocessError):
+        return None
+
+
+def _compile(command: list[str], target: Path) -> None:
+    """With OpenMP if the compiler has it. Engines that start together may all compile; the last one to rename wins."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        draft = Path(folder, "kernels.so")
+        for threads in ("-fopenmp", "-fopenmp-simd"):
+            done = subprocess.run([*command, threads, "-o", str(draft), "-lm"], capture_output=True, timeout=60)
+            if done.returncode == 0:
+                draft.replace(target)
+                return
+    raise OSError("the C compiler cannot compile kernels.c")
+
+
+def _processor() -> str:
+    """The instructions that `-march=native` may use, for cache folders that several machines share."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
