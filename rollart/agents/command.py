@@ -66,5 +66,8 @@ def run(
 
 
 def failure(command: list[str], result: CommandResult) -> str:
+    """The last line of its output, which names the cause most often, comes first."""
     ended = result.note or f"ended with exit code {result.exit_code}"
-    return f"`{shlex.join(command)}` {ended}; the end of its output: {result.output[-500:].strip()!r}"
+    end = result.output[-500:].strip()
+    cause = f"{end.splitlines()[-1][:200]}: " if end else ""
+    return f"{cause}`{shlex.join(command)}` {ended}; the end of its output: {end!r}"

@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-import math
 import os
 import random
+from dataclasses import asdict
 from typing import Any
 
 from rollart.core.endpoint import AgentEpisode, Endpoint
+from rollart.core.foreign import InvalidValue, parse_verdict
 
 
 class FunctionAgent:
@@ -35,19 +36,12 @@ async def _awaited(result: Any) -> Any:
 
 
 def outcome(result: Any) -> dict[str, Any]:
-    """A number is the reward; a dict may have `reward`, `success` and `info`; None leaves it to the reward function."""
-    if result is None:
-        return {}
-    if isinstance(result, bool):
-        return {"reward": float(result), "success": result}
-    if isinstance(result, int | float):
-        result = {"reward": result}
-    if not isinstance(result, dict) or not set(result) <= {"reward", "success", "info"}:
+    """A number is the reward; a dict may have `reward`, `success` and `info`, and more, which is info too; None leaves
+    it to the reward function."""
+    try:
+        return asdict(parse_verdict(result))
+    except InvalidValue as error:
         raise TypeError(
-            f"the agent returned {str(result)[:100]!r}; return the reward as a number, a dict with `reward`, `success` "
-            "and `info`, or nothing if a reward function scores the episode"
-        )
-    reward = result.get("reward")
-    if reward is not None and not math.isfinite(reward):
-        raise ValueError(f"the agent returned the reward {reward}; it must be a finite number")
-    return dict(result, reward=None if reward is None else float(reward))
+            f"what the agent returned is no verdict: {error}; return the reward as a number, a dict with `reward`, "
+            "`success` and `info`, or nothing if a reward function scores the episode"
+        ) from None

@@ -3,7 +3,7 @@
 The invariants:
 - An episode is one process, forked for it and ended with it, and one key at the gateway, valid for as long.
 - However an episode ends, `captured` is called once with what was sampled, unless the gateway itself was lost.
-- A failure of the program, or its deadline, is EnvironmentFailed; after a failure of the engines it is EngineFailed. A
+- A failure of the program is EnvironmentFailed; after a failure of the engines it is EngineFailed. A
   program that raises because a limit refused its request or cut its last response has not failed: the episode is
   truncated. A missing reward is RewardFailed. No failure becomes a reward.
 """
@@ -18,6 +18,8 @@ from typing import Any, NoReturn
 from rollart.config import AgentConfig, RewardConfig, TaskConfig
 from rollart.core.endpoint import AgentEpisode
 from rollart.core.errors import ConfigError, EngineFailed, EnvironmentFailed, RewardFailed, ServiceError
+from rollart.core.events import GatewaySample
+from rollart.core.foreign import InvalidValue, Verdict, parse_verdict
 from rollart.core.protocols import Generate, TokenStream
 from rollart.core.types import CapturedEpisode, Completion, GenerationRequest, Sampling, Step
 from rollart.envs import families
@@ -30,7 +32,7 @@ from rollart.workers.pool import ProcessClaim, ProcessPool
 from rollart.workers.pool_host import HostCallback
 from rollart.workers.worker_process import CallRaised, ProcessLost
 
-MAX_COMMAND_S = 86_400.0  # the episode's own deadline comes first
+MAX_EPISODE_S = 7 * 86_400.0  # the caller's clock comes first; it stands still while no engine can serve
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ def command_of(task: TaskConfig, agent: AgentConfig) -> dict[str, Any]:
         "mounts": [str(path.absolute()) for path in agent.mounts] + (family.mounts if family else []),
         "path": [str(family.python.parent)] if family else [],
         "limits": agent.limits,
-        "deadline": agent.deadline or MAX_COMMAND_S,
+        "deadline": MAX_EPISODE_S,
     }
 
 
@@ -79,8 +81,7 @@ def host_spec(task: TaskConfig, log: Path | None = None) -> HostSpec:
 
 class AgentPool:
     """Implements `core.protocols.AgentPool`. At most `processes` episodes of a task at the same time, split over hosts,
-    one for each of the `requests`; each of at most `deadline` seconds unless its task says otherwise. What agents print
-    goes to `log`."""
+    one for each of the `requests`. The time of an episode is its caller's to limit. What agents print goes to `log`."""
 
     def __init__(
         self,
@@ -89,12 +90,11 @@ class AgentPool:
         launcher: Launcher,
         *,
         processes: int,
-        deadline: float,
         requests: Sequence[ResourceRequest] = (),
         log: Path | None = None,
         on_host_change: HostCallback | None = None,
     ) -> None:
-        self._gateway, self._deadline, self._processes = gateway, deadline, processes
+        self._gateway, self._processes = gateway, processes
         self._tasks = {task.name: task for task in tasks}
         locations = [
             HostLocation(launcher, replace(request, count=request.count / len(tasks)))
@@ -104,6 +104,9 @@ class AgentPool:
             task.name: ProcessPool(host_spec(task, log), processes, locations=locations, on_host_change=on_host_change)
             for task in tasks
         }
+
+    def sample(self) -> GatewaySample:
+        return self._gateway.sample()
 
     @property
     def in_use(self) -> int:
@@ -139,7 +142,7 @@ class AgentPool:
             async with self._pools[task].claim() as claim:
                 claim.reusable = False
                 await claim.acquire()
-                yield AgentClaim(self._tasks[task], self._gateway, claim, self._deadline)
+                yield AgentClaim(self._tasks[task], self._gateway, claim)
         except (ProcessLost, ServiceError) as error:
             raise EnvironmentFailed(f"task {task!r} has no process for its agent: {error}") from error
 
@@ -147,10 +150,9 @@ class AgentPool:
 class AgentClaim:
     """A process in which one episode will be played."""
 
-    def __init__(self, task: TaskConfig, gateway: Gateway, claim: ProcessClaim, deadline: float) -> None:
+    def __init__(self, task: TaskConfig, gateway: Gateway, claim: ProcessClaim) -> None:
         assert task.agent is not None
         self._task, self._gateway, self._claim = task, gateway, claim
-        self._deadline = task.agent.deadline or deadline
 
     async def play(
         self, id: str, seed: int, held_out: bool, generate: Generate, captured: Callable[[CapturedEpisode], None]
@@ -167,13 +169,13 @@ class AgentClaim:
 
         episode = AgentEpisode(id, self._task.name, seed, held_out, self._task.args)
         opened, raised = None, None
-        result: dict[str, Any] = {}
+        verdict = Verdict()
         try:
             async with self._gateway.episode(self._limits(id, seed), observed) as opened:
                 endpoint = asdict(opened.endpoint)
                 args = {"agent": driver_of(self._task).agent, "endpoint": endpoint, "episode": asdict(episode)}
                 try:
-                    result = await self._run(args, failures)
+                    verdict = await self._run(args, failures)
                 except _Raised as error:
                     raised = error  # it may be due to a limit, which is known when the episode is captured
         finally:
@@ -181,7 +183,7 @@ class AgentClaim:
                 captured(opened.captured)
         if raised is not None and not (opened.captured is not None and opened.captured.limited):
             raise raised
-        return self._step(result, opened.captured, raised)
+        return self._step(verdict, opened.captured, raised)
 
     def _limits(self, id: str, seed: int) -> EpisodeLimits:
         agent, config = self._task.agent, self._task.sampling
@@ -196,33 +198,32 @@ class AgentClaim:
             max_parallel=agent.max_parallel,
         )
 
-    async def _run(self, args: dict[str, Any], failures: list[EngineFailed]) -> dict[str, Any]:
+    async def _run(self, args: dict[str, Any], failures: list[EngineFailed]) -> Verdict:
         try:
-            result = await self._claim.call("run", args, self._deadline)
+            result = await self._claim.call("run", args, MAX_EPISODE_S)
         except (ProcessLost, CallRaised) as error:
             reason = str(error).replace(args["endpoint"]["key"], "(its key)")  # it may be part of a URL
             failed = f"the agent of task {self._task.name!r} failed: {reason}"
             if failures:
-                raise EngineFailed(f"{failed}; before that, {failures[-1]}") from error
+                raise EngineFailed(f"{failures[-1]}, then {failed}") from error
             raise (_Raised if isinstance(error, CallRaised) else EnvironmentFailed)(failed) from error
-        if not isinstance(result, dict):
-            raise EnvironmentFailed(f"the agent of task {self._task.name!r} returned {result!r}, not a dict")
-        return result
+        try:
+            return parse_verdict(result)
+        except InvalidValue as error:
+            raise EnvironmentFailed(f"the agent of task {self._task.name!r} returned no verdict: {error}") from error
 
-    def _step(self, result: dict[str, Any], captured: CapturedEpisode | None, raised: "_Raised | None") -> Step:
-        name, reward = self._task.name, result.get("reward")
+    def _step(self, verdict: Verdict, captured: CapturedEpisode | None, raised: "_Raised | None") -> Step:
+        name, reward = self._task.name, verdict.reward
         if captured is None:
             raise EnvironmentFailed(f"the gateway was lost when the agent of task {name!r} had ended")
         if not captured.turns:
             raise EnvironmentFailed(f"the agent of task {name!r} ended without a single response of the policy")
         if reward is None and self._task.reward.function == RewardConfig().function:
-            why = f"; it reached a limit, and {raised}" if raised is not None else ""
+            cause = f"{raised}, after it had reached a limit; so " if raised is not None else ""
             raise RewardFailed(
-                f"the agent of task {name!r} returned no reward, and the task names no reward function{why}"
+                f"{cause}the agent of task {name!r} returned no reward, and the task names no reward function"
             )
-        info = dict(result.get("info") or {})
-        if result.get("success") is not None:
-            info["success"] = bool(result["success"])
+        info = verdict.info if verdict.success is None else {**verdict.info, "success": verdict.success}
         return Step((), reward, done=True, truncated=captured.truncated or raised is not None, info=info)
 
 

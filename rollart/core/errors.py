@@ -13,6 +13,10 @@ class ServiceError(RollartError):
     """A service could not be started or reached, or answered with an error."""
 
 
+class ServiceSilent(ServiceError):
+    """A service did not answer a call within its deadline."""
+
+
 class EngineFailed(RollartError):
     """Generation failed; the request may be tried on another engine."""
 

@@ -20,6 +20,7 @@ from rollart.core.types import (
     RewardResult,
     Step,
     StepMetrics,
+    TokenPart,
 )
 
 
@@ -45,20 +46,22 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenStream:
-    """Callbacks. `on_tokens` gets the new tokens, `every` at a time, and returns True to end the answer early.
-    `on_restart`: the answer starts over, what was received is void; raises EngineFailed if that is not acceptable."""
+    """A callback: `on_tokens` gets the new tokens, `every` at a time or fewer, and returns True to end the answer
+    early. What it got stays valid: if the engine is lost, another one goes on from there."""
 
     every: int
     on_tokens: Callable[[list[int]], bool]
-    on_restart: Callable[[], None]
 
 
 @runtime_checkable
 class StreamingEngine(Protocol):
     """An engine that can stream tokens; the others return whole answers."""
 
-    async def stream(self, request: GenerationRequest, stream: TokenStream) -> Completion:
-        """As `generate`. An answer that `on_tokens` ended has the finish `length`, and may have more tokens."""
+    async def generate_in_parts(
+        self, request: GenerationRequest, every: int, on_part: Callable[[TokenPart], bool]
+    ) -> Completion:
+        """As `generate`. `on_part` gets the first token at once and then `every` at a time, but not the last ones. An
+        answer that it ended, by returning True, has the finish `length`, and may have more tokens."""
         ...
 
 

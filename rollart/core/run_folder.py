@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from rollart.core import event_log
 from rollart.core.errors import RollartError
 
 
@@ -38,7 +39,7 @@ def numbered(output: Path, name: str) -> Iterator[int]:
 
 def events_of(folder: Path) -> Path:
     """The event log of a run folder."""
-    path = folder / "events.jsonl"
-    if not path.is_file():
-        raise RollartError(f"{folder} is not a run folder: it has no events.jsonl")
+    path = folder / "events"
+    if not event_log.exists(path):
+        raise RollartError(f"{folder} is not a run folder: it has no event log")
     return path

@@ -5,13 +5,17 @@ and turns are kept by the million, so they are structs of tuples, which the garb
 """
 
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any, Literal
+from enum import IntEnum, StrEnum
+from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct
 
+from rollart.core.column import Column
 from rollart.core.expert_choice import ExpertChoices
 from rollart.core.run_length import lowest
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Finish = Literal["stop", "length", "abort"]
 
@@ -63,7 +67,8 @@ class GenerationRequest:
     """`tokens` is the whole context; `session` names the conversation whose cached prefix may be reused. `kv_from` is
     the address of an engine that has more of its KV: what is missing is fetched from there, not recomputed. A new
     conversation may be a `branch_of` another, whose beginning it shares. `episode` is the attempt that it serves. The
-    expert choices of the first `experts_known` tokens are not needed: earlier completions had them."""
+    expert choices of the first `experts_known` tokens are not needed: earlier completions had them. The last `resumed`
+    of the `tokens` were sampled for it by another engine: the random stream goes on after them."""
 
     id: str
     session: str
@@ -75,6 +80,15 @@ class GenerationRequest:
     branch_of: str = ""
     episode: str = ""
     experts_known: int = 0
+    resumed: int = 0
+
+
+class TokenPart(Struct, frozen=True, array_like=True):
+    """The next tokens of an answer under way, with their logprobs and versions."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
 
 
 class Completion(Struct, frozen=True):
@@ -122,6 +136,7 @@ class Publication(Struct, frozen=True):
     id: str = ""
     sources: tuple[tuple[str, ...], ...] = ()
     key: str | None = None
+    bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,23 +266,68 @@ class Trajectory(Struct, frozen=True):
         return sum(len(turn.prompt) + len(turn.tokens) for turn in self.turns)
 
 
+class TokenRole(IntEnum):
+    """Where a token of a sample comes from: the first prompt, the policy, or what the environment answered."""
+
+    PROMPT = 0
+    ACTION = 1
+    OBSERVATION = 2
+
+
+class TurnSpan(Struct, frozen=True, gc=False, array_like=True):
+    """The tokens from `start` to `stop` of a sample are the action of turn `number` of its trajectory. `reward` is the
+    environment's; turns of a group with the same `state` saw the same; `done`: the episode ended by its own rules."""
+
+    number: int
+    start: int
+    stop: int
+    reward: float = 0.0
+    state: str = ""
+    done: bool = False
+
+
+class Teaching(Struct, frozen=True, gc=False):
+    """What a teacher gives the action tokens of a sample: the logprob of each, and of its own `count` likeliest tokens
+    there (`top_ids`, `top_logprobs`: one row after the other)."""
+
+    logprobs: Column
+    count: int = 0
+    top_ids: Column | None = None
+    top_logprobs: Column | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A trajectory, or a segment of one, as the trainer gets it: one token sequence. `mask` is 1 where the policy
-    sampled, at `temperature`; logprobs are of that distribution. The reward of a trajectory's segments counts once.
+    """A trajectory, or a segment of one, as the trainer gets it: one token sequence. `roles` has the `TokenRole` of
+    every token; `logprobs` and `versions` have one entry per action token, sampled at `temperature`. The reward of a
+    trajectory's segments counts once. `imitate` has the weight of every token in the cross entropy, if any is imitated.
     `experts` has a row for every token."""
 
     id: str
     task: str
-    tokens: list[int]
-    mask: list[int]
-    logprobs: list[float]
-    versions: list[int]
+    tokens: Column
+    roles: Column
+    logprobs: Column
+    versions: Column
     reward: float
     truncated: bool = False
     temperature: float = 1.0
     trajectory: str = ""
+    turns: tuple[TurnSpan, ...] = ()
+    teacher: Teaching | None = None
+    imitate: Column | None = None
     experts: ExpertChoices | None = None
+
+    @property
+    def actions(self) -> int:
+        """Action tokens."""
+        return len(self.logprobs)
+
+    @property
+    def mask(self) -> "NDArray[Any]":
+        """True at action tokens."""
+        actions: NDArray[Any] = self.roles.array == TokenRole.ACTION
+        return actions
 
     @property
     def owner(self) -> str:

@@ -16,6 +16,7 @@ class Addition:
     """1 if the last number of the reply is the sum."""
 
     reusable = True
+    isolation = "shared"
 
     def __init__(self, low: int = 1, high: int = 30, held_out: bool = False) -> None:
         if not 0 <= low < high:

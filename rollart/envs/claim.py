@@ -17,16 +17,17 @@ from dataclasses import dataclass, field
 from rollart.config import EnvironmentsConfig, TaskConfig
 from rollart.core.errors import EnvironmentFailed, ServiceError
 from rollart.core.events import EnvironmentLost, EventSink, ResetHedged
+from rollart.core.foreign import InvalidValue
 from rollart.core.types import Message, Step
 from rollart.envs.latencies import Latencies
-from rollart.envs.replies import InvalidReply, parse_observation, parse_step
+from rollart.envs.replies import parse_observation, parse_step
 from rollart.workers.pool import ProcessClaim, ProcessPool
 from rollart.workers.worker_process import CallRaised, ProcessLost
 
 BACKOFF_S = 0.1
 SLOW_MIN_S = 0.1  # no reset is slow before
 CHECK_AGAIN = 0.25  # of the time waited so far, while it is not known what is slow, or no second reset may start
-FAILURES = (ProcessLost, CallRaised, ServiceError, InvalidReply)
+FAILURES = (ProcessLost, CallRaised, ServiceError, InvalidValue)
 
 Observation = tuple[Message, ...]
 
@@ -166,7 +167,7 @@ class EnvironmentClaim:
 
     async def _reset(self, claim: ProcessClaim, seed: int) -> Observation:
         task, config = self._shared.task, self._shared.config
-        args = {"env": task.env, "args": task.args, "held_out": self._held_out, "seed": seed}
+        args = {"env": task.env, "args": task.env_args, "held_out": self._held_out, "seed": seed}
         with self._count_failure():
             with self._shared.latencies.measured():
                 observation = parse_observation(await claim.call("reset", args, config.reset_deadline))

@@ -25,6 +25,7 @@ class ColumnSum:
     """The reward is reasoning-gym's score of the last number in the answer."""
 
     reusable = True
+    isolation = "shared"
 
     def __init__(self, digits: int = 3, rules: bool = False, held_out: bool = False) -> None:
         config = ChainSumConfig(min_terms=2, max_terms=2, min_digits=digits, max_digits=digits, seed=0, size=1)
@@ -45,7 +46,7 @@ class ColumnSum:
         return (RULES if self.rules else "") + self.expression + "="
 
     def step(self, action: str) -> dict[str, Any]:
-        numbers = NUMBER.findall(action)
+        numbers = [number for number in NUMBER.findall(action) if len(number) < 100]  # int() has a limit
         score = float(self._sums.score_answer(numbers[-1] if numbers else None, self.item))
         info = {"success": score == 1.0, "expression": self.expression, "answer": self.item["answer"]}
         return {"messages": [], "reward": score, "done": True, "info": info}

@@ -26,6 +26,7 @@ class FrozenLake:
     """+1 at the goal, -0.01 for an unreadable action, at most `max_actions` actions."""
 
     reusable = True
+    isolation = "shared"
 
     def __init__(
         self, size: int = 4, frozen: float = 0.8, max_actions: int = 10, rules: bool = False, held_out: bool = False

@@ -17,6 +17,7 @@ class GuessNumber:
     """1 when found; otherwise at the end `partial` times the closeness of the last guess, within the interval."""
 
     reusable = True
+    isolation = "shared"
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ The invariants:
 - Tasks share nothing: a task that fails, floods or hangs takes processes and time from itself alone.
 - A task has at most `processes` claimed environments, `hedges` second ones that race a slow reset, and `warm` ones.
 - A process serves another episode only if its environment declares that it is `reusable`; otherwise it is closed in the
-  background, within its deadline, and ends.
+  background, within its deadline, and ends. It serves several at once only if that declares `isolation = "shared"`.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from rollart.envs import families
 from rollart.envs.claim import EnvironmentClaim, EnvironmentCounts, TaskEnvironments
 from rollart.envs.latencies import Latencies
 from rollart.envs.remote_host import RemoteHost
+from rollart.envs.shared import SHARED, SharedEnvironment, SharedProcesses, declared_isolation
 from rollart.launch.launcher import Launcher, ResourceRequest
 from rollart.launch.local import LocalLauncher
 from rollart.workers.host import ENVIRONMENT
@@ -68,12 +69,15 @@ class EnvironmentPool:
         # Hosts that someone else runs have their own Python; only those that we start need that of the family.
         self._python = sys.executable if urls and not requests else None
         self._tasks = {task.name: self._environments(task, locations, log, on_host_change) for task in tasks}
+        self._shared = {name: SharedProcesses(task, config.processes) for name, task in self._tasks.items()}
+        self._sharing = {task.name: task.isolation == SHARED for task in tasks if task.isolation != "auto"}
+        self._asking = asyncio.Lock()
 
     def _environments(
         self, task: TaskConfig, locations: Sequence[HostLocation], log: Path | None, on_host_change: HostCallback | None
     ) -> TaskEnvironments:
         config = self._config
-        prepared = {"env": task.env, "args": task.args, "held_out": False}
+        prepared = {"env": task.env, "args": task.env_args, "held_out": False}
         pool = ProcessPool(
             host_spec(task, log, self._python),
             config.processes,
@@ -96,7 +100,8 @@ class EnvironmentPool:
 
     @property
     def in_use(self) -> int:
-        return sum(task.pool.in_use for task in self._tasks.values())
+        own = sum(task.pool.in_use for task in self._tasks.values())
+        return own + sum(shared.in_use for shared in self._shared.values())
 
     @property
     def capacity(self) -> int:
@@ -126,11 +131,27 @@ class EnvironmentPool:
     async def close(self) -> None:
         await asyncio.gather(*(task.pool.close() for task in self._tasks.values()))
 
+    async def _shares(self, task: TaskEnvironments) -> bool:
+        """As the task says, or as the environment declares, which its first process is asked for."""
+        name = task.task.name
+        if name not in self._sharing:
+            async with self._asking:
+                if name not in self._sharing:
+                    self._sharing[name] = await declared_isolation(task) == SHARED
+        return self._sharing[name]
+
     @asynccontextmanager
-    async def claim(self, task: str, held_out: bool) -> AsyncIterator[EnvironmentClaim]:
+    async def claim(self, task: str, held_out: bool) -> AsyncIterator[EnvironmentClaim | SharedEnvironment]:
         """Raises EnvironmentFailed when no host is left."""
-        shared = self._tasks[task]
+        shared, many = self._tasks[task], self._shared[task]
         async with AsyncExitStack() as stack:
+            if not many.given_up and await self._shares(shared):
+                slot = await many.take()
+                try:
+                    yield SharedEnvironment(many, held_out, slot, stack)
+                finally:
+                    many.release(slot)
+                return
             try:
                 claim = await stack.enter_async_context(shared.pool.claim())
             except (ProcessLost, ServiceError) as error:

@@ -39,6 +39,10 @@ class EnvironmentProcess:
         """Raises what its import raises."""
         load(env)
 
+    def isolation(self, env: str) -> str:
+        """`shared` if many episodes may run in one process."""
+        return str(getattr(load(env), "isolation", "process"))
+
     def prepare(self, env: str, args: dict[str, Any], held_out: bool) -> None:
         key = (env, args, held_out)
         if self._key != key:

@@ -7,9 +7,10 @@ from typing import Any, TypeVar
 
 from rollart.config import EnvironmentsConfig, TaskConfig
 from rollart.core.errors import EnvironmentFailed, ServiceError
+from rollart.core.foreign import InvalidValue
 from rollart.core.types import Message, Step
 from rollart.envs.pool import host_spec
-from rollart.envs.replies import InvalidReply, parse_observation, parse_step
+from rollart.envs.replies import parse_observation, parse_step
 from rollart.workers.pool import ProcessClaim, ProcessPool
 from rollart.workers.worker_process import CallRaised, ProcessLost
 
@@ -25,7 +26,7 @@ class SingleEnvironment:
         self._claim = claim
 
     async def reset(self, seed: int, held_out: bool) -> tuple[Message, ...]:
-        args = {"env": self._task.env, "args": self._task.args, "held_out": held_out, "seed": seed}
+        args = {"env": self._task.env, "args": self._task.env_args, "held_out": held_out, "seed": seed}
         return await self._call("reset", args, self._config.reset_deadline, parse_observation)
 
     async def step(self, action: str) -> Step:
@@ -39,14 +40,14 @@ class SingleEnvironment:
     async def demonstrate(self, seed: int, deadline: float) -> tuple[Any, ...]:
         """A whole training episode by the scripted player; see `EnvironmentProcess.demonstrate`."""
         task = self._task
-        args = {"env": task.env, "args": task.args, "player": task.player, "player_args": task.player_args}
+        args = {"env": task.env, "args": task.env_args, "player": task.player, "player_args": task.player_args}
         return await self._call("demonstrate", {**args, "seed": seed, "turns": task.max_turns}, deadline, tuple)
 
     async def _call(self, name: str, args: Mapping[str, object], deadline: float, parse: Callable[[Any], T]) -> T:
         try:
             return parse(await self._claim.call(name, args, deadline))
-        except (ProcessLost, CallRaised, InvalidReply) as error:
-            what = "broke its protocol" if isinstance(error, InvalidReply) else "failed"
+        except (ProcessLost, CallRaised, InvalidValue) as error:
+            what = "broke its protocol" if isinstance(error, InvalidValue) else "failed"
             raise EnvironmentFailed(f"the environment of task {self._task.name!r} {what}: {error}") from error
 
 

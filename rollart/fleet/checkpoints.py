@@ -2,7 +2,8 @@
 
 Invariants: only what the ledger has committed counts; the newest `keep` are never deleted, nor is the best one; a
 checkpoint whose evaluation is running stays until the result is there. An evaluation of version v counts for the newest
-checkpoint at or before v, since evaluations start when engines have the weights, at any version.
+checkpoint at or before v, since evaluations start when engines have the weights, at any version; that checkpoint may
+still be written when the result is there, so each commit looks at the last result again.
 """
 
 import shutil
@@ -39,6 +40,7 @@ class Checkpoints:
         self.folder, self._keep, self._best = folder, keep, best
         self._committed = 0
         self._evaluating: list[int] = []
+        self._last: tuple[int, float, float] | None = None  # version, success and reward of the last evaluation
 
     def path(self, version: int) -> Path:
         return self.folder / f"{version:06d}"
@@ -60,13 +62,14 @@ class Checkpoints:
 
     def start(self, version: int) -> None:
         """The run starts or resumes at `version`: remove what a killed one was writing."""
-        self._committed = version
+        self._committed, self._last = version, None
         for draft in self.folder.glob(".*.part"):
             shutil.rmtree(draft, ignore_errors=True)
 
     def commit(self, version: int) -> None:
         """The ledger has committed `version`: delete what is not kept. Later ones belong to a discarded history."""
         self._committed = version
+        self._credit()
         self._prune()
 
     def _prune(self) -> None:
@@ -95,11 +98,17 @@ class Checkpoints:
 
     def evaluated(self, version: int, results: Sequence[Evaluated]) -> None:
         """All tasks were evaluated at `version`. Of two equally good checkpoints the later one is the best."""
-        candidate = self._evaluated_by(version)
-        if not self._best or candidate is None:
+        self._last = version, fmean(one.success for one in results), fmean(one.reward for one in results)
+        self._credit()
+
+    def _credit(self) -> None:
+        """The last evaluation to the checkpoint that it counts for, if that is the best."""
+        if not self._best or self._last is None:
             return
-        success, reward = fmean(one.success for one in results), fmean(one.reward for one in results)
-        best = self.best()
+        version, success, reward = self._last
+        candidate, best = self._evaluated_by(version), self.best()
+        if candidate is None or (best and (best.version, best.evaluated) == (candidate, version)):
+            return
         if best is None or (success, reward) >= (best.success, best.reward):
             record = BestCheckpoint(candidate, version, success, reward)
             draft = self.folder / f".{BEST}"
@@ -117,8 +126,10 @@ class CheckpointEvaluator(Evaluator):
         ledger: Ledger,
         sink: EventSink,
         checkpoints: Checkpoints,
+        *,
+        samples: int = 1,
     ) -> None:
-        super().__init__(tasks, runner, ledger, sink)
+        super().__init__(tasks, runner, ledger, sink, samples=samples)
         self._checkpoints = checkpoints
 
     async def run(self, version: int, episodes: int, *, label: str = "eval", final: bool = False) -> list[Evaluated]:

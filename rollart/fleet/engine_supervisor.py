@@ -14,14 +14,22 @@ from typing import Any
 
 from rollart.config import RunFile
 from rollart.core.errors import EngineFailed, EngineLost, ServiceError
-from rollart.core.events import EngineSample, EventSink, ServiceEnded, ServiceStarted, Warned
+from rollart.core.events import EngineSample, EventSink, ServiceEnded, Warned
 from rollart.core.types import Publication
 from rollart.engines.backends import backend_of
 from rollart.engines.client import EngineClient
 from rollart.hardware.devices import DeviceClass
 from rollart.hardware.roofline import ModelShape, Roofline
 from rollart.launch import rpc
-from rollart.launch.launcher import Command, Launcher, ResourceRequest, ServiceHandle, relaunch, service_command
+from rollart.launch.launcher import (
+    Command,
+    Launcher,
+    ResourceRequest,
+    ServiceHandle,
+    relaunch,
+    service_command,
+    service_started,
+)
 from rollart.models.folder import read_seconds
 from rollart.placement.bindings import Binding
 from rollart.placement.plan import acts_as
@@ -179,7 +187,7 @@ class EngineSupervisor:
 
     def _report_started(self, engine: _Engine, seconds: float) -> None:
         started, binding = engine.started, engine.binding
-        self._sink.emit(ServiceStarted(role="generate", name=binding.worker, pid=started.pid, seconds=seconds))
+        self._sink.emit(service_started("generate", binding.worker, started, seconds))
         self._sink.emit(binding.placed(started, engine.pool.name))
 
     # While the run goes on
@@ -267,7 +275,8 @@ def engine_command(
     if binding.url:
         full["url"] = binding.url
     command = service_command(backend.module, full, name=binding.worker, logs=logs, threads=run.engine.threads)
-    return replace(command, start_deadline=backend.start_deadline(run) + read_seconds(Path(spec["model"])))
+    seconds = backend.start_deadline(run) + read_seconds(Path(spec["model"]))
+    return replace(command, start_deadline=seconds, start_key="engine.start_deadline")
 
 
 def request_of(binding: Binding) -> ResourceRequest:

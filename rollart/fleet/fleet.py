@@ -17,19 +17,18 @@ from rollart.agents.pool import AgentPool
 from rollart.config import RunFile
 from rollart.core.event_log import EventLog
 from rollart.core.events import RolledBack, ServiceEnded
-from rollart.engines.backends import start_deadline
 from rollart.envs.pool import EnvironmentPool
 from rollart.fleet.engine_supervisor import EngineSupervisor
 from rollart.fleet.trainer_supervisor import TrainerSupervisor
 from rollart.gateway.client import Gateway
+from rollart.gateway.limits import GatewayLimits
 from rollart.hardware.roofline import ModelShape
 from rollart.launch.launcher import Launcher, ServiceHandle
 from rollart.launch.local import LocalLauncher
 from rollart.models.chat import ChatRenderer
-from rollart.models.folder import read_seconds
 from rollart.placement.bindings import Binding
 from rollart.placement.inventory import Inventory
-from rollart.placement.plan import PlacementPlan, plan, with_layout
+from rollart.placement.plan import PlacementPlan, plan, with_layout, with_ranks
 from rollart.placement.workload import MEASURED
 from rollart.rewards.invokers import Rewards
 from rollart.rollout.decode_lengths import DecodeLengths
@@ -40,6 +39,7 @@ from rollart.weights.store import shared_folder
 
 # Expected length of a task's completions by declared affinity, as a share of max_tokens, until measured.
 _PRIORS = {"prefill": 0.1, "decode": 0.8}
+RESPONSE_S = 86_400.0  # the clock of the episode comes first, and stands still in an outage
 
 
 class Fleet:
@@ -57,7 +57,8 @@ class Fleet:
         checkpoint: Path | None = None,
         trainer: bool = True,
     ) -> None:
-        self._run, self._log, self._train = run, log, trainer
+        self._asked = self._run = run  # `parallel: auto` is resolved in the latter
+        self._log, self._train = log, trainer
         self._model = model.absolute()
         self._version, self._checkpoint = version, checkpoint
         self._logs = (directory / "logs").absolute()
@@ -97,7 +98,7 @@ class Fleet:
         launcher = make_launcher(self._run)
         self._stack.push_async_callback(launcher.close)
         placed = await placement_plan(self._run, launcher)
-        self._run = with_layout(self._run, placed)
+        self._asked, self._run = self._run, with_layout(self._run, placed)
         self._build(placed, launcher)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._start_pool(self.environments))
@@ -145,19 +146,20 @@ class Fleet:
             spec=self._trainer_spec,
             sink=self._log,
             logs=self._logs,
+            smaller=partial(with_ranks, self._asked),
         )
 
     def _build_agents(self, launcher: Launcher, bindings: list[Binding]) -> None:
         run, tasks = self._run, [task for task in self._run.tasks if task.agent is not None]
         if not tasks:
             return
-        self._gateway = Gateway(self._model, launcher, self._log, self._logs)
+        patient = GatewayLimits(response_s=RESPONSE_S)
+        self._gateway = Gateway(self._model, launcher, self._log, self._logs, limits=patient)
         self.agents = AgentPool(
             tasks,
             self._gateway,
             launcher,
             processes=run.environments.processes,
-            deadline=run.rollout.trajectory_deadline,
             log=self._logs / "agents.log",
             requests=[binding.request() for binding in bindings if not run.all_pools()[binding.pool].urls],
             on_host_change=partial(self._report_host, bindings[0]),
@@ -170,7 +172,9 @@ class Fleet:
         self._log.emit(binding.placed(host))
 
     def _spec(self, version: int) -> dict[str, Any]:
-        return {"model": str(self._model), "weights": str(self._weights), "seed": self._run.seed, "version": version}
+        spec = {"model": str(self._model), "weights": str(self._weights), "seed": self._run.seed, "version": version}
+        lora = self._run.training.lora
+        return spec | ({"lora": lora.model_dump(mode="json")} if self._train and lora else {})
 
     def _trainer_spec(self) -> dict[str, Any]:
         checkpoint = str(self._checkpoint.absolute()) if self._checkpoint else None
@@ -199,7 +203,6 @@ class Fleet:
             },
             decode_lengths=DecodeLengths(_priors(run, placed)),
             keeps_kv=run.engine.on_swap == "keep",
-            max_wait=start_deadline(run) + read_seconds(self._model),
         )
 
     # While the run goes on

@@ -1,4 +1,8 @@
-"""The trainer of a run: one service, or several ranks, started together and restarted together."""
+"""The trainer of a run: one service, or several ranks, started together and restarted together.
+
+Invariants: all ranks run with one layout. A restart asks for all ranks of the run file first; only when there was no
+room for them for a while does it take fewer, in a layout that suits those: any layout loads the checkpoint.
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -9,19 +13,16 @@ from typing import Any
 
 from rollart.config import RunFile
 from rollart.core.errors import ServiceError
-from rollart.core.events import EventSink, ServiceEnded, ServiceStarted, Warned
+from rollart.core.events import EventSink, ServiceEnded, Warned
 from rollart.launch import rpc
-from rollart.launch.launcher import Launcher, ResourceRequest, ServiceHandle, service_command
+from rollart.launch.launcher import Launcher, ResourceRequest, ServiceHandle, service_command, service_started
 from rollart.models.folder import read_seconds
 from rollart.placement.bindings import Binding
-from rollart.training.client import TrainerClient
+from rollart.training.client import TrainerClient, TrainerLost
 
 RESTART_S, MAX_BACKOFF_S = 180.0, 15.0
+WHOLE_S = 20.0  # in which a restart asks for all ranks: a replacement of a lost node joins
 REASON_S = 10.0
-
-
-class TrainerLost(ServiceError):
-    """The trainer ended; its steps since the last checkpoint are lost."""
 
 
 class TrainerSupervisor:
@@ -36,7 +37,10 @@ class TrainerSupervisor:
         spec: Callable[[], dict[str, Any]],
         sink: EventSink,
         logs: Path,
+        smaller: Callable[[int], RunFile | None] = lambda ranks: None,
     ) -> None:
+        """`smaller` is the run file for fewer ranks, if they can train its model."""
+        self._all, self._smaller = (run, bindings), smaller
         self._run, self._bindings, self._launcher, self._sink = run, bindings, launcher, sink
         self._spec, self._logs = spec, logs
         self._started: Sequence[ServiceHandle] = ()
@@ -64,7 +68,12 @@ class TrainerSupervisor:
             for name in names
         ]
         commands = [
-            replace(command, start_deadline=command.start_deadline + read_seconds(*folders)) for command in commands
+            replace(
+                command,
+                start_deadline=self._run.training.start_deadline + read_seconds(*folders),
+                start_key="training.start_deadline",
+            )
+            for command in commands
         ]
         request = ResourceRequest(self._bindings[0].choices, self._bindings[0].units, avoid)
         if len(commands) == 1:
@@ -83,7 +92,7 @@ class TrainerSupervisor:
             self._report_started(binding, started, clock() - began)
 
     def _report_started(self, binding: Binding, started: ServiceHandle, seconds: float) -> None:
-        self._sink.emit(ServiceStarted(role="train", name=started.name, pid=started.pid, seconds=seconds))
+        self._sink.emit(service_started("train", started.name, started, seconds))
         self._sink.emit(binding.placed(started))
 
     async def watch(self) -> None:
@@ -112,7 +121,9 @@ class TrainerSupervisor:
         for started in self._started:
             started.kill()  # an orderly end would remove the weight store, which the engines still need
         await self.stop()
-        deadline, backoff = clock() + RESTART_S, 1.0
+        self._run, self._bindings = self._all
+        began, backoff = clock(), 1.0
+        deadline = began + RESTART_S
         while True:
             try:
                 return await self.start(silent)
@@ -122,6 +133,20 @@ class TrainerSupervisor:
                 self._sink.emit(Warned(message=f"the trainer is not back yet: {error}"))
             await asyncio.sleep(backoff)
             silent, backoff = frozenset(), min(MAX_BACKOFF_S, backoff * 2)
+            if clock() - began > WHOLE_S:
+                self._shrink()
+
+    def _shrink(self) -> None:
+        """The next smaller number of ranks that can train the model; all of them again after the smallest."""
+        for ranks in range(len(self._bindings) - 1, 0, -1):
+            if run := self._smaller(ranks):
+                self._run, self._bindings = run, self._all[1][:ranks]
+                layout = run.training.parallel.layout(ranks)
+                self._sink.emit(
+                    Warned(message=f"the trainer goes on with {ranks} of {len(self._all[1])} ranks: {layout}")
+                )
+                return
+        self._run, self._bindings = self._all
 
     async def stop(self) -> None:
         await self._stack.aclose()

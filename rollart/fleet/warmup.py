@@ -19,21 +19,25 @@ from rollart.core.events import WarmupStep, Warned
 from rollart.core.seeds import seed_of
 from rollart.fleet.fleet import make_launcher, placement_plan, weights_folder
 from rollart.fleet.supervision import root_cause, supervised
-from rollart.fleet.trainer_supervisor import TrainerLost, TrainerSupervisor
+from rollart.fleet.trainer_supervisor import TrainerSupervisor
+from rollart.models.folder import is_model
 from rollart.placement.plan import with_layout
-from rollart.training.client import TrainerClient, is_checkpoint
+from rollart.training.client import TrainerClient, TrainerLost, export_in_child, is_checkpoint
 from rollart.warmup.examples import StoredExamples, batches
 from rollart.warmup.prepare import Progress, prepare_in_child
 
 MAX_LOSSES = 3
 
 
-async def warm_up(run: RunFile, config: WarmupConfig, directory: Path, files: Path, log: EventLog) -> Path:
-    """Take all steps of the warmup and return their checkpoint, which is in `files`."""
+async def warm_up(run: RunFile, config: WarmupConfig, directory: Path, log: EventLog) -> Path:
+    """The model after all steps of the warmup, in `start`. What a warmup needs is in `warmup` until then."""
+    start, files = directory / "start", directory / "warmup"
     warmup = _Warmup(run, config, directory.absolute(), files.absolute(), log)
     if warmup.newest() < config.steps:
         await warmup.take_steps()
-    return warmup.checkpoint(config.steps)
+    if not is_model(start):  # a run that was killed between the last checkpoint and its export
+        await export_in_child(warmup.checkpoint(config.steps), start)
+    return start
 
 
 class _Warmup:
@@ -132,6 +136,7 @@ class _Warmup:
                 self._log.emit(Warned(message=warning))
             if done.version % config.checkpoint_every == 0 or done.version == config.steps:
                 await self._save(trainer, done.version)
+        await trainer.export(self.checkpoint(config.steps), self._directory / "start")
 
     async def _save(self, trainer: TrainerClient, step: int) -> None:
         """Replace the last checkpoint. Without that of the last step there is no result."""

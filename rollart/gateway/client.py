@@ -18,14 +18,14 @@ import msgspec
 
 from rollart.core.endpoint import Endpoint
 from rollart.core.errors import EngineFailed, EnvironmentFailed, ServiceError
-from rollart.core.events import EventSink, ServiceEnded, ServiceStarted
+from rollart.core.events import EventSink, GatewaySample, ServiceEnded
 from rollart.core.protocols import Generate, TokenStream
 from rollart.core.types import CapturedEpisode, GenerationRequest
 from rollart.gateway.limits import EpisodeLimits, GatewayLimits
 from rollart.gateway.service import OpenEpisode
 from rollart.gateway.upstream import PULL_S, PullReply, PullRequest
 from rollart.launch import rpc
-from rollart.launch.launcher import Launcher, ResourceRequest, ServiceHandle, service_command
+from rollart.launch.launcher import Launcher, ResourceRequest, ServiceHandle, service_command, service_started
 
 T = TypeVar("T")
 NAME = "policy"  # of the model, for clients
@@ -88,7 +88,7 @@ class Gateway:
             raise
         self._client = client
         self._pulling = asyncio.create_task(self._pull(client))
-        self._sink.emit(ServiceStarted(role="gateway", name="gateway", pid=self._started.pid, seconds=clock() - began))
+        self._sink.emit(service_started("gateway", "gateway", self._started, clock() - began))
         self._up.set()
 
     async def watch(self) -> None:
@@ -105,6 +105,9 @@ class Gateway:
             if restarts > RESTARTS:
                 raise ServiceError(f"the gateway ended {restarts} times soon after its start; the last time: {reason}")
             await self.start()
+
+    def sample(self) -> GatewaySample:
+        return GatewaySample(sessions=len(self._episodes), requests=len(self._running))
 
     @property
     def pid(self) -> int | None:
@@ -207,14 +210,10 @@ class Gateway:
             self._reply(client, PullReply(number, tokens=tokens))
             return number in self._stopped
 
-        def on_restart() -> None:
-            self._stopped.discard(number)
-            self._reply(client, PullReply(number, restart=True))
-
         try:
             if generate is None:
                 raise EngineFailed("the episode is over")
-            stream = TokenStream(pulled.every, on_tokens, on_restart) if pulled.every else None
+            stream = TokenStream(pulled.every, on_tokens) if pulled.every else None
             reply = PullReply(number, await generate(request, stream))
         except EngineFailed as error:
             reply = PullReply(number, error=str(error))

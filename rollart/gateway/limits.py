@@ -23,15 +23,15 @@ class GatewayLimits(Struct, frozen=True):
 
 class EpisodeLimits(Struct, frozen=True):
     """What the holder of a key may do. `fixed`: sampling parameters of the client are ignored, because the trainer
-    assumes `sampling`. `max_calls` is the number of completions in all, `max_parallel` that of concurrent requests.
-    Without `record` no turns are captured."""
+    assumes `sampling`. `max_calls` is the number of completions in all, if that is limited, `max_parallel` that of
+    concurrent requests. Without `record` no turns are captured."""
 
     id: str
     task: str
     seed: int
     sampling: Sampling
     max_context: int
-    max_calls: int = 1_000_000
+    max_calls: int | None = None
     max_parallel: int = 64
     fixed: bool = True
     record: bool = True

@@ -61,7 +61,9 @@ async def serve_model(
         own = EngineClient(client, deadline=limits.response_s)
 
         def generate(request: GenerationRequest, stream: TokenStream | None = None, /) -> Awaitable[Completion]:
-            return own.generate(request) if stream is None else own.stream(request, stream)
+            if stream is None:
+                return own.generate(request)
+            return own.generate_in_parts(request, stream.every, lambda part: stream.on_tokens(part.tokens))
 
         sessions = SessionTable(template, generate)
         sessions.open(key, _limits(model))

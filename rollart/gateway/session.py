@@ -172,7 +172,7 @@ class EpisodeSession:
     def _admit(self, n: int) -> None:
         if self._closed:
             raise ApiError(401, "this key was revoked: its episode is over", code="invalid_api_key")
-        if self._used + n > self.limits.max_calls:
+        if self.limits.max_calls is not None and self._used + n > self.limits.max_calls:
             self.truncated = True
             raise invalid(f"this episode has had its {self.limits.max_calls} completions", code="max_calls_exceeded")
         if self._open >= self.limits.max_parallel:
@@ -297,17 +297,11 @@ class EpisodeSession:
                 text.sent += len(unsent)
             return text.stopped
 
-        def on_restart() -> None:
-            assert text is not None
-            if text.sent:
-                raise EngineFailed("an engine was lost after a part of its response had been sent")
-            text.clear()
-
         clock = asyncio.get_running_loop().time
         start = clock()
         try:
             every = 1 if streams else STOP_CHECK_TOKENS
-            stream = TokenStream(every, on_tokens, on_restart) if text is not None else None
+            stream = TokenStream(every, on_tokens) if text is not None else None
             completion = await self._generate(generation, stream)
         except EngineFailed as error:
             raise ApiError(503, f"no engine could answer: {error}", code="engine_failed", retry_after=1) from error

@@ -16,15 +16,14 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from rollart.core.foreign import parse_json, parse_json_at
 from rollart.gateway.detokenizer import overlap
 from rollart.gateway.messages import Tool
 
 NamedCalls = list[tuple[str, str]]
-_TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 _NAMED = re.compile(r"\[TOOL_CALLS\]\s*([^\s\[{]+)\s*(?:\[CALL_ID\][^\[]*)?\[ARGS\]\s*(?=\{)")
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_decoder = json.JSONDecoder()
 
 
 class Tagged:
@@ -48,19 +47,21 @@ class Tagged:
     def read(self, text: str, tools: Sequence[Tool] = ()) -> tuple[str, NamedCalls]:
         """The text without the calls, and each call's name and arguments. The text before a call is unchanged."""
         calls: NamedCalls = []
-
-        def take(match: re.Match[str]) -> str:
-            call = self._call(match[1], tools)
+        first, *tagged = text.split("<tool_call>")
+        rest = [first]
+        for part in tagged:
+            inside, _, after = part.partition("</tool_call>")
+            call = self._call(inside.strip(), tools)
             if call is None:
-                return match[0]
+                rest.append(f"<tool_call>{part}")
+                continue
             calls.append(call)
-            return ""
-
-        rest = _TAGGED.sub(take, text)
-        return (rest.rstrip() if calls else rest), calls
+            rest.append(after)
+        whole = "".join(rest)
+        return (whole.rstrip() if calls else whole), calls
 
     def _call(self, inside: str, tools: Sequence[Tool]) -> tuple[str, str] | None:
-        return _call(_parsed(inside), self.key)
+        return _call(parse_json(inside), self.key)
 
     def call_start(self, text: str) -> int:
         """From where on this incomplete text may belong to a call."""
@@ -79,7 +80,7 @@ class Bare(Tagged):
     key, opening, closing = "parameters", "", ""
 
     def read(self, text: str, tools: Sequence[Tool] = ()) -> tuple[str, NamedCalls]:
-        call = _call(_parsed(text.strip()), self.key)
+        call = _call(parse_json(text.strip()), self.key)
         return ("", [call]) if call is not None else (text, [])
 
     def call_start(self, text: str) -> int:
@@ -92,7 +93,7 @@ class Listed(Tagged):
 
     def read(self, text: str, tools: Sequence[Tool] = ()) -> tuple[str, NamedCalls]:
         before, mark, after = text.partition(self.start)
-        parsed = _parsed(after.strip()) if mark else None
+        parsed = parse_json(after.strip()) if mark else None
         calls = [_call(each, self.key) for each in parsed] if isinstance(parsed, list) else []
         whole = [call for call in calls if call is not None]
         return (before.rstrip(), whole) if whole and len(whole) == len(calls) else (text, [])
@@ -111,9 +112,8 @@ class Named(Listed):
         calls: NamedCalls = []
         rest, at = "", 0
         while (match := _NAMED.search(text, at)) is not None:
-            try:
-                parsed, end = _decoder.raw_decode(text, match.end())
-            except ValueError:
+            parsed, end = parse_json_at(text, match.end())
+            if parsed is None:
                 break
             calls.append((match[1], _json(parsed)))
             rest, at = rest + text[at : match.start()], end
@@ -137,7 +137,8 @@ class Marked(Tagged):
         name = match[1].strip()
         known = next((tool.parameters.get("properties") for tool in tools if tool.name == name), None)
         kinds = known if isinstance(known, dict) else {}
-        arguments = {key.strip(): _typed(text, kinds.get(key.strip())) for key, text in _PARAMETER.findall(match[2])}
+        found = _PARAMETER.findall(_closed(match[2]))
+        arguments = {key.strip(): _typed(text, kinds.get(key.strip())) for key, text in found}
         return name, _json(arguments)
 
 
@@ -159,26 +160,14 @@ def described(tool: Tool) -> dict[str, Any]:
 
 def canonical(arguments: str) -> str:
     """Equal for arguments that differ in spaces and order only."""
-    try:
-        return json.dumps(json.loads(arguments), sort_keys=True)
-    except ValueError:
-        return arguments
+    parsed = parse_json(arguments)
+    return arguments if parsed is None else json.dumps(parsed, sort_keys=True)
 
 
 def value(arguments: str) -> Any:
     """The parsed JSON; text that is not JSON is returned as it is."""
-    try:
-        return json.loads(arguments or "{}")
-    except ValueError:
-        return arguments
-
-
-def _parsed(text: str) -> Any:
-    """None if it is not JSON."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
+    parsed = parse_json(arguments or "{}")
+    return arguments if parsed is None and arguments.strip() != "null" else parsed
 
 
 def _call(parsed: Any, key: str) -> tuple[str, str] | None:
@@ -194,8 +183,13 @@ def _typed(text: str, schema: Any) -> Any:
     """Text if the schema says string; otherwise parsed as JSON, if it is JSON."""
     if isinstance(schema, dict) and schema.get("type") == "string":
         return text
-    parsed = _parsed(text)
+    parsed = parse_json(text)
     return text if parsed is None and text.strip() != "null" else parsed
+
+
+def _closed(text: str) -> str:
+    """Up to the last parameter that ends: looking for the end of each of the others would take quadratic time."""
+    return text[: text.rfind("</parameter>") + len("</parameter>")]
 
 
 def _plain(value: Any) -> str:

@@ -32,13 +32,12 @@ class PullRequest(Struct, frozen=True):
 
 
 class PullReply(Struct, frozen=True):
-    """A completion, an error, or the next `tokens` of a completion under way; `restart`: it starts over."""
+    """A completion, an error, or the next `tokens` of a completion under way."""
 
     number: int
     completion: Completion | None = None
     error: str = ""
     tokens: list[int] | None = None
-    restart: bool = False
 
 
 class _Pending(Struct):
@@ -94,20 +93,17 @@ class Upstream:
                 continue
             if reply.completion is not None:
                 pending.future.set_result(reply.completion)
-            elif reply.tokens is not None or reply.restart:
-                self._stream(pending, reply)
+            elif reply.tokens is not None:
+                self._stream(pending, reply.number, reply.tokens)
             else:
                 pending.future.set_exception(EngineFailed(reply.error))
 
-    def _stream(self, pending: _Pending, reply: PullReply) -> None:
+    def _stream(self, pending: _Pending, number: int, tokens: list[int]) -> None:
         assert pending.stream is not None
         try:
-            if reply.restart:
-                pending.stream.on_restart()
-                pending.stopped = False
-            elif not pending.stopped and pending.stream.on_tokens(reply.tokens or []):
+            if not pending.stopped and pending.stream.on_tokens(tokens):
                 pending.stopped = True
-                self._put(PullRequest(reply.number, pending.episode, stop=True))
+                self._put(PullRequest(number, pending.episode, stop=True))
         except Exception as error:  # raised by the callback: its caller gets it
             pending.future.set_exception(error)
-            self._put(PullRequest(reply.number, pending.episode))
+            self._put(PullRequest(number, pending.episode))

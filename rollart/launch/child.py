@@ -71,12 +71,16 @@ class Child:
 
     async def _ready(self, command: Command, spec: Mapping[str, Any]) -> Mapping[str, Any]:
         assert self.process.stdin and self.process.stdout
-        self.process.stdin.write(json.dumps(spec).encode() + b"\n")
+        with contextlib.suppress(
+            OSError, RuntimeError
+        ):  # it ended at once, and its pipe is closed: no answer will say so
+            self.process.stdin.write(json.dumps(spec).encode() + b"\n")
         try:
             async with asyncio.timeout(command.start_deadline):
                 answer = await self._answer(self.process.stdout)
         except TimeoutError:
-            late = f"{self.name} did not start within {command.start_deadline:g} s"
+            hint = f"; raise {command.start_key} in the run file" if command.start_key else ""
+            late = f"{self.name} did not start within {command.start_deadline:g} s{hint}"
             raise ServiceError(late + tail(self.log)) from None
         if answer is None:
             how, python = describe(await self.process.wait()) + tail(self.log), command.python or sys.executable

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from rollart.core.errors import ServiceError
+from rollart.core.events import ServiceStarted
 
 NOWHERE = Path(os.devnull)
 
@@ -22,7 +23,8 @@ NOWHERE = Path(os.devnull)
 @dataclass(frozen=True, slots=True)
 class Command:
     """`argv` are the arguments of the interpreter `python` (None: the node's). Standard error goes to `log`, or on a
-    node without its folder to a file of that name in a temporary folder."""
+    node without its folder to a file of that name in a temporary folder. `start_key`: the key of the run file
+    for the deadline."""
 
     name: str
     argv: tuple[str, ...]
@@ -31,6 +33,7 @@ class Command:
     python: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     start_deadline: float = 120.0
+    start_key: str = ""
 
 
 def service_command(module: str, spec: Mapping[str, Any], *, name: str, logs: Path, threads: int = 1) -> Command:
@@ -90,6 +93,12 @@ class ServiceHandle(Protocol):
 
 
 S = TypeVar("S", bound=ServiceHandle)
+
+
+def service_started(role: str, name: str, handle: ServiceHandle, seconds: float) -> ServiceStarted:
+    return ServiceStarted(
+        role=role, name=name, pid=handle.pid, seconds=seconds, node=handle.node, address=handle.address
+    )
 
 
 class Launcher(Protocol):

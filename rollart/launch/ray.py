@@ -38,6 +38,7 @@ from rollart.launch.ray_nodes import NodeChoice, RayNode, choices, described, ra
 
 JOIN_S, REACH_S, ASK_S = 30.0, 3.0, 10.0
 PLACE_S = 15.0  # for Ray to place what had room a moment ago
+ACTOR_S = 60.0  # for a process of Ray to start, on a busy node
 RETRY_S = 1.0
 ATTEMPTS = 3
 MAX_CALLS = 100
@@ -127,7 +128,8 @@ class RayLauncher:
         except BaseException as error:
             await asyncio.shield(asyncio.to_thread(remove_placement_group, group))
             if isinstance(error, (RayError, TimeoutError)):
-                raise ServiceError(f"{name} were lost while they started: {error}") from error
+                reason = str(error) or f"no answer within {ACTOR_S:g} s"
+                raise ServiceError(f"{name} were lost while they started: {reason}") from error
             raise
 
     async def _start_together(
@@ -139,7 +141,7 @@ class RayLauncher:
             ).remote()
             for rank, bundle in enumerate(group.bundle_specs)
         ]
-        located = (answer(actor.locate.remote(), PLACE_S) for actor in actors)
+        located = (answer(actor.locate.remote(), ACTOR_S) for actor in actors)
         locations: list[RayLocation] = await asyncio.gather(*located)
         port = await answer(actors[0].free_port.remote(locations[0].address), ASK_S)
         common = {"world": len(commands), "rendezvous": f"{locations[0].address}:{port}"}
@@ -184,7 +186,7 @@ class RayLauncher:
                 fallback_strategy=[{"label_selector": dict(choice.selector)} for choice in rest] or None,
             ).remote()
             try:
-                return actor, await answer(actor.locate.remote(), PLACE_S), first.resource
+                return actor, await answer(actor.locate.remote(), ACTOR_S), first.resource
             except BaseException:
                 await asyncio.shield(asyncio.to_thread(ray.kill, actor))
                 raise

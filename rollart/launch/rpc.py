@@ -1,8 +1,9 @@
 """Calls between the controller and a service: one WebSocket, msgpack, many small messages in one frame.
 
 Invariants: calls on a connection run concurrently and return in any order; all messages of one turn of the event loop
-leave in one frame; a lost connection fails every open call at once; a call that is cancelled or times out is cancelled
-at the service too; streamed values arrive in order, before the answer; a service with a key refuses callers without it.
+leave in one frame, and a large frame in parts, so that no message is too large; a lost connection fails every open call
+at once; a call that is cancelled or times out is cancelled at the service too; streamed values arrive in order, before
+the answer; a service with a key refuses callers without it.
 """
 
 import asyncio
@@ -23,13 +24,15 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from rollart.core.errors import ServiceError
+from rollart.core.errors import ServiceError, ServiceSilent
 from rollart.launch.keepalive import enable_keepalive
 
 T = TypeVar("T")
 Handler = Callable[..., Awaitable[Any]]
 Stream = Callable[[object], None]
-MAX_FRAME = 1 << 30
+PART_BYTES = 32 << 20
+MAX_FRAME = PART_BYTES + 1024
+_PART = b"\xc1"  # no frame begins with it: msgpack never uses it
 ENGINE_KEY = "ROLLART_ENGINE_KEY"  # environment variable: the key of external engines
 # The kernel notices a dead machine (see `enable_keepalive`). This ping finds a process that hangs; it is slow because
 # one that holds the GIL for seconds, in a forward pass or while it loads weights, is not dead. aiohttp pings after this
@@ -61,7 +64,33 @@ class _Outbox:
             await self._wake.wait()
             self._wake.clear()
             frame, self._pending = self._pending, []
-            await self._send(_encoder.encode(frame))
+            await self._send_frame(_encoder.encode(frame))
+
+    async def _send_frame(self, data: bytes) -> None:
+        if len(data) <= PART_BYTES:
+            await self._send(data)
+            return
+        view = memoryview(data)
+        for at in range(0, len(data), PART_BYTES):
+            await self._send(_PART + view[at : at + PART_BYTES])
+        await self._send(_PART)
+
+
+class _Inbox:
+    """Frames as they were sent: parts are joined."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def frame(self, data: bytes) -> bytes | None:
+        """None: it is not complete yet."""
+        if data[:1] != _PART:
+            return data
+        if len(data) > 1:
+            self._parts.append(data[1:])
+            return None
+        parts, self._parts = self._parts, []
+        return b"".join(parts)
 
 
 def application(handlers: Mapping[str, Handler], key: str | None = None) -> Starlette:
@@ -81,9 +110,11 @@ def application(handlers: Mapping[str, Handler], key: str | None = None) -> Star
         outbox = _Outbox(socket.send_bytes)
         sender = asyncio.create_task(outbox.run())
         running: dict[int, asyncio.Task[None]] = {}
+        inbox = _Inbox()
         try:
             while True:
-                for call, method, body in _calls.decode(await socket.receive_bytes()):
+                frame = inbox.frame(await socket.receive_bytes())
+                for call, method, body in _calls.decode(frame) if frame is not None else ():
                     if method == _CANCEL:
                         if call in running:
                             running[call].cancel()
@@ -168,7 +199,7 @@ class RpcClient:
         deadline: float,
         on_item: Callable[[msgspec.Raw], None] = ignore_item,
     ) -> T:
-        """Raises ServiceError when the service fails, is lost, or does not answer within `deadline` seconds. `on_item`
+        """Raises ServiceError when the service fails or is lost, ServiceSilent after `deadline` seconds. `on_item`
         gets each streamed value, still encoded; it must not raise."""
         if self._lost is not None:
             raise ServiceError(self._lost)
@@ -181,7 +212,7 @@ class RpcClient:
                 body = await future
         except TimeoutError:
             self._cancel(number)
-            raise ServiceError(f"{self.url} did not answer {method!r} within {deadline:g} s") from None
+            raise ServiceSilent(f"{self.url} did not answer {method!r} within {deadline:g} s") from None
         except asyncio.CancelledError:
             self._cancel(number)
             raise
@@ -199,11 +230,13 @@ class RpcClient:
             self._outbox.put(number, _CANCEL, None)
 
     async def _receive(self) -> None:
+        inbox = _Inbox()
         try:
             async for message in self._socket:
                 if message.type is not aiohttp.WSMsgType.BINARY:
                     break
-                for number, ok, body in _answers.decode(message.data):
+                frame = inbox.frame(message.data)
+                for number, ok, body in _answers.decode(frame) if frame is not None else ():
                     future, on_item = self._open.get(number, (None, ignore_item))
                     if future is None or future.done():
                         continue

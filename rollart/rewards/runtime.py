@@ -25,6 +25,7 @@ from typing import Any
 
 import msgspec
 
+from rollart.core.foreign import InvalidValue
 from rollart.core.types import Episode, RewardResult
 from rollart.rewards.wire import (
     IDEMPOTENCY_KEY,
@@ -94,6 +95,8 @@ def _call(function: RewardFunction, episodes: Sequence[Episode], args: Mapping[s
 
 def error_sentence(error: BaseException) -> str:
     """What was raised, and where in the user's code."""
+    if isinstance(error, InvalidValue):
+        return f"what the function returned is no reward: {error}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
     return "".join(traceback.format_exception_only(error)).strip()[:2000] + where
@@ -185,12 +188,21 @@ class Runtime:
 class RewardWorker:
     """What a process of the local pool runs."""
 
-    def score(self, reward: str, version: str, episode: dict[str, Any], args: dict[str, Any]) -> Any:
+    def score(self, reward: str, version: str, episodes: list[dict[str, Any]], args: dict[str, Any]) -> dict[str, Any]:
+        """The `results` in order, and the `error` of the episode after them, if any; the others were not tried."""
         function = find_function(reward)
         if wrong := version_mismatch(function, reward, version):
             raise LookupError(wrong)
-        [result] = call(function, [msgspec.convert(episode, Episode)], args)
-        return msgspec.to_builtins(result)
+        played = msgspec.convert(episodes, list[Episode])
+        parts = [played] if hasattr(function, "batch") else [[episode] for episode in played]
+        results: list[RewardResult] = []
+        for part in parts:
+            try:
+                results += call(function, part, args)
+            except BaseException as error:  # even SystemExit: the others keep their results
+                classes = [each.__name__ for each in type(error).__mro__]
+                return {"results": msgspec.to_builtins(results), "error": error_sentence(error), "classes": classes}
+        return {"results": msgspec.to_builtins(results), "error": ""}
 
 
 def _error(text: str) -> bytes:

@@ -7,12 +7,12 @@ Depends on msgspec only: it is packaged with every reward function.
 
 import hashlib
 import hmac
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from msgspec import Struct
 
+from rollart.core.foreign import InvalidValue, describe, finite, flag, short, text
 from rollart.core.types import Episode, RewardResult
 
 IDEMPOTENCY_KEY, TIMESTAMP, SIGNATURE = "Idempotency-Key", "Rollart-Timestamp", "Rollart-Signature"
@@ -47,7 +47,7 @@ class RewardResponse(Struct, omit_defaults=True):
     version: str = ""
 
     def result(self) -> RewardResult:
-        """Raises ValueError or TypeError if it is not a valid reward."""
+        """Raises ValueError if it is not a valid reward."""
         if self.error:
             raise ValueError(self.error)
         if self.value is None:
@@ -83,23 +83,29 @@ def _signature(secret: str, stamp: str, body: bytes) -> str:
 
 
 def checked(value: object) -> RewardResult:
-    """A valid RewardResult, also from a finite number. Raises TypeError or ValueError."""
-    result = value if isinstance(value, RewardResult) else RewardResult(finite("it", value))
-    if result.success is not None and not isinstance(result.success, bool):
-        raise TypeError(f"`success` is {result.success!r:.60}; it must be true, false or None")
+    """A valid RewardResult, also from a finite number. Raises InvalidValue."""
+    if not isinstance(value, RewardResult):
+        if isinstance(number := _plain(value), int | float):
+            return RewardResult(finite("it", number))
+        raise InvalidValue(f"it is {describe(value)}; expected a number or a RewardResult")
+    result = value
     if not isinstance(result.parts, dict):
-        raise TypeError(f"`parts` is {result.parts!r:.60}; it must be a dict of numbers")
+        raise InvalidValue(f"`parts` is {describe(result.parts)}; expected a dict of numbers")
     if len(result.parts) > MAX_PARTS:
-        raise ValueError(f"it has {len(result.parts):,} parts, more than the limit of {MAX_PARTS:,}")
-    parts = {str(name): finite(f"part {name!r}", value) for name, value in result.parts.items()}
-    return RewardResult(finite("`value`", result.value), parts, result.success)
+        raise InvalidValue(f"it has {len(result.parts):,} parts, more than the limit of {MAX_PARTS:,}")
+    parts = {
+        text("a name of `parts`", name): finite(f"part {short(name)}", _plain(n)) for name, n in result.parts.items()
+    }
+    return RewardResult(finite("`value`", _plain(result.value)), parts, flag("`success`", result.success))
 
 
-def finite(what: str, value: object) -> float:
-    if not isinstance(value, int | float) and hasattr(value, "item"):
-        value = value.item()  # numpy and torch scalars
-    if not isinstance(value, int | float):
-        raise TypeError(f"{what} is {value!r:.60} ({type(value).__name__}); it must be a number or a RewardResult")
-    if not math.isfinite(value):
-        raise ValueError(f"{what} is {value}; it must be finite")
-    return float(value)
+def received(value: Any) -> RewardResult:
+    """A result from a process of the local pool. Raises InvalidValue."""
+    if not isinstance(value, dict):
+        raise InvalidValue(f"it is {describe(value)}; expected a dict with `value`, `parts` and `success`")
+    return checked(RewardResult(value.get("value"), value.get("parts") or {}, value.get("success")))  # type: ignore[arg-type]
+
+
+def _plain(value: Any) -> Any:
+    """Of numpy's and torch's scalars."""
+    return value if isinstance(value, int | float) or not hasattr(value, "item") else value.item()

@@ -1,6 +1,6 @@
 """Generation for an episode whose agent sends its own requests: they come through the gateway, any number at a time.
 
-Invariants: every completion is checked and its versions are reported before the agent sees it, so the scheduler knows
+Invariants: every completion is checked, and its versions are reported from the first token on, so the scheduler knows
 when an episode exceeds the staleness bound; the router forgets all of the episode's conversations when it ends.
 """
 
@@ -12,16 +12,27 @@ import msgspec
 from rollart.core.errors import EngineFailed
 from rollart.core.events import AgentPlayed, EventSink, TurnDone
 from rollart.core.protocols import TokenStream
-from rollart.core.run_length import lowest
 from rollart.core.types import CapturedEpisode, Completion, GenerationRequest, Turn
+from rollart.rollout.episode_clock import EpisodeClock
 from rollart.rollout.router import Routed, Router
 
 
 class AgentEpisodeRunner:
-    """`on_version` gets the oldest version of every completion; `turns` are what was captured, after the end."""
+    """`on_version` gets the versions of tokens as they are sampled; `turns` are what was captured, after the end.
+    `clock` stands still while a request waits for an engine."""
 
-    def __init__(self, id: str, task: str, router: Router, sink: EventSink, on_version: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        id: str,
+        task: str,
+        router: Router,
+        sink: EventSink,
+        on_version: Callable[[int], None],
+        *,
+        clock: EpisodeClock | None = None,
+    ) -> None:
         self._id, self._task, self._router, self._sink, self._on_version = id, task, router, sink, on_version
+        self._clock = clock
         self._sessions: set[str] = set()
         self._completions = 0
         self.turns: tuple[Turn, ...] = ()
@@ -31,9 +42,8 @@ class AgentEpisodeRunner:
         clock = asyncio.get_running_loop().time
         began = clock()
         self._sessions.add(request.session)
-        routed = await self._router.generate(request, stream)
+        routed = await self._router.generate(request, stream, clock=self._clock, on_version=self._on_version)
         completion = checked(routed, f"a request of {self._id}")
-        self._on_version(lowest(completion.versions))
         self._sink.emit(turn_done(self._id, self._task, self._completions, routed, clock() - began))
         self._completions += 1
         return completion

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from rollart.core.errors import EngineFailed, EngineLost
 from rollart.core.events import NULL_SINK, EngineSwapped, EventSink, Warned
-from rollart.core.protocols import Engine
+from rollart.core.protocols import Engine, StreamingEngine
 from rollart.core.types import EngineStatus, LoadResult, Publication
 from rollart.rollout.engine_state import EnginePool, EngineState
 
@@ -22,7 +22,8 @@ class EngineRegistry:
     """`version` is what the first engines serve; an engine without a pool in `pools` is in the pool "engine".
 
     `on_lost` is called with the name of an engine that cannot go on. `target` is the newest version that engines were
-    asked to load, `floor` the oldest that may serve, `revived` is set whenever an engine may have become usable.
+    asked to load, `floor` the oldest that may serve, `revived` is set whenever an engine may have become usable, or was
+    removed.
     """
 
     def __init__(
@@ -49,6 +50,11 @@ class EngineRegistry:
     def serving(self) -> int:
         alive = self._alive
         return min((version for version in alive if version >= self.floor), default=min(alive, default=self.target))
+
+    @property
+    def empty(self) -> bool:
+        """No engine serves, and none will come back."""
+        return not self._engines
 
     def subscribe(self, on_change: Callable[[], None]) -> Callable[[], None]:
         """Call `on_change` whenever `serving` may have moved. Returns what ends the subscription."""
@@ -80,7 +86,7 @@ class EngineRegistry:
             pool = next((pool for pool in self.pools if pool.name == "engine"), None) or EnginePool("engine")
         if pool not in self.pools:
             self.pools = (*self.pools, pool)
-        self._engines[name] = engine = EngineState(name, pool, client, version)
+        self._engines[name] = engine = EngineState(name, pool, client, version, isinstance(client, StreamingEngine))
         self._count(version, 1)
         pool.engines.append(engine)
 
@@ -111,6 +117,7 @@ class EngineRegistry:
         engine = self._engines.pop(name)
         self._retire(engine)
         engine.pool.engines.remove(engine)
+        self.revived.set()
         self._changed()
 
     def mark_lost(self, name: str, reason: str) -> None:
@@ -145,19 +152,25 @@ class EngineRegistry:
     async def load(self, publication: Publication) -> None:
         """Bring every living engine to this version, each as soon as it can. Returns when each has it, or a later one,
         or was given up."""
-        self._publication, self.target = publication, publication.version
+        self.announce(publication)
+        self.target = publication.version
         self.floor = min(self.floor, self.target)
         await asyncio.gather(*(self._load(engine) for engine in list(self._engines.values())))
 
+    def announce(self, publication: Publication) -> None:
+        """It is the newest. Engines that start from now on load it: the store keeps earlier ones only for those that
+        have them, and the others follow with `load`, as soon as the schedule lets them."""
+        self._publication = publication
+
     async def catch_up(self, engine: Engine) -> int:
-        """Bring an engine that is not registered yet to the target, which may move meanwhile; returns its version.
-        Raises EngineFailed."""
+        """Bring an engine that is not registered yet to the newest version, which may change meanwhile; returns its
+        version. Raises EngineFailed."""
         version = (await engine.status()).version
-        while version != self.target:
+        while version != (newest := self._publication.version if self._publication is not None else self.target):
             if self._publication is None:
-                raise EngineFailed(f"version {self.target} is not published")
-            version = self._publication.version
+                raise EngineFailed(f"version {newest} is not published")
             await engine.load(self._publication)
+            version = newest
         return version
 
     async def _load(self, engine: EngineState) -> None:

@@ -30,6 +30,7 @@ class EngineState:
     pool: "EnginePool"
     client: Engine
     version: int
+    streams: bool = False
     alive: bool = True
     draining: bool = False
     open: int = 0

@@ -2,13 +2,13 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Protocol
 
 from rollart.core.errors import RollartError
-from rollart.core.events import Evaluated, EventSink, Warned
-from rollart.core.seeds import seed_of
+from rollart.core.events import Evaluated, EventSink, Warned, WorkStarted
 from rollart.core.types import Outcome, Trajectory
 from rollart.rollout.ledger import Ledger
-from rollart.rollout.trajectory import Attempt, RolloutTask, TrajectoryRunner
+from rollart.rollout.trajectory import Attempt, RolloutTask
 
 
 def succeeded(trajectory: Trajectory) -> bool:
@@ -18,15 +18,37 @@ def succeeded(trajectory: Trajectory) -> bool:
     return trajectory.outcome is Outcome.FINISHED and (trajectory.reward or 0.0) > 0
 
 
+def _passed(trajectories: Sequence[Trajectory]) -> float:
+    """The share of episodes with an attempt that succeeded."""
+    solved = {trajectory.seed for trajectory in trajectories if succeeded(trajectory)}
+    return len(solved) / len({trajectory.seed for trajectory in trajectories})
+
+
+class EpisodeRunner(Protocol):
+    async def run(self, attempt: Attempt) -> Trajectory: ...
+
+
 class Evaluator:
-    def __init__(self, tasks: Sequence[RolloutTask], runner: TrajectoryRunner, ledger: Ledger, sink: EventSink) -> None:
+    """`samples`: attempts at each episode."""
+
+    def __init__(
+        self,
+        tasks: Sequence[RolloutTask],
+        runner: EpisodeRunner,
+        ledger: Ledger,
+        sink: EventSink,
+        *,
+        samples: int = 1,
+    ) -> None:
         self._tasks, self._runner, self._ledger, self._sink = tasks, runner, ledger, sink
+        self._samples = samples
 
     async def run(self, version: int, episodes: int, *, label: str = "eval", final: bool = False) -> list[Evaluated]:
         """Run `episodes` of every task. Those that a service failed are counted apart, never as failures of the policy.
 
         A task of which no episode completed has no result, and a warning says so; if no task has one, that is an error
         in the evaluations before and after RL (`final`)."""
+        self._sink.emit(WorkStarted(work="evaluation", version=version))
         results = await asyncio.gather(*(self._task(task, version, episodes, label, final) for task in self._tasks))
         completed = [result for result in results if isinstance(result, Evaluated)]
         for result in results:
@@ -38,7 +60,7 @@ class Evaluator:
 
     async def _task(self, task: RolloutTask, version: int, episodes: int, label: str, final: bool) -> Evaluated | str:
         """The result, or why there is none."""
-        attempts = [self._attempt(task, version, number, label) for number in range(episodes)]
+        attempts = [self._attempt(task, version, member, label) for member in range(episodes * self._samples)]
         trajectories = await asyncio.gather(*(self._runner.run(attempt) for attempt in attempts))
         for trajectory in trajectories:
             self._ledger.add(trajectory, held_out=True)
@@ -52,21 +74,22 @@ class Evaluator:
             episodes=len(completed),
             success=sum(map(succeeded, completed)) / len(completed),
             reward=sum(trajectory.reward or 0.0 for trajectory in completed) / len(completed),
-            failed=episodes - len(completed),
+            failed=len(attempts) - len(completed),
             final=final,
+            samples=self._samples,
+            passed=_passed(completed),
         )
         self._sink.emit(result)
         return result
 
-    def _attempt(self, task: RolloutTask, version: int, number: int, label: str) -> Attempt:
+    def _attempt(self, task: RolloutTask, version: int, member: int, label: str) -> Attempt:
         group = f"{label}-v{version:06d}-{task.name}"
-        seed = seed_of("held out", task.name, number)
         return Attempt(
-            id=f"{group}.{number}",
+            id=f"{group}.{member}",
             task=task,
             group=group,
-            member=number,
-            seed=seed,
+            member=member,
+            seed=task.episode_seed(member // self._samples, "held out"),
             version=version,
             held_out=True,
         )

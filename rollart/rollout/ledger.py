@@ -2,17 +2,19 @@
 
 Invariants: a trajectory survives a kill once `add` has returned; a group is leased by at most one step; it becomes
 consumed only in the transaction that records the checkpoint containing its step. So after a crash, leases of steps that
-no checkpoint contains are open again, and nothing that a checkpoint contains can be leased again.
+no checkpoint contains are open again, and nothing that a checkpoint contains can be leased again. Of groups that no
+checkpoint can return to, the trajectories of the last `keep` steps stay; those of held-out episodes always do.
 """
 
 import sqlite3
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, Self
 
 import msgspec
+import zstandard
 
 from rollart.core.errors import RollartError
 from rollart.core.types import Outcome, Trajectory
@@ -25,7 +27,8 @@ _SCHEMA = """
 create table if not exists progress (key text primary key, value integer not null) without rowid;
 create table if not exists groups (
     id text primary key, task text not null, idx integer not null, seed integer not null, size integer not null,
-    version integer not null, state text not null, step integer, reason text not null default ''
+    version integer not null, state text not null, step integer, reason text not null default '',
+    forgotten integer not null default 0
 ) without rowid;
 create index if not exists groups_by_state on groups (state, step);
 create table if not exists trajectories (
@@ -86,19 +89,23 @@ class Ledger(Protocol):
 
 
 class SqliteLedger:
-    def __init__(self, connection: sqlite3.Connection) -> None:
-        self._db = connection
+    """`keep`: steps whose trajectories stay after a checkpoint consumed them; None: all."""
+
+    def __init__(self, connection: sqlite3.Connection, keep: int | None = None) -> None:
+        self._db, self._keep = connection, keep
+        self._compress = zstandard.ZstdCompressor(level=1).compress
+        self._decompress = zstandard.ZstdDecompressor().decompress
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Trajectory)
 
     @classmethod
-    def open(cls, path: Path) -> Self:
-        connection = sqlite3.connect(path, isolation_level=None)
+    def open(cls, path: Path, keep: int | None = None) -> Self:
+        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         connection.execute("pragma journal_mode = wal")
         # A killed process loses nothing at this level; only a power cut could lose the last transactions.
         connection.execute("pragma synchronous = normal")
         connection.executescript(_SCHEMA)
-        return cls(connection)
+        return cls(connection, keep)
 
     @classmethod
     def open_readonly(cls, path: Path) -> Self:
@@ -107,7 +114,19 @@ class SqliteLedger:
         return cls(sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None))
 
     def close(self) -> None:
+        with suppress(sqlite3.OperationalError):  # somebody reads it, or it is read-only
+            self._db.execute("pragma journal_mode = delete")  # else readers would leave files in the folder
         self._db.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """What is written inside is written together; one within another is part of it."""
+        if self._db.in_transaction:
+            yield
+            return
+        with self._db:
+            self._db.execute("begin")
+            yield
 
     def start(self, group: GroupRecord) -> None:
         self._db.execute(
@@ -133,14 +152,13 @@ class SqliteLedger:
                 trajectory.started_s,
                 trajectory.seconds,
                 trajectory.reason,
-                zlib.compress(self._encoder.encode(trajectory), 1),
+                self._compress(self._encoder.encode(trajectory)),
             ),
         )
 
     def lease(self, step: int, groups: Iterable[str]) -> None:
         """Give these groups to optimizer step `step`."""
-        with self._db:
-            self._db.execute("begin")
+        with self.transaction():
             for group in groups:
                 changed = self._db.execute(
                     "update groups set state = 'leased', step = ? where id = ? and state = 'open'", (step, group)
@@ -162,11 +180,25 @@ class SqliteLedger:
         """The checkpoint of `version` is complete: the steps before it consumed their leases for good, power cuts
         included, because older checkpoints are deleted next."""
         self._db.execute("pragma synchronous = full")
-        with self._db:
-            self._db.execute("begin")
+        with self.transaction():
             self._db.execute("update groups set state = 'consumed' where state = 'leased' and step < ?", (version,))
             self._db.execute("insert or replace into progress values ('checkpoint', ?)", (version,))
         self._db.execute("pragma synchronous = normal")
+
+    def forget(self, version: int) -> None:
+        """Delete the trajectories that neither a resume from `version` nor `keep` needs; the groups stay, as counts."""
+        if self._keep is not None:
+            old = version - self._keep
+            self._db.execute(
+                "delete from trajectories where not held_out and grp in (select id from groups"
+                " where not forgotten and (state = 'consumed' and step < ?1 or state = 'dropped' and version < ?1))",
+                (old,),
+            )
+            self._db.execute(
+                "update groups set forgotten = 1"
+                " where not forgotten and (state = 'consumed' and step < ?1 or state = 'dropped' and version < ?1)",
+                (old,),
+            )
 
     def recover(self) -> Recovery:
         """Reopen the leases that no checkpoint contains, and list what is open."""
@@ -197,7 +229,7 @@ class SqliteLedger:
         return OpenGroup(record, launched, tuple(self._decode(body) for _, trainable, body in rows if trainable))
 
     def _decode(self, body: bytes) -> Trajectory:
-        return self._decoder.decode(zlib.decompress(body))
+        return self._decoder.decode(self._decompress(body))
 
     def trajectory(self, prefix: str) -> Trajectory:
         """The one whose id is, or starts with, `prefix`."""
@@ -206,7 +238,10 @@ class SqliteLedger:
             (prefix,),
         ).fetchall()
         if not rows:
-            raise RollartError(f"no trajectory's id starts with {prefix!r}; `rollart show` lists some")
+            raise RollartError(
+                f"no trajectory's id starts with {prefix!r}; `rollart show` lists some, and those of steps older than"
+                " ledger.keep were deleted"
+            )
         if len(rows) == 2 and rows[0][0] != prefix:
             raise RollartError(f"several ids start with {prefix!r}, for instance {rows[0][0]} and {rows[1][0]}")
         return self._decode(rows[0][1])
@@ -219,6 +254,19 @@ class SqliteLedger:
             (task, held_out),
         )
         return (self._decode(body) for (body,) in rows)
+
+    def group(self, id: str, limit: int = 64) -> list[Trajectory]:
+        """The trajectories of a group, by member."""
+        rows = self._db.execute("select body from trajectories where grp = ? order by member limit ?", (id, limit))
+        return [self._decode(body) for (body,) in rows]
+
+    def evaluations(self, task: str, member: int, limit: int = 64) -> list[Trajectory]:
+        """The same held-out episode at every version that played it, in order."""
+        rows = self._db.execute(
+            "select body from trajectories where held_out = 1 and task = ? and member = ? order by started limit ?",
+            (task, member, limit),
+        )
+        return [self._decode(body) for (body,) in rows]
 
     def scored(self, limit: int, tasks: Sequence[str] = ()) -> list[Trajectory]:
         """The last trajectories that reached scoring, including those whose reward failed."""

@@ -3,25 +3,75 @@
 Invariants
 - A task is in the mixture, or quarantined until its next probe, or quarantined and being probed. Only trajectories of
   tasks in the mixture count.
-- A task is quarantined when too many of its last trajectories failed, or when several groups in a row failed.
+- Every failure has one owner: the task's own environment, the reward function, which tasks may share, or the engines.
+  What the engines do never counts as a failure of an environment or a reward.
+- A task is quarantined when too many of the last trajectories failed by its environment or its reward function, or
+  several groups in a row did. Of an engine outage only rounds count, however many trajectories it takes along: a
+  failure of one that started after the last counted failure, with none in between that ended well.
 - Each time a task is quarantined, or fails a probe, it waits twice as long for the next one. The backoff resets once a
   task has been in the mixture for a whole window.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rollart.core.schedule import QuarantineRule
 from rollart.core.types import Outcome
 
 MAX_BACKOFF = 64  # times the first wait
+ENGINE_ROUNDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """These tasks must be quarantined now."""
+
+    tasks: tuple[str, ...]
+    why: str
+
+
+class _Owner:
+    """The last results of what may fail: an environment or a reward function. `last` names n of them."""
+
+    def __init__(self, rule: QuarantineRule, last: str) -> None:
+        self._rule, self._last = rule, last
+        self._failures: deque[bool] = deque(maxlen=rule.window)
+        self._failed_groups = 0  # in a row
+
+    @property
+    def settled(self) -> bool:
+        """Whether it was watched for a whole window."""
+        return len(self._failures) == self._rule.window
+
+    def record(self, failed: bool) -> str:
+        """Why the tasks that depend on it must be quarantined, or nothing."""
+        self._failures.append(failed)
+        failures, count = sum(self._failures), len(self._failures)
+        if not failed or count < self._rule.min_count or failures < self._rule.rate * count:
+            return ""
+        return f"{failures} of {self._last.format(count)} failed"
+
+    def group_failed(self) -> str:
+        self._failed_groups += 1
+        if self._failed_groups < self._rule.groups:
+            return ""
+        return f"{self._failed_groups} groups of it in a row could not be completed"
+
+    def group_completed(self) -> None:
+        self._failed_groups = 0
+
+    def clear(self) -> None:
+        self._failures.clear()
+        self._failed_groups = 0
 
 
 @dataclass(slots=True)
 class _Health:
-    failures: deque[bool]  # of the last trajectories
-    failed_groups: int = 0  # in a row
+    environment: _Owner
+    reward: _Owner
+    engine_rounds: int = 0
+    engine_failed_at: float = 0.0
     times: int = 0  # quarantined or failed a probe, since the backoff was reset
     since: float = 0.0
     probe_at: float = 0.0
@@ -29,9 +79,16 @@ class _Health:
 
 
 class Quarantine:
-    def __init__(self, tasks: Iterable[str], rule: QuarantineRule) -> None:
+    """`tasks`: names with their reward functions. A task without one has a reward of its own."""
+
+    def __init__(self, tasks: Mapping[str, str], rule: QuarantineRule) -> None:
         self._rule = rule
-        self._active = {task: _Health(deque(maxlen=rule.window)) for task in tasks}
+        self._functions = {task: function or f"the reward of {task}" for task, function in tasks.items()}
+        rewards = {name: _Owner(rule, f"the last {{}} scores by {name}") for name in self._functions.values()}
+        self._active = {
+            task: _Health(_Owner(rule, "its last {} trajectories"), rewards[function])
+            for task, function in self._functions.items()
+        }
         self._out: dict[str, _Health] = {}
 
     @property
@@ -50,32 +107,48 @@ class Quarantine:
             health = self._out[task] = self._active.pop(task)
             health.times, health.since, health.probe_at = count, now, now
 
-    def record(self, task: str, outcome: Outcome) -> str | None:
-        """A trajectory ended; returns why its task must be quarantined now, if it must."""
+    def record(self, task: str, outcome: Outcome, started: float = 0.0, ended: float = 0.0) -> Fault | None:
+        """A trajectory ended."""
         health = self._active.get(task)
         if health is None or outcome in (Outcome.CANCELLED, Outcome.STALE):
             return None
-        health.failures.append(not outcome.trainable)
-        failures, count = sum(health.failures), len(health.failures)
-        if count < self._rule.min_count or failures < self._rule.rate * count:
-            if count == self._rule.window:
+        if outcome is Outcome.ENGINE_FAILED:
+            return self._engine_failed(task, health, started, ended)
+        if outcome is not Outcome.ENV_FAILED and (why := health.reward.record(outcome is Outcome.REWARD_FAILED)):
+            return Fault(self._sharing(task), why)
+        if why := health.environment.record(outcome is Outcome.ENV_FAILED):
+            return Fault((task,), why)
+        if outcome.trainable:
+            health.engine_rounds = 0
+            if health.environment.settled:
                 health.times = 0
-            return None
-        return f"{failures} of its last {count} trajectories failed"
+        return None
 
-    def group_failed(self, task: str) -> str | None:
-        """Returns why the task must be quarantined now, if it must."""
+    def _engine_failed(self, task: str, health: _Health, started: float, ended: float) -> Fault | None:
+        if health.engine_rounds and started < health.engine_failed_at:
+            return None
+        health.engine_rounds, health.engine_failed_at = health.engine_rounds + 1, ended
+        if health.engine_rounds < ENGINE_ROUNDS:
+            return None
+        return Fault((task,), f"engines failed its trajectories in {health.engine_rounds} rounds, one after another")
+
+    def _sharing(self, task: str) -> tuple[str, ...]:
+        """The tasks in the mixture with the reward function of this one."""
+        return tuple(each for each in self._active if self._functions[each] == self._functions[task])
+
+    def group_failed(self, task: str, last: Outcome) -> Fault | None:
+        """A group was given up after its `last` member failed."""
         health = self._active.get(task)
-        if health is None:
+        if health is None or last is Outcome.ENGINE_FAILED:
             return None
-        health.failed_groups += 1
-        if health.failed_groups < self._rule.groups:
-            return None
-        return f"{health.failed_groups} groups of it in a row could not be completed"
+        by_reward = last is Outcome.REWARD_FAILED
+        why = (health.reward if by_reward else health.environment).group_failed()
+        return Fault(self._sharing(task) if by_reward else (task,), why) if why else None
 
     def group_completed(self, task: str) -> None:
         if task in self._active:
-            self._active[task].failed_groups = 0
+            self._active[task].environment.group_completed()
+            self._active[task].reward.group_completed()
 
     def quarantine(self, task: str, now: float) -> float:
         """Returns the seconds until the task is probed."""
@@ -97,8 +170,9 @@ class Quarantine:
     def release(self, task: str, now: float) -> float:
         """The task is back in the mixture; only its backoff is kept. Returns the seconds that it was quarantined."""
         health = self._out.pop(task)
-        health.failures.clear()
-        health.failed_groups, health.probing = 0, False
+        health.environment.clear()
+        health.reward.clear()
+        health.engine_rounds, health.probing = 0, False
         self._active[task] = health
         return now - health.since
 

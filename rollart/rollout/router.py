@@ -1,28 +1,33 @@
 """Sends each request to an engine, and to another one if that fails.
 
 Invariants: a request goes only to an engine that is alive, is not draining and has at least version `floor`; if there
-is none it waits, with a deadline. A request is tried at most `attempts` times. Cancelling `generate` aborts the request
-at the engine. What a request adds to an engine's load is taken off again, once, however it ends.
+is none it waits for as long as the registry has an engine that may come back, and the clock of its episode stands still
+meanwhile: whoever restarts engines decides when to give one up. An answer whose engine fails goes on at another one,
+from the tokens that there are; it is given up after `attempts` failures without a new token. Cancelling `generate`
+aborts the request at the engine. What a request adds to the load of an engine is taken off again, once, however it
+ends.
 """
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from rollart.core.errors import EngineFailed, EngineLost
 from rollart.core.protocols import StreamingEngine, TokenStream
-from rollart.core.run_length import fingerprint
-from rollart.core.types import Completion, GenerationRequest, Publication
+from rollart.core.run_length import fingerprint, lowest
+from rollart.core.types import Completion, GenerationRequest, Publication, TokenPart
 from rollart.rollout.decode_lengths import DecodeLengths
 from rollart.rollout.engine_registry import EngineRegistry
 from rollart.rollout.engine_state import EngineState
+from rollart.rollout.episode_clock import EpisodeClock
 from rollart.rollout.routing_policy import MeasuredPolicy, RoutingChoice, RoutingPolicy, RoutingQuery, Why
 
-_WAIT_S = 120.0
 _FIRST_PROMPTS = 4096
+PART_TOKENS = 32  # at most as many are sampled again after the loss of an engine
 
 
 class Routed(Struct):
@@ -44,9 +49,74 @@ class _CachedAt(Struct):
     version: int
 
 
+class Answer:
+    """What there is of the answer to a request, whichever engines sampled it."""
+
+    def __init__(
+        self, request: GenerationRequest, stream: TokenStream | None, on_version: Callable[[int], None] | None
+    ) -> None:
+        self._request, self._stream, self._on_version = request, stream, on_version
+        self._oldest: int | None = None
+        self._enough = False
+        self.every = PART_TOKENS if stream is None else min(stream.every, PART_TOKENS)
+        self.tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing of it is missing, though no engine said so."""
+        return self._enough or len(self.tokens) >= self._request.sampling.max_tokens
+
+    def on_part(self, part: TokenPart) -> bool:
+        self.tokens += part.tokens
+        self._logprobs += part.logprobs
+        self._versions += part.versions
+        self._report(min(part.versions))
+        self._enough = self._stream is not None and self._stream.on_tokens(part.tokens)
+        return self._enough
+
+    def _report(self, version: int) -> None:
+        if self._on_version is not None and (self._oldest is None or version < self._oldest):
+            self._oldest = version
+            self._on_version(version)
+
+    def rest(self) -> GenerationRequest:
+        """A request for what is missing."""
+        if not self.tokens:
+            return self._request
+        sampling = self._request.sampling
+        return replace(
+            self._request,
+            tokens=[*self._request.tokens, *self.tokens],
+            sampling=replace(sampling, max_tokens=sampling.max_tokens - len(self.tokens)),
+            resumed=len(self.tokens),
+        )
+
+    def join(self, rest: GenerationRequest, completion: Completion) -> Completion:
+        """The whole, when `rest` was answered."""
+        if completion.versions:
+            self._report(lowest(completion.versions))
+        if not (kept := rest.resumed):
+            return completion
+        prompt = completion.prompt - kept
+        return structs.replace(
+            completion,
+            tokens=self.tokens[:kept] + completion.tokens,
+            logprobs=self._logprobs[:kept] + completion.logprobs,
+            versions=self._versions[:kept] + completion.versions,
+            prompt=prompt,
+            cached=min(completion.cached, prompt),
+            fetched=min(completion.fetched, prompt),
+        )
+
+    def completion(self) -> Completion:
+        """Of what there is."""
+        return Completion(self.tokens, self._logprobs, self._versions, "length", prompt=len(self._request.tokens))
+
+
 class Router:
-    """`affinity` is what the run file declares for each task. `keeps_kv`: KV survives a weight swap. `max_wait`:
-    seconds that a request waits for a usable engine."""
+    """`affinity` is what the run file declares for each task. `keeps_kv`: KV survives a weight swap."""
 
     def __init__(
         self,
@@ -57,59 +127,80 @@ class Router:
         decode_lengths: DecodeLengths | None = None,
         attempts: int = 3,
         keeps_kv: bool = False,
-        max_wait: float = _WAIT_S,
     ) -> None:
         self.engines = engines
         self._decode_lengths = decode_lengths or DecodeLengths()
         self._policy = policy or MeasuredPolicy()
         self._affinity = dict(affinity or {})
         self._sessions: dict[str, _CachedAt] = {}
+        self._prefixes: dict[str, _CachedAt] = {}  # of conversations that are prefilled on an engine of their own
         self._first_prompts: OrderedDict[int, _CachedAt] = OrderedDict()  # a plain dict is slow to lose its first key
-        self._attempts, self._keeps_kv, self._max_wait = attempts, keeps_kv, max_wait
+        self._attempts, self._keeps_kv = attempts, keeps_kv
 
     async def load(self, publication: Publication) -> None:
         """Bring every engine to a published version, each as soon as it can."""
         await self.engines.load(publication)
 
-    async def generate(self, request: GenerationRequest, stream: TokenStream | None = None) -> Routed:
-        """Raises EngineFailed after the last attempt, or if the stream cannot be restarted."""
-        reason = "no engine was tried"
-        clock = asyncio.get_running_loop().time
-        for _ in range(self._attempts):
-            choice = self._choose(request, clock()) or await self._wait_for_engine(request)
-            engine, prefill_at, began = choice.engine, choice.prefill_at, clock()
-            tokens, max_tokens = len(request.tokens), request.sampling.max_tokens  # the caller's list may grow
-            prefill_until = self._reserve(choice, request, began)
+    async def generate(
+        self,
+        request: GenerationRequest,
+        stream: TokenStream | None = None,
+        *,
+        clock: EpisodeClock | None = None,
+        on_version: Callable[[int], None] | None = None,
+    ) -> Routed:
+        """Raises EngineFailed after the last attempt. `on_version` gets the version of the first token at once, and
+        older ones of later tokens."""
+        answer, failures = Answer(request, stream, on_version), 0
+        now = asyncio.get_running_loop().time
+        while True:
+            rest = answer.rest()
+            choice = self._choose(rest, now()) or await self._wait_for_engine(rest, clock)
+            engine, began = choice.engine, now()
+            tokens, max_tokens = len(rest.tokens), rest.sampling.max_tokens  # the caller's list may grow
+            prefill_until = self._reserve(choice, rest, began)
             try:
-                sent = request if prefill_at is None else await self._prefill(prefill_at, request)
-                if stream is not None and isinstance(engine.client, StreamingEngine):
-                    completion = await engine.client.stream(sent, stream)
-                else:
-                    completion = await engine.client.generate(sent)
+                completion = await self._attempt(choice, rest, answer)
             except EngineFailed as error:
-                reason = str(error)
                 self._sessions.pop(request.session, None)
                 if isinstance(error, EngineLost):
-                    self.engines.lose(engine, reason)
-                if stream is not None:
-                    stream.on_restart()
+                    self.engines.lose(engine, str(error))
+                if answer.over:
+                    return self._routed(choice, answer.completion())
+                failures = 1 if len(answer.tokens) > rest.resumed else failures + 1
+                if failures >= self._attempts:
+                    raise EngineFailed(f"{error} (tried {failures} times)") from error
             else:
-                self._record(request, choice, completion, began=began, prefill_until=prefill_until, ended=clock())
-                return Routed(
-                    completion=completion,
-                    engine=engine.name,
-                    pool=engine.pool.name,
-                    why=choice.why,
-                    predicted_s=choice.prediction.seconds,
-                    prefilled_by=prefill_at.name if prefill_at is not None else "",
-                )
+                self._record(rest, choice, completion, began=began, prefill_until=prefill_until, ended=now())
+                whole = answer.join(rest, completion)
+                self._decode_lengths.record(request.task, request.turn, len(whole.tokens))
+                return self._routed(choice, whole)
             finally:
                 engine.release(tokens, max_tokens)
-        raise EngineFailed(f"{reason} (tried {self._attempts} times)")
+
+    async def _attempt(self, choice: RoutingChoice, rest: GenerationRequest, answer: "Answer") -> Completion:
+        sent = rest if choice.prefill_at is None else await self._prefill(choice.prefill_at, rest)
+        client = choice.engine.client
+        if not choice.engine.streams:
+            return await client.generate(sent)
+        assert isinstance(client, StreamingEngine)
+        return await client.generate_in_parts(sent, answer.every, answer.on_part)
+
+    @staticmethod
+    def _routed(choice: RoutingChoice, completion: Completion) -> Routed:
+        return Routed(
+            completion=completion,
+            engine=choice.engine.name,
+            pool=choice.engine.pool.name,
+            why=choice.why,
+            predicted_s=choice.prediction.seconds,
+            prefilled_by=choice.prefill_at.name if choice.prefill_at is not None else "",
+        )
 
     def forget(self, session: str) -> None:
         """The conversation is over."""
         self._sessions.pop(session, None)
+        self._prefixes.pop(session, None)
 
     def _choose(self, request: GenerationRequest, now: float) -> RoutingChoice | None:
         cached_at = self._sessions.get(request.session) or self._sessions.get(request.branch_of)
@@ -132,6 +223,8 @@ class Router:
             cached=cached,
             shared_at=shared_at,
         )
+        if (prefix := self._prefixes.get(request.session)) is not None:
+            query.prefilled_at, query.prefilled = prefix.engine, prefix.tokens if self._valid(prefix) else 0
         return self._policy.choose(query, self.engines.pools)
 
     def _valid(self, cached: _CachedAt) -> bool:
@@ -162,6 +255,7 @@ class Router:
             return request
         finally:
             engine.release(tokens, 0)
+        self._prefixes[request.session] = _CachedAt(engine, tokens - 1, engine.version)
         return replace(request, kv_from=getattr(engine.client, "url", None))
 
     def _record(
@@ -175,7 +269,6 @@ class Router:
         ended: float,
     ) -> None:
         engine, pool, made = choice.engine, choice.engine.pool, len(completion.tokens)
-        self._decode_lengths.record(request.task, request.turn, made)
         version = completion.versions[-1] if completion.versions else engine.version
         self._sessions[request.session] = _CachedAt(engine, len(request.tokens) + made - 1, version)
         pool.record_request(ended - began)
@@ -190,13 +283,12 @@ class Router:
         # Its own prefill was over at its first token; only what came later can be left.
         engine.prefill_until = min(engine.prefill_until, began + first_s + engine.prefill_until - prefill_until)
 
-    async def _wait_for_engine(self, request: GenerationRequest) -> RoutingChoice:
-        clock = asyncio.get_running_loop().time
-        try:
-            async with asyncio.timeout(self._max_wait):
-                while (choice := self._choose(request, clock())) is None:
-                    self.engines.revived.clear()
-                    await self.engines.revived.wait()
-        except TimeoutError:
-            raise EngineFailed(f"no engine came back within {self._max_wait:g} s") from None
+    async def _wait_for_engine(self, request: GenerationRequest, clock: EpisodeClock | None) -> RoutingChoice:
+        now = asyncio.get_running_loop().time
+        with clock.paused() if clock is not None else nullcontext():
+            while (choice := self._choose(request, now())) is None:
+                if self.engines.empty:
+                    raise EngineFailed("no engine is left")
+                self.engines.revived.clear()
+                await self.engines.revived.wait()
         return choice

@@ -21,7 +21,8 @@ CLEARLY = 0.8  # leave a cached prefix only for less than this share of the cost
 
 class RoutingQuery(Struct):
     """One request: `tokens` of context, an answer of about `decoded` and at most `max_tokens`. `cached_at` has `cached`
-    tokens of its KV; `shared_at` got the same prompt before. `floor` is the oldest version that may answer."""
+    tokens of its KV, and `prefilled_at`, which prefills for it, `prefilled`; `shared_at` got the same prompt before.
+    `floor` is the oldest version that may answer."""
 
     tokens: int
     decoded: float
@@ -33,6 +34,8 @@ class RoutingQuery(Struct):
     cached: int = 0
     shared_at: EngineState | None = None
     task: str = ""
+    prefilled_at: EngineState | None = None
+    prefilled: int = 0
 
 
 class RoutingChoice(Struct):
@@ -167,19 +170,23 @@ class MeasuredPolicy:
     def _disaggregated(
         self, query: RoutingQuery, pools: Sequence[EnginePool], allowed: Sequence[EnginePool], best: RoutingChoice
     ) -> RoutingChoice:
-        """The same request with its prefill on another engine, if that is demanded, or cheaper."""
+        """The same request with its prefill on another engine, if that is cheaper; or, if it is demanded, unless the
+        engine that decodes has the conversation's KV and does the rest sooner itself."""
         if isinstance(self._disaggregate, tuple):
             pools = [pool for pool in pools if pool.of == self._disaggregate[0]]
             allowed = [pool for pool in allowed if pool.of == self._disaggregate[1]]
         choice, bar = best, best.prediction.cost * CLEARLY if self._disaggregate == "auto" else float("inf")
-        for decoding in _candidates(query, allowed):
+        for decoding in _candidates(query, allowed, query.cached_at):
             cached = min(query.cached, query.tokens - 1) if decoding is query.cached_at else 0
             decode = predict(decoding, query, query.tokens - 1)
-            for prefilling in _candidates(query, pools):
+            if cached and bar > (local := predict(decoding, query, cached)).cost:  # little is new: not worth the way
+                choice, bar = RoutingChoice(decoding, "prefix", cached, local), local.cost
+            for prefilling in _candidates(query, pools, query.prefilled_at or query.cached_at):
                 if prefilling.pool is decoding.pool:
                     continue
                 fetch_s = decoding.pool.predictor.transfer(query.tokens - cached)
-                known = min(query.cached, query.tokens - 1) if prefilling is query.cached_at else 0
+                known = query.prefilled if prefilling is query.prefilled_at else 0
+                known = min(query.cached if prefilling is query.cached_at else known, query.tokens - 1)
                 prefill = predict(prefilling, query, known)
                 both = Prediction(
                     room=prefill.room + decode.room,
@@ -188,7 +195,7 @@ class MeasuredPolicy:
                     token=decode.token,
                     decode=decode.decode,
                     work=prefill.work,
-                    delay=prefilling.open * prefill.work + decode.delay,
+                    delay=(1 + prefilling.open) * prefill.work + fetch_s + decode.delay,
                     factors=decode.factors,
                 )
                 if both.cost < bar:
@@ -246,10 +253,10 @@ def _least_loaded(query: RoutingQuery, pools: Sequence[EnginePool]) -> list[Engi
     return [engine for pool in pools if (engine := pool.least_loaded(query.floor)) is not None]
 
 
-def _candidates(query: RoutingQuery, pools: Sequence[EnginePool]) -> Iterable[EngineState]:
-    """One of each pool: the engine that has the conversation's KV, else the least loaded."""
+def _candidates(query: RoutingQuery, pools: Sequence[EnginePool], known: EngineState | None) -> Iterable[EngineState]:
+    """One of each pool: the engine that is `known` to have the conversation's KV, else the least loaded."""
     for pool in pools:
-        if query.cached_at is not None and query.cached_at.pool is pool and query.cached_at.usable(query.floor):
-            yield query.cached_at
+        if known is not None and known.pool is pool and known.usable(query.floor):
+            yield known
         elif (engine := pool.least_loaded(query.floor)) is not None:
             yield engine

@@ -1,8 +1,14 @@
 """Trajectories as training samples."""
 
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from rollart.core.column import Column
 from rollart.core.expert_choice import join
-from rollart.core.types import Outcome, Sample, SampleGroup, Trajectory, Turn
+from rollart.core.types import Outcome, Sample, SampleGroup, TokenRole, Trajectory, Turn, TurnSpan
 from rollart.rollout.groups import Group
+
+PROMPT, ACTION, OBSERVATION = (bytes([role]) for role in TokenRole)
 
 
 def sample_group(group: Group) -> SampleGroup:
@@ -14,9 +20,9 @@ def samples(trajectory: Trajectory) -> list[Sample]:
     share is trained in the first and a prompt in the second."""
     if trajectory.reward is None or not trajectory.outcome.trainable:
         raise ValueError(f"trajectory {trajectory.id} ended as {trajectory.outcome} and cannot be trained")
-    segments: dict[int, list[Turn]] = {}
-    for turn in trajectory.turns:
-        segments.setdefault(turn.segment, []).append(turn)
+    segments: dict[int, list[tuple[int, Turn]]] = {}
+    for number, turn in enumerate(trajectory.turns):
+        segments.setdefault(turn.segment, []).append((number, turn))
     first, *others = segments.values() or [[]]
     return [
         _sample(trajectory, trajectory.reward, first, trajectory.id, ""),
@@ -27,29 +33,49 @@ def samples(trajectory: Trajectory) -> list[Sample]:
     ]
 
 
-def _sample(trajectory: Trajectory, reward: float, turns: list[Turn], id: str, owner: str) -> Sample:
+def _sample(trajectory: Trajectory, reward: float, turns: Sequence[tuple[int, Turn]], id: str, owner: str) -> Sample:
+    """Of the numbered turns of one segment."""
     tokens: list[int] = []
-    mask: list[int] = []
     logprobs: list[float] = []
     versions: list[int] = []
-    for turn in turns:
-        observed, sampled = len(turn.prompt), len(turn.tokens)
-        tokens += turn.prompt + turn.tokens
-        mask += [0] * observed + [1] * sampled
-        logprobs += [0.0] * observed
+    roles = bytearray()
+    spans: list[TurnSpan] = []
+    last = len(trajectory.turns) - 1
+    for number, turn in turns:
+        roles += (OBSERVATION if spans else PROMPT) * len(turn.prompt) + ACTION * len(turn.tokens)
+        tokens += turn.prompt
+        spans.append(
+            TurnSpan(
+                number=number,
+                start=len(tokens),
+                stop=len(tokens) + len(turn.tokens),
+                reward=turn.reward or 0.0,
+                state=state_key(turn),
+                done=number == last and trajectory.outcome is Outcome.FINISHED,
+            )
+        )
+        tokens += turn.tokens
         logprobs += turn.logprobs
-        versions += [-1] * observed
         versions += turn.versions
     return Sample(
         id=id,
         task=trajectory.task,
-        tokens=tokens,
-        mask=mask,
-        logprobs=logprobs,
-        versions=versions,
+        tokens=Column.ints(tokens),
+        roles=Column("u1", bytes(roles)),
+        logprobs=Column.floats(logprobs),
+        versions=Column.ints(versions),
         reward=reward,
         truncated=trajectory.outcome is Outcome.TRUNCATED,
         temperature=trajectory.temperature,
         trajectory=owner,
-        experts=join((turn.experts for turn in turns), len(tokens)),
+        turns=tuple(spans),
+        experts=join((turn.experts for _, turn in turns), len(tokens)),
     )
+
+
+def state_key(turn: Turn) -> str:
+    """Equal for turns that saw the same messages; not more than that, whatever the turns before them were."""
+    digest = blake2b(digest_size=8)
+    for message in turn.messages:
+        digest.update(f"{message.role}\0{message.content}\0".encode(errors="surrogatepass"))
+    return digest.hexdigest()

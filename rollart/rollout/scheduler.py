@@ -13,6 +13,7 @@ Invariants
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from statistics import fmean, pstdev
 
 from rollart.core.errors import RollartError
 from rollart.core.events import (
@@ -27,13 +28,12 @@ from rollart.core.events import (
     Released,
 )
 from rollart.core.schedule import QuarantineRule, Schedule
-from rollart.core.seeds import seed_of
 from rollart.core.types import Batch, Outcome, SampleGroup, Trajectory
 from rollart.rollout.attempts import Attempts
 from rollart.rollout.groups import Group
 from rollart.rollout.ledger import GroupRecord, Ledger, Recovery
 from rollart.rollout.mixture import Mixture, choose_batch
-from rollart.rollout.quarantine import Quarantine
+from rollart.rollout.quarantine import Fault, Quarantine
 from rollart.rollout.samples import sample_group
 from rollart.rollout.trajectory import RolloutTask, TrajectoryRunner
 
@@ -64,7 +64,7 @@ class Scheduler:
         self.mixture = Mixture({task.name: task.weight for task in tasks}, batch_groups)
         self.next = 0
         self._tasks = {task.name: task for task in tasks}
-        self._quarantine = Quarantine(self._tasks, quarantine)
+        self._quarantine = Quarantine({task.name: task.reward for task in tasks}, quarantine)
         self._size, self._steps, self._retries, self._seed = group_size, steps, retries, seed
         self._ledger, self._sink, self._to_samples = ledger, sink, to_samples
         self._attempts = Attempts(
@@ -95,7 +95,7 @@ class Scheduler:
 
     @property
     def ready(self) -> int:
-        return sum(len(group.done) for groups in self._groups.values() for group in groups.values())
+        return sum(map(self._done, self._groups))
 
     def sample(self, environments: int, processes: int) -> PipelineSample:
         """Trajectories by stage, with the environments in use and all there are."""
@@ -106,7 +106,14 @@ class Scheduler:
             training=self._training,
             environments=environments,
             processes=processes,
+            tasks={
+                task: (sum(len(group.running) for group in groups.values()), self._done(task))
+                for task, groups in self._groups.items()
+            },
         )
+
+    def _done(self, task: str) -> int:
+        return sum(len(group.done) for group in self._groups[task].values())
 
     # Admission
 
@@ -167,7 +174,7 @@ class Scheduler:
             id=f"{task}-{index:06d}",
             task=task,
             index=index,
-            seed=seed_of(self._seed, task, index),
+            seed=self._tasks[task].episode_seed(index, self._seed, run_seed=self._seed),
             size=self._size,
             version=self._engines.serving,
         )
@@ -212,8 +219,9 @@ class Scheduler:
 
     def _attempt_ended(self, group: Group, trajectory: Trajectory) -> None:
         self._ledger.add(trajectory)
-        if not group.probe and (why := self._quarantine.record(group.task, trajectory.outcome)):
-            self._quarantine_task(why, trajectory)
+        started, ended = trajectory.started_s, trajectory.started_s + trajectory.seconds
+        if not group.probe:
+            self._act_on(self._quarantine.record(group.task, trajectory.outcome, started, ended), trajectory)
         if group.closed or group.ready:
             return
         if trajectory.outcome.trainable:
@@ -221,7 +229,8 @@ class Scheduler:
             if group.ready:
                 self._complete(group)
         elif trajectory.outcome not in (Outcome.CANCELLED, Outcome.STALE):
-            group.failures += 1
+            # An outage takes many members at once: a group is not dropped for it, what it has is good.
+            group.failures += trajectory.outcome is not Outcome.ENGINE_FAILED or group.probe
             if group.failures > self._retries:
                 self._give_up(group, trajectory)
                 self.admit()
@@ -232,9 +241,9 @@ class Scheduler:
         self._drop(group, f"too many failed members, the last: {last.outcome}")
         if group.probe:
             wait = self._quarantine.probe_failed(group.task, self._now())
-            self._report_quarantine(wait, "it still fails", last)
-        elif why := self._quarantine.group_failed(group.task):
-            self._quarantine_task(why, last)
+            self._report_quarantine(group.task, wait, "it still fails", last)
+        else:
+            self._act_on(self._quarantine.group_failed(group.task, last.outcome), last)
 
     def _fail(self, error: BaseException) -> None:
         self._error = self._error or error
@@ -243,7 +252,16 @@ class Scheduler:
     def _complete(self, group: Group) -> None:
         self._attempts.cancel(group, Outcome.CANCELLED, "its group is complete")
         self._ready[group.task] += 1
-        self._sink.emit(GroupReady(group=group.id, task=group.task, seconds=self._now() - group.started_s))
+        rewards = [trajectory.reward or 0.0 for trajectory in group.done]
+        self._sink.emit(
+            GroupReady(
+                group=group.id,
+                task=group.task,
+                seconds=self._now() - group.started_s,
+                reward=fmean(rewards),
+                spread=pstdev(rewards),
+            )
+        )
         if group.probe:
             self._release_task(group)
         self._quarantine.group_completed(group.task)
@@ -259,23 +277,27 @@ class Scheduler:
 
     # Quarantine
 
-    def _quarantine_task(self, why: str, last: Trajectory) -> None:
-        """The other tasks share its part of every batch to come."""
-        wait = self._quarantine.quarantine(last.task, self._now())
-        self._report_quarantine(wait, why, last)
+    def _act_on(self, fault: Fault | None, last: Trajectory) -> None:
+        """The other tasks share the part of those in the fault of every batch to come."""
+        if fault is None:
+            return
+        for task in fault.tasks:
+            self._report_quarantine(task, self._quarantine.quarantine(task, self._now()), fault.why, last)
         if not self._quarantine.active:
             tasks = f"task {last.task} fails" if len(self._tasks) == 1 else "every task fails"
-            self._fail(RollartError(f"{tasks} and nothing is left to train on; {last.task}: {why}, {_describe(last)}"))
+            why = f"{last.task}: {fault.why}, {_describe(last)}"
+            self._fail(RollartError(f"{tasks} and nothing is left to train on; {why}"))
             return
         self.mixture.only(self._quarantine.active, self.next)
-        for group in [group for group in self._groups[last.task].values() if not group.ready]:
-            self._drop(group, _QUARANTINED)
+        for task in fault.tasks:
+            for group in [group for group in self._groups[task].values() if not group.ready]:
+                self._drop(group, _QUARANTINED)
         self._changed.set()
         self.admit()
 
-    def _report_quarantine(self, wait: float, why: str, last: Trajectory) -> None:
-        self._ledger.quarantine(last.task, self._quarantine.times[last.task])
-        self._sink.emit(Quarantined(task=last.task, reason=f"{why}, {_describe(last)}", wait_s=wait))
+    def _report_quarantine(self, task: str, wait: float, why: str, last: Trajectory) -> None:
+        self._ledger.quarantine(task, self._quarantine.times[task])
+        self._sink.emit(Quarantined(task=task, reason=f"{why}, {_describe(last)}", wait_s=wait))
 
     def _release_task(self, probe: Group) -> None:
         probe.probe = False

@@ -3,7 +3,8 @@
 Invariants: the trainer does one thing at a time; every engine swaps to the newest version as soon as it can, and none
 waits for the slowest; a checkpoint is committed to the ledger only after it is complete, and one at a time; writing
 checkpoints, swaps and evaluations run concurrently with the loop. A failure of swaps or evaluations ends it, as that of
-the last checkpoint does; without any other checkpoint it goes on, with a warning.
+the last checkpoint does; without any other checkpoint it goes on, with a warning. However the loop ends, what was
+trained since the last checkpoint is saved if the trainer can do that within `GRACE_S`, the step under way included.
 """
 
 import asyncio
@@ -12,13 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollart.core.errors import RollartError
-from rollart.core.events import Checkpointed, EventSink, Published, StepDone, Warned
+from rollart.core.events import Checkpointed, EventSink, Published, StepDone, Warned, WorkStarted
 from rollart.core.protocols import Trainer
-from rollart.core.types import Batch, Publication
+from rollart.core.types import Batch, Publication, StepMetrics
 from rollart.rollout.evaluation import Evaluator
 from rollart.rollout.ledger import Ledger
 from rollart.rollout.router import Router
 from rollart.rollout.scheduler import Scheduler
+
+GRACE_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +57,18 @@ class TrainingLoop:
         self._published = asyncio.Event()
         self._saving: asyncio.Task[None] | None = None
         self._evaluation: asyncio.Task[object] | None = None
-        self._evaluated = version
+        self._evaluated = self._committed = self._copied = version
+        self._stepping: asyncio.Future[StepMetrics] | None = None
 
     async def run(self) -> None:
         """Until the last step is trained, loaded by the engines and saved."""
+        try:
+            await self._run()
+        except BaseException:
+            await self._save_progress()
+            raise
+
+    async def _run(self) -> None:
         async with asyncio.TaskGroup() as group:
             swapping = group.create_task(self._swap(group))
             while self.version < self._plan.steps:
@@ -69,7 +80,17 @@ class TrainingLoop:
 
     async def _train(self, batch: Batch) -> None:
         clock = asyncio.get_running_loop().time
-        metrics = await self._trainer.step(batch)
+        self._stepping = asyncio.ensure_future(self._trainer.step(batch))
+        metrics = await asyncio.shield(self._stepping)  # a run that is stopped waits for it
+        self._stepped(metrics)
+        began = clock()
+        self._publication = await self._trainer.publish()
+        self._router.engines.announce(self._publication)
+        self._sink.emit(Published(version=self.version, seconds=clock() - began, bytes=self._publication.bytes))
+        self._published.set()
+
+    def _stepped(self, metrics: StepMetrics) -> None:
+        self._stepping, self.version = None, metrics.version
         self._scheduler.finish_step()
         self._sink.emit(
             StepDone(
@@ -83,11 +104,6 @@ class TrainingLoop:
         )
         for message in metrics.warnings:
             self._sink.emit(Warned(message=message))
-        began = clock()
-        self._publication = await self._trainer.publish()
-        self.version = metrics.version
-        self._sink.emit(Published(version=self.version, seconds=clock() - began))
-        self._published.set()
 
     async def _swap(self, group: asyncio.TaskGroup) -> None:
         """Bring the engines to the newest version again and again, and evaluate it when that is due."""
@@ -112,7 +128,9 @@ class TrainingLoop:
             await self._saving
         clock = asyncio.get_running_loop().time
         began = clock()
+        self._sink.emit(WorkStarted(work="checkpoint", version=self.version))
         await self._trainer.save(self._checkpoints / f"{self.version:06d}")
+        self._copied = self.version
         self._saving = group.create_task(self._commit(self.version, began, clock() - began))
 
     async def _commit(self, version: int, began: float, blocked: float) -> None:
@@ -122,9 +140,31 @@ class TrainingLoop:
             self._sink.emit(Warned(message=f"{fault}; a restart would go back to the checkpoint before"))
             return
         self._ledger.commit(version)
+        self._committed = version
         self._on_saved(version)
         seconds = asyncio.get_running_loop().time() - began
         self._sink.emit(Checkpointed(version=version, seconds=seconds, blocked_s=blocked))
+
+    async def _save_progress(self) -> None:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        try:
+            async with asyncio.timeout(GRACE_S):
+                if self._stepping is not None:
+                    self._stepped(await self._stepping)
+                if self.version > self._committed:
+                    if self.version != self._copied:
+                        await self._trainer.save(self._checkpoints / f"{self.version:06d}")
+                    await self._commit(self.version, began, clock() - began)
+        except (TimeoutError, RollartError) as error:
+            why = str(error) or f"the trainer needs more than {GRACE_S:g} s"
+            lost = self.version - self._committed
+            if lost or self._stepping is not None:
+                again = f"`--resume` goes on from version {self._committed}"
+                self._sink.emit(Warned(message=f"version {self.version} was not saved ({why}); {again}"))
+        finally:
+            if self._stepping is not None:
+                self._stepping.cancel()
 
     def _evaluate_if_due(self, group: asyncio.TaskGroup, version: int) -> None:
         """One at a time: what falls due while an evaluation runs is made up for at the next swap."""

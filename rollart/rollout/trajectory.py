@@ -14,10 +14,17 @@ from typing import Any
 from msgspec.structs import replace
 
 from rollart.core.errors import EngineFailed, EnvironmentFailed, RewardFailed
-from rollart.core.events import NULL_SINK, EnvironmentReset, EventSink, Scored, TrajectoryEnded, TrajectoryStarted
+from rollart.core.events import (
+    NULL_SINK,
+    EnvironmentReset,
+    EventSink,
+    Scored,
+    TrajectoryEnded,
+    TrajectoryStarted,
+)
 from rollart.core.protocols import AgentPool, ClaimedEnvironment, EnvironmentPool, Renderer, RewardInvoker
-from rollart.core.run_length import frozen, joined, lowest
-from rollart.core.seeds import seed_of
+from rollart.core.run_length import frozen, joined
+from rollart.core.seeds import numbered_seed, seed_of
 from rollart.core.types import (
     Completion,
     Episode,
@@ -31,7 +38,9 @@ from rollart.core.types import (
     Turn,
 )
 from rollart.rollout.agent_episode import AgentEpisodeRunner, checked, turn_done
+from rollart.rollout.episode_clock import EpisodeClock
 from rollart.rollout.lockstep import Lockstep
+from rollart.rollout.phases import PhaseChanges
 from rollart.rollout.router import Routed, Router
 
 _SAMPLING = Sampling()
@@ -39,7 +48,9 @@ _SAMPLING = Sampling()
 
 @dataclass(frozen=True, slots=True)
 class RolloutTask:
-    """What the control plane knows of a task. `agent`: a program runs its episodes and sends the requests."""
+    """What the control plane knows of a task. `agent`: a program runs its episodes and sends the requests. `deadline`:
+    seconds for one episode. `reward` names its reward function if other tasks may share it. `numbered`: its
+    episodes are counted, not drawn from seeds."""
 
     name: str
     weight: float = 1.0
@@ -47,11 +58,18 @@ class RolloutTask:
     max_context: int = 4096
     sampling: Sampling = _SAMPLING
     agent: bool = False
+    deadline: float = 300.0
+    reward: str = ""
+    numbered: bool = False
+
+    def episode_seed(self, number: int, *parts: object, run_seed: int = 0) -> int:
+        """The seed of the task's episode `number`, drawn from `parts` unless its episodes are numbered."""
+        return numbered_seed(run_seed, number) if self.numbered else seed_of(*parts, self.name, number)
 
 
 @dataclass(slots=True)
 class Attempt:
-    """A trajectory under way. `on_version` gets the oldest version of every completion, `on_episode_end` is called
+    """A trajectory under way. `on_version` gets older and older versions of its tokens, `on_episode_end` is called
     before the reward is computed."""
 
     id: str
@@ -70,6 +88,10 @@ class Attempt:
     coroutine: asyncio.Task[Any] | None = None
     turns: list[Turn] = field(default_factory=list)
     info: dict[str, Any] = field(default_factory=dict)
+    clock: EpisodeClock = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.clock = EpisodeClock(self.task.deadline)
 
     def cancel(self, verdict: Outcome, reason: str) -> None:
         """End it now, with this outcome. The first verdict counts, and clean-up is never interrupted."""
@@ -81,16 +103,16 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryRunner:
-    """Runs attempts on the services of the run. `deadline`: seconds for one episode."""
+    """Runs attempts on the services of the run."""
 
     environments: EnvironmentPool
     router: Router
     renderer: Renderer
     rewards: RewardInvoker
     sink: EventSink = NULL_SINK
-    deadline: float = 600.0
     lockstep: Lockstep | None = None
     agents: AgentPool | None = None
+    phases: PhaseChanges = field(default_factory=PhaseChanges)
 
     async def run(self, attempt: Attempt) -> Trajectory:
         """Raises only for bugs: whatever happens to the attempt is in the outcome, cancellation included."""
@@ -122,6 +144,7 @@ class TrajectoryRunner:
             trajectory = replace(blank, outcome=attempt.verdict or Outcome.CANCELLED, reason=attempt.reason)
         finally:
             self.router.forget(attempt.id)
+            self.phases.leave(attempt)
         trajectory = replace(
             trajectory,
             turns=tuple(attempt.turns),
@@ -141,6 +164,9 @@ class TrajectoryRunner:
                 await attempt.on_episode_end()
             return await self._score(attempt, replace(blank, outcome=outcome, reason=attempt.reason))
         except EnvironmentFailed as error:
+            if attempt.task.agent and attempt.clock.waited_s:  # its own client may not have waited as long
+                waited = f"no engine could serve it for {attempt.clock.waited_s:.0f} s, then {error}"
+                return replace(blank, outcome=Outcome.ENGINE_FAILED, reason=waited)
             return replace(blank, outcome=Outcome.ENV_FAILED, reason=str(error))
         except EngineFailed as error:
             return replace(blank, outcome=Outcome.ENGINE_FAILED, reason=str(error))
@@ -148,24 +174,26 @@ class TrajectoryRunner:
             return replace(blank, outcome=Outcome.REWARD_FAILED, reason=str(error))
         except TimeoutError:
             failed = Outcome.ENGINE_FAILED if attempt.phase == "generating" else Outcome.ENV_FAILED
-            return replace(blank, outcome=failed, reason=f"still {attempt.phase} after {self.deadline:g} s")
+            return replace(blank, outcome=failed, reason=f"still {attempt.phase} after {attempt.task.deadline:g} s")
 
     async def _run_environment(self, attempt: Attempt) -> Outcome:
         attempt.phase = "waiting for an environment"
         async with self.environments.claim(attempt.task.name, attempt.held_out) as environment:
             with self.lockstep.barrier(attempt.task.name).member() if self.lockstep is not None else nullcontext():
-                async with asyncio.timeout(self.deadline):
+                async with attempt.clock.limit():
                     return await self._converse(attempt, environment)
 
     async def _run_agent(self, attempt: Attempt) -> Outcome:
         """The agent sends requests as it likes; what was captured comes back at its end."""
         assert self.agents is not None
         attempt.phase = "waiting for a process of its agent"
-        episode = AgentEpisodeRunner(attempt.id, attempt.task.name, self.router, self.sink, attempt.on_version)
+        episode = AgentEpisodeRunner(
+            attempt.id, attempt.task.name, self.router, self.sink, attempt.on_version, clock=attempt.clock
+        )
         try:
             async with self.agents.claim(attempt.task.name) as agent:
-                attempt.phase = "running its agent"
-                async with asyncio.timeout(self.deadline):
+                self.phases.enter(attempt, "stepping", "running its agent")
+                async with attempt.clock.limit():
                     capture = partial(episode.capture, held_out=attempt.held_out)
                     step = await agent.play(attempt.id, attempt.seed, attempt.held_out, episode.generate, capture)
         finally:
@@ -179,7 +207,7 @@ class TrajectoryRunner:
         clock = asyncio.get_running_loop().time
         barrier = self.lockstep.barrier(attempt.task.name) if self.lockstep is not None else None
         began = clock()
-        attempt.phase = "resetting its environment"
+        self.phases.enter(attempt, "resetting", "resetting its environment")
         messages = await environment.reset(attempt.seed)
         self.sink.emit(EnvironmentReset(trajectory=attempt.id, task=attempt.task.name, seconds=clock() - began))
         context: list[int] = []
@@ -190,15 +218,17 @@ class TrajectoryRunner:
             context = joined(context, prompt)
             if barrier is not None:
                 await barrier.wait()
-            attempt.phase = "generating"
+            self.phases.enter(attempt, "generating", "generating")
             began = clock()
-            routed = await self.router.generate(self._request(attempt, context))
+            routed = await self.router.generate(
+                self._request(attempt, context), clock=attempt.clock, on_version=attempt.on_version
+            )
             generated = clock()
             completion = self._checked(attempt, routed)
             context = joined(context, completion.tokens)
             if barrier is not None:
                 await barrier.wait()
-            attempt.phase = "stepping its environment"
+            self.phases.enter(attempt, "stepping", "stepping its environment")
             action = self.renderer.text(completion.tokens)
             step = await environment.step(action)
             generate_s, env_s = generated - began, clock() - generated
@@ -278,14 +308,12 @@ class TrajectoryRunner:
         )
 
     def _checked(self, attempt: Attempt, routed: Routed) -> Completion:
-        completion = checked(routed, f"turn {len(attempt.turns)} of {attempt.id}")
-        attempt.on_version(lowest(completion.versions))
-        return completion
+        return checked(routed, f"turn {len(attempt.turns)} of {attempt.id}")
 
     async def _score(self, attempt: Attempt, trajectory: Trajectory) -> Trajectory:
         clock = asyncio.get_running_loop().time
         began = clock()
-        attempt.phase = "being scored"
+        self.phases.enter(attempt, "scoring", "being scored")
         turns = tuple(EpisodeTurn(turn.messages, turn.action, turn.reward) for turn in attempt.turns)
         truncated = trajectory.outcome is Outcome.TRUNCATED
         episode = Episode(
@@ -314,6 +342,8 @@ class TrajectoryRunner:
                 success=trajectory.success,
                 reason=trajectory.reason,
                 held_out=attempt.held_out,
+                action_tokens=trajectory.action_tokens,
+                parts=trajectory.parts,
             )
         )
 

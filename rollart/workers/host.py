@@ -11,6 +11,8 @@ The invariants:
   process ends, whatever it started is killed and the connection's last line is `{"ended": reason}`.
 - It listens on a Unix socket, which only our user can open, or on a port, where the first line must be the key.
 - A process reads `{"id", "call", "args"}` lines and replies to each, in order: `{"id", "value"}` or `{"id", "error"}`.
+  `{"id", "batch": [[slot, call, args], ...]}` is many calls at once, on an object for each slot; the value is a list of
+  `{"value"}` or `{"error"}`.
 - The host lives as long as its stdin. It ends after the last process, and leaves none behind: descendants that left
   their process group come back to it (it is their subreaper) and are killed. Processes die with a killed host.
 - Only the host's own loop runs in the host; foreign code runs there while it is imported, never later.
@@ -81,9 +83,12 @@ def to_plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is not a plain value")
 
 
+JSON = json.JSONEncoder(default=to_plain, ensure_ascii=False, allow_nan=False)
+
+
 def encode(message: dict[str, Any]) -> bytes:
     # Lone surrogates must not reach the other side: they would fail there, far from their cause.
-    return json.dumps(message, default=to_plain, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
+    return JSON.encode(message).encode("utf-8", "replace") + b"\n"
 
 
 class CallLoop:
@@ -104,26 +109,42 @@ class CallLoop:
             if not hmac.compare_digest(shown, self._key.encode()):
                 os._exit(1)
         handler = self._target()
+        slots: dict[int, Any] = {}
         while True:
             line = requests.readline(self._limit + 1)
             if not line.endswith(b"\n"):
                 os._exit(0 if not line else 1)
             request = json.loads(line)
-            self._connection.sendall(self._reply(handler, request))
+            if "batch" in request:
+                self._connection.sendall(self._replies(slots, request))
+            else:
+                self._connection.sendall(self._reply(handler, request["call"], request["args"], {"id": request["id"]}))
 
-    def _reply(self, handler: Any, request: dict[str, Any]) -> bytes:
-        number, call = request["id"], request["call"]
+    def _replies(self, slots: dict[int, Any], request: dict[str, Any]) -> bytes:
+        replies = []
+        for slot, call, args in request["batch"]:
+            if slot not in slots:
+                slots[slot] = self._target()
+            replies.append(self._reply(slots[slot], call, args, {})[:-1])
+        reply = b'{"id": %d, "value": [%b]}\n' % (request["id"], b", ".join(replies))
+        if len(reply) > self._limit:
+            text = f"a batch returned {len(reply):,} bytes; the limit is {self._limit:,}"
+            return encode({"id": request["id"], "error": text})
+        return reply
+
+    def _reply(self, handler: Any, call: str, args: dict[str, Any], head: dict[str, int]) -> bytes:
         try:
-            value = getattr(handler, call)(**request["args"])
+            value = getattr(handler, call)(**args)
         except BaseException as error:  # even SystemExit: the caller waits for a reply
-            return encode({"id": number, "error": describe(error)})
+            classes = [each.__name__ for each in type(error).__mro__]
+            return encode({**head, "error": describe(error), "classes": classes})
         try:
-            reply = encode({"id": number, "value": value})
+            reply = encode({**head, "value": value})
         except Exception as error:
-            return encode({"id": number, "error": f"`{call}` returned what JSON cannot carry: {describe(error)}"})
+            return encode({**head, "error": f"`{call}` returned what JSON cannot carry: {describe(error)}"})
         if len(reply) > self._limit:
             text = f"`{call}` returned {len(reply):,} bytes; the limit is {self._limit:,}"
-            return encode({"id": number, "error": text})
+            return encode({**head, "error": text})
         return reply
 
 

@@ -3,7 +3,7 @@
 The invariants:
 - At most `limit` claims exist, split over the hosts, granted in the order of the requests. A claim has at most one
   process, no process belongs to two claims, and claimed and idle processes together are at most `limit`. On top of that
-  come at most `spares` spare claims, which make no claim wait, and the warm processes.
+  come at most `spares` spare claims, which make no claim wait, the extra claims, and the warm processes.
 - A claim returns its process to the pool only if it is healthy and has no call under way, so no reply reaches a later
   claim. However a claim ends, by return, error or cancellation, it makes room for the next.
 - A host is started by the first that needs it. One that dies loses its processes and is restarted, on another node if
@@ -26,7 +26,7 @@ from rollart.launch.local import LocalLauncher
 from rollart.workers.claim_queue import ClaimQueue
 from rollart.workers.host_handle import HostLocation, HostSpec
 from rollart.workers.pool_host import HostCallback, PoolHost, Prewarm
-from rollart.workers.worker_process import ProcessLost, WorkerProcess
+from rollart.workers.worker_process import BatchedCall, ProcessLost, WorkerProcess
 
 CLOSE_S = 2.0
 RESTARTS, BACKOFF_S, HEALTHY_S = 5, 1.0, 60.0
@@ -59,6 +59,7 @@ class ProcessPool:
         self._prewarm = prewarm or Prewarm()
         self._claims: set[ProcessClaim] = set()
         self._max_spares, self._spares = spares, set[ProcessClaim]()
+        self._extra: set[ProcessClaim] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._scaling: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
@@ -86,7 +87,7 @@ class ProcessPool:
     @property
     def processes(self) -> int:
         """The hosts, and their processes: claimed, idle or warm."""
-        claimed = sum(claim.has_process for claim in self._claims | self._spares)
+        claimed = sum(claim.has_process for claim in self._claims | self._spares | self._extra)
         return len(self.host_pids) + self.idle + self.warm + claimed
 
     @property
@@ -152,13 +153,27 @@ class ProcessPool:
             self._spares.discard(claim)
             claim.kill("another was faster")
 
+    def extra_claim(self) -> "ProcessClaim":
+        """A claim on top of the limit, until `end_extra` or the end of the pool. Raises ProcessLost or ServiceError."""
+        if self._queue.error is not None:
+            raise self._queue.error
+        if (host := self._queue.spare_host(avoid=None)) is None:
+            raise ProcessLost("no host is available")
+        claim = ProcessClaim(self, host)
+        self._extra.add(claim)
+        return claim
+
+    def end_extra(self, claim: "ProcessClaim") -> None:
+        self._extra.discard(claim)
+        claim.kill()
+
     async def close(self) -> None:
         """End every process within a deadline. Claims that are still out lose theirs."""
         self._closing.set()
         self._queue.close(ProcessLost("the pool is closed"))
         if self._scaling is not None:
             await self._scaling
-        for claim in self._claims | self._spares:
+        for claim in self._claims | self._spares | self._extra:
             claim.kill("the pool was closed")
         for restarting in self._restarting:
             restarting.cancel()
@@ -186,7 +201,7 @@ class ProcessPool:
         if self._closing.is_set():
             raise ProcessLost("the pool is closed")
         host = claim.host
-        if claim in self._spares:
+        if claim in self._spares or claim in self._extra:
             if host is None or not host.available:
                 raise ProcessLost("its host is gone")
             return host
@@ -304,6 +319,12 @@ class ProcessClaim:
         if self._process is None:
             raise ProcessLost("the claim has no process; acquire one first")
         return await self._process.call(name, args, deadline)
+
+    async def call_all(self, calls: Sequence[BatchedCall], deadline: float) -> list[dict[str, Any]]:
+        """Raises ProcessLost or CallRaised."""
+        if self._process is None:
+            raise ProcessLost("the claim has no process; acquire one first")
+        return await self._process.call_all(calls, deadline)
 
     def kill(self, reason: str = "it was given up") -> None:
         """End its process, if any."""

@@ -1,20 +1,22 @@
 """One forked process of a host, as the controller sees it.
 
 The invariants:
-- A process has at most one call under way. A call that misses its deadline, is cancelled, or gets a reply that breaks
-  the protocol ends its process, so a reply can only belong to the call that waits for it.
+- A process has at most one call, or one batch of calls, under way. One that misses its deadline, is cancelled, or gets
+  a reply that breaks the protocol ends its process, so a reply can only belong to the call that waits for it.
 - A lost process stays lost; closing its connection makes the host kill the process group behind it.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from rollart.core.errors import RollartError
+from rollart.core.foreign import is_bug
 from rollart.launch.keepalive import enable_keepalive
 
+BatchedCall = tuple[int, str, Mapping[str, object]]  # the slot, the name, the arguments
 HOST_LOST = "the process ended, and its host with it"
 
 
@@ -23,7 +25,11 @@ class ProcessLost(RollartError):
 
 
 class CallRaised(RollartError):
-    """The called code raised, or returned what cannot be sent. The process lives."""
+    """The called code raised, or returned what cannot be sent. The process lives. `bug`: it would raise again."""
+
+    def __init__(self, reason: str, bug: bool = False) -> None:
+        super().__init__(reason)
+        self.bug = bug
 
 
 class WorkerProcess(asyncio.Protocol):
@@ -57,12 +63,23 @@ class WorkerProcess(asyncio.Protocol):
 
     async def call(self, name: str, args: Mapping[str, object], deadline: float) -> Any:
         """Raises ProcessLost or CallRaised."""
+        return await self._call(name, {"call": name, "args": args}, deadline)
+
+    async def call_all(self, calls: Sequence[BatchedCall], deadline: float) -> list[dict[str, Any]]:
+        """Many calls, one after the other: the `value` or the `error` of each. Raises ProcessLost or CallRaised."""
+        replies = await self._call("batch", {"batch": calls}, deadline)
+        if not isinstance(replies, list) or len(replies) != len(calls):
+            self.kill("the process did not reply to every call of a batch and was killed")
+            raise ProcessLost(self.lost)
+        return replies
+
+    async def _call(self, name: str, request: dict[str, object], deadline: float) -> Any:
         if self.lost or self._transport is None:
             raise ProcessLost(self.lost or "the process has not started")
         if self._reply is not None:
             raise RuntimeError("a process takes one call at a time")
         self._calls += 1
-        frame = msgspec.json.encode({"id": self._calls, "call": name, "args": args}) + b"\n"
+        frame = msgspec.json.encode({"id": self._calls, **request}) + b"\n"
         if len(frame) > self._limit:
             raise CallRaised(f"the arguments of `{name}` have {len(frame):,} bytes; the limit is {self._limit:,}")
         self._reply = self._loop.create_future()
@@ -79,7 +96,7 @@ class WorkerProcess(asyncio.Protocol):
         finally:
             self._reply = None
         if "error" in reply:
-            raise CallRaised(str(reply["error"]))
+            raise CallRaised(str(reply["error"]), bug=is_bug(reply.get("classes")))
         return reply["value"]
 
     def kill(self, reason: str) -> None:

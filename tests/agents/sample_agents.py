@@ -98,6 +98,21 @@ def not_a_number(endpoint: Endpoint, episode: AgentEpisode) -> float:
     return float("nan")
 
 
+def text_as_info(endpoint: Endpoint, episode: AgentEpisode) -> Any:
+    chat(endpoint, ASK)
+    return {"reward": 1.0, "info": "text"}
+
+
+def huge_integer(endpoint: Endpoint, episode: AgentEpisode) -> Any:
+    chat(endpoint, ASK)
+    return {"reward": 1.0, "seed": 2**70}
+
+
+def more_keys(endpoint: Endpoint, episode: AgentEpisode) -> Any:
+    chat(endpoint, ASK)
+    return {"reward": 1.0, "letters": 3}
+
+
 def length(episode: Any) -> float:
     """A reward function: the turns of an episode."""
     return float(len(episode.turns))

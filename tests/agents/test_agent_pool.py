@@ -60,16 +60,19 @@ class World:
     gateway: Gateway
     agents: AgentPool
 
-    async def play(self, name: str, version: int = 0, **more: Any) -> Trajectory:
-        plan = RolloutTask(name, 1.0, 1, 500, Sampling(max_tokens=8), agent=True)
+    async def play(self, name: str, version: int = 0, deadline: float = 60.0, **more: Any) -> Trajectory:
+        plan = RolloutTask(name, 1.0, 1, 500, Sampling(max_tokens=8), agent=True, deadline=deadline)
         return await self.player.run(Attempt(f"{name}-0.0", plan, f"{name}-0", 0, 11, version, **more))
+
+
+HOSTILE = ("not_a_number", "text_as_info", "huge_integer")
 
 
 def tasks() -> list[TaskConfig]:
     names = ("two_turns", "sub_agents", "by_environment", "no_reward", "crash", "killed", "hang", "silent", "nonsense")
-    special: dict[str, Any] = {name: {} for name in (*names, "not_a_number")}
+    special: dict[str, Any] = {name: {} for name in (*names, *HOSTILE, "more_keys")}
     special["scored"] = {"agent": "sample_agents:no_reward", "reward": "sample_agents:length"}
-    special["late"] = {"agent": {"function": "sample_agents:hang", "deadline": 1.0}}
+    special["late"] = {"agent": "sample_agents:hang"}
     special["strict"] = {"reward": "sample_agents:length"}
     special["refused"] = {
         "agent": {"function": "sample_agents:sub_agents", "max_calls": 2},
@@ -88,7 +91,7 @@ async def world(folder: Path) -> AsyncIterator[World]:
     tiny.tokenizer(500).save_pretrained(folder)
     seen, launcher = Seen([]), LocalLauncher()
     gateway = Gateway(folder, launcher, seen, folder)
-    agents = AgentPool(tasks(), gateway, launcher, processes=4, deadline=30.0, log=folder / "agents.log")
+    agents = AgentPool(tasks(), gateway, launcher, processes=4, log=folder / "agents.log")
     rewards = Rewards(tasks(), RewardsConfig(workers=1))
     engine = Engine(random.Random(0))
     router = Router(EngineRegistry({"engine": engine}, sink=seen))
@@ -99,7 +102,6 @@ async def world(folder: Path) -> AsyncIterator[World]:
         renderer=nothing,
         rewards=rewards,
         sink=seen,
-        deadline=60.0,
         agents=agents,
     )
     try:
@@ -137,7 +139,7 @@ def test_an_agents_return_is_the_reward_and_its_conversation_one_segment(run: Ru
         assert played.info["args"] == {"level": 3} and played.info["held_out"] and played.info["seed"] == 11
         assert [turn.action for turn in played.turns] == played.info["said"]
         (sample,) = samples(played)
-        assert sum(sample.mask) == 10
+        assert sample.actions == 10
         assert [event.turn for event in made.seen.of(TurnDone)] == [0, 1]
         (reported,) = made.seen.of(AgentPlayed)
         assert (reported.requests, reported.segments, reported.forks, reported.held_out) == (2, 1, 0, True)
@@ -152,7 +154,7 @@ def test_sub_agents_are_segments_that_share_their_beginning_untrained(run: Run) 
         assert played.outcome is Outcome.FINISHED
         first, *others = samples(played)
         assert len(others) == 2
-        assert [sum(sample.mask) for sample in (first, *others)] == [10, 5, 5]
+        assert [sample.actions for sample in (first, *others)] == [10, 5, 5]
         assert {sample.owner for sample in (first, *others)} == {played.id}
 
     run(test)
@@ -174,6 +176,8 @@ def test_what_fails_in_an_agent_is_never_a_reward(run: Run) -> None:
             ("silent", Outcome.ENV_FAILED, "without a single response"),
             ("nonsense", Outcome.ENV_FAILED, "return the reward as a number"),
             ("not_a_number", Outcome.ENV_FAILED, "finite"),
+            ("text_as_info", Outcome.ENV_FAILED, "`info` is 'text' (str); expected a dict"),
+            ("huge_integer", Outcome.ENV_FAILED, "`info` has an integer of more than 64 bits"),
         ):
             played = await made.play(name)
             assert (played.outcome, played.reward) == (outcome, None), name
@@ -192,9 +196,10 @@ def test_a_reward_function_scores_an_agent_that_returns_no_reward(run: Run) -> N
 
 def test_an_agent_that_hangs_is_killed_at_its_deadline(run: Run) -> None:
     async def test(made: World) -> None:
-        played = await made.play("late")
+        played = await made.play("late", deadline=1.0)
         assert played.outcome is Outcome.ENV_FAILED
-        assert "did not return within 1 s" in played.reason
+        assert played.reason == "still running its agent after 1 s"
+        assert made.agents.in_use == 0
 
     run(test)
 
@@ -204,7 +209,7 @@ def test_an_agent_that_fails_because_engines_do_is_their_failure(run: Run) -> No
         made.engine.failures = 1.0
         played = await made.play("two_turns")
         assert played.outcome is Outcome.ENGINE_FAILED
-        assert "the modelled engine failed" in played.reason
+        assert played.reason.startswith("the modelled engine failed")
 
     run(test)
 
@@ -223,6 +228,14 @@ def test_a_cancelled_episode_ends_at_once_and_frees_its_process(run: Run) -> Non
         played = await made.player.run(attempt)
         assert (played.outcome, versions) == (Outcome.STALE, [0])
         assert made.agents.in_use == 0
+
+    run(test)
+
+
+def test_other_values_that_an_agent_returns_are_kept(run: Run) -> None:
+    async def test(made: World) -> None:
+        played = await made.play("more_keys")
+        assert (played.outcome, played.reward, played.info) == (Outcome.FINISHED, 1.0, {"letters": 3})
 
     run(test)
 
@@ -271,5 +284,5 @@ def test_a_gateway_that_dies_is_replaced_and_only_its_episodes_fail(run: Run) ->
 
 @pytest.mark.parametrize("both", [{}, {"env": "a:B", "agent": "c:d"}])
 def test_a_task_has_either_an_environment_or_an_agent(both: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="either `env` or `agent`"):
+    with pytest.raises(ValueError, match="either `env`, `agent` or `dataset`"):
         TaskConfig.model_validate({"name": "t", **both})

@@ -42,7 +42,7 @@ def test_an_agent_may_be_a_name_or_a_section_and_survives_a_round_trip(tmp_path:
     [
         ("agent: rollart.agents.demo:digit", "did you mean 'digits'"),
         ("agent: no_such_module:play", "no_such_module"),
-        ("weight: 2", "needs either `env` or `agent`"),
+        ("weight: 2", "needs either `env`, `agent` or `dataset`"),
         ("agent: {functoin: rollart.agents.demo:digits}", "function"),
     ],
 )

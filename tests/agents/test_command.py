@@ -122,14 +122,14 @@ class Unheard:
         pass
 
 
-async def pooled(tmp_path: Path, agents: dict[str, Any]) -> dict[str, Step | RollartError]:
+async def pooled(tmp_path: Path, agents: dict[str, Any]) -> dict[str, Step | Exception]:
     """An episode of each agent as in a run, in processes; the policy says `hello`."""
     tiny.tokenizer(500).save_pretrained(tmp_path)
     words = [*ChatTemplate(tmp_path).encode("hello"), tiny.SPECIAL.index(tiny.END)]
     tasks = [TaskConfig.model_validate({"name": name, "agent": agent}) for name, agent in agents.items()]
-    launcher, found = LocalLauncher(), dict[str, Step | RollartError]()
+    launcher, found = LocalLauncher(), dict[str, Step | Exception]()
     gateway = Gateway(tmp_path, launcher, Unheard(), tmp_path)
-    pool = AgentPool(tasks, gateway, launcher, processes=1, deadline=60.0, log=tmp_path / "agents.log")
+    pool = AgentPool(tasks, gateway, launcher, processes=1, log=tmp_path / "agents.log")
 
     async def generate(request: GenerationRequest, stream: TokenStream | None = None, /) -> Completion:
         return Completion(words, [-1.0] * 6, [0] * 6, "stop", len(request.tokens))
@@ -138,9 +138,10 @@ async def pooled(tmp_path: Path, agents: dict[str, Any]) -> dict[str, Step | Rol
         await asyncio.gather(gateway.start(), pool.start())
         for task in tasks:
             try:
-                async with pool.claim(task.name) as agent:
+                assert task.agent is not None
+                async with pool.claim(task.name) as agent, asyncio.timeout(task.agent.deadline):
                     found[task.name] = await agent.play(task.name, 7, False, generate, lambda captured: None)
-            except RollartError as error:
+            except (RollartError, TimeoutError) as error:
                 found[task.name] = error
     finally:
         await asyncio.gather(pool.close(), gateway.close())
@@ -163,7 +164,7 @@ def test_in_a_run_a_missing_reward_is_a_failure_and_a_late_program_is_killed_wit
     found = asyncio.run(pooled(tmp_path / "model", agents))
     assert isinstance(found["rewarded"], Step) and found["rewarded"].reward == 0.5
     assert isinstance(found["silent"], RewardFailed)
-    assert isinstance(found["late"], EnvironmentFailed) and isinstance(found["broken"], EnvironmentFailed)
+    assert isinstance(found["late"], TimeoutError) and isinstance(found["broken"], EnvironmentFailed)
     assert not [process for process in psutil.process_iter(["cmdline"]) if "98765" in (process.info["cmdline"] or [])]
 
 

@@ -25,7 +25,7 @@ there = pytest.mark.skipif(
 
 def train(folder: Path, more: list[str]) -> None:
     asyncio.run(controller.train(preflight.load_run(EXAMPLE, [*SMALL, *more]), folder))
-    shot = measure(read_events(folder / "events.jsonl"))
+    shot = measure(read_events(folder / "events"))
     assert shot.step == 2 and shot.trained == 2 * 3 * 4
     assert not shot.drops
     for name in FRAMEWORKS:

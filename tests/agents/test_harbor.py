@@ -119,7 +119,7 @@ def test_a_harbor_task_trains(tmp_path: Path) -> None:
     small = ["training.steps=2", "training.batch_groups=1", "environments.processes=4", "evaluation.every=0"]
     run = preflight.load_run(EXAMPLES.parent / "harbor.yaml", [*small, "evaluation.final_episodes=2"])
     asyncio.run(controller.train(run, tmp_path))
-    shot = measure(read_events(tmp_path / "events.jsonl"))
+    shot = measure(read_events(tmp_path / "events"))
     assert shot.step == 2 and shot.trained == 2 * 8 and not shot.drops
 
 

@@ -30,7 +30,7 @@ def test_without_the_family_the_error_asks_to_name_it(tmp_path: Path) -> None:
 @pytest.mark.skipif(families.installed("verifiers") is None, reason="the family is not there; run: make test-agents")
 def test_a_verifiers_environment_is_learnt_on_the_tokens_of_its_own_renderer(tmp_path: Path) -> None:
     asyncio.run(controller.train(preflight.load_run(EXAMPLE, SMALL), tmp_path))
-    shot = measure(read_events(tmp_path / "events.jsonl"))
+    shot = measure(read_events(tmp_path / "events"))
     assert shot.step == STEPS and shot.trained == STEPS * EPISODES and not shot.drops
     rewards = [point.rewards["digits"] for point in shot.history]
     assert mean(rewards[-3:]) > 2 * mean(rewards[:3])  # of 57 letters 10 are digits

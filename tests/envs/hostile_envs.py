@@ -110,3 +110,30 @@ class Single:
         (self.folder / str(os.getpid())).touch()
         if self.hang:
             time.sleep(3600)
+
+
+class Light:
+    """A counter that many episodes may share a process with. Some actions are hostile, but only once per `marker`."""
+
+    reusable = True
+    isolation = "shared"
+
+    def __init__(self, marker="", drifts=False):
+        self.marker, self.drifts = marker, drifts
+
+    def reset(self, seed):
+        self.seed, self.count = seed, 0
+        return f"seed {seed}"
+
+    def step(self, action):
+        self.count += 1
+        if action == "raise":
+            raise ValueError("on purpose")
+        if action in ("die", "hang") or (action == "die once" and not Path(self.marker).exists()):
+            Path(self.marker or os.devnull).touch()
+            os._exit(4) if action != "hang" else time.sleep(3600)
+        who = f" in {os.getpid()}" if action == "who" or self.drifts else ""
+        return f"{self.seed}: {self.count}{who}", 0.0, action == "end"
+
+    def close(self):
+        pass

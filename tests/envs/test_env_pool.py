@@ -123,7 +123,7 @@ def test_an_invalid_reply_is_a_failure_with_a_reason():
     async def run():
         async with claimed(task("Plain", answers=[["x", "much", False]])) as environment:
             await environment.reset(1)
-            with pytest.raises(EnvironmentFailed, match=r"`reward` is 'much' \(str\); expected a number or None"):
+            with pytest.raises(EnvironmentFailed, match=r"`reward` is 'much' \(str\); expected a number"):
                 await environment.step("a")
 
     asyncio.run(run())

@@ -14,7 +14,7 @@ from rollart.core.types import Completion, Outcome, RewardResult
 from rollart.envs.pool import EnvironmentPool
 from rollart.models import tiny
 from rollart.models.chat import ChatRenderer
-from rollart.rollout.trajectory import Attempt, TrajectoryRunner
+from rollart.rollout.trajectory import Attempt, RolloutTask, TrajectoryRunner
 
 SHAPED = "benchmarks.paced:Shaped"
 TURNS = 10_000
@@ -101,7 +101,7 @@ class AnyTokens:
     vocabulary: int
     rng: random.Random = field(default_factory=lambda: random.Random(5))
 
-    async def generate(self, request):
+    async def generate(self, request, stream=None, *, clock=None, on_version=None):
         tokens = [self.rng.randrange(self.vocabulary) for _ in range(self.rng.randrange(1, 12))]
         completion = Completion(tokens, [-1.0] * len(tokens), [0] * len(tokens), self.rng.choice(("stop", "length")))
         return Routed(completion)
@@ -145,6 +145,7 @@ def test_ten_thousand_hostile_replies_end_as_messages_or_as_a_failed_environment
     the encoding of the ledger."""
     args = {"env": SHAPED, "args": {"turns": 40}, "wrong": 0.04, "hostile": 0.9, "crash": 0.004, "seed": 11}
     task = TaskConfig(name="t", env="benchmarks.fault_injection:Chaos", args=args, max_turns=30, max_context=10**9)
+    plan = RolloutTask("t", max_turns=30, max_context=10**9, deadline=250.0)
     sink, outcomes, asked = Counting(), [], 0
 
     async def run():
@@ -156,11 +157,10 @@ def test_ten_thousand_hostile_replies_end_as_messages_or_as_a_failed_environment
             renderer=renderer,
             rewards=Rewards(),
             sink=sink,
-            deadline=250.0,
         )
         try:
             while asked < TURNS:
-                attempt = Attempt(f"a{len(outcomes)}", task, "g", 0, len(outcomes), 0)
+                attempt = Attempt(f"a{len(outcomes)}", plan, "g", 0, len(outcomes), 0)
                 trajectory = await player.run(attempt)
                 asked += 1 + len(trajectory.turns) + (trajectory.outcome is Outcome.ENV_FAILED)
                 msgspec.msgpack.encode(trajectory)

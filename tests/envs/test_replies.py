@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollart.core.foreign import InvalidValue
 from rollart.core.types import Message, Step
-from rollart.envs.replies import InvalidReply, parse_observation, parse_step
+from rollart.envs.replies import parse_observation, parse_step
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
@@ -24,7 +25,7 @@ JSON = st.recursive(
 def test_whatever_comes_is_a_valid_step_or_an_invalid_reply(value):
     try:
         answer = parse_step(json.loads(json.dumps(value)))
-    except InvalidReply:
+    except InvalidValue:
         return
     assert isinstance(answer.done, bool) and isinstance(answer.info, dict)
     assert answer.reward is None or math.isfinite(answer.reward)
@@ -36,7 +37,7 @@ def test_whatever_comes_is_a_valid_step_or_an_invalid_reply(value):
 def test_whatever_comes_is_messages_or_an_invalid_reply(value):
     try:
         messages = parse_observation(value)
-    except InvalidReply:
+    except InvalidValue:
         return
     assert messages and all(isinstance(message, Message) for message in messages)
 
@@ -61,7 +62,7 @@ def test_a_truncated_step_is_over():
     ],
 )
 def test_the_error_of_an_invalid_step_says_what_is_expected(value, reason):
-    with pytest.raises(InvalidReply, match=reason):
+    with pytest.raises(InvalidValue, match=reason):
         parse_step(value)
 
 
@@ -77,19 +78,19 @@ def nested(depth):
     [({"n": 2**64}, "more than 64 bits"), ({"a": nested(40)}, "deeper than 32 levels"), ([1], r"`info` is \[1\]")],
 )
 def test_info_that_could_not_be_stored_is_refused(info, reason):
-    with pytest.raises(InvalidReply, match=reason):
+    with pytest.raises(InvalidValue, match=reason):
         parse_step({"messages": "x", "info": info})
 
 
 def test_deep_nesting_is_refused_with_a_short_message():
     for value in (nested(900), {"messages": nested(900)}, {"k" * 10**6: 1}, [{"role": "r" * 10**6, "content": ""}] * 3):
-        with pytest.raises(InvalidReply) as refused:
+        with pytest.raises(InvalidValue) as refused:
             parse_step(value)
         assert len(str(refused.value)) < 400
 
 
 def test_lone_surrogates_and_unknown_roles_are_refused():
-    with pytest.raises(InvalidReply, match="a lone surrogate"):
+    with pytest.raises(InvalidValue, match="a lone surrogate"):
         parse_observation("\ud800")
-    with pytest.raises(InvalidReply, match="the role of a message is 'wizard'"):
+    with pytest.raises(InvalidValue, match="the role of a message is 'wizard'"):
         parse_observation([{"role": "wizard", "content": "x"}])

@@ -61,6 +61,16 @@ def test_an_evaluation_before_any_checkpoint_counts_for_none(tmp_path: Path) -> 
     assert checkpoints.best() is None
 
 
+def test_an_evaluation_that_ends_before_its_checkpoint_is_written_counts_for_that_one(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1, best=True)
+    write(checkpoints, 10)
+    checkpoints.evaluated(20, [result(20, 1.0)])
+    write(checkpoints, 20, 30)
+    best = checkpoints.best()
+    assert best is not None and (best.version, best.evaluated) == (20, 20)
+    assert checkpoints.versions() == [20, 30]
+
+
 def test_what_a_killed_run_was_writing_goes(tmp_path: Path) -> None:
     (tmp_path / ".000010.part").mkdir()
     checkpoints = Checkpoints(tmp_path)

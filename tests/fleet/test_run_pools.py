@@ -55,7 +55,7 @@ def test_a_mixed_emulated_fleet_with_ranks_and_disaggregate_trains(tmp_path: Pat
     assert summary["emulated"] == ["compute: H800 (1/5000)", "bandwidth: H20 (1/5000)"]
     assert {route["pool"] for route in summary["routes"]} == {"bandwidth: emulated H20 (1/5000)"}
     assert sum(route["fetched"] for route in summary["routes"]) > 0
-    placed = [event for event in read_events(tmp_path / "run" / "events.jsonl") if isinstance(event, Placed)]
+    placed = [event for event in read_events(tmp_path / "run" / "events") if isinstance(event, Placed)]
     assert sorted(event.name for event in placed if event.role == "train") == ["learning-0", "learning-1"]
     shown = subprocess.run(
         [sys.executable, "-m", "rollart.app.cli", "show", str(tmp_path / "run")],
@@ -92,9 +92,9 @@ def test_an_engine_that_someone_else_runs_serves_as_a_pool(tmp_path: Path, monke
 
     summary = asyncio.run(main())
     assert (summary["version"], summary["phase"]) == (3, "finished")
-    later = read_events(tmp_path / "again" / "events.jsonl")
+    later = read_events(tmp_path / "again" / "events")
     assert next(event.version for event in later if isinstance(event, TurnDone)) == 0  # though it was left at 3
-    events = list(read_events(tmp_path / "run" / "events.jsonl"))
+    events = list(read_events(tmp_path / "run" / "events"))
     assert {event.engine for event in events if isinstance(event, TurnDone)} == {"partner-0"}
     assert {event.transport for event in events if isinstance(event, EngineSwapped)} == {"http"}
     assert not (tmp_path / "weights").exists()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def weights(folder: Path) -> bytes:
 
 
 def steps(folder: Path) -> list[int]:
-    return [event.step for event in read_events(folder / "events.jsonl") if isinstance(event, WarmupStep)]
+    return [event.step for event in read_events(folder / "events") if isinstance(event, WarmupStep)]
 
 
 @pytest.fixture(scope="module")
@@ -66,21 +67,20 @@ def test_supervised_training_alone_leaves_a_model_and_nothing_else(whole: Path) 
     assert is_model(whole / "model") and weights(whole / "model") == weights(whole / "start")
     assert not (whole / "warmup").exists()
     assert not {"optimizer.safetensors", "checkpoint.json"} & {file.name for file in (whole / "model").iterdir()}
-    assert [event.name for event in read_events(whole / "events.jsonl") if isinstance(event, ServiceStarted)] == [
-        "trainer"
-    ]
+    assert [event.name for event in read_events(whole / "events") if isinstance(event, ServiceStarted)] == ["trainer"]
 
 
 def test_rl_goes_on_from_the_model_of_the_warmup_which_is_not_made_again(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    for name in ("run.yaml", "events.jsonl", "ledger.sqlite"):
+    for name in ("run.yaml", "ledger.sqlite"):
         (folder / name).write_bytes((whole / name).read_bytes())
+    shutil.copytree(whole / "events", folder / "events")
     (folder / "start").symlink_to(whole / "start")
     summary = asyncio.run(controller.train(run_file(), folder, resume=True))
     assert summary["version"] == 1
     assert steps(folder) == list(range(1, STEPS + 1))
-    assert any(isinstance(event, StepDone) for event in read_events(folder / "events.jsonl"))
+    assert any(isinstance(event, StepDone) for event in read_events(folder / "events"))
 
 
 def _kill_the_trainer_at(number: int, times: int) -> Any:
@@ -103,7 +103,7 @@ def _kill_the_trainer_at(number: int, times: int) -> Any:
 def test_a_killed_trainer_goes_on_from_the_checkpoint(whole: Path, tmp_path: Path) -> None:
     asyncio.run(controller.train(run_file(), tmp_path / "run", rl=False, on_log=_kill_the_trainer_at(6, 1)))
     assert steps(tmp_path / "run") == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8, 9]
-    warnings = [event.message for event in read_events(tmp_path / "run" / "events.jsonl") if isinstance(event, Warned)]
+    warnings = [event.message for event in read_events(tmp_path / "run" / "events") if isinstance(event, Warned)]
     assert any("the warmup goes on from step 4" in warning and "SIGKILL" in warning for warning in warnings)
     assert weights(tmp_path / "run" / "model") == weights(whole / "model")
 
@@ -129,9 +129,7 @@ def test_an_interrupted_warmup_resumes_with_the_same_examples(whole: Path, tmp_p
 
     asyncio.run(interrupt())
     assert not (folder / "start").exists()
-    assert [event.reason for event in read_events(folder / "events.jsonl") if isinstance(event, RunEnded)] == [
-        "interrupted"
-    ]
+    assert [event.reason for event in read_events(folder / "events") if isinstance(event, RunEnded)] == ["interrupted"]
     examples = (folder / "warmup" / "examples" / "tokens").stat().st_mtime_ns
     seen: list[int] = []
 
@@ -164,7 +162,7 @@ def test_conversations_of_a_file_are_learnt_on_several_ranks(tmp_path: Path) -> 
     run = run_file(model=model, pools=pools)
     asyncio.run(controller.train(run, folder, rl=False, on_log=lambda log: log.subscribe(note)))
     assert losses[-1] < 0.5 * losses[0]
-    started = [event.name for event in read_events(folder / "events.jsonl") if isinstance(event, ServiceStarted)]
+    started = [event.name for event in read_events(folder / "events") if isinstance(event, ServiceStarted)]
     assert len(started) == 2
     assert is_model(folder / "model")
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
+from rollart.core.errors import EngineFailed
 from rollart.core.protocols import TokenStream
 from rollart.core.types import Completion, GenerationRequest, Sampling
 from rollart.gateway.app import App
@@ -29,7 +30,7 @@ class Policy:
     seen: list[tuple[GenerationRequest, Completion]] = field(default_factory=list)
     gate: asyncio.Event | None = None
     pause: asyncio.Event | None = None  # after the first streamed tokens
-    lost: bool = False  # the first engine, after all its tokens
+    lost: bool = False  # all engines, after all tokens
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     answered: asyncio.Event = field(default_factory=asyncio.Event)
     running: int = 0
@@ -53,17 +54,17 @@ class Policy:
         tokens = [*self.template.encode(said), self.template.stop[0]][: request.sampling.max_tokens]
         finish = "stop" if tokens[-1] == self.template.stop[0] else "length"
         if stream is not None:
+            streamed = await self._streamed(tokens, finish, stream)
             if self.lost:
-                await self._told(tokens, finish, stream)
-                stream.on_restart()
-            tokens, finish = await self._told(tokens, finish, stream)
+                raise EngineFailed("every engine was lost")
+            tokens, finish = streamed
         logprobs = [-rng.random() for _ in tokens]
         completion = Completion(tokens, logprobs, [self.version] * len(tokens), finish, len(request.tokens), 0)  # type: ignore[arg-type]
         self.seen.append((request, completion))
         self.answered.set()
         return completion
 
-    async def _told(self, tokens: list[int], finish: str, stream: TokenStream) -> tuple[list[int], str]:
+    async def _streamed(self, tokens: list[int], finish: str, stream: TokenStream) -> tuple[list[int], str]:
         """As an engine would: it hears a token too late that it was enough."""
         for at in range(0, len(tokens), stream.every):
             if stream.on_tokens(tokens[at : at + stream.every]):

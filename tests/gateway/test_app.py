@@ -238,6 +238,17 @@ def test_an_episode_gets_no_more_completions_than_its_limit(tiny: ChatTemplate) 
     with_session(tiny, test)
 
 
+def test_a_key_without_a_limit_of_completions_serves_for_ever(tiny: ChatTemplate) -> None:
+    async def test(session: aiohttp.ClientSession, running: Running) -> None:
+        running.sessions.open("served", episode_limits("served"))
+        served = running.sessions.find("served")
+        assert served is not None
+        served._used = 10_000_000
+        assert await _status(session, "served") == 200
+
+    with_session(tiny, test)
+
+
 def test_two_episodes_with_the_same_words_share_nothing(tiny: ChatTemplate) -> None:
     async def test(session: aiohttp.ClientSession, running: Running) -> None:
         running.sessions.open("other", episode_limits("other"))

@@ -115,12 +115,11 @@ def test_a_stream_gets_tokens_until_it_stops_which_is_pulled_once() -> None:
             return len(tokens_seen) >= 2
 
         with pulling(upstream) as pulled:
-            stream = TokenStream(1, on_tokens, tokens_seen.clear)
+            stream = TokenStream(1, on_tokens)
             task = asyncio.create_task(upstream.generate(request(0), stream))
             await turns()
             number = pulled[0].number
-            await upstream.reply([PullReply(number, tokens=[9]), PullReply(number, restart=True)])
-            assert tokens_seen == [] and pulled[0].every == 1
+            assert pulled[0].every == 1
             await upstream.reply([PullReply(number, tokens=[token]) for token in (1, 2, 3)])
             assert tokens_seen == [1, 2]
             await upstream.reply([PullReply(number, completion(1))])
@@ -130,16 +129,16 @@ def test_a_stream_gets_tokens_until_it_stops_which_is_pulled_once() -> None:
     asyncio.run(main())
 
 
-def test_a_stream_that_cannot_restart_fails_and_the_request_is_cancelled() -> None:
+def test_a_stream_that_fails_ends_and_the_request_is_cancelled() -> None:
     async def main() -> None:
-        def on_restart() -> None:
+        def on_tokens(tokens: list[int]) -> bool:
             raise EngineFailed("too late")
 
         upstream = Upstream()
         with pulling(upstream) as pulled:
-            task = asyncio.create_task(upstream.generate(request(0), TokenStream(1, lambda tokens: False, on_restart)))
+            task = asyncio.create_task(upstream.generate(request(0), TokenStream(1, on_tokens)))
             await turns()
-            await upstream.reply([PullReply(pulled[0].number, restart=True)])
+            await upstream.reply([PullReply(pulled[0].number, tokens=[1])])
             with pytest.raises(EngineFailed, match="too late"):
                 await task
         assert (pulled[-1].request, pulled[-1].stop) == (None, False)

@@ -21,6 +21,9 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
     async def word() -> str:
         return str(spec["word"])
 
+    async def same(data: bytes) -> bytes:
+        return data
+
     async def fail() -> None:
         raise ValueError("not today")
 
@@ -63,6 +66,7 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
     yield {
         "double": double,
         "word": word,
+        "same": same,
         "fail": fail,
         "hang": hang,
         "cancelled": cancelled,

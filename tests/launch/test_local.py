@@ -102,7 +102,10 @@ def test_all_who_wait_for_a_command_get_the_reason_of_its_end(tmp_path: Path) ->
     [
         (Command("x", (), {}, python="/no/such/python"), "could not start x: /no/such/python cannot be run"),
         (Command("x", (), {}, python="/bin/false"), "/bin/false ended while it started, with exit code 1"),
-        (Command("x", ("-c", "input(); input()"), {}, start_deadline=0.2), "x did not start within 0.2 s"),
+        (
+            Command("x", ("-c", "input(); input()"), {}, start_deadline=0.2, start_key="engine.start_deadline"),
+            "x did not start within 0.2 s; raise engine.start_deadline in the run file",
+        ),
         (Command("x", ("-c", 'print(\'{"error": "no disk"}\')'), {}), "^no disk$"),
     ],
 )

@@ -217,7 +217,7 @@ def test_a_missing_cluster_is_a_readable_error() -> None:
 
 
 def test_environments_of_a_killed_node_move_to_other_hosts(cluster: Cluster) -> None:
-    lake = TaskConfig(name="lake", env="rollart.envs.frozen_lake:FrozenLake")
+    lake = TaskConfig(name="lake", env="rollart.envs.frozen_lake:FrozenLake", isolation="process")
     changes = []
 
     async def main() -> None:

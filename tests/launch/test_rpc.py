@@ -15,6 +15,7 @@ from rollart.core.errors import ServiceError
 from rollart.launch import rpc
 from rollart.launch.child import Child
 from rollart.launch.launcher import Command, service_command
+from rollart.training.client import TrainerClient, TrainerLost
 
 HERE = Path(__file__).parent
 KEY = "the key"
@@ -46,6 +47,34 @@ def with_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[T
         asyncio.run(main())
 
     return execute
+
+
+def test_a_message_larger_than_any_frame_arrives_in_parts_while_others_go_on(
+    with_service: Callable[[Test], None],
+) -> None:
+    large = os.urandom(2 * rpc.MAX_FRAME + 12_345)
+
+    async def check(child: Child, client: rpc.RpcClient) -> None:
+        whole, small = await asyncio.gather(
+            client.call("same", large, returns=bytes, deadline=50), client.call("double", 4, returns=int, deadline=50)
+        )
+        assert whole == large and small == 8
+        assert await client.call("double", 1, returns=int, deadline=10) == 2
+
+    with_service(check)
+
+
+def test_a_trainer_that_does_not_answer_in_time_is_lost_and_the_error_names_the_key(
+    with_service: Callable[[Test], None],
+) -> None:
+    async def check(child: Child, client: rpc.RpcClient) -> None:
+        with pytest.raises(TrainerLost, match=r"the trainer hangs: .* raise training.deadline"):
+            await TrainerClient(client, deadline=0.1)._call("hang", None, type(None))
+        with pytest.raises(ServiceError, match="not today") as failed:
+            await TrainerClient(client, deadline=10.0)._call("fail", None, type(None))
+        assert not isinstance(failed.value, TrainerLost)
+
+    with_service(check)
 
 
 def test_calls_are_typed_and_run_concurrently(with_service: Callable[[Test], None]) -> None:

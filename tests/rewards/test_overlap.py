@@ -12,7 +12,7 @@ from rollart.rollout.router import Router
 from rollart.rollout.trajectory import Attempt, RolloutTask, TrajectoryRunner
 from rollart.simulator.clock import run
 
-PLAN = RolloutTask("t", 1.0, 50, 100_000, Sampling(max_tokens=8))
+PLAN = RolloutTask("t", 1.0, 50, 100_000, Sampling(max_tokens=8), deadline=1000.0)
 SCORE_S = 100.0
 
 
@@ -52,7 +52,6 @@ async def playing():
         renderer=ModelledRenderer(),
         rewards=rewards,
         sink=sink,
-        deadline=1000.0,
     )
     yield runner, rewards, sink
 

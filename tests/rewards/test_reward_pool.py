@@ -48,11 +48,11 @@ def test_a_whole_result_comes_back_whole():
         (
             "answer",
             {},
-            r"failed 2 times; the last time: KeyError: 'answer' \(hostile_rewards.py, line \d+, in answer\)",
+            r"failed: KeyError: 'answer' \(hostile_rewards.py, line \d+, in answer\)",
         ),
-        ("answer", {"answer": "much"}, r"it is 'much' \(str\); it must be a number or a RewardResult"),
+        ("answer", {"answer": "much"}, r"it is 'much' \(str\); expected a number or a RewardResult"),
         ("answer", {"answer": None}, r"it is None \(NoneType\)"),
-        ("infinite", {}, r"it is inf; it must be finite"),
+        ("infinite", {}, r"it is not finite; expected a finite number"),
         ("bad_part", {}, r"part 'a' is 'b' \(str\)"),
         ("bad_success", {}, r"`success` is 'yes'"),
         ("die", {}, r"'hostile_rewards:die' of task 'die' failed 2 times; .* ended by itself with exit code 4"),
@@ -108,3 +108,26 @@ def test_a_reward_that_cannot_be_imported_is_known_at_the_start():
                 await rewards.start()
 
     asyncio.run(run())
+
+
+def test_quick_rewards_are_scored_in_batches_and_one_that_fails_costs_the_others_nothing():
+    async def run():
+        async with pool("answer", config=RewardsConfig(retries=1, workers=1)) as rewards:
+            for number in range(3):  # until it is known how quick it is
+                await rewards.score("answer", episode(answer=number))
+            sizes, send = [], rewards.score_batch
+
+            async def counted(task, episodes):
+                sizes.append(len(episodes))
+                return await send(task, episodes)
+
+            rewards._batches["answer"].batcher._send = lambda episodes: counted("answer", episodes)
+            answers = [0, 1, "much", 3, 4]
+            scores = (rewards.score("answer", episode(answer=answer)) for answer in answers)
+            return sizes, await asyncio.gather(*scores, return_exceptions=True)
+
+    sizes, results = asyncio.run(run())
+    assert sizes == [5]
+    assert [result.value for result in results if isinstance(result, RewardResult)] == [0, 1, 3, 4]
+    assert isinstance(results[2], RewardFailed)
+    assert "it is 'much'" in str(results[2])

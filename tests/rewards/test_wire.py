@@ -1,6 +1,7 @@
 import msgspec
 import pytest
 
+from rollart.core.foreign import InvalidValue
 from rollart.core.types import RewardResult
 from rollart.rewards.wire import (
     SIGNATURE,
@@ -83,5 +84,5 @@ def test_a_valid_response_is_a_result():
 
 
 def test_parts_must_be_a_dict():
-    with pytest.raises(TypeError, match="`parts` is"):
+    with pytest.raises(InvalidValue, match="`parts` is"):
         checked(RewardResult(1.0, parts=[1]))

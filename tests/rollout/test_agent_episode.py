@@ -1,7 +1,7 @@
 """Requests of an agent, in several conversations, through the router."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 from msgspec.structs import replace
@@ -11,7 +11,7 @@ from benchmarks.modelled import ModelledEngine
 from rollart.core.errors import EngineFailed, EngineLost
 from rollart.core.events import TurnDone
 from rollart.core.protocols import Engine, TokenStream
-from rollart.core.types import Completion, GenerationRequest, Sampling
+from rollart.core.types import Completion, GenerationRequest, Sampling, TokenPart
 from rollart.rollout.agent_episode import AgentEpisodeRunner
 from rollart.rollout.engine_registry import EngineRegistry
 from rollart.rollout.router import Router
@@ -78,51 +78,44 @@ def test_an_empty_completion_is_a_failure_of_the_engine() -> None:
 
 
 class Streaming(ModelledEngine):
-    """Streams two tokens; a doomed one is lost after the first."""
+    """Streams two tokens and returns four; a doomed one is lost after the first."""
 
     doomed = False
 
-    async def stream(self, request: GenerationRequest, stream: TokenStream) -> Completion:
-        stream.on_tokens([1])
+    async def generate_in_parts(
+        self, request: GenerationRequest, every: int, on_part: Callable[[TokenPart], bool]
+    ) -> Completion:
+        on_part(TokenPart([1], [-1.0], [0]))
         if self.doomed:
             raise EngineLost("gone")
-        stream.on_tokens([2])
+        on_part(TokenPart([1], [-1.0], [0]))
         return await super().generate(request)
 
 
-def test_tokens_streamed_by_a_lost_engine_are_void_before_another_begins() -> None:
+def test_an_answer_goes_on_at_another_engine_from_the_tokens_that_were_streamed() -> None:
     async def main() -> None:
-        recorder, received = Recorder(), list[object]()
+        recorder, received = Recorder(), list[int]()
 
         def on_tokens(tokens: list[int]) -> bool:
-            received.append(tokens)
+            received.extend(tokens)
             return False
 
         engines = {name: Streaming(random.Random(0)) for name in "xy"}
         episode = episode_on(engines, recorder)
-        await episode.generate(request(0), TokenStream(1, on_tokens, received.clear))
+        await episode.generate(request(0), TokenStream(1, on_tokens))
         (turn,) = recorder.of(TurnDone)
         engines[turn.engine].doomed = True
         received.clear()
-        await episode.generate(request(0, 1), TokenStream(1, on_tokens, lambda: received.append("restart")))
-        assert received == [[1], "restart", [1], [2]]
+        completion = await episode.generate(request(0, 1), TokenStream(1, on_tokens))
+        assert received == [1, 1, 1]
+        assert len(completion.tokens) == len(completion.logprobs) == len(completion.versions) == 5
 
     run(main())
 
 
-def test_an_engine_that_cannot_stream_completes_at_once_and_a_stream_may_refuse_a_restart() -> None:
+def test_an_engine_that_cannot_stream_completes_at_once() -> None:
     async def main() -> None:
-        recorder = Recorder()
-        engine = ModelledEngine(random.Random(0))
-        episode = episode_on({"x": engine}, recorder)
-
-        def on_restart() -> None:
-            raise EngineFailed("it was shown already")
-
-        stream = TokenStream(1, lambda tokens: False, on_restart)
-        assert (await episode.generate(request(0), stream)).tokens
-        engine.failures = 1.0
-        with pytest.raises(EngineFailed, match="shown already"):
-            await episode.generate(request(1), stream)
+        episode = episode_on({"x": ModelledEngine(random.Random(0))}, Recorder())
+        assert (await episode.generate(request(0), TokenStream(1, lambda tokens: False))).tokens
 
     run(main())

@@ -75,3 +75,32 @@ def test_an_id_may_be_cut_short_if_it_stays_unambiguous(path: Path) -> None:
 def test_a_missing_ledger_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(RollartError, match="run folder"):
         SqliteLedger.open_readonly(tmp_path / "ledger.sqlite")
+
+
+def test_trajectories_of_old_steps_are_forgotten_but_never_what_may_be_trained_or_was_held_out(tmp_path: Path) -> None:
+    ledger = SqliteLedger.open(tmp_path / "ledger.sqlite", keep=1)
+    for index in range(5):
+        ledger.start(GroupRecord(f"g{index}", "t", index, 5, 1, index))
+        ledger.add(trajectory(f"g{index}", 0))
+    ledger.add(trajectory("eval", 0), held_out=True)
+    ledger.drop("g0", "stale")
+    for step in range(3):
+        ledger.lease(step, [f"g{step + 1}"])
+    ledger.commit(2)
+    ledger.forget(2)
+    kept = {each.id for each in ledger.trajectories()}
+    assert kept == {"g2.0", "g3.0", "g4.0", "eval.0"}  # the last step, a lease, an open group
+    assert ledger.group_states() == {"consumed": 2, "dropped": 1, "leased": 1, "open": 1}
+    assert ledger.recover().next_index == {"t": 5}
+
+
+def test_reading_a_ledger_leaves_no_files(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    ledger = SqliteLedger.open(path)
+    ledger.add(trajectory("g1", 1))
+    ledger.close()
+    before = {each.name for each in path.parent.iterdir()}
+    reader = SqliteLedger.open_readonly(path)
+    assert reader.trajectory("g1.1").member == 1
+    reader.close()
+    assert before == {"ledger.sqlite"} == {each.name for each in path.parent.iterdir()}

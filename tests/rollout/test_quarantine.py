@@ -16,7 +16,7 @@ from rollart.core.schedule import QuarantineRule, preset
 from rollart.core.types import Outcome
 from rollart.rollout.ledger import SqliteLedger
 from rollart.rollout.mixture import Mixture
-from rollart.rollout.quarantine import MAX_BACKOFF, Quarantine
+from rollart.rollout.quarantine import MAX_BACKOFF, Fault, Quarantine
 from rollart.simulator.clock import run
 
 RULE = QuarantineRule(rate=0.5, window=10, min_count=4, groups=3, wait=10.0)
@@ -25,29 +25,29 @@ BAD, GOOD = Outcome.ENV_FAILED, Outcome.FINISHED
 
 
 def test_a_task_goes_out_by_its_rate_once_enough_trajectories_count() -> None:
-    machine = Quarantine("ab", RULE)
+    machine = Quarantine({"a": "", "b": ""}, RULE)
     assert [machine.record("a", outcome) for outcome in (BAD, BAD, Outcome.CANCELLED, BAD)] == [None] * 4
-    assert machine.record("a", BAD) == "4 of its last 4 trajectories failed"
+    assert machine.record("a", BAD) == Fault(("a",), "4 of its last 4 trajectories failed")
     assert machine.record("b", BAD) is None
 
 
 def test_only_the_window_counts() -> None:
-    machine = Quarantine("a", RULE)
+    machine = Quarantine({"a": ""}, RULE)
     for outcome in [GOOD] * 4 + [BAD] * 3 + [GOOD] * 10:
         assert machine.record("a", outcome) is None
     assert [machine.record("a", BAD) is None for _ in range(5)] == [True] * 4 + [False]
 
 
 def test_a_task_goes_out_by_groups_given_up_in_a_row() -> None:
-    machine = Quarantine("a", RULE)
-    assert machine.group_failed("a") is None
-    assert machine.group_failed("a") is None
+    machine = Quarantine({"a": ""}, RULE)
+    assert machine.group_failed("a", BAD) is None
+    assert machine.group_failed("a", BAD) is None
     machine.group_completed("a")
-    assert [machine.group_failed("a") is None for _ in range(3)] == [True, True, False]
+    assert [machine.group_failed("a", BAD) is None for _ in range(3)] == [True, True, False]
 
 
 def test_each_wait_is_twice_the_last_up_to_a_limit_and_a_good_window_forgives() -> None:
-    machine = Quarantine("ab", RULE)
+    machine = Quarantine({"a": "", "b": ""}, RULE)
     assert machine.quarantine("a", 0.0) == 10.0
     assert machine.active == ["b"]
     assert machine.due(9.9) == []
@@ -113,7 +113,7 @@ def test_every_random_world_keeps_the_invariants_while_a_task_fails(
     for batch in made.trainer.batches:
         for group in batch.groups:
             for sample in group.samples:
-                versions = [v for v, ours in zip(sample.versions, sample.mask, strict=True) if ours]
+                versions = sample.versions.array.tolist()
                 assert max(versions) <= batch.step
                 assert not schedule.enforce or batch.step - min(versions) <= schedule.alpha
 

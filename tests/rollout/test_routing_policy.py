@@ -186,6 +186,27 @@ def test_prefill_is_disaggregated_when_that_should_pay() -> None:
     assert short.prefill_at is None
 
 
+PAIRS = ["compute", "bandwidth"]
+
+
+def test_a_conversation_is_prefilled_where_its_prefix_was_prefilled_before() -> None:
+    pools = fleet(compute=3)
+    before, decoding = pools[0].engines[2], pools[1].engines[0]
+    for engine in pools[1].engines:
+        engine.open, engine.context = 30, 300_000  # a prefill there would hold up many
+    query = ask(20_000, 100.0, cached_at=decoding, cached=9_000, prefilled_at=before, prefilled=8_000)
+    choice = chosen(routing_policy("measured", PAIRS), query, pools)
+    assert (choice.prefill_at, choice.engine) == (before, decoding)
+
+
+def test_a_turn_with_little_that_is_new_is_prefilled_where_it_is_decoded() -> None:
+    pools = fleet()
+    decoding = pools[1].engines[1]
+    query = ask(20_000, 100.0, cached_at=decoding, cached=19_990)
+    choice = chosen(routing_policy("measured", PAIRS), query, pools)
+    assert (choice.prefill_at, choice.engine, choice.why) == (None, decoding, "prefix")
+
+
 @pytest.mark.parametrize("shape", [SHAPE, MOE])
 @given(
     new=st.integers(1, 5000), context=st.integers(0, 20_000), sequences=st.integers(1, 500), each=st.integers(1, 20_000)

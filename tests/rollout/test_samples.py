@@ -1,7 +1,16 @@
 """A trajectory of several segments: each is a sample, and nothing in it is trained twice."""
 
-from rollart.core.types import Outcome, SampleGroup, Trajectory, Turn
-from rollart.rollout.samples import samples
+from typing import Any
+
+from msgspec.structs import replace
+
+from rollart.core.column import Column
+from rollart.core.types import Message, Outcome, SampleGroup, Trajectory, Turn
+from rollart.rollout.samples import samples, state_key
+
+
+def values(column: Column) -> list[Any]:
+    return list(column.array.tolist())
 
 
 def turn(prompt: tuple[int, ...], tokens: tuple[int, ...], segment: int, version: int = 0) -> Turn:
@@ -29,10 +38,26 @@ FORKED = Trajectory(
 
 def test_each_segment_is_a_sample_and_shared_beginnings_are_trained_once() -> None:
     first, branch, other = samples(FORKED)
-    assert (first.tokens, first.mask) == ([1, 2, 3, 4, 5, 6], [0, 0, 1, 1, 0, 1])
-    assert (branch.tokens, branch.mask) == ([1, 2, 3, 4, 7, 8], [0, 0, 0, 0, 0, 1])
-    assert (other.tokens, other.mask) == ([9, 9, 9], [0, 1, 1])
-    assert first.versions == [-1, -1, 0, 0, -1, 2] and branch.logprobs[-1] == -8.0
+    assert (values(first.tokens), values(first.roles)) == ([1, 2, 3, 4, 5, 6], [0, 0, 1, 1, 2, 1])
+    assert (values(branch.tokens), values(branch.roles)) == ([1, 2, 3, 4, 7, 8], [0, 0, 0, 0, 0, 1])
+    assert (values(other.tokens), values(other.roles)) == ([9, 9, 9], [0, 1, 1])
+    assert values(first.versions) == [0, 0, 2] and values(branch.logprobs) == [-8.0]
+
+
+def test_turn_spans_have_their_place_in_the_sample_and_their_number_in_the_trajectory() -> None:
+    first, branch, other = samples(FORKED)
+    assert [(turn.number, turn.start, turn.stop) for turn in first.turns] == [(0, 2, 4), (2, 5, 6)]
+    assert [(turn.number, turn.start, turn.stop) for turn in branch.turns] == [(1, 5, 6)]
+    assert [turn.done for turn in other.turns] == [True]
+    assert not any(turn.done for turn in (*first.turns, *branch.turns))
+
+
+def test_turns_that_saw_the_same_messages_have_the_same_state() -> None:
+    def seen(*contents: str) -> str:
+        return state_key(replace(turn((1,), (2,), 0), messages=tuple(Message("user", text) for text in contents)))
+
+    assert seen("a", "b") == seen("a", "b")
+    assert len({seen("a", "b"), seen("ab"), seen("b", "a"), seen("")}) == 4
 
 
 def test_segments_know_their_trajectory_and_its_reward_counts_once() -> None:
@@ -45,4 +70,5 @@ def test_segments_know_their_trajectory_and_its_reward_counts_once() -> None:
 def test_a_trajectory_of_one_segment_is_one_sample_under_its_own_id() -> None:
     plain = Trajectory("t", "task", "g", 0, 0, Outcome.TRUNCATED, (turn((1,), (2,), 0), turn((3,), (4,), 0)), 0.5)
     (sample,) = samples(plain)
-    assert (sample.id, sample.trajectory, sample.mask, sample.truncated) == ("t", "", [0, 1, 0, 1], True)
+    assert (sample.id, sample.trajectory, values(sample.roles), sample.truncated) == ("t", "", [0, 1, 2, 1], True)
+    assert not any(turn.done for turn in sample.turns)

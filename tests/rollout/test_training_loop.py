@@ -29,6 +29,7 @@ from rollart.core.schedule import Schedule, preset
 from rollart.core.types import Outcome
 from rollart.rollout.ledger import SqliteLedger
 from rollart.rollout.mixture import Mixture
+from rollart.rollout.training_loop import GRACE_S
 from rollart.simulator.clock import run
 
 PRESETS = ["sync", "sync_plus", "one_off", "start_bound", "rollart"]
@@ -128,7 +129,7 @@ def check_batches(made: World, schedule: Schedule, world: dict[str, Any]) -> Non
                 assert sample.id not in seen
                 assert outcome[sample.id].trainable
                 seen.add(sample.id)
-                versions = [v for v, trained in zip(sample.versions, sample.mask, strict=True) if trained]
+                versions = sample.versions.array.tolist()
                 assert max(versions) <= batch.step
                 if schedule.enforce:
                     assert batch.step - min(versions) <= schedule.alpha
@@ -381,3 +382,49 @@ def test_worlds_differ_from_each_other() -> None:
         for event in made.recorder.of(TrajectoryEnded):
             reached[event.outcome] += 1
     assert set(reached) >= set(Outcome) - {Outcome.TRUNCATED, Outcome.ENGINE_FAILED}
+
+
+@pytest.mark.parametrize("at", [0.05, 3.0, 5.55, 6.3, 8.05, 11.1])
+def test_a_run_that_is_stopped_saves_where_it_is(tmp_path: Path, at: float) -> None:
+    """Also in the middle of a step, or while a checkpoint is written. What is resumed is trained once."""
+
+    async def main() -> tuple[World, World, int]:
+        ledger = SqliteLedger.open(tmp_path / "ledger.sqlite")
+        first = build(preset("rollart", 1, 2.0, 0, 0), ledger, steps=10, checkpoint_every=5, trainer=WRITES_SLOWLY)
+        running = asyncio.create_task(first.pipeline.run())
+        await asyncio.sleep(at)
+        running.cancel()
+        await asyncio.wait([running])
+        assert running.cancelled()
+        await first.scheduler.stop()
+        saved = ledger.recover().version
+        second = build(preset("rollart", 1, 2.0, 0, 0), ledger, steps=10, checkpoint_every=5)
+        await second.pipeline.run()
+        await second.scheduler.stop()
+        return first, second, saved
+
+    first, second, saved = run(main())
+    assert saved == len(first.trainer.batches) == first.pipeline.version
+    assert [event.version for event in first.recorder.of(StepDone)] == list(range(1, saved + 1))
+    batches = [*first.trainer.batches, *second.trainer.batches]
+    assert [batch.step for batch in batches] == list(range(10))
+    ids = [sample.id for batch in batches for group in batch.groups for sample in group.samples]
+    assert len(ids) == len(set(ids))
+
+
+WRITES_SLOWLY = {"writing": lambda rng: 1.5}
+
+
+def test_a_run_that_is_stopped_in_a_long_step_says_where_it_will_go_on(tmp_path: Path) -> None:
+    async def main() -> tuple[float, World]:
+        ledger = SqliteLedger.open(tmp_path / "ledger.sqlite")
+        made = build(preset("rollart", 1, 2.0, 0, 0), ledger, steps=10, trainer={"seconds": lambda rng: 500.0})
+        running = asyncio.create_task(made.pipeline.run())
+        await asyncio.sleep(600.0)
+        running.cancel()
+        await asyncio.wait([running])
+        return asyncio.get_running_loop().time() - 600.0, made
+
+    seconds, made = run(main())
+    assert seconds <= GRACE_S
+    assert "was not saved" in made.recorder.of(Warned)[-1].message

@@ -10,9 +10,11 @@ import json
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rollart.core.foreign import parse_json_at
 from rollart.envs.adapters import instance
 from rollart.envs.adapters.mcp_client import McpClient, McpHttp, McpRefused, McpStdio
 
+MAX_MISSES = 200  # braces that begin no JSON, before the rest of a text is not searched
 RULES = (
     'You can use tools. To call one, answer with {"name": its name, "arguments": {...}} and nothing else; several '
     "calls may follow each other. Without a call, your answer goes to the user.\n"
@@ -126,16 +128,14 @@ class McpTools:
 def parse(action: str) -> list[tuple[str, dict[str, Any]]]:
     """Every JSON object in the text that is a call."""
     found: list[tuple[str, dict[str, Any]]] = []
-    decoder, at = json.JSONDecoder(), action.find("{")
-    while at >= 0:
-        try:
-            value, end = decoder.raw_decode(action, at)
-        except (ValueError, RecursionError):
-            value, end = None, at + 1
+    at, misses = action.find("{"), 0
+    while at >= 0 and misses < MAX_MISSES:
+        value, end = parse_json_at(action, at)
+        misses += value is None
         if isinstance(value, dict) and isinstance(value.get("name"), str):
             arguments = value.get("arguments", {})
             found.append((value["name"], arguments if isinstance(arguments, dict) else {}))
-        at = action.find("{", end)
+        at = action.find("{", max(end, at + 1))
     return found
 
 

@@ -10,6 +10,7 @@ import re
 import urllib.request
 from typing import Any
 
+from rollart.core.foreign import parse_json_at
 from rollart.envs.adapters import instance
 from rollart.envs.adapters.websocket import WebSocket
 
@@ -70,10 +71,7 @@ class OpenEnv:
 
     def parse(self, action: str) -> dict[str, Any] | None:
         if self.field is None:
-            try:
-                value, _ = json.JSONDecoder().raw_decode(action, max(action.find("{"), 0))
-            except (ValueError, RecursionError):
-                return None
+            value, _ = parse_json_at(action, max(action.find("{"), 0))
             return value if isinstance(value, dict) else None
         kind = self.fields[self.field].get("type")
         if kind not in ("integer", "number"):

@@ -34,8 +34,12 @@ class ReasoningGym:
     def step(self, action: str) -> dict[str, Any]:
         found = ANSWER.findall(action)
         answer = (found[-1] if found else action).strip()
-        score = float(self.source.score_answer(answer, self.entry))
-        info = {"success": score >= 1.0, "answer": self.entry.get("answer")}
+        score, info = 0.0, {"answer": self.entry.get("answer")}
+        try:
+            score = float(self.source.score_answer(answer, self.entry))
+        except Exception as error:  # it cannot read the answer, which is wrong then; `info` shows a bug of its own
+            info["scorer_error"] = f"{type(error).__name__}: {error}"[:200]
+        info["success"] = score >= 1.0
         return {"messages": [], "reward": score, "done": True, "info": info}
 
     def close(self) -> None:
