@@ -58,8 +58,11 @@ def choose(model: Mapping[str, Any], setup: TrainingSetup, ranks: int, room: flo
     return None
 
 
-def proposal(model: Mapping[str, Any], setup: TrainingSetup, ranks: int, room: float) -> str:
-    """What fits instead: another layout, else leaner settings too, else more ranks."""
+def leaner(
+    model: Mapping[str, Any], setup: TrainingSetup, ranks: int, room: float
+) -> tuple[dict[str, Any], LayoutChoice | None]:
+    """The changes of settings, as cheap in time as can be, with which some layout fits; all of them and None if none
+    does."""
     changes: dict[str, Any] = {}
     for more in _LEANER:
         if all(getattr(setup, key) == value for key, value in more.items()) and more:
@@ -67,21 +70,38 @@ def proposal(model: Mapping[str, Any], setup: TrainingSetup, ranks: int, room: f
         if more.get("recompute") == "selective" and setup.recompute == "full":
             continue
         changes |= more
-        if found := choose(model, replace(setup, **changes), ranks, room):
-            return f"{_as_keys(changes, found.layout)} {found.why}"
-    wanted = ranks * 2
-    while wanted <= RANKS_MAX:
-        if found := choose(model, replace(setup, **changes), wanted, room):
+        if found := choose(model, _changed(setup, changes), ranks, room):
+            return changes, found
+    return changes, None
+
+
+def _changed(setup: TrainingSetup, changes: Mapping[str, Any]) -> TrainingSetup:
+    return replace(setup, **changes, flash=changes.get("dtype", setup.dtype) == "bfloat16")
+
+
+def proposal(model: Mapping[str, Any], setup: TrainingSetup, ranks: int, room: float) -> str:
+    """What fits instead: another layout, else leaner settings too, else more ranks."""
+    changes, found = leaner(model, setup, ranks, room)
+    if found:
+        return f"{_as_keys(changes, found.layout)} {found.why}"
+    for wanted in _counts(ranks + 1):
+        if found := choose(model, _changed(setup, changes), wanted, room):
             return f"{wanted} ranks with {_as_keys(changes, found.layout)}, which {found.why}"
-        wanted *= 2
     return f"a smaller training.pack_tokens (now {setup.pack_tokens}) or max_context, or a larger device"
 
 
-def min_ranks(model: Mapping[str, Any], setup: TrainingSetup, room: float) -> int | None:
-    """The smallest power of two of ranks that some layout fits on, with settings as lean as they get on the device."""
-    lean = replace(setup, dtype="bfloat16", recompute="full", flash=True)
-    powers = (1 << power for power in range(RANKS_MAX.bit_length()))
-    return next((ranks for ranks in powers if choose(model, lean, ranks, room)), None)
+def _counts(least: int) -> Iterator[int]:
+    """Numbers of ranks worth a try: all up to 16, then eight between each power of two and the next, since a layout
+    needs a number that heads and experts divide.
+
+    >>> [*_counts(14)][:8]
+    [14, 15, 16, 18, 20, 22, 24, 26]
+    """
+    count = 1
+    while count <= RANKS_MAX:
+        if count >= least:
+            yield count
+        count += max(1, 1 << (count.bit_length() - 4)) if count >= 8 else 1
 
 
 def parallel_of(layout: Layout) -> dict[str, int]:

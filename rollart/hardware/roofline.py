@@ -140,5 +140,6 @@ class Roofline:
         return max(self.compute_seconds(work), self.memory_seconds(work)) if work.tokens else 0.0
 
     def transfer_seconds(self, tokens: int) -> float:
-        """To send the KV of `tokens` tokens to another device."""
-        return self.slowdown * tokens * self.shape.kv_bytes / (self.device.link * 1e9 * MEMORY_EFFICIENCY)
+        """To send the KV of `tokens` tokens to an engine on another node; its devices share the node's network."""
+        rate = min(self.device.link, self.device.network) * 1e9 * MEMORY_EFFICIENCY
+        return self.slowdown * tokens * self.shape.kv_bytes / rate

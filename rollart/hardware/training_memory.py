@@ -7,26 +7,30 @@ of what it holds for a while: the scorer's chunk, the reduction of the head's gr
 allocator), for which `USABLE` leaves room.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rollart.core.errors import RollartError
 from rollart.hardware.layout import SINGLE, Layout
 
-LOGITS_AT_ONCE = 1 << 25  # of the scorer's chunks
+LOGITS_AT_ONCE = 1 << 22  # of the scorer's chunks: what a CPU's caches hold in part
+ROWS_AT_ONCE = 256  # at least, for matrix products that are worth the reading of the weight
 USABLE = 0.9  # fraction of a device's memory; the runtime and its temporaries take the rest
 _MASTER = 4  # bytes: master weights and gradients are float32
 _ADAMW = 8  # bytes of state per parameter: two moments in float32
+_KERNEL = 0.58e6  # bytes of a bfloat16 matrix product that oneDNN keeps, whatever its size: measured
+_KERNELS = 1024  # that oneDNN keeps at most
 _STATE = {"muon": 4.0, "adamw_8bit": 2 + 2 * 4 / 256}  # of matrices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSetup:
     """What decides the memory besides the model. `longest` is the longest sequence: one beyond `pack_tokens` is a pass
-    of its own. `adapters` are the parameters that LoRA trains, 0 if all are. `flash`: attention works on the flat
-    layout, as on GPUs in bfloat16, and needs no copies of what it reads. `gloo`: ranks on CPUs, which copy what they
-    reduce."""
+    of its own. `adapters` are the parameters that LoRA trains, 0 if all are; the others are then kept in the dtype of
+    computation. `flash`: attention works on the flat layout, as on GPUs in bfloat16, and needs no copies of what it
+    reads. `gloo`: ranks on CPUs, which copy what they reduce, and in bfloat16 keep a kernel for each shape of a matrix
+    product. `pass_sizes` is how many different numbers of tokens their passes have: each has its own kernels."""
 
     layout: Layout = SINGLE
     dtype: str = "float32"
@@ -39,6 +43,7 @@ class TrainingSetup:
     adapters: int = 0
     flash: bool = False
     gloo: bool = False
+    pass_sizes: int = _KERNELS
 
     @property
     def tokens(self) -> int:
@@ -53,8 +58,8 @@ class TrainingSetup:
 @dataclass(frozen=True, slots=True)
 class TrainingMemory:
     """Bytes of one rank at its peak. `activations` are those kept for the backward pass; `working` is what the moment
-    of the peak adds: gathered weights, recomputed activations, logits. `host` is what offloading keeps in the memory of
-    the host, which is not in the total."""
+    of the peak adds: gathered weights, recomputed activations, logits, kernels of CPUs. `host` is what offloading keeps
+    in the memory of the host, which is not in the total."""
 
     parameters: float
     gradients: float
@@ -130,10 +135,22 @@ class Decoder:
     def router(self) -> int:
         return self.hidden * self.experts
 
+    def adapters(self, rank: int, targets: Iterable[str] | None = None) -> int:
+        """Parameters that LoRA adds to the linear layers of these names, of all if not given."""
+        inner = 0 if self.experts else self.inner
+        sizes = {"q_proj": self.query, "k_proj": self.kv, "v_proj": self.kv, "o_proj": self.query}
+        sizes |= {name: inner for name in ("gate_proj", "up_proj", "down_proj") if inner}
+        return self.layers * rank * sum(self.hidden + sizes.get(name, 0) for name in targets or sizes)
+
     @property
     def parameters(self) -> int:
         layer = self.matrices + self.mixture + self.router
         return self.layers * layer + self.table * (1 if self.tied else 2)
+
+
+def scorer_rows(columns: float) -> int:
+    """Rows of one chunk of the scorer, on a rank that has `columns` of the vocabulary."""
+    return max(ROWS_AT_ONCE, int(LOGITS_AT_ONCE // columns))
 
 
 def training_memory(config: Mapping[str, Any], setup: TrainingSetup) -> TrainingMemory:
@@ -157,8 +174,8 @@ class _Rank:
 
     def memory(self) -> TrainingMemory:
         model, setup, layout = self._model, self._setup, self._setup.layout
-        held = _MASTER * model.parameters / layout.ranks
-        trained = _MASTER * (setup.adapters / layout.shards if setup.adapters else model.parameters / layout.ranks)
+        trained = _MASTER * (setup.adapters or model.parameters) / layout.ranks
+        held = trained + (self._number * model.parameters / layout.ranks if setup.adapters else 0)
         reference = held if setup.reference and not setup.adapters else 0.0  # without adapters a model is its reference
         kept, host = self._kept(), 0.0
         if "activations" in setup.offload:
@@ -167,7 +184,8 @@ class _Rank:
         if "optimizer" in setup.offload:
             host += sum(parts.values())
             parts = dict.fromkeys(parts, 0.0)
-        return TrainingMemory(**parts, reference=reference, activations=kept, working=max(self._moments()), host=host)
+        working = max(self._moments()) + self._kernels()
+        return TrainingMemory(**parts, reference=reference, activations=kept, working=working, host=host)
 
     def _state(self) -> float:
         """Bytes of the optimizer's state per trained parameter. Muon leaves the tables to AdamW."""
@@ -238,7 +256,23 @@ class _Rank:
 
     # What is held for a while
 
+    def _kernels(self) -> float:
+        """What oneDNN keeps for bfloat16 on CPUs: of each shape of a linear layer the forward pass and the gradients of
+        input and weight, for each size of a pass, and the forward pass of the check at the start. Not those of experts.
+        """
+        model, setup, tensor = self._model, self._setup, self._setup.layout.tensor
+        if not (setup.gloo and self._number == 2):
+            return 0.0
+        query, kv, inner = model.query / tensor, model.kv / tensor, model.inner / tensor
+        into = {query, kv} | (set() if model.experts else {inner})
+        out = into - {kv}
+        linear = len({(model.hidden, size) for size in into} | {(size, model.hidden) for size in out}) + 1  # the head
+        adapters = len(out | {model.hidden}) + len(into | {model.hidden}) if setup.adapters else 0
+        each = linear * (2 if setup.adapters else 3) + 3 * adapters
+        return _KERNEL * min(_KERNELS, setup.pass_sizes * each + linear + adapters)
+
     def _moments(self) -> Iterator[float]:
+        yield self._scoring_forwards()
         yield self._scoring()
         yield self._reducing_head()
         yield self._layer_backwards()
@@ -246,14 +280,24 @@ class _Rank:
     def _gathered(self) -> float:
         return self._number * self._tail if self._fsdp else 0.0
 
+    def _chunk(self) -> float:
+        """Logits that are computed at once."""
+        columns = self._model.vocabulary / self._setup.layout.tensor
+        return min(self._tokens, scorer_rows(columns)) * columns
+
+    def _scoring_forwards(self) -> float:
+        """The forward pass of the head, the last to be gathered: FSDP frees the buffer of a gather at the next one."""
+        buffer = self._gathered() if self._setup.layout.shards > 1 else 0.0
+        return self._gathered() + buffer + self._chunk() * 2 * 4
+
     def _scoring(self) -> float:
-        """The backward pass of the head: gradients of the weight and of one chunk, then of the states."""
-        model, setup, number = self._model, self._setup, self._number
-        columns = model.vocabulary / setup.layout.tensor
-        rows = min(self._tokens, max(1, LOGITS_AT_ONCE // columns))
-        chunk = rows * columns * (3 * 4 + (2 if number == 2 else 0))
-        weight = 0.0 if setup.adapters else self._table * (4 + number)
-        return self._gathered() + chunk + weight + self._tokens * model.hidden * number
+        """The backward pass of the head: gradients of the weight and of one chunk, then of the states. CPUs add what a
+        chunk gives in bfloat16 to the weight's gradient by way of a copy in float32."""
+        setup, number = self._setup, self._number
+        added = number + (4 if setup.gloo else 0) if number == 2 else 0
+        chunk = self._chunk() * (2 * 4 + (2 if number == 2 else 0))
+        weight = 0.0 if setup.adapters else self._table * (4 + added)
+        return self._gathered() + chunk + weight + self._tokens * self._model.hidden * number
 
     def _reducing_head(self) -> float:
         """The gradient of the head, on its way to the shards. A tied one waits for the embedding's, at the end of the

@@ -4,8 +4,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rollart.config import ParallelConfig, PoolConfig, RunFile
+from rollart.core.errors import RollartError
 from rollart.hardware.balance import balanced
 from rollart.hardware.devices import DeviceClass
+from rollart.hardware.layout import misfits
 from rollart.hardware.roofline import ModelShape, Roofline
 from rollart.placement.bindings import Binding, place
 from rollart.placement.inventory import Inventory
@@ -19,6 +21,7 @@ from rollart.placement.workload import (
     longest_context,
     may_use,
     measured_shapes,
+    model_config,
     model_shape,
     need_of,
     remedy,
@@ -115,6 +118,26 @@ def with_layout(run: RunFile, plan: PlacementPlan) -> RunFile:
         return run
     parallel = ParallelConfig(context=layout.context, tensor=layout.tensor, expert=layout.expert)
     return run.model_copy(update={"training": run.training.model_copy(update={"parallel": parallel})})
+
+
+def with_ranks(run: RunFile, ranks: int) -> RunFile | None:
+    """The run file with a smaller trainer; None if its model does not fit on that many ranks, or cannot be divided so.
+    The layout is chosen again if `parallel` is `auto`; else it is as given, with fewer data-parallel ranks."""
+    ((name, pool),) = run.pools_of("train").items()
+    pool = pool.model_copy(update={"count": ranks})
+    smaller = run.model_copy(update={"pools": {**run.pools, name: pool}})
+    try:
+        given = run.training.parallel.layout(ranks)
+    except RollartError:
+        return None
+    classes = run.device_classes()
+    needs = [(need_of(smaller, pool, model_shape(run), classes[each]), classes[each]) for each in pool.devices]
+    need = next((need for need, device in needs if need.fits(device)), None)
+    layout = given if need is None or need.layout is None else need.layout
+    if need is None or any(misfits(layout, model_config(run))):
+        return None
+    parallel = ParallelConfig(context=layout.context, tensor=layout.tensor, expert=layout.expert)
+    return smaller.model_copy(update={"training": run.training.model_copy(update={"parallel": parallel})})
 
 
 def acts_as(run: RunFile, binding: Binding) -> tuple[str, float]:

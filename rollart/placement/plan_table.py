@@ -13,7 +13,7 @@ from rollart.observe.draw import table
 from rollart.placement.bindings import Binding
 from rollart.placement.plan import PlacementPlan
 from rollart.placement.request import described
-from rollart.placement.workload import longest_context
+from rollart.placement.workload import longest_context, model_shape
 
 _NAMED_NODES = 3
 _MIN_SHARE = 0.05
@@ -83,14 +83,20 @@ def _split(pools: Mapping[str, float]) -> str:
 def _memory(run: RunFile, plan: PlacementPlan) -> Iterator[RenderableType]:
     """By pool, of each of its devices; the trainer at its peak, with the longest context."""
     shown = ("parameters", "gradients", "optimizer", "activations", "KV")
-    yield Text(f"Memory of each device, in GB, with contexts of up to {longest_context(run)} tokens", style="bold")
-    rows = table("pool", *shown, "other", "total", "of")
+    columns = {}
+    size = model_shape(run).parameters
+    model = f"{run.model.name or 'the model'}, {_count(size)} parameters"
+    contexts = f"with contexts of up to {longest_context(run)} tokens"
+    yield Text(f"Memory of each device, in GB, for {model}, {contexts}", style="bold")
     for pool, need in plan.memory.items():
         device = run.device_classes()[plan.of(pool)[0].device]
         other = sum(size for name, size in need.parts.items() if name not in shown)
         room = "node" if device.name == "cpu" else f"{device.memory:g}"
         parts = [_gigabytes(need.parts[name]) if name in need.parts else "" for name in shown]
-        rows.add_row(pool, *parts, _gigabytes(other) if other else "", _gigabytes(1e9 * need.gigabytes), room)
+        columns[pool] = (*parts, _gigabytes(other) if other else "", _gigabytes(1e9 * need.gigabytes), room)
+    rows = table("part", *columns)
+    for values in zip((*shown, "other", "total", "of"), *columns.values(), strict=True):
+        rows.add_row(*values)
     yield rows
     for pool, need in plan.memory.items():
         if need.layout is not None:
@@ -99,6 +105,10 @@ def _memory(run: RunFile, plan: PlacementPlan) -> Iterator[RenderableType]:
             reference = ", the reference" if need.parts.get("reference") else ""
             rest = f"gathered weights, recomputed activations, logits{reference}"
             yield Text(f"  {pool}: {need.layout}{chosen}{host}. Other: {rest}.", style="dim")
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.3g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
 
 
 def _gigabytes(size: float) -> str:

@@ -4,23 +4,27 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rollart.config import AFFINITIES, PoolConfig, RunFile, TaskConfig
+from rollart.config import AFFINITIES, ParallelConfig, PoolConfig, RunFile, TaskConfig
+from rollart.config.training import MODELS
 from rollart.core import run_folder
+from rollart.core.errors import RollartError
 from rollart.core.event_log import read_events
 from rollart.core.events import TrajectoryEnded, TurnDone
 from rollart.hardware import layout_choice
 from rollart.hardware.devices import DeviceClass
-from rollart.hardware.layout import Layout
+from rollart.hardware.layout import Layout, misfits
 from rollart.hardware.roofline import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY, ModelShape, Roofline, Work, decode, prefill
-from rollart.hardware.training_memory import USABLE, TrainingSetup, training_memory
+from rollart.hardware.training_memory import USABLE, Decoder, TrainingSetup, training_memory
 from rollart.models import tiny
 
 MEASURED = "measured"
 _LIKELY = 0.5  # fraction of the limits in the run file that is assumed before anything is measured
+_TRAINED = "weights, gradients, Adam's moments"
 TRAINING_PARTS = ("parameters", "gradients", "optimizer", "reference", "activations", "working")
 
 
@@ -52,7 +56,8 @@ def model_config(run: RunFile) -> dict[str, Any]:
     """The values of the model's `config.json`."""
     if run.model.tiny:
         return {"model_type": run.model.tiny.architecture, **tiny.sizes(run.model.tiny)}
-    assert run.model.path is not None
+    if run.model.path is None:
+        return dict(run.model.config or MODELS[str(run.model.name)])
     config: dict[str, Any] = json.loads((run.model.path / "config.json").read_text())
     return config
 
@@ -77,7 +82,7 @@ def measured_shapes(run_dir: Path) -> dict[str, WorkloadShape]:
     """The mean turn of each task in the event log of a run. Raises RollartError if the folder holds no run."""
     sums: dict[str, Counter[str]] = {}
     contexts: dict[str, int] = {}  # tokens so far of each unfinished trajectory
-    for event in read_events(run_folder.events_of(run_dir)):
+    for event in read_events(run_folder.events_of(run_dir), TurnDone, TrajectoryEnded):
         if isinstance(event, TurnDone):
             before = contexts.get(event.trajectory, 0) if event.turn else 0
             total = sums.setdefault(event.task, Counter())
@@ -179,7 +184,8 @@ def longest_context(run: RunFile) -> int:
 
 def setup_of(run: RunFile) -> TrainingSetup:
     """All but the layout."""
-    training = run.training
+    training, lora = run.training, run.training.lora
+    targets = None if lora is None or lora.targets == "all" else lora.targets
     return TrainingSetup(
         dtype=training.dtype,
         recompute=training.recompute,
@@ -188,22 +194,53 @@ def setup_of(run: RunFile) -> TrainingSetup:
         pack_tokens=training.pack_tokens,
         longest=longest_context(run),
         reference=training.algorithm.kl > 0,
+        adapters=Decoder.of(model_config(run)).adapters(lora.rank, targets) if lora else 0,
         flash=training.dtype == "bfloat16",
     )
 
 
-def _training_need(run: RunFile, pool: PoolConfig, device: DeviceClass) -> MemoryNeed:
-    """With `parallel: auto` the layout is chosen for the device; if none fits, the need is that of data parallelism."""
-    model, setup, ranks = model_config(run), setup_of(run), pool.count
-    layout, why = run.training.parallel.layout(ranks), ""
+def training_setup(run: RunFile, device: DeviceClass, ranks: int) -> TrainingSetup:
+    """With the layout on that many devices of a class."""
+    return replace(setup_of(run), layout=_layout(run, device, ranks)[0])
+
+
+def training_changes(run: RunFile, device: DeviceClass, ranks: int) -> dict[str, Any] | None:
+    """Keys of `training` to change so that it fits on that many devices of a class: none if it does as configured; None
+    if nothing helps."""
+    if device.name == "cpu":
+        return {}
+    model, setup, room = model_config(run), setup_of(run), USABLE * device.memory * 1e9
+    parallel = run.training.parallel
+    with suppress(RollartError):
+        layout = _layout(run, device, ranks)[0]
+        fits = training_memory(model, replace(setup, layout=layout)).total <= room
+        if fits and not any(misfits(layout, model)):
+            return {}
+    changes, found = layout_choice.leaner(model, setup, ranks, room)
+    if found is None:
+        return None
+    return changes | ({} if parallel.auto else {"parallel": ParallelConfig(auto=True)})
+
+
+def _layout(run: RunFile, device: DeviceClass, ranks: int) -> tuple[Layout, str]:
+    """As configured. With `parallel: auto` it is chosen for the device, with the reason; if none fits, the layout is
+    data parallelism."""
     if run.training.parallel.auto:
         room = math.inf if device.name == "cpu" else USABLE * device.memory * 1e9
-        if chosen := layout_choice.choose(model, setup, ranks, room):
-            layout, why = chosen.layout, "memory is the node's" if room == math.inf else chosen.why
-    memory = training_memory(model, replace(setup, layout=layout))
+        if chosen := layout_choice.choose(model_config(run), setup_of(run), ranks, room):
+            return chosen.layout, "memory is the node's" if room == math.inf else chosen.why
+    return run.training.parallel.layout(ranks), ""
+
+
+def _training_need(run: RunFile, pool: PoolConfig, device: DeviceClass) -> MemoryNeed:
+    ranks = pool.count
+    layout, why = _layout(run, device, ranks)
+    setup = setup_of(run)
+    memory = training_memory(model_config(run), replace(setup, layout=layout))
     parts = {name: getattr(memory, name) for name in TRAINING_PARTS}
     over = f", over {ranks} ranks ({layout})," if ranks > 1 else ""
-    what = f"weights, gradients, Adam's moments and activations{over}"
+    trained = "adapters, their gradients and moments, frozen weights" if setup.adapters else _TRAINED
+    what = f"{trained} and activations{over}"
     return MemoryNeed(parts, what, layout, why, memory.host)
 
 

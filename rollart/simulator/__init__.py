@@ -6,7 +6,7 @@ trainer and weight transfers.
 
     scenario = load(Path("scenario.yaml"), ["rollout.alpha=2"])  # a `RunFile` with a `simulate` section
     result = simulate(scenario)  # a `SimulationResult`; the same seed gives the same
-    result = simulate(scenario, folder=Path("runs/sim-1"), seed=3)  # writes events.jsonl, as a real run does
+    result = simulate(scenario, folder=Path("runs/sim-1"), seed=3)  # writes an event log, as a real run does
 
 | module | what |
 |---|---|

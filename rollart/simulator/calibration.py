@@ -14,7 +14,7 @@ from rollart.config import loading
 from rollart.config.yaml_tree import Dumper, Tree
 from rollart.core.errors import RollartError
 from rollart.simulator import fit
-from rollart.simulator.constants import STORE_PULL_EFFICIENCY
+from rollart.simulator.constants import Constants
 from rollart.simulator.distributions import Distribution, mean_of
 from rollart.simulator.measurements import RunMeasurements, TaskMeasurements, measure
 from rollart.simulator.scenario import Scenario, SimulateConfig, TransferConfig, Workload
@@ -113,7 +113,7 @@ def _transfer(scenario: Scenario, swaps: list[float]) -> tuple[TransferConfig, d
     if seconds <= 0:
         return TransferConfig(), {}
     size = scenario.shape.parameters * scenario.shape.number_bytes
-    rate = float(f"{size / (seconds * STORE_PULL_EFFICIENCY) / 1e9:.4g}")
+    rate = float(f"{size / (seconds * Constants().pull_efficiency) / 1e9:.4g}")
     links = {"instant": 1e6, "measured": rate}  # the time of a push is part of the training step
     return TransferConfig(push="instant", pull="measured"), links
 

@@ -1,38 +1,45 @@
-"""Constants that are neither in a scenario nor in a data sheet, each set once for all scenarios.
+"""Constants of the models that are neither in a scenario nor in a data sheet.
 
-Sections and tables are those of the RollArt paper. The roofline's own two, `COMPUTE_EFFICIENCY` and
-`MEMORY_EFFICIENCY`, are in `rollart.hardware.roofline`, as the router predicts with them too.
+One set serves all scenarios; `simulate.constants` changes them for one. The values of those with a prior in
+`benchmarks/paper_priors.yaml` were chosen for all figures of the RollArt paper together, starting from what `python
+benchmarks/fit_paper.py` found; those of weights are from its table of transfers.
 """
 
-PASS_S = 0.0015
-"""Overhead of a forward pass: scheduling, sampling, launching. An order of magnitude, for an engine with CUDA graphs;
-too small to show in the paper's figures."""
+from pydantic import Field
 
-ALL_REDUCE_S = 15e-6
-"""Latency of one all-reduce between the devices of one engine; there are two a layer."""
-
-MEMORY_FOR_KV = 0.9
-"""Share of a device's memory that weights and KV may fill together: the engine's default."""
-
-TRAINING_EFFICIENCY = 0.1
-"""Of the peak FLOP/s, for all that a training step does (logprobs of policy and reference, forward, backward,
-optimizer), counted as forward and backward once. The step breakdown gives 0.09: 84 s, of which weights take 5, for a
-batch of 128 software-engineering trajectories, Qwen3-8B on 32 H800. One-off's gain over Sync+ gives 0.11 to 0.19."""
-
-STORE_PUSH_EFFICIENCY = 0.0195
-"""Of the link's rate, from the trainer into a store in another cluster. From the weight transfer table: 16, 30 and 66
-GB of Qwen3 8B, 14B and 32B in 32, 68 and 127 s on a link of 25 GB/s."""
-
-STORE_PULL_EFFICIENCY = 0.0445
-"""Of the link's rate, from the store into the engines. The same table: 6.2, 16.3 and 29.7 s on a link of 50 GB/s."""
-
-PULL_EXPOSED = 0.3
-"""Share of the pull for which engines stand still; the rest overlaps with the push and generation. The same table says
-0.23 to 0.33."""
-
-COLLECTIVE_EFFICIENCY = 0.12
-"""Of the link's rate, when trainer and engines stop and exchange weights directly. From the comparison of transports:
-66 GB in 9.4 s by RDMA on a link of 50 GB/s, in 29.6 s by TCP on one of 25 GB/s."""
+from rollart.config import Section
 
 LINKS = {"ethernet": 25.0, "infiniband": 50.0}
 """GB/s: 200 Gbit/s between clusters and 400 Gbit/s within one, as in the paper's set-up."""
+
+
+def _share(default: float, description: str) -> float:
+    value: float = Field(default, gt=0, le=1, description=description)
+    return value
+
+
+def _seconds(default: float, description: str) -> float:
+    value: float = Field(default, ge=0, description=description)
+    return value
+
+
+class Constants(Section):
+    """Constants of the simulated services, the same for all scenarios unless given."""
+
+    compute_efficiency: float = _share(0.45, "of the peak FLOP/s, in a forward pass")
+    memory_efficiency: float = _share(0.7, "of the memory bandwidth, in a forward pass")
+    pass_s: float = _seconds(0.0037, "host seconds of a forward pass: scheduling, sampling, launching")
+    sequence_s: float = _seconds(0.0001, "host seconds that each sequence in a pass adds")
+    all_reduce_s: float = _seconds(40e-6, "latency of an exchange between the devices of one engine, two a layer")
+    kv_memory: float = _share(0.9, "of a device's memory that weights and KV may fill: the engine's default")
+    train_efficiency: float = _share(
+        0.36, "of the peak FLOP/s, for all passes of a training step: padding, bubbles and exposed exchanges included"
+    )
+    train_fixed_s: float = _seconds(40.0, "of a training step on devices, whatever its tokens")
+    switch_s: float = _seconds(27.0, "from generation to training and back, when they take turns on the same devices")
+    push_efficiency: float = _share(0.0195, "of the link's rate, from the trainer into a store in another cluster")
+    pull_efficiency: float = _share(0.0415, "of the link's rate, from the store into the engines")
+    pull_exposed: float = _share(0.3, "of the pull, for which engines stand still; the rest overlaps")
+    collective_efficiency: float = _share(
+        0.12, "of the link's rate, when trainer and engines stop and exchange weights directly"
+    )

@@ -71,9 +71,16 @@ class SimulatedPrefixCache:
         self._sessions[session] = tokens
 
     def evict(self, limit: float) -> None:
-        """Down to at most `limit` tokens of conversations."""
+        """Down to at most `limit` tokens of conversations. The last blocks of a conversation go first, so what is left
+        of it is a prefix that can be used."""
         while self._sessions and self.tokens > limit:
-            self.tokens -= self._sessions.popitem(last=False)[1]
+            session, tokens = self._sessions.popitem(last=False)
+            left = min(tokens, max(0, int(limit) - self.tokens + tokens))
+            self.tokens -= tokens - left
+            if left:
+                self._sessions[session] = left
+                self._sessions.move_to_end(session, last=False)
+                break
 
     def clear(self) -> None:
         self._sessions.clear()
@@ -316,7 +323,13 @@ class SimulatedEngine:
         self.prefilled += tokens
         passes = max(1.0, tokens / self._chunk)
         seconds = self._slowdown * self._cost.mixed(
-            tokens=tokens, attended=attended, kv=kv, passes=passes, batch=batch, context=context
+            tokens=tokens,
+            attended=attended,
+            kv=kv,
+            passes=passes,
+            batch=batch,
+            context=context,
+            prompts=len(group),
         )
         self._enter("prefill", seconds, passes / seconds if batch else 0.0)
 

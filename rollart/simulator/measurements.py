@@ -65,7 +65,7 @@ class RunMeasurements:
 def measure(folder: Path) -> RunMeasurements:
     """From a run folder. Raises RollartError if it holds no run, or one that trained nothing."""
     log = run_folder.events_of(folder)
-    done = [event.t for event in read_events(log) if isinstance(event, ev.Published)]
+    done = [event.t for event in read_events(log, ev.Published)]
     reader = _Reader(since=done[0] if len(done) > 1 else 0.0)
     for event in read_events(log):
         reader.read(event)

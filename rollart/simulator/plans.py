@@ -9,14 +9,16 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
+from typing import Any
 
 from rollart.config import AFFINITIES, PoolConfig
 from rollart.core.errors import ConfigError
 from rollart.engines.backends import with_tensor_parallel
 from rollart.hardware.devices import DeviceClass
 from rollart.hardware.roofline import Roofline
-from rollart.simulator.constants import MEMORY_FOR_KV
+from rollart.placement.workload import training_changes
 from rollart.simulator.distributions import mean_of
 from rollart.simulator.pass_cost import PassCost
 from rollart.simulator.scenario import Scenario, ScenarioTask, Workload
@@ -115,6 +117,7 @@ def applied(plan: ClusterPlan, scenario: Scenario) -> Scenario:
         disaggregate = scenario.routing.disaggregate
     rollout = {"preset": "rollart", "alpha": plan.alpha, "extra_members": plan.extra_members}
     training = {"batch_groups": plan.batch_groups, "group_size": plan.group_size}
+    training |= training_changes(scenario, scenario.device_classes()[plan.trainer], plan.trainers) or {}
     return scenario.model_copy(
         update={
             "pools": pools,
@@ -125,6 +128,14 @@ def applied(plan: ClusterPlan, scenario: Scenario) -> Scenario:
             "environments": scenario.environments.model_copy(update={"processes": plan.processes}),
         }
     )
+
+
+def as_values(scenario: Scenario) -> dict[str, Any]:
+    """As a file that `rollart simulate` and `rollart check` read. Keys of the engine that are 0 are left to the
+    defaults of each."""
+    values = scenario.model_dump(mode="json")
+    values["engine"] = {key: value for key, value in values["engine"].items() if value != 0}
+    return values
 
 
 def _names(plan: ClusterPlan, scenario: Scenario) -> Iterator[str]:
@@ -152,11 +163,13 @@ def _task(task: ScenarioTask, pools: Sequence[str]) -> ScenarioTask:
 def splits(
     scenario: Scenario, budget: float, kinds: Sequence[str], max_devices: Mapping[str, int] | None = None
 ) -> Iterator[ClusterPlan]:
-    """Plans within the budget that train on the scenario's class, on enough devices for the model, and generate on
-    `kinds`, `max_devices` of each."""
+    """Plans within the budget that train on the scenario's class and generate on `kinds`, on at most `max_devices` of
+    each, with enough memory for both: `rollart check` accepts them."""
     classes, base, limits = scenario.device_classes(), plan_of(scenario), max_devices or {}
-    parallel = {kind: min_parallel(scenario, kind) for kind in kinds}
-    least = scenario.min_trainers(classes[base.trainer])
+    sizes = {kind: min_parallel(scenario, kind) for kind in kinds}
+    parallel = {kind: size for kind, size in sizes.items() if size is not None}
+    kinds = [kind for kind in kinds if kind in parallel]
+    trains = cache(lambda ranks: training_changes(scenario, classes[base.trainer], ranks) is not None)
     mixes = [mix for mix in product(range(PARTS, -1, -1), repeat=len(kinds)) if sum(mix) == PARTS]
     seen: set[tuple[int, tuple[PlannedEngines, ...]]] = set()
     for spend in SPENDING:
@@ -170,7 +183,7 @@ def splits(
             money = spend * budget - trainers * classes[base.trainer].price
             for mix in mixes:
                 engines = _bought(money, dict(zip(kinds, mix, strict=True)), parallel, classes, left)
-                if engines and trainers >= least and (trainers, engines) not in seen:
+                if engines and (trainers, engines) not in seen and trainers and trains(trainers):
                     seen.add((trainers, engines))
                     yield replace(base, trainers=trainers, engines=engines, disaggregate=False)
 
@@ -195,15 +208,18 @@ def variations(plan: ClusterPlan) -> Iterator[tuple[str, ClusterPlan]]:
         yield f"prefill on {prefill}, decode on {decode}", replace(plan, disaggregate=True)
 
 
-def min_parallel(scenario: Scenario, kind: str) -> int:
-    """As in the scenario's pool of this class; else the smallest power of two that holds the model and two contexts."""
-    for pool in scenario.pools_of("generate").values():
-        if pool.devices[0] == kind:
-            return pool.tensor_parallel
+def min_parallel(scenario: Scenario, kind: str) -> int | None:
+    """As in the scenario's pool of this class, if that fits; else the smallest power of two that holds the model and
+    two contexts, divides its heads and is within a node. None if there is none."""
     shape, device = scenario.shape, scenario.device_classes()[kind]
     longest = max(task.max_context for task in scenario.tasks)
     need = shape.parameters * shape.number_bytes + 2 * longest * shape.kv_bytes
-    return 1 << max(0, math.ceil(math.log2(need / (device.memory * 1e9 * MEMORY_FOR_KV))))
+    own = [pool.tensor_parallel for pool in scenario.pools_of("generate").values() if pool.devices[0] == kind]
+    room = device.memory * 1e9 * scenario.simulate.constants.kv_memory
+    for size in (*own, 1, 2, 4, 8):
+        if need <= size * room and not shape.heads % size and size <= NODE:
+            return size
+    return None
 
 
 def _bought(
@@ -304,6 +320,8 @@ def _cost(engines: PlannedEngines, scenario: Scenario) -> tuple[PassCost, float]
         for name, pool in scenario.pools_of("generate").items()
         if pool.devices[0] == engines.device and name in scenario.simulate.engines
     ]
-    room = device.memory * 1e9 * engines.parallel * MEMORY_FOR_KV - shape.parameters * shape.number_bytes
-    cost = PassCost(Roofline(device, shape, devices=engines.parallel), measured[0] if measured else None)
+    room = device.memory * 1e9 * engines.parallel * scenario.simulate.constants.kv_memory
+    room -= shape.parameters * shape.number_bytes
+    roofline = Roofline(device, shape, devices=engines.parallel)
+    cost = PassCost(roofline, measured[0] if measured else None, scenario.simulate.constants)
     return cost, room / shape.kv_bytes

@@ -37,8 +37,8 @@ class PoolUse:
 class SimulationResult:
     """Times are seconds. A step is from the end of one optimizer step to the end of the next: `wait_s` for its batch,
     `blocked_s` for weights, `train_s`. `exposed` divides the step: each moment counts for the first that applies of
-    training alone, generation, reset, environment step, reward. `tokens_per_s` counts all tokens of trained batches,
-    `mfu` is the model FLOPs utilization of the trainer's devices."""
+    training alone, reset if batches start as a whole, generation, reset, environment step, reward. `tokens_per_s`
+    counts all tokens of trained batches, `mfu` is the model FLOPs utilization of the trainer's devices."""
 
     name: str
     preset: str

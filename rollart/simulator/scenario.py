@@ -1,47 +1,28 @@
-"""The scenario: a run file whose model may be a name, plus a `simulate` section that describes the workload.
+"""The scenario: a run file with a `simulate` section that describes the workload.
 
 All other keys mean the same as in a run file: pools and devices, preset, alpha, redundancy, batch, routing. A run file
 that trains can be simulated as it is, once it has a `simulate` section.
 """
 
-import json
-from collections.abc import Mapping, Sequence
-from importlib.resources import files
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import yaml
 from pydantic import Field, model_validator
 
-from rollart.config import EngineConfig, ModelConfig, RunFile, Section, TaskConfig, loading
+from rollart.config import EngineConfig, RunFile, Section, TaskConfig, loading
 from rollart.config.base import Conflict, ImportPath, Natural, Positive, Seconds
 from rollart.config.rollout import SCHEDULE_KEYS, Preset, RolloutConfig
 from rollart.config.yaml_tree import did_you_mean
 from rollart.core.errors import ConfigError
 from rollart.engines.backends import unsupported
-from rollart.hardware.devices import DeviceClass
-from rollart.hardware.layout_choice import min_ranks
 from rollart.hardware.roofline import ModelShape
-from rollart.hardware.training_memory import USABLE, TrainingSetup
-from rollart.models import tiny
-from rollart.simulator.constants import LINKS
+from rollart.placement.workload import model_shape, shape_of
+from rollart.simulator.constants import LINKS, Constants
 from rollart.simulator.distributions import Quantity
 
-MODELS: dict[str, dict[str, Any]] = yaml.safe_load((files("rollart.simulator") / "models.yaml").read_text())
 Share = Field(0.0, ge=0, lt=1)
-
-
-class ScenarioModel(ModelConfig):
-    name: str | None = Field(None, description=f"one of {', '.join(MODELS)}")
-    config: dict[str, int] | None = Field(None, description="or the numbers of a model's config.json")
-
-    @model_validator(mode="after")
-    def _one_source(self) -> "ScenarioModel":
-        if sum(each is not None for each in (self.path, self.tiny, self.name, self.config)) != 1:
-            raise ValueError("give one of `name`, `config`, `path` and `tiny`")
-        if self.name is not None and self.name not in MODELS:
-            raise Conflict(f"no model is called {self.name!r}{did_you_mean(self.name, list(MODELS))}", "name")
-        return self
 
 
 class ScenarioTask(TaskConfig):
@@ -120,13 +101,13 @@ class SimulateConfig(Section):
     contention: float = Field(
         0.0, ge=0, description="engines and training share cores: while both work, each takes longer by this share"
     )
+    constants: Constants = Constants()
     colocated: bool = Field(False, description="training and generation take turns on the same devices")
     log: Literal["full", "off"] = Field("full", description="write the event log of a real run, or none")
     sample_s: Seconds = Field(5.0, description="between samples of what is going on")
 
 
 class Scenario(RunFile):
-    model: ScenarioModel
     tasks: list[ScenarioTask] = Field(min_length=1)  # type: ignore[assignment]
     engine: ScenarioEngine = ScenarioEngine()
     simulate: SimulateConfig = SimulateConfig()
@@ -171,34 +152,17 @@ class Scenario(RunFile):
         return self.model_copy(update={"rollout": RolloutConfig(**left | {"preset": preset})})
 
     def workload(self, task: str) -> Workload:
-        return self.simulate.workloads.get(task, Workload())
+        """As given; else the tokens that `rollart check` assumes: half of the limits of the task."""
+        if task in self.simulate.workloads:
+            return self.simulate.workloads[task]
+        (config,) = (each for each in self.tasks if each.name == task)
+        shape = shape_of(config)
+        tokens = {"prompt": shape.prompt, "observation": shape.prompt, "response": shape.decode}
+        return Workload(turns=config.max_turns, **{key: max(1.0, value) for key, value in tokens.items()})
 
     @property
     def shape(self) -> ModelShape:
-        return ModelShape.of(self.model_numbers, 4 if self.engine.dtype == "float32" else 2)
-
-    @property
-    def model_numbers(self) -> Mapping[str, Any]:
-        """As in the model's `config.json`."""
-        if self.model.tiny:
-            return tiny.sizes(self.model.tiny)
-        if self.model.path:
-            numbers: dict[str, Any] = json.loads((self.model.path / "config.json").read_text())
-            return numbers
-        return self.model.config or MODELS[str(self.model.name)]
-
-    def min_trainers(self, device: DeviceClass) -> int:
-        """The smallest power of two of ranks with enough memory for training, whatever its settings. Raises
-        ConfigError if none is."""
-        if device.name == "cpu":
-            return 1
-        training = self.training
-        longest = max(task.max_context for task in self.tasks)
-        setup = TrainingSetup(pack_tokens=1, longest=longest, reference=training.algorithm.kl > 0)
-        ranks = min_ranks(self.model_numbers, setup, USABLE * device.memory * 1e9)
-        if ranks is None:
-            raise ConfigError(f"no number of {device.name} has enough memory to train this model on {longest} tokens")
-        return ranks
+        return model_shape(self)
 
 
 def load(path: Path, overrides: Sequence[str] = (), workload: Path | None = None) -> Scenario:

@@ -22,8 +22,9 @@ from rollart.core.types import (
     Trajectory,
 )
 from rollart.hardware.devices import DeviceClass
+from rollart.hardware.training_time import StepPasses, step_seconds
+from rollart.placement.workload import training_setup
 from rollart.rollout.groups import Group
-from rollart.simulator.constants import TRAINING_EFFICIENCY
 from rollart.simulator.distributions import draw_of
 from rollart.simulator.engine import SimulatedEngine
 from rollart.simulator.scenario import Scenario
@@ -83,17 +84,21 @@ class SimulatedRewards:
 
 
 def training_seconds(scenario: Scenario, device: DeviceClass, ranks: int) -> Callable[[Sequence[float]], float]:
-    """Seconds of a training step by the lengths of its trajectories: from FLOPs, or as measured."""
-    shape, pace = scenario.shape, scenario.simulate.train
-    flops = device.tflops * 1e12 * ranks * TRAINING_EFFICIENCY
+    """Seconds of a training step by the lengths of its trajectories: by FLOPs and layout, or as measured."""
+    shape, pace, constants = scenario.shape, scenario.simulate.train, scenario.simulate.constants
+    if pace is not None:
+        return lambda lengths: pace.fixed + pace.token * sum(lengths)
+    training, setup = scenario.training, training_setup(scenario, device, ranks)
+    # Of all but the first mini-batch, logprobs are computed before the first update.
+    scored = 1 - 1 / training.updates + (1 if setup.reference else 0)
+    passes = StepPasses(training.epochs, scored)
+    fixed = 0.0 if device.name == "cpu" else constants.train_fixed_s
+    fixed += constants.switch_s if scenario.simulate.colocated else 0.0
 
     def seconds(lengths: Sequence[float]) -> float:
-        if pace is not None:
-            return pace.fixed + pace.token * sum(lengths)
-        forward = sum(lengths) * shape.token_flops
-        forward += shape.attention_flops * sum(length * length for length in lengths) / 2
-        training = scenario.training  # of all but the first mini-batch, logprobs are computed before the first update
-        return (3.0 * training.epochs + 1 - 1 / training.updates) * forward / flops
+        return fixed + step_seconds(
+            lengths, shape=shape, setup=setup, device=device, passes=passes, efficiency=constants.train_efficiency
+        )
 
     return seconds
 
@@ -190,7 +195,7 @@ def _sample(trajectory: Trajectory) -> Sample:
         id=trajectory.id,
         task=trajectory.task,
         tokens=tokens,
-        mask=tokens,
+        roles=tokens,
         logprobs=tokens,
         versions=tokens,
         reward=trajectory.reward or 0.0,

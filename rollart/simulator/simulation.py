@@ -5,6 +5,7 @@ samples every few seconds what they are doing.
 """
 
 import asyncio
+import shutil
 import sys
 import time
 from collections import Counter, defaultdict
@@ -29,11 +30,10 @@ from rollart.rollout.scheduler import Scheduler
 from rollart.rollout.training_loop import LoopPlan, TrainingLoop
 from rollart.rollout.trajectory import RolloutTask, TrajectoryRunner
 from rollart.simulator import clock
-from rollart.simulator.constants import MEMORY_FOR_KV
 from rollart.simulator.engine import SimulatedEngine
 from rollart.simulator.environments import ResponseLengths, SimulatedEnvironments, SimulatedRenderer
 from rollart.simulator.pass_cost import PassCost
-from rollart.simulator.result import SimulationResult, Tally, result_of
+from rollart.simulator.result import SimulationResult, Tally, price_per_hour, result_of
 from rollart.simulator.scenario import Scenario
 from rollart.simulator.services import (
     Contention,
@@ -85,8 +85,8 @@ class Simulation:
         sink: EventSink = self._tally
         if self._folder is not None and scenario.simulate.log == "full":
             self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / "events.jsonl").unlink(missing_ok=True)
-            sink = log = EventLog(self._folder / "events.jsonl", now)
+            shutil.rmtree(self._folder / "events", ignore_errors=True)
+            sink = log = EventLog(self._folder / "events", now)
             log.subscribe(self._tally.fold)
         try:
             self._build(sink)
@@ -133,12 +133,19 @@ class Simulation:
             renderer=SimulatedRenderer(),
             rewards=self._rewards,
             sink=sink,
-            deadline=scenario.rollout.trajectory_deadline,
             lockstep=Lockstep() if schedule.lockstep else None,
         )
+        self._phases = runner.phases
         tasks = [
-            RolloutTask(t.name, t.weight, t.max_turns, t.max_context, Sampling(max_tokens=t.sampling.max_tokens))
-            for t in scenario.tasks
+            RolloutTask(
+                name=task.name,
+                weight=task.weight,
+                max_turns=task.max_turns,
+                max_context=task.max_context,
+                sampling=Sampling(max_tokens=task.sampling.max_tokens),
+                deadline=scenario.rollout.trajectory_deadline,
+            )
+            for task in scenario.tasks
         ]
         ledger = NullLedger()
         self._scheduler = Scheduler(
@@ -174,7 +181,7 @@ class Simulation:
         for name, pool in scenario.pools_of("generate").items():
             device = self._device(pool.devices[0])
             roofline = Roofline(device, scenario.shape, pool.emulate or 1.0, pool.tensor_parallel)
-            cost = PassCost(roofline, scenario.simulate.engines.get(name))
+            cost = PassCost(roofline, scenario.simulate.engines.get(name), scenario.simulate.constants)
             max_batch, chunk, kv_tokens = self._limits(name, roofline)
             kind = self._pools[name] = EnginePool(name, roofline, max_batch, kv_tokens)
             for number in range(pool.workers):
@@ -207,7 +214,7 @@ class Simulation:
         if megabytes:
             kv_bytes = float(megabytes << 20)
         else:
-            kv_bytes = roofline.device.memory * 1e9 * roofline.devices * MEMORY_FOR_KV
+            kv_bytes = roofline.device.memory * 1e9 * roofline.devices * self._scenario.simulate.constants.kv_memory
             kv_bytes -= shape.parameters * shape.number_bytes
         kv_tokens = int(kv_bytes // shape.kv_bytes)
         longest = max(task.max_context for task in self._scenario.tasks)
@@ -255,15 +262,19 @@ class Simulation:
         return "training" if self._trainer.busy else "weights"
 
     def _busiest(self, generating: bool) -> str:
-        """The part of the step that this moment belongs to: the first of these that applies."""
+        """The part of the step that this moment belongs to: the first of these that applies. Where a batch starts as a
+        whole, its resets are a phase of their own, whatever the first of them already generate."""
         if self._trainer.busy and not self._scheduler.running:
             return "train"
+        if self._scheduler.schedule.one_batch and self._environments.resetting:
+            return "reset"
         if generating:
             return "generate"
         return "train" if self._trainer.busy else self._why_idle()
 
     async def _emit_samples(self, sink: EventSink) -> None:
         sink.emit(self._scheduler.sample(self._environments.in_use, self._environments.capacity))
+        self._phases.sample(sink)
         for name, engine in self._engines.items():
             sink.emit(EngineSample.of(name, await engine.status()))
 
@@ -278,6 +289,7 @@ class Simulation:
                 steps=scenario.training.steps,
                 tasks=[task.name for task in scenario.tasks],
                 emulated=["all of it is simulated"],
+                price=price_per_hour(scenario, scenario.device_classes()),
             )
         )
         for name, kind in self._pools.items():

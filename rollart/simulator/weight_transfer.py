@@ -9,13 +9,10 @@ import asyncio
 from typing import Literal
 
 from rollart.core.types import LoadResult
-from rollart.simulator.constants import (
-    COLLECTIVE_EFFICIENCY,
-    PULL_EXPOSED,
-    STORE_PULL_EFFICIENCY,
-    STORE_PUSH_EFFICIENCY,
-)
+from rollart.simulator.constants import Constants
 from rollart.simulator.scenario import Scenario
+
+_DEFAULT = Constants()
 
 
 class WeightTransfer:
@@ -23,25 +20,32 @@ class WeightTransfer:
     `hidden_s` overlap with other work; then engines stand still for `exposed_s`."""
 
     def __init__(
-        self, size: int, method: Literal["store", "collective"], push: float, pull: float, overlap: bool = True
+        self,
+        size: int,
+        method: Literal["store", "collective"],
+        push: float,
+        pull: float,
+        overlap: bool = True,
+        constants: Constants = _DEFAULT,
     ) -> None:
         self.size, self.method = size, method
         self.free_at = 0.0
         self._pushed_at: dict[int, float] = {}
         if method == "store":
-            self.push_s = size / (push * STORE_PUSH_EFFICIENCY)
-            self.pull_s = size / (pull * STORE_PULL_EFFICIENCY)
+            self.push_s = size / (push * constants.push_efficiency)
+            self.pull_s = size / (pull * constants.pull_efficiency)
         else:
-            self.push_s, self.pull_s = 0.0, size / (push * COLLECTIVE_EFFICIENCY)
+            self.push_s, self.pull_s = 0.0, size / (push * constants.collective_efficiency)
         self._stops = method == "collective" or not overlap
-        self.exposed_s = self.push_s + self.pull_s if self._stops else PULL_EXPOSED * self.pull_s
+        self.exposed_s = self.push_s + self.pull_s if self._stops else constants.pull_exposed * self.pull_s
         self.hidden_s = 0.0 if self._stops else max(self.push_s, self.pull_s - self.exposed_s)
 
     @classmethod
     def of(cls, scenario: Scenario) -> "WeightTransfer":
         shape, config, links = scenario.shape, scenario.simulate.weights, scenario.links
         size = shape.parameters * shape.number_bytes
-        return cls(size, config.method, links[config.push] * 1e9, links[config.pull] * 1e9, config.overlap)
+        push, pull = links[config.push] * 1e9, links[config.pull] * 1e9
+        return cls(size, config.method, push, pull, config.overlap, scenario.simulate.constants)
 
     def publish(self, version: int) -> None:
         """Start the transfer of `version`; the trainer may not begin another step before `free_at`."""

@@ -9,7 +9,7 @@ import pytest
 
 from rollart.core.errors import RollartError
 from rollart.hardware.layout import Layout, misfits
-from rollart.hardware.layout_choice import candidates, choose, min_ranks, proposal
+from rollart.hardware.layout_choice import candidates, choose, proposal
 from rollart.hardware.training_memory import Decoder, TrainingSetup, training_memory
 
 MODELS = Path(__file__).parents[2] / "examples" / "scale" / "models"
@@ -65,6 +65,28 @@ def test_a_sequence_longer_than_a_pass_counts_in_full() -> None:
     assert long.activations == pytest.approx(8 * training_memory(config, short).activations)
 
 
+def test_cpus_keep_kernels_of_bfloat16_for_each_size_of_a_pass_up_to_a_limit() -> None:
+    config, plain = model("Qwen3-8B"), replace(LEAN, layout=Layout(data=8), gloo=True, pass_sizes=1)
+
+    def total(**changes: Any) -> float:
+        return training_memory(config, replace(plain, **changes)).total
+
+    # 4 shapes of linear layers (query and output are square) and the head, each with two gradients: 15 kernels.
+    assert total(pass_sizes=2) - total() == pytest.approx(15 * 0.58e6)
+    assert total(pass_sizes=1000) == total(pass_sizes=2000) == total(pass_sizes=0) + (1024 - 5) * 0.58e6
+    assert total(dtype="float32", pass_sizes=1) == total(dtype="float32", pass_sizes=1000)
+    assert total(gloo=False, pass_sizes=1) == total(gloo=False, pass_sizes=1000)
+    # LoRA: frozen weights have no gradients, but 5 shapes of adapters have.
+    assert total(adapters=1000, pass_sizes=2) - total(adapters=1000) == pytest.approx((5 * 2 + 5 * 3) * 0.58e6)
+
+
+def test_the_head_of_sharded_ranks_is_gathered_twice_while_it_scores() -> None:
+    config = model("Qwen3-8B")
+    lora = TrainingSetup(dtype="bfloat16", recompute="full", pack_tokens=64, adapters=1000, layout=Layout(data=8))
+    table = 2 * Decoder.of(config).table
+    assert training_memory(config, lora).working >= 2 * table
+
+
 def test_a_config_without_sizes_is_refused() -> None:
     with pytest.raises(RollartError, match="no 'hidden_size'"):
         training_memory({"num_attention_heads": 4}, LEAN)
@@ -98,9 +120,3 @@ def test_what_does_not_fit_gets_a_proposal_that_does() -> None:
     assert "dtype: bfloat16" in text
     more = proposal(config, replace(LEAN, offload=("optimizer", "activations"), pack_tokens=1 << 20), 1, 24e9)
     assert " ranks with training:" in more
-
-
-def test_a_larger_model_needs_more_ranks() -> None:
-    least = [min_ranks(model(name), LEAN, 72e9) for name in ("Qwen3-8B", "Qwen3-32B", "Qwen3-235B-A22B")]
-    assert all(least)
-    assert sorted(set(least), key=lambda ranks: ranks or 0) == least

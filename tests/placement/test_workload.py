@@ -22,7 +22,7 @@ def turn(trajectory: str, turn: int, prompt: int, tokens: int) -> TurnDone:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    log = EventLog(tmp_path / "events.jsonl", lambda: 0.0)
+    log = EventLog(tmp_path / "events", lambda: 0.0)
     # Two interleaved conversations: 100 tokens, 10 of answer, 50 more, 30 of answer; and 40 with 20.
     for event in (turn("a", 0, 100, 10), turn("b", 0, 40, 20), turn("a", 1, 160, 30)):
         log.emit(event)

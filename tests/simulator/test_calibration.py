@@ -1,9 +1,11 @@
+import shutil
 from pathlib import Path
 
 import pytest
 
 from rollart.config import loading
 from rollart.core.errors import RollartError
+from rollart.core.event_log import EventLog
 from rollart.simulator.calibration import Calibration, calibrate, describe
 from rollart.simulator.distributions import Distribution, mean_of
 from rollart.simulator.fit import distance
@@ -109,14 +111,14 @@ def test_a_calibrated_scenario_takes_as_long_as_its_run(folder: Path, tmp_path: 
 
 
 def test_a_run_that_has_not_trained_cannot_be_calibrated(tmp_path: Path) -> None:
-    (tmp_path / "events.jsonl").write_text("")
+    EventLog(tmp_path / "events", lambda: 0.0).close()
 
     with pytest.raises(RollartError, match="has not trained a step"):
         calibrate(tmp_path)
 
 
 def test_the_error_for_a_folder_without_a_run_file_asks_for_one(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "events.jsonl").write_bytes((folder / "events.jsonl").read_bytes())
+    shutil.copytree(folder / "events", tmp_path / "events")
 
     with pytest.raises(RollartError, match="--run-file"):
         calibrate(tmp_path)

@@ -33,6 +33,7 @@ def test_reproduce_counts_missed_figures_and_their_reasons(monkeypatch: pytest.M
         paper.PaperRow("f", "near", 1.0, 1.1),
         paper.PaperRow("f", "far", 1.0, 2.0),
         paper.PaperRow("f", "explained", 1.0, 3.0, "because"),
+        paper.PaperRow("f", "a step, s", 100.0, 105.0, absolute=True),
     ]
     monkeypatch.setattr(paper, "reproduce", lambda scenarios: iter(rows))
     result = CliRunner().invoke(app, ["reproduce", "paper", "--json", "-o", str(tmp_path / "paper.png")])
@@ -40,6 +41,7 @@ def test_reproduce_counts_missed_figures_and_their_reasons(monkeypatch: pytest.M
     summary = json.loads(result.stdout.strip().splitlines()[-1])
     counts = [summary[key] for key in ("within_15_percent", "missed", "missed_with_reason")]
     assert counts == [1, 1, 1]
+    assert summary["seconds"]["within_15_percent"] == 1
     assert (tmp_path / "paper.png").stat().st_size > 1000
 
 

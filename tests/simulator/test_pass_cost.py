@@ -2,11 +2,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollart.config.training import MODELS
 from rollart.hardware.devices import CATALOGUE
-from rollart.hardware.roofline import ModelShape, Roofline, decode
-from rollart.simulator.constants import PASS_S
+from rollart.hardware.roofline import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY, ModelShape, Roofline, decode
+from rollart.simulator.constants import Constants
 from rollart.simulator.pass_cost import PassCost, seconds_of, steps_in
-from rollart.simulator.scenario import MODELS
 
 QWEN = ModelShape.of(MODELS["qwen3-8b"])
 
@@ -29,8 +29,10 @@ def test_steps_in_is_the_inverse_of_seconds_of(
 
 def test_a_decode_pass_costs_its_roofline_and_the_overhead() -> None:
     roofline = Roofline(CATALOGUE["H20"], QWEN)
-    fixed, slope = PassCost(roofline).decode(16, 50_000)
-    assert fixed + slope * 50_000 == pytest.approx(roofline.seconds(decode(16, 50_000)) + PASS_S)
+    constants = Constants(compute_efficiency=COMPUTE_EFFICIENCY, memory_efficiency=MEMORY_EFFICIENCY)
+    fixed, slope = PassCost(roofline, constants=constants).decode(16, 50_000)
+    host = Constants().pass_s + 16 * Constants().sequence_s
+    assert fixed + slope * 50_000 == pytest.approx(roofline.seconds(decode(16, 50_000)) + host)
 
 
 def test_prefill_is_compute_bound_and_decode_is_bandwidth_bound() -> None:

@@ -117,9 +117,9 @@ def test_only_changes_that_helped_are_combined() -> None:
 def test_the_estimate_shows_which_side_of_a_split_is_too_small() -> None:
     scenario, own = _scenario(), plan_of(_scenario())
     means = means_of(scenario)
-    more = replace(own, engines=(replace(own.engines[0], count=16),))
+    more, fewer = (replace(own, engines=(replace(own.engines[0], count=count),)) for count in (16, 1))
 
-    assert estimate(own, scenario, means).generate > estimate(own, scenario, means).train
+    assert estimate(fewer, scenario, means).generate > estimate(fewer, scenario, means).train
     assert estimate(more, scenario, means).generate < estimate(own, scenario, means).generate / 1.5
     assert estimate(more, scenario, means).train == estimate(own, scenario, means).train
 

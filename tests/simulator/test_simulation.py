@@ -1,5 +1,6 @@
-import gc
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,34 +46,46 @@ def changed(file: Path, *overrides: str) -> Scenario:
     return load(file, overrides)
 
 
-def test_the_same_seed_gives_the_same_event_log_byte_for_byte(file: Path, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_event_log(file: Path, tmp_path: Path) -> None:
     logs = []
     for number in range(2):
         simulate(load(file), folder=tmp_path / str(number), seed=5)
-        logs.append((tmp_path / str(number) / "events.jsonl").read_bytes())
+        logs.append(list(read_events(tmp_path / str(number) / "events")))
     simulate(load(file), folder=tmp_path / "other", seed=6)
-    assert logs[0] == logs[1] != (tmp_path / "other" / "events.jsonl").read_bytes()
-    assert len(logs[0]) > 10_000
+    assert logs[0] == logs[1] != list(read_events(tmp_path / "other" / "events"))
+    assert len(logs[0]) > 100
+
+
+COUNT_CYCLES = """
+import gc, sys
+from pathlib import Path
+from rollart.simulator.scenario import load
+from rollart.simulator.simulation import simulate
+file, *changes = sys.argv[1:]
+simulate(load(Path(file)))
+for steps in (8, 40):
+    gc.collect()
+    result = simulate(load(Path(file), [f"training.steps={steps}", *changes]))
+    assert sum(result.outcomes.values()) > 10 * steps
+    print(gc.collect())
+"""
 
 
 @pytest.mark.slow
 def test_a_simulation_makes_almost_no_reference_cycles(file: Path) -> None:
+    """In a process of its own: threads that other tests left, as those of Ray, make cycles too."""
     failing = ("simulate.workloads.chat.reset_failures=0.2", "simulate.workloads.sum.reward_failures=0.2")
-    simulate(load(file))
-    found = {}
-    for steps in (8, 40):
-        gc.collect()
-        result = simulate(changed(file, f"training.steps={steps}", "rollout.extra_members=1", *failing))
-        assert sum(result.outcomes.values()) > 10 * steps
-        found[steps] = gc.collect()
-    assert found[40] < found[8] + 100  # what is left when it ends, however long it was
+    command = [sys.executable, "-c", COUNT_CYCLES, str(file), "rollout.extra_members=1", *failing]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    few, many = map(int, done.stdout.split())
+    assert many < few + 100  # what is left when it ends, however long it was
 
 
 @pytest.mark.parametrize("preset", ["sync", "sync_plus", "one_off", "start_bound", "rollart"])
 def test_every_preset_trains_all_its_steps_within_its_bound(preset: str, file: Path, tmp_path: Path) -> None:
     result = simulate(load(file).with_preset(preset), folder=tmp_path / preset)
     assert result.steps == 4
-    taken = [event for event in read_events(tmp_path / preset / "events.jsonl") if isinstance(event, BatchTaken)]
+    taken = [event for event in read_events(tmp_path / preset / "events") if isinstance(event, BatchTaken)]
     assert [event.trajectories for event in taken] == [16] * 4
     assert all(age <= result.alpha for event in taken for age in event.staleness)
 
