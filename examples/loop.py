@@ -144,7 +144,7 @@ def mean_reward(batch: Batch) -> float:
 def staleness(batch: Batch) -> float:
     """Versions between the policy that sampled a token and the one that was trained on it, on average."""
     samples = [sample for group in batch.groups for sample in group.samples]
-    ages = [batch.step - version for sample in samples for version in sample.versions if version >= 0]
+    ages = [batch.step - version for sample in samples for version in sample.versions.array.tolist()]
     return round(sum(ages) / len(ages), 2)
 
 

@@ -6,7 +6,7 @@ ended. Errors that are meant for users are RollartErrors.
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -21,6 +21,7 @@ from rollart.core import run_folder
 from rollart.core.errors import RollartError
 from rollart.core.event_log import EventLog, read_events
 from rollart.core.events import AnyEvent
+from rollart.models.folder import is_adapter
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,18 +34,27 @@ AnyPath = str | PathLike[str]
 OnEvent = Callable[[AnyEvent], None]
 
 
-def load_run(path: AnyPath, overrides: Sequence[str] = (), *, need_model: bool = True) -> RunFile:
+def load_run(
+    path: AnyPath,
+    overrides: Sequence[str] = (),
+    *,
+    need_model: bool = True,
+    weights: bool = True,
+    here: bool = True,
+) -> RunFile:
     """Read a run file and check that what it names exists on this machine: model, modules, packages, families.
 
     Args:
         path: The run file.
         overrides: Keys to change, as with `--set`: `["training.steps=50", "tasks.frozen_lake.weight=2"]`.
         need_model: Whether `model.path` must exist; an evaluation brings its own model.
+        weights: Whether to download the weights of a model of the hub that is not in the cache, not only its config.
+        here: Whether the run is for this machine; else what only other machines need is not checked.
 
     Raises:
         ConfigError: With one sentence for each problem, which names the file, the line and the key.
     """
-    return preflight.load_run(Path(path), overrides, need_model=need_model)
+    return preflight.load_run(Path(path), overrides, need_model=need_model, weights=weights, here=here)
 
 
 def train(
@@ -56,7 +66,7 @@ def train(
     on_event: OnEvent | None = None,
     rl: bool = True,
 ) -> RunFolder:
-    """Train an agent, and leave model, checkpoints, event log, ledger, curves, timeline and TensorBoard files in a
+    """Train an agent, and leave model, checkpoints, event log, ledger, curves and TensorBoard files in a
     run folder. A run that ends early can be resumed: nothing is lost or trained twice.
 
     Args:
@@ -77,23 +87,25 @@ def train(
         >>> summary = run.summary()  # doctest: +SKIP
     """
     from rollart.fleet import controller
-    from rollart.observe.tensorboard import TensorBoard
+    from rollart.observe import curves
+    from rollart.observe.exporters import EXPORTERS, ExportTarget
+    from rollart.observe.metrics import Metrics
 
+    metrics = Metrics()
     run = run if isinstance(run, RunFile) else load_run(run)
     path = folder_for(run, folder, resume=resume)
     with contextlib.ExitStack() as stack:
         attach = stack.enter_context(_watched(run, console, on_event))
 
         def watch(log: EventLog) -> None:
-            board = TensorBoard(path / "tensorboard")
-            stack.callback(board.close)
-            past = list(read_events(path / "events.jsonl"))
-            board.remember(past)
-            log.subscribe(board.on_event)
-            attach(log, past)
+            target = ExportTarget(path, path.name, metrics, run.observe.prometheus_port)
+            for exporter in [EXPORTERS[name](target) for name in run.observe.export]:
+                stack.callback(exporter.close)
+                log.subscribe(exporter.on_event)
+            attach(log, read_events(path / "events"))
 
-        _run(lambda: controller.train(run, path, resume=resume, on_log=watch, rl=rl))
-    _draw(path)
+        _run(lambda: controller.train(run, path, resume=resume, on_log=watch, rl=rl, metrics=metrics))
+    curves.write(metrics.snapshot(), path / "curves.png")
     return RunFolder(path)
 
 
@@ -113,12 +125,15 @@ def folder_for(run: RunFile, folder: AnyPath | None = None, *, resume: bool = Fa
 
 @dataclass(frozen=True, slots=True)
 class TaskScore:
-    """Results of held-out episodes. `failed` could not be played and are not in `success` and `reward`."""
+    """Results of held-out episodes. `failed` could not be played and are not in `success` and `reward`. With several
+    `samples` of each episode, `success` is their mean and `passed` the share of episodes with one that succeeded."""
 
     success: float
     reward: float
     episodes: int
     failed: int
+    samples: int = 1
+    passed: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,15 +149,19 @@ def evaluate(
     run: RunFile | AnyPath,
     model: AnyPath,
     *,
+    endpoint: str | None = None,
     folder: AnyPath | None = None,
     console: "Console | None" = None,
     on_event: OnEvent | None = None,
 ) -> Evaluation:
-    """Play the held-out episodes of every task with a saved model.
+    """Play the held-out episodes of every task with a saved model, or with one that someone else serves.
 
     Args:
         run: The run file, loaded or as a path; its own model is not used.
-        model: A model folder in Hugging Face format, for example `run.model` of a trained run, or a checkpoint.
+        model: A model folder in Hugging Face format, for example `run.model` of a trained run, or a checkpoint; with
+            an `endpoint`, the name of a model there.
+        endpoint: The URL of an OpenAI-compatible API, up to `/v1`. The environment variable OPENAI_API_KEY may hold
+            its key.
         folder: The run folder. By default `<output>/<name>-eval-<n>`.
         console: Show the live view here; by default nothing is printed.
         on_event: Called with each event as it happens.
@@ -150,15 +169,19 @@ def evaluate(
     Raises:
         RollartError: If the model is not there, or the evaluation ends early.
     """
-    model = Path(model)
-    if not (model / "config.json").is_file():
+    if endpoint is None and not (Path(model) / "config.json").is_file() and not is_adapter(Path(model)):
         raise RollartError(f"{model} is not a Hugging Face model folder: it has no config.json")
     from rollart.fleet import controller
+    from rollart.fleet.endpoint import ModelEndpoint
 
     run = run if isinstance(run, RunFile) else load_run(run, need_model=False)
     path = Path(folder) if folder else run_folder.create(run.output, f"{run.name}-eval")
     with _watched(run, console, on_event) as attach:
-        found = _run(lambda: controller.evaluate(run, model, directory=path, on_log=attach))
+        if endpoint is None:
+            found = _run(lambda: controller.evaluate(run, Path(model), directory=path, on_log=attach))
+        else:
+            served = ModelEndpoint(endpoint, str(model))
+            found = _run(lambda: controller.evaluate_endpoint(run, served, directory=path, on_log=attach))
     return msgspec.convert({**found, "folder": str(path)}, Evaluation)
 
 
@@ -239,7 +262,7 @@ def _watched(run: RunFile, console: "Console | None", on_event: OnEvent | None) 
         else contextlib.nullcontext() as view
     ):
 
-        def attach(log: EventLog, past: Sequence[AnyEvent] = ()) -> None:
+        def attach(log: EventLog, past: Iterable[AnyEvent] = ()) -> None:
             if view:
                 view.remember(past)
                 log.subscribe(view.on_event)
@@ -247,12 +270,3 @@ def _watched(run: RunFile, console: "Console | None", on_event: OnEvent | None) 
                 log.subscribe(on_event)
 
         yield attach
-
-
-def _draw(folder: Path) -> None:
-    """The pictures of a run that has finished."""
-    from rollart.observe import curves, timeline
-
-    run = RunFolder(folder)
-    curves.write(run.snapshot(), folder / "curves.png")
-    timeline.write(run.events(), folder / "timeline.json")

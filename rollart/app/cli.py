@@ -9,10 +9,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from rollart.app.commands import envs, reward
+from rollart.app.commands import envs, launch, reward
 from rollart.app.commands.calibrate import calibrate
 from rollart.app.commands.common import AsJson, Overrides, RunDir, RunPath, console_for, guarded, print_json
+from rollart.app.commands.dashboard import dashboard
 from rollart.app.commands.export import export
+from rollart.app.commands.init import init
 from rollart.app.commands.plan import plan
 from rollart.app.commands.play import play
 from rollart.app.commands.reproduce import reproduce
@@ -37,12 +39,14 @@ models = typer.Typer(
 app.add_typer(models, name="models", rich_help_panel="Prepare")
 app.add_typer(envs.app, name="envs", rich_help_panel="Prepare")
 app.add_typer(reward.app, name="reward", rich_help_panel="Prepare")
+app.add_typer(launch.app, name="launch", rich_help_panel="Prepare")
 
 TRAIN, LOOK, PREPARE = "Train", "Look at a run", "Prepare"
 
 app.command(rich_help_panel=TRAIN)(train)
 app.command(rich_help_panel=TRAIN)(sft)
 app.command("eval", rich_help_panel=TRAIN)(evaluate)
+app.command(rich_help_panel=LOOK)(dashboard)
 app.command(rich_help_panel=LOOK)(play)
 app.command(rich_help_panel=TRAIN)(export)
 app.command(rich_help_panel=TRAIN)(serve)
@@ -50,6 +54,7 @@ app.command(rich_help_panel="Plan without hardware")(simulate)
 app.command(rich_help_panel="Plan without hardware")(reproduce)
 app.command(rich_help_panel="Plan without hardware")(calibrate)
 app.command(rich_help_panel="Plan without hardware")(plan)
+app.command(rich_help_panel=PREPARE)(init)
 
 
 def _version(show: bool) -> None:
@@ -66,6 +71,8 @@ def _app(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
+    if sys.platform != "linux":
+        typer.echo(f"rollart runs on Linux only, and this is {sys.platform}: expect failures", err=True)
     # Modules in the current folder can be imported, as with `python -m`: run files name environments by import path.
     if "" not in sys.path:
         sys.path.insert(0, "")
@@ -90,11 +97,11 @@ def check(
     [dim]rollart check examples/quickstart.yaml --set engine.threads=2
     rollart check examples/mixed.yaml --nodes cluster.yaml[/dim]
     """
-    from rollart.app import api
+    from rollart.app import api, preflight
     from rollart.config import loading
     from rollart.placement import inventory, plan
 
-    run = api.load_run(run_file, overrides or [])
+    run = api.load_run(run_file, overrides or [], weights=False, here=nodes is None)
     with console_for(as_json) as console:
         planned = plan.plan(run, inventory.inventory_of(run, nodes, patience))
         if not as_json:
@@ -102,6 +109,8 @@ def check(
 
             console.print(loading.dump(run), markup=False, soft_wrap=True)
             console.print(placed(run, planned))
+            for line in preflight.advice(run):
+                console.print(line, style="yellow", soft_wrap=True)
     if as_json:
         print_json({"run": run.model_dump(mode="json"), "plan": asdict(planned)})
 
@@ -177,9 +186,10 @@ def trajectory(
 
         console.print(trajectories(run.snapshot().examples))
         return
+    from rollart.core.events import TrajectoryStarted, TurnDone
     from rollart.observe.conversation import conversation
 
-    console.print(conversation(run.trajectory(id), run.events()))
+    console.print(conversation(run.trajectory(id), run.events(TrajectoryStarted, TurnDone)))
 
 
 @app.command(rich_help_panel=LOOK)
@@ -188,23 +198,24 @@ def timeline(
     run_dir: RunDir,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "-o", "--output", metavar="FILE", help="The file to write; default: timeline.json in the run folder."
-        ),
+        typer.Option("-o", "--output", metavar="FILE", help="The file to write; default: NAME-timeline.json, here."),
     ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Slices of trajectories, the last ones.")] = 100_000,
 ) -> None:
     """Write a Chrome trace of the run, for Perfetto.
 
     Every trajectory, turn, optimizer step, weight swap and evaluation is a slice
-    on a common time axis.
+    on a common time axis. Of a long run, only the last trajectories are in it.
 
     [dim]rollart timeline runs/quickstart-1 -o trace.json[/dim]
     """
     from rollart.app.run_reader import RunFolder
     from rollart.observe import timeline as trace
 
-    path = output or run_dir / "timeline.json"
-    records = trace.write(RunFolder(run_dir).events(), path)
+    path = output or Path(f"{run_dir.resolve().name}-timeline.json")
+    run = RunFolder(run_dir)
+    typer.echo(f"reading the event log of {run_dir}", err=True)
+    records = trace.write(run.events(), path, limit)
     typer.echo(f"{path}: {records} records; open it in https://ui.perfetto.dev")
 
 

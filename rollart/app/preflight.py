@@ -1,37 +1,56 @@
 """Loads a run file and checks that what it names exists on this machine: model folder, modules, packages, families."""
 
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
-from rollart.config import INVOKERS, RunFile, TaskConfig, TrainingConfig, import_check
+from rollart.config import INVOKERS, AlgorithmConfig, RunFile, TaskConfig, import_check
 from rollart.config.loading import read, validated
-from rollart.config.yaml_tree import Tree
+from rollart.config.yaml_tree import KeyPath, Tree
+from rollart.core import event_log
 from rollart.core.errors import ConfigError, RollartError
 from rollart.engines import backends
 from rollart.envs import families
+from rollart.envs.dataset import DatasetTask
 from rollart.hardware.layout import misfits
 from rollart.hardware.layout_choice import candidates, parallel_of
-from rollart.placement.workload import model_config
-from rollart.training.advantages import ADVANTAGES
-from rollart.training.losses import LOSSES
+from rollart.models import hub
+from rollart.placement.workload import model_config, model_shape
+from rollart.training.optimizers import OPTIMIZERS
 from rollart.warmup.conversations import conversations_problem
+
+T = TypeVar("T")
+USUAL_LR = ((1e9, 2e-5), (2e10, 3e-6), (float("inf"), 1e-6))  # of RL, by parameters
+SANDBOXED = ("rollart.envs.terminal", "rollart.rewards.execution")  # modules whose code runs in a sandbox
 
 
 def load_run(
-    path: Path, overrides: Sequence[str] = (), *, need_model: bool = True, only_task: str | None = None
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    need_model: bool = True,
+    weights: bool = True,
+    only_task: str | None = None,
+    here: bool = True,
 ) -> RunFile:
     """The run file with `overrides` (`a.b.c=value`) applied. Raises ConfigError with one sentence per problem. With
-    `only_task`, the requirements of the other tasks are not checked."""
+    `only_task`, the requirements of the other tasks are not checked. A model of the hub is downloaded unless it is in
+    the cache, and its folder becomes `model.path`; without `weights`, only what describes it. Not `here`: the run is
+    for other machines, so what only they need is not checked."""
     tree = read(path, overrides)
     run = validated(tree, RunFile)
-    problems = list(_missing(run, tree, need_model, only_task))
+    if need_model and run.model.id and not run.model.path:
+        folder = _at(tree, ("model",), lambda: hub.model_folder(str(run.model.id), run.model.revision, weights=weights))
+        run = run.model_copy(update={"model": run.model.model_copy(update={"path": folder})})
+    problems = list(_missing(run, tree, need_model, only_task, here=here))
     if problems:
         raise ConfigError("\n".join(problems))
     return run
 
 
-def _missing(run: RunFile, tree: Tree, need_model: bool, only_task: str | None) -> Iterator[str]:
+def _missing(run: RunFile, tree: Tree, need_model: bool, only_task: str | None, *, here: bool) -> Iterator[str]:
     """What the values themselves cannot show: files, modules and packages that are not there."""
     if need_model and run.model.path and not (run.model.path / "config.json").is_file():
         yield f"{tree.place(('model', 'path'))}: model.path {str(run.model.path)!r} is not a Hugging Face model folder"
@@ -40,29 +59,70 @@ def _missing(run: RunFile, tree: Tree, need_model: bool, only_task: str | None) 
     warmup = run.model.warmup
     if warmup and warmup.conversations and (wrong := conversations_problem(warmup.conversations)):
         yield f"{tree.place(('model', 'warmup', 'conversations'))}: model.warmup.conversations: {wrong}"
-    if run.measured and not (run.measured / "events.jsonl").is_file():
+    if run.measured and not event_log.exists(run.measured / "events"):
         where = f"{tree.place(('measured',))}: measured {str(run.measured)!r}"
-        yield f"{where} is not the folder of a run: it has no events.jsonl"
-    for key, registry in (("loss", LOSSES), ("advantage", ADVANTAGES)):
-        if wrong := registry.problem(getattr(run.training.algorithm, key)):
-            yield f"{tree.place(('training', 'algorithm', key))}: training.algorithm.{key} {wrong}"
-    if wrong := _optimizer_problem(run.training.optimizer):
+        yield f"{where} is not the folder of a run: it has no event log"
+    for key, wrong in _algorithm_problems(run.training.algorithm):
+        yield f"{tree.place(('training', 'algorithm', key))}: training.algorithm.{key} {wrong}"
+    if wrong := OPTIMIZERS.problem(run.training.optimizer):
         yield f"{tree.place(('training', 'optimizer'))}: training.optimizer {wrong}"
-    yield from (f"{tree.place(path)}: {wrong}" for path, wrong in backends.problems(run))
+    yield from (f"{tree.place(path)}: {wrong}" for path, wrong in backends.problems(run, here=here))
     hosts = run.pools_of("environment").values()
     remote = all(pool.urls for pool in hosts) and not (warmup and warmup.per_task) and only_task is None
     for index, task in enumerate(run.tasks):
         if only_task in (None, task.name):
-            for key, wrong in _missing_for_task(task, remote):
+            for key, wrong in (*_missing_for_task(task, remote), *(_missing_sandbox(task) if here else ())):
                 yield f"{tree.place(('tasks', index, key))}: tasks.{task.name}.{key} {wrong}"
 
 
-def _optimizer_problem(name: str) -> str | None:
-    if name == TrainingConfig.model_fields["optimizer"].default:
-        return None  # optimizers are torch's, whose import takes seconds
-    from rollart.training.optimizers import OPTIMIZERS
+def _algorithm_problems(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
+    default = AlgorithmConfig()
+    if all(getattr(algorithm, key) == getattr(default, key) for key in ("loss", "advantage", "correction")):
+        return  # the tables import numpy, which a check of a file with defaults need not
+    from rollart.training.advantages import ADVANTAGES
+    from rollart.training.corrections import CORRECTIONS
+    from rollart.training.losses import LOSSES
 
-    return OPTIMIZERS.problem(name)
+    problems = [("loss", LOSSES.problem(algorithm.loss)), ("advantage", ADVANTAGES.problem(algorithm.advantage))]
+    problems += [("correction", CORRECTIONS.problem(name)) for name in algorithm.correction.use]
+    yield from ((key, wrong) for key, wrong in problems if wrong)
+
+
+def advice(run: RunFile) -> Iterator[str]:
+    """What is allowed and yet probably a mistake."""
+    if run.model.tiny or not run.model.path:
+        return
+    parameters = model_shape(run).parameters
+    usual = next(lr for size, lr in USUAL_LR if parameters <= size) * (10 if run.training.lora else 1)
+    if run.training.lr > 10 * usual:
+        what = (
+            f"adapters of a model of {parameters:.2g}"
+            if run.training.lora
+            else f"a pretrained model of {parameters:.2g}"
+        )
+        yield f"training.lr is {run.training.lr:g}; {what} parameters usually learns at about {usual:g}"
+
+
+def _at(tree: Tree, path: KeyPath, work: Callable[[], T]) -> T:
+    """A ConfigError of `work` names the line of the key."""
+    try:
+        return work()
+    except ConfigError as error:
+        raise ConfigError(f"{tree.place(path)}: {error}") from error
+
+
+def _dataset_problem(task: TaskConfig) -> str | None:
+    """Reads the first row of each side: a wrong column is reported here and not by every episode."""
+    if task.dataset is None:
+        return None
+    try:
+        for held_out in (False, True):
+            sample = DatasetTask(task.dataset.model_dump(), held_out)
+            sample.reset(0)
+            sample.step("")
+    except (ConfigError, ValueError, OSError) as error:
+        return str(error)
+    return None
 
 
 def _impossible_layout(run: RunFile) -> str | None:
@@ -72,7 +132,7 @@ def _impossible_layout(run: RunFile) -> str | None:
         layout = run.training.parallel.layout(pool.count)
     except RollartError as error:
         return str(error)
-    if run.model.path and not (run.model.path / "config.json").is_file():
+    if not run.model.tiny and not (run.model.path and (run.model.path / "config.json").is_file()):
         return None
     model = model_config(run)
     if not (wrong := next(misfits(layout, model), None)):
@@ -85,6 +145,8 @@ def _impossible_layout(run: RunFile) -> str | None:
 def _missing_for_task(task: TaskConfig, remote: bool) -> Iterator[tuple[str, str]]:
     """`remote`: all environments run on hosts that cannot be inspected from here."""
     targets: dict[str, str | None] = {} if remote else {"env": task.env, "player": task.player}
+    if wrong := _dataset_problem(task):
+        yield "dataset", f"cannot be used: {wrong}"
     if task.agent is not None:
         targets["agent"] = task.agent.function
         for folder in (task.agent.files, *task.agent.mounts):
@@ -97,6 +159,18 @@ def _missing_for_task(task: TaskConfig, remote: bool) -> Iterator[tuple[str, str
             yield key, wrong
     if task.family and not remote and (wrong := families.problem(task.family)):
         yield "family", wrong
+
+
+def _missing_sandbox(task: TaskConfig) -> Iterator[tuple[str, str]]:
+    """What runs in a sandbox needs bubblewrap, and fails in every episode without it."""
+    if shutil.which("bwrap") is not None:
+        return
+    hint = "runs in a sandbox, which needs bubblewrap; install it: `apt-get install bubblewrap`"
+    if task.agent is not None and task.agent.command:
+        yield "agent", hint
+    for key, target in (("env", task.env), ("reward", task.reward.function)):
+        if target and target.partition(":")[0].startswith(SANDBOXED):
+            yield key, hint
 
 
 def _missing_target(task: TaskConfig, key: str, target: str) -> str | None:

@@ -15,9 +15,8 @@ from rollart.core.errors import RollartError
 from rollart.core.event_log import read_events
 from rollart.core.events import AnyEvent, Event
 from rollart.core.types import Trajectory
-from rollart.observe.metrics import measure
 from rollart.observe.snapshot import Snapshot, StepPoint
-from rollart.observe.summary import summarise
+from rollart.observe.summary import snapshot_of, summarise
 from rollart.rollout.ledger import SqliteLedger
 
 T = TypeVar("T")
@@ -85,7 +84,7 @@ class RunFolder:
 
     def events(self, *kinds: type[Event]) -> Records[Any]:
         """All events in order, or those of some kinds: `run.events(TurnDone)`. `rollart.core.events` has all kinds."""
-        return Records(lambda: (event for event in read_events(self._log) if not kinds or isinstance(event, kinds)))
+        return Records(lambda: read_events(self._log, *kinds))
 
     def steps(self) -> Records[StepPoint]:
         """One record for each optimizer step. Steps that a resume took back are left out."""
@@ -115,7 +114,7 @@ class RunFolder:
 
     def snapshot(self) -> Snapshot:
         """Everything that `rollart show` prints, as one frozen object."""
-        return measure(self.events())
+        return snapshot_of(self.path)
 
     def summary(self) -> dict[str, Any]:
         """What `rollart show --json` prints: results by task, speed, utilisation, staleness, drops."""

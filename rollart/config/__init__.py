@@ -1,12 +1,13 @@
 """The run file: its sections, keys and defaults. Imports no torch, so that checking a file is instant."""
 
+from rollart.config.algorithm import AlgorithmConfig, CorrectionConfig
 from rollart.config.base import Section
 from rollart.config.hardware import AFFINITIES, EngineConfig, PoolConfig, VllmConfig
 from rollart.config.rollout import EnvironmentsConfig, RewardsConfig
 from rollart.config.run import RunFile
 from rollart.config.task import INVOKERS, AgentConfig, RewardConfig, TaskConfig
 from rollart.config.training import (
-    AlgorithmConfig,
+    LoraConfig,
     ModelConfig,
     ParallelConfig,
     TinyModelConfig,
@@ -19,8 +20,10 @@ __all__ = [
     "INVOKERS",
     "AgentConfig",
     "AlgorithmConfig",
+    "CorrectionConfig",
     "EngineConfig",
     "EnvironmentsConfig",
+    "LoraConfig",
     "ModelConfig",
     "ParallelConfig",
     "PoolConfig",

@@ -23,6 +23,7 @@ RENAMED = {
     "routing.hand_over": "routing.disaggregate",
     "training.algorithm.solved": "training.algorithm.solved_advantage",
     "training.algorithm.evidence": "training.algorithm.evidence_power",
+    "training.algorithm.importance_cap": "training.algorithm.correction.cap",
     "training.lr_warm_up": "training.lr_warmup",
     "model.warm_up": "model.warmup",
     "simulate.warm_up": "simulate.warmup",

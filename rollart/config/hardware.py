@@ -32,6 +32,9 @@ class EngineConfig(Section):
     device: TorchDevice = "auto"
     threads: Positive = Field(1, description="CPU threads of each engine")
     deadline: Seconds = Field(120.0, description="seconds for one request")
+    start_deadline: Seconds = Field(
+        300.0, description="seconds until an engine must have started, in addition to reading the model's files"
+    )
 
 
 class VllmConfig(Section):

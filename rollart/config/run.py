@@ -1,9 +1,9 @@
 """The whole run file, and the checks between its sections."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from rollart.config.base import Conflict, Natural, Section
 from rollart.config.hardware import (
@@ -18,9 +18,27 @@ from rollart.config.hardware import (
 )
 from rollart.config.rollout import EnvironmentsConfig, RewardsConfig, RolloutConfig
 from rollart.config.task import INVOKERS, TaskConfig
-from rollart.config.training import CheckpointConfig, EvaluationConfig, ModelConfig, TrainingConfig
+from rollart.config.training import (
+    CheckpointConfig,
+    EvaluationConfig,
+    LedgerConfig,
+    ModelConfig,
+    TrainingConfig,
+    model_source,
+)
 from rollart.config.yaml_tree import did_you_mean
 from rollart.hardware.devices import CATALOGUE, DeviceClass
+
+
+class ObserveConfig(Section):
+    """Where the numbers of the run go besides its folder."""
+
+    export: list[Literal["tensorboard", "wandb", "mlflow", "trackio", "prometheus", "otel"]] = Field(
+        ["tensorboard"],
+        description="exporters; wandb is offline unless WANDB_MODE is set, mlflow writes into the run folder unless "
+        "MLFLOW_TRACKING_URI is, otel sends to OTEL_EXPORTER_OTLP_ENDPOINT",
+    )
+    prometheus_port: Natural = Field(9464, le=65535, description="port of Prometheus' scrape endpoint, on loopback")
 
 
 class RunFile(Section):
@@ -29,7 +47,9 @@ class RunFile(Section):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][\w.-]*$", description="name of the run, and of its folder")
     seed: Natural = Field(0, description="seed of episodes, sampling and weights")
     output: Path = Field(Path("runs"), description="folder of the run folders")
-    model: ModelConfig
+    model: Annotated[ModelConfig, BeforeValidator(model_source, json_schema_input_type=str | ModelConfig)] = Field(
+        description="where the policy comes from: a folder, a hub id or a section"
+    )
     tasks: Annotated[list[TaskConfig], Field(min_length=1, description="what the policy learns")]
     rollout: RolloutConfig = RolloutConfig()
     cluster: str | None = Field(None, description="address of a Ray cluster; default: this machine")
@@ -51,6 +71,8 @@ class RunFile(Section):
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    ledger: LedgerConfig = LedgerConfig()
+    observe: ObserveConfig = ObserveConfig()
     simulate: Any = Field(None, description="for `rollart simulate`; training ignores it")
 
     def pools_of(self, role: str) -> dict[str, PoolConfig]:
@@ -68,6 +90,14 @@ class RunFile(Section):
     def device_classes(self) -> dict[str, DeviceClass]:
         """The catalogue, with the numbers of the run file, and the classes that it defines."""
         return CATALOGUE | {name: device.as_class(name) for name, device in self.devices.items()}
+
+    @model_validator(mode="after")
+    def _learning_rate_by_model(self) -> "RunFile":
+        """The default of a tiny model would ruin a pretrained one."""
+        if self.model.tiny is None and "lr" not in self.training.model_fields_set:
+            lr = 1e-4 if self.training.lora is not None else 1e-5
+            object.__setattr__(self, "training", self.training.model_copy(update={"lr": lr}))  # it is frozen
+        return self
 
     @model_validator(mode="after")
     def _check(self) -> "RunFile":
@@ -128,9 +158,12 @@ class RunFile(Section):
         for index, name in enumerate(names):
             if name in names[:index]:
                 raise Conflict(f"two tasks are named {name!r}; names must differ", "tasks", index, "name")
-        if self.training.batch_groups < len(names):
+        trained = sum(task.weight > 0 for task in self.tasks)
+        if not trained:
+            raise Conflict("every task has weight 0: nothing would be trained", "tasks", 0, "weight")
+        if self.training.batch_groups < trained:
             raise Conflict(
-                f"training.batch_groups is {self.training.batch_groups}, too few for {len(names)} tasks: "
+                f"training.batch_groups is {self.training.batch_groups}, too few for {trained} tasks: "
                 "every task needs a group in every batch",
                 *("training", "batch_groups"),
             )
@@ -139,7 +172,7 @@ class RunFile(Section):
         if INVOKERS[task.reward.invoker].cluster and self.cluster is None:
             what = f"invoker {task.reward.invoker} needs `cluster`, the address of a Ray cluster"
             raise Conflict(what, "tasks", index, "reward")
-        if self.model.warmup and self.model.warmup.per_task and task.player is None:
+        if self.model.warmup and self.model.warmup.per_task and task.weight and task.player is None:
             raise Conflict(f"task {task.name!r} has no `player`, which model.warmup needs", "tasks", index)
         if self.model.tiny and task.max_context > self.model.tiny.context:
             raise Conflict(

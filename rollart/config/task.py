@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticKnownError
@@ -51,10 +51,28 @@ def _known_invoker(name: str) -> str:
     return name
 
 
+# Rewards that rollart ships, by their short names.
+REWARDS = {
+    "env_return": "rollart.rewards.functions:env_return",
+    "column_sum": "rollart.rewards.functions:column_sum",
+    "exact": "rollart.rewards.answers:exact",
+    "number": "rollart.rewards.answers:number",
+    "math": "rollart.rewards.answers:math",
+    "code": "rollart.rewards.code:passes_tests",
+    "judge": "rollart.rewards.judge:judge",
+}
+
+
+def _reward_path(value: Any) -> Any:
+    return REWARDS.get(value, value) if isinstance(value, str) else value
+
+
 class RewardConfig(Section):
     """A reward function and how it is called. `module:function` alone runs in local processes."""
 
-    function: ImportPath = Field("rollart.rewards.functions:env_return", description="module:function of an episode")
+    function: Annotated[ImportPath, BeforeValidator(_reward_path)] = Field(
+        REWARDS["env_return"], description=f"module:function of an episode, or one of {', '.join(REWARDS)}"
+    )
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
     version: str = Field("", description="refuse any other version of the function")
     invoker: Annotated[str, AfterValidator(_known_invoker)] = Field(
@@ -132,6 +150,33 @@ class AgentConfig(Section):
 
 
 AgentInput = ImportPath | list[str] | AgentConfig | None
+DATASET_ENV = "rollart.envs.dataset:DatasetTask"
+
+
+class DatasetConfig(Section):
+    """Rows of a file, each an episode of one turn. Every pass over the rows has an order of its own."""
+
+    path: str = Field(min_length=1, description="a .jsonl, .json, .csv or .parquet file, or a hub id (owner/name)")
+    split: str = Field("train", description="hub: the split to train on")
+    subset: str | None = Field(None, description="hub: the subset, if the dataset has several")
+    revision: str | None = Field(None, description="hub: branch, tag or commit")
+    prompt: str = Field("{question}", description="text of the prompt; `{column}` is replaced by the row's value")
+    system: str | None = Field(None, description="a system message, with columns like `prompt`")
+    answer: str = Field("answer", description="column of the answer, for the reward; dots lead into nested values")
+    held_out: float | str = Field(
+        0.1, description="fraction of rows that are only evaluated, by content; or the file or split to evaluate on"
+    )
+    limit: Positive | None = Field(None, description="use only this many rows")
+
+    @model_validator(mode="after")
+    def _fraction(self) -> "DatasetConfig":
+        if isinstance(self.held_out, float) and not 0 < self.held_out < 1:
+            raise Conflict(f"held_out is {self.held_out:g}; a fraction is between 0 and 1", "held_out")
+        return self
+
+
+def _dataset_path(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
 
 
 class TaskConfig(Section):
@@ -142,16 +187,23 @@ class TaskConfig(Section):
     agent: Annotated[AgentConfig | None, BeforeValidator(_program, json_schema_input_type=AgentInput)] = Field(
         None, description="instead of `env`, a program that drives itself: module:function, a command or a section"
     )
+    dataset: Annotated[
+        DatasetConfig | None, BeforeValidator(_dataset_path, json_schema_input_type=str | DatasetConfig | None)
+    ] = Field(None, description="instead of `env`, the rows of a file or of a dataset of the hub: a path or a section")
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment or the agent")
     family: str | None = Field(
         None, pattern=r"^[A-Za-z][\w-]*$", description="the family whose Python runs it; see `rollart envs`"
+    )
+    isolation: Literal["auto", "process", "shared"] = Field(
+        "auto",
+        description="process: one for each episode; shared: one for many light episodes; auto: as the class declares",
     )
     player: ImportPath | None = Field(None, description="module:function, the scripted player of the warmup")
     player_args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the player")
     reward: Annotated[RewardConfig, BeforeValidator(_by_name, json_schema_input_type=ImportPath | RewardConfig)] = (
         Field(RewardConfig(), description="module:function of an episode, or a section that also says how to call it")
     )
-    weight: float = Field(1.0, gt=0, description="weight of the task in every batch")
+    weight: float = Field(1.0, ge=0, description="weight of the task in every batch; 0: it is only evaluated")
     max_turns: Positive = Field(1, description="turns of a trajectory; more are truncated")
     max_context: Positive = Field(1024, description="tokens of a trajectory; longer ones are truncated")
     sampling: SamplingConfig = SamplingConfig()
@@ -159,8 +211,29 @@ class TaskConfig(Section):
         "auto", description="auto, prefill or decode; or the pools it is pinned to, in order of preference"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _dataset_is_an_environment(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("dataset") is not None:
+            if value.get("env") in (None, "", DATASET_ENV):
+                return {"reward": "exact", **value, "env": DATASET_ENV}
+            raise Conflict(f"task {value.get('name')!r} has both `env` and `dataset`; leave one out", "dataset")
+        return value
+
     @model_validator(mode="after")
     def _env_or_agent(self) -> "TaskConfig":
         if bool(self.env) == (self.agent is not None):
-            raise Conflict(f"task {self.name!r} needs either `env` or `agent`", *(["agent"] if self.env else []))
+            what = f"task {self.name!r} needs either `env`, `agent` or `dataset`"
+            raise Conflict(what, *(["agent"] if self.env else []))
+        if self.dataset is not None and self.max_turns > 1:
+            raise Conflict(f"task {self.name!r} is a dataset: its episodes have one turn", "max_turns")
+        if self.sampling.max_tokens >= self.max_context:
+            most = self.sampling.max_tokens
+            room = f"max_context {self.max_context} has no room for an observation and {most} tokens of an action"
+            raise Conflict(f"task {self.name!r}: {room}; raise it, or lower sampling.max_tokens", "max_context")
         return self
+
+    @property
+    def env_args(self) -> dict[str, Any]:
+        """Keyword arguments of the environment."""
+        return {"dataset": self.dataset.model_dump(), **self.args} if self.dataset else self.args

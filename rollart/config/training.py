@@ -1,13 +1,19 @@
 """`model`, `training`, `evaluation` and `checkpoint`: the policy and how it is trained."""
 
 import re
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from pydantic import Field, model_validator
 
+from rollart.config.algorithm import AlgorithmConfig
 from rollart.config.base import Conflict, Natural, Positive, Seconds, Section, TorchDevice
+from rollart.config.yaml_tree import did_you_mean
 from rollart.hardware.layout import Layout
+
+MODELS: dict[str, dict[str, int]] = yaml.safe_load((files("rollart.config") / "models.yaml").read_text())
 
 
 class TinyModelConfig(Section):
@@ -24,6 +30,9 @@ class TinyModelConfig(Section):
     def _grouped_heads(self) -> "TinyModelConfig":
         if self.heads % self.kv_heads:
             raise Conflict(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})", "kv_heads")
+        if self.hidden % (2 * self.heads):
+            wrong = f"hidden ({self.hidden}) must be an even multiple of heads ({self.heads})"
+            raise Conflict(f"{wrong}: each head has an even size, for rotary positions", "hidden")
         return self
 
 
@@ -61,49 +70,47 @@ class WarmupConfig(Section):
 
 
 class ModelConfig(Section):
-    """Where the policy comes from: `path` or `tiny`."""
+    """Where the policy comes from: `path`, `id` or `tiny`. `model: NAME` is short for a folder or a hub id. `name` and
+    `config` give the sizes of a model without its weights, for `rollart check`, `simulate` and `plan`."""
 
     path: Path | None = Field(None, description="a Hugging Face folder to start from")
+    id: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$",
+        description="a model of the Hugging Face hub, owner/name; downloaded unless it is in the cache",
+    )
+    revision: str | None = Field(None, description="branch, tag or commit of `id`")
     tiny: TinyModelConfig | None = Field(None, description="a tiny model with random weights")
+    name: str | None = Field(None, description=f"a model without its weights: one of {', '.join(MODELS)}")
+    config: dict[str, int] | None = Field(None, description="or the numbers of a model's config.json")
     warmup: WarmupConfig | None = Field(None, description="supervised training before RL")
 
     @model_validator(mode="after")
     def _one_source(self) -> "ModelConfig":
-        if (self.path is None) == (self.tiny is None):
-            raise ValueError("give either `path` (a Hugging Face folder) or `tiny` (random weights), not both")
+        """A resolved run file has the `path` of an `id` beside it."""
+        folder = self.path is not None or self.id is not None
+        if sum((folder, self.tiny is not None, self.name is not None, self.config is not None)) != 1:
+            raise ValueError(
+                "give one of `path` (a Hugging Face folder), `id` (a hub id) and `tiny` (random weights); or, to check "
+                "and simulate only, `name` or `config` (sizes without weights)"
+            )
+        if self.revision is not None and self.id is None:
+            raise Conflict("`revision` is for a model with an `id`", "revision")
+        if self.name is not None and self.name not in MODELS:
+            raise Conflict(f"no model is called {self.name!r}{did_you_mean(self.name, list(MODELS))}", "name")
         return self
 
+    @property
+    def has_weights(self) -> bool:
+        return self.name is None and self.config is None
 
-class AlgorithmConfig(Section):
-    """How rewards become advantages, and advantages a loss."""
 
-    advantage: str = Field("grpo", description="grpo, another that rollart ships, or module:function")
-    solved_advantage: float = Field(
-        0.15, ge=0, description="advantage of groups whose members all got the top reward: keeps them learnt"
-    )
-    evidence_power: float = Field(
-        1.0, ge=0, description="power of the share of groups with spread that scales the learning rate; 0: off"
-    )
-    loss: str = Field("ppo", description="ppo, another that rollart ships, or module:function")
-    clip_low: float = Field(0.2, gt=0, description="the policy ratio is clipped below 1 - clip_low")
-    clip_high: float = Field(0.28, gt=0, description="and above 1 + clip_high")
-    dual_clip: float | None = Field(
-        None, gt=1, description="cap on the loss of a token with a negative advantage, in advantages; null: off"
-    )
-    importance_cap: float | None = Field(
-        2.0, gt=0, description="cap on the importance weight of the trainer's policy over the engine's; null: off"
-    )
-    kl: float = Field(0.0, ge=0, description="weight of the KL to the reference, the policy at the start of RL")
-    entropy: float = Field(0.0, ge=0, description="weight of the entropy bonus")
-    expert_balance: float = Field(
-        0.0,
-        ge=0,
-        description="mixtures: weight of the loss for an uneven load of experts, which is always measured",
-    )
-    aggregate: Literal["token", "sequence", "group"] = Field(
-        "token",
-        description="the loss is a mean over all tokens, over sequences (of their mean), or over groups (of theirs)",
-    )
+def model_source(value: Any) -> Any:
+    """`model: owner/name` is a hub id unless there is such a folder; any other text is a folder."""
+    if not isinstance(value, str):
+        return value
+    hub = value.count("/") == 1 and not value.startswith((".", "/", "~")) and not Path(value).exists()
+    return {"id" if hub else "path": value}
 
 
 class ParallelConfig(Section):
@@ -134,6 +141,29 @@ class ParallelConfig(Section):
         return Layout.over(ranks, context=self.context, tensor=self.tensor, expert=self.expert)
 
 
+class LoraConfig(Section):
+    """Train small matrices beside the model's own, which stay as they are: `x W + alpha / rank x A B`. The trainer's
+    ranks may be data or context parallel."""
+
+    rank: Positive = Field(16, description="rows of A and columns of B: how much can be learnt, and its memory")
+    alpha: float = Field(32.0, gt=0, description="scale of what is added, times `rank`")
+    targets: Literal["all"] | tuple[str, ...] = Field(
+        "all",
+        description="the linear layers that get adapters, by the last part of their names, as in [q_proj, v_proj]; "
+        "all: every one of the decoder's layers, but neither the experts of a mixture nor its gates",
+    )
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    @model_validator(mode="after")
+    def _some_targets(self) -> "LoraConfig":
+        if not self.targets:
+            raise Conflict("name at least one linear layer, or leave it out for all", "targets")
+        return self
+
+
 class TrainingConfig(Section):
     """The optimizer, its batches and its process."""
 
@@ -141,7 +171,12 @@ class TrainingConfig(Section):
     batch_groups: Positive = Field(16, description="groups in a batch, split over the tasks by their weights")
     group_size: int = Field(8, ge=2, description="trajectories in a group")
     optimizer: str = Field("adamw", description="adamw, muon, adamw_8bit, or module:function")
-    lr: float = Field(1e-3, gt=0, description="peak learning rate; updates of Muon are scaled to the size of AdamW's")
+    lr: float = Field(
+        1e-3,
+        gt=0,
+        description="peak learning rate; default: 1e-3 for a tiny model, 1e-5 for a pretrained one, 1e-4 for its "
+        "adapters; updates of Muon are scaled to the size of AdamW's",
+    )
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="how the learning rate falls from `lr` at the first step to `lr_end` at the last"
     )
@@ -151,6 +186,7 @@ class TrainingConfig(Section):
     )
     weight_decay: float = Field(0.0, ge=0, description="weight decay, of matrices")
     betas: tuple[float, float] = Field((0.9, 0.95), description="beta 1 and 2 of AdamW")
+    momentum: float = Field(0.95, ge=0, lt=1, description="momentum of Muon")
     grad_clip: float = Field(1.0, gt=0, description="maximum norm of the gradient of an update")
     epochs: Positive = Field(1, description="passes over a batch")
     updates: Positive = Field(
@@ -162,8 +198,11 @@ class TrainingConfig(Section):
         "its mini-batch takes (gradient accumulation)",
     )
     parallel: ParallelConfig = ParallelConfig()
+    lora: LoraConfig | None = Field(None, description="train adapters instead of the model's own weights (LoRA)")
     dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="of computation; master weights, gradients and their sums are float32 in any case"
+        "float32",
+        description="of computation, and with `lora` of the frozen weights; master weights, gradients and their sums "
+        "are float32 in any case",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="activations computed again in the backward pass: all (full), or what is cheap (selective)"
@@ -182,7 +221,10 @@ class TrainingConfig(Section):
         "http", description="how weights reach other machines: http, nixl or mooncake://host:port; http is the fallback"
     )
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    deadline: Seconds = Field(600.0, description="seconds for one step")
+    deadline: Seconds = Field(600.0, description="seconds for one step; a trainer that takes longer is restarted")
+    start_deadline: Seconds = Field(
+        300.0, description="seconds until the trainer must have started, in addition to reading the model's files"
+    )
 
     @model_validator(mode="after")
     def _consistent_updates(self) -> "TrainingConfig":
@@ -191,6 +233,14 @@ class TrainingConfig(Section):
             raise Conflict(f"{message}: a mini-batch has at least one group", "updates")
         if self.lr_end is not None and self.lr_schedule == "constant":
             raise Conflict("lr_end needs lr_schedule: linear or lr_schedule: cosine", "lr_end")
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_whole(self) -> "TrainingConfig":
+        for name in ("tensor", "expert"):
+            if self.lora is not None and (size := getattr(self.parallel, name)) > 1:
+                message = f"lora trains on data and context parallel ranks, but parallel.{name} is {size}"
+                raise Conflict(f"{message}; set it to 1, and give the ranks to context or data", "lora")
         return self
 
     @model_validator(mode="after")
@@ -207,6 +257,18 @@ class EvaluationConfig(Section):
     every: Natural = Field(20, description="steps between evaluations; 0: only before and after training")
     episodes: Positive = Field(64, description="episodes per task during training")
     final_episodes: Positive = Field(200, description="episodes per task before and after training")
+    samples: Positive = Field(
+        1,
+        description="attempts at each episode; with several, pass@k is reported beside their mean",
+    )
+
+
+class LedgerConfig(Section):
+    """The record of trajectories. What is not trained yet is always kept, as are held-out episodes."""
+
+    keep: Natural | Literal["all"] = Field(
+        100, description="steps whose trained or dropped trajectories stay, to read or replay; all: the ledger grows"
+    )
 
 
 class CheckpointConfig(Section):

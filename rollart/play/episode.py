@@ -82,7 +82,8 @@ async def _renderer(model: ModelConfig, folder: Path | None) -> AsyncIterator[Ch
         return
     from rollart.models import tiny
 
-    assert model.tiny is not None
+    if model.tiny is None:
+        raise ConfigError("model: it has sizes but no weights; name a model folder with --model, or give model.path")
     with TemporaryDirectory(prefix="rollart-play-") as made:
         tiny.tokenizer(model.tiny.context).save_pretrained(made)
         yield ChatRenderer(Path(made))

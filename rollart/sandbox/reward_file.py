@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
+from dataclasses import asdict
 from typing import Any
 
+from rollart.core.foreign import InvalidValue, parse_verdict
 from rollart.sandbox.shell import Sandbox
 
 READ_S = 10.0
@@ -24,12 +25,10 @@ def read_reward(sandbox: Sandbox, *paths: str, key: str = "reward") -> dict[str,
 
 def parse_reward(text: str, path: str, key: str = "reward") -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    values = value if isinstance(value, dict) else {key: value}
-    reward = values.pop(key, None)
-    if not isinstance(reward, (bool, int, float)) or not math.isfinite(reward):
-        return {"reward": None, "info": {"no_reward": f"{path} has no finite number as its {key}: {text[:100]!r}"}}
-    success = values.pop("success", None)
-    return {"reward": float(reward), "success": None if success is None else bool(success), "info": values}
+        verdict = parse_verdict(json.loads(text), key)
+        if verdict.reward is None:
+            raise InvalidValue("there is none")
+    except (ValueError, RecursionError) as error:
+        why = f"{path} has no finite number as its {key} ({str(error)[:200]}): {text[:100]!r}"
+        return {"reward": None, "info": {"no_reward": why}}
+    return asdict(verdict)

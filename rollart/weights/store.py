@@ -12,6 +12,8 @@ import contextlib
 import fcntl
 import os
 import re
+import shutil
+import socket
 import tempfile
 import time
 import uuid
@@ -39,7 +41,28 @@ class BeingWritten(RollartError):
 def shared_folder(name: str) -> Path:
     """A folder in a machine's shared memory if it has any, else in its folder for temporary files."""
     base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-    return base / f"rollart-{name}"
+    sweep(base)
+    return base / f"rollart-{name}.{_owner(os.getpid())}"
+
+
+def sweep(base: Path) -> list[Path]:
+    """Remove the folders of processes of this machine that are gone, killed ones included; returns them."""
+    host, gone = socket.gethostname(), []
+    for folder in base.glob(f"rollart-*.{host}.*"):
+        pid = folder.name.removesuffix(folder.suffix).rpartition(".")[2]
+        if pid.isdecimal() and not folder.name.endswith(f".{_owner(int(pid))}"):
+            shutil.rmtree(folder, ignore_errors=True)
+            gone.append(folder)
+    return gone
+
+
+def _owner(pid: int) -> str:
+    """Names a process for good: its id may be used again, but not with the same start."""
+    try:
+        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        started = "gone"
+    return f"{socket.gethostname()}.{pid}.{started}"
 
 
 class Store:

@@ -1,9 +1,12 @@
 """Makes the event log of a run that never happened but could have: consistent times, counts, versions and outcomes."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rollart.core import events as ev
+from rollart.core.event_log import EventLog
 from rollart.core.types import LogprobGap, Outcome
 
 PROCESSES = 24
@@ -174,7 +177,7 @@ class SampleRun:
             taken,
             ev.BatchTaken(
                 step=step,
-                ids=[],
+                ids=[f"g{step * 100 + number}" for number in range(len(self.tasks) * self.groups)],
                 groups=dict.fromkeys(self.tasks, self.groups),
                 trajectories=trained,
                 tokens=900,
@@ -237,3 +240,12 @@ class SampleRun:
 
 def sample_run(**choices: object) -> list[ev.AnyEvent]:
     return SampleRun(**choices).make()  # type: ignore[arg-type]
+
+
+def write_log(path: Path, events: Sequence[ev.AnyEvent]) -> None:
+    """A log in which the events have the times that they have."""
+    times = iter([0.0, *(event.t for event in events)])
+    log = EventLog(path, lambda: next(times))
+    for event in events:
+        log.emit(event)
+    log.close()

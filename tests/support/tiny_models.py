@@ -14,6 +14,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from rollart.core.column import Column
 from rollart.core.types import Batch, Sample, SampleGroup
 
 VOCABULARY = 24
@@ -53,10 +54,10 @@ def make_sample(reward: float, draw: random.Random, *, task: str = "t", version:
     return Sample(
         id=f"{task}-{draw.random()}",
         task=task,
-        tokens=[draw.randrange(VOCABULARY) for _ in mask],
-        mask=mask,
-        logprobs=[-3.0 * bit for bit in mask],
-        versions=[version if bit else -1 for bit in mask],
+        tokens=Column.ints([draw.randrange(VOCABULARY) for _ in mask]),
+        roles=Column.flags(mask),
+        logprobs=Column.floats([-3.0] * sum(mask)),
+        versions=Column.ints([version] * sum(mask)),
         reward=reward,
     )
 

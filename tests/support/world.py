@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,10 +16,10 @@ from benchmarks.modelled import (
     ModelledRewards,
     ModelledTrainer,
 )
-from rollart.core.errors import EnvironmentFailed
+from rollart.core.errors import EngineFailed, EngineLost, EnvironmentFailed
 from rollart.core.events import AnyEvent
 from rollart.core.schedule import QuarantineRule, Schedule
-from rollart.core.types import Message, Sampling
+from rollart.core.types import Completion, GenerationRequest, Message, Sampling, TokenPart
 from rollart.rollout.engine_registry import EngineRegistry
 from rollart.rollout.evaluation import Evaluator
 from rollart.rollout.ledger import SqliteLedger
@@ -64,9 +64,57 @@ class BreakingEnvironments:
             yield environment if works else BrokenEnvironment(self.pool)
 
 
+@dataclass(slots=True)
+class StreamingModel(ModelledEngine):
+    """Streams its tokens one by one. When it is lost, its requests fail at once."""
+
+    gone: bool = False
+    waiting: set[asyncio.Future[None]] = field(default_factory=set)
+
+    def lose(self) -> None:
+        self.gone = True
+        for future in self.waiting:
+            if not future.done():
+                future.set_exception(EngineLost("the engine is gone"))
+
+    async def generate_in_parts(
+        self, request: GenerationRequest, every: int, on_part: Callable[[TokenPart], bool]
+    ) -> Completion:
+        self.running += 1
+        tokens, versions = min(self.tokens - request.resumed, request.sampling.max_tokens), list[int]()
+        seconds = self.seconds(self.rng)
+        try:
+            for number in range(tokens):
+                await self._pass(seconds / self.tokens)
+                versions.append(self.version)
+                if number + 1 < tokens:
+                    on_part(TokenPart([1], [-1.0], [self.version]))
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        finally:
+            self.running -= 1
+        if self.rng.random() < self.failures:
+            raise EngineFailed("the modelled engine failed")
+        return Completion([1] * tokens, [-1.0] * tokens, versions, "stop", prompt=len(request.tokens))
+
+    async def _pass(self, seconds: float) -> None:
+        if self.gone:
+            raise EngineLost("the engine is gone")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        self.waiting.add(future)
+        timer = loop.call_later(seconds, lambda: future.done() or future.set_result(None))
+        try:
+            await future
+        finally:
+            timer.cancel()
+            self.waiting.discard(future)
+
+
 @dataclass
 class World:
-    engines: dict[str, ModelledEngine]
+    engines: dict[str, StreamingModel]
     environments: ModelledEnvironments
     rewards: ModelledRewards
     trainer: ModelledTrainer
@@ -83,9 +131,10 @@ class World:
         """An engine dies, and is restarted later as the fleet does it: at the first version, then up to date."""
         await asyncio.sleep(at)
         registry = self.router.engines
+        self.engines[name].lose()
         registry.mark_lost(name, "an outage")
         await asyncio.sleep(delay)
-        engine = ModelledEngine(self.rng, version=self.base)
+        engine = StreamingModel(self.rng, version=self.base)
         version = await registry.catch_up(engine)
         self.engines[f"{name} again"] = engine
         registry.add(name, engine, version)
@@ -106,6 +155,7 @@ def build(
     checkpoint_every: int = 2,
     max_turns: int = 50,
     deadline: float = 1000.0,
+    reward: str = "",
     environments: dict[str, Any] | None = None,
     engine: dict[str, Any] | None = None,
     rewards: dict[str, Any] | None = None,
@@ -116,13 +166,13 @@ def build(
     rng = random.Random(seed)
     recorder = Recorder()
     recovery = ledger.recover()
-    fleet = {f"engine-{n}": ModelledEngine(rng, version=recovery.version, **(engine or {})) for n in range(engines)}
+    fleet = {f"engine-{n}": StreamingModel(rng, version=recovery.version, **(engine or {})) for n in range(engines)}
     router = Router(EngineRegistry(fleet, recovery.version, recorder))
     pool = ModelledEnvironments(rng, **(environments or {}))
     invoker = ModelledRewards(rng, **(rewards or {}))
     model = ModelledTrainer(rng, version=recovery.version, **(trainer or {}))
     tasks = [
-        RolloutTask(name, weight, max_turns, 100_000, Sampling(max_tokens=8))
+        RolloutTask(name, weight, max_turns, 100_000, Sampling(max_tokens=8), deadline=deadline, reward=reward)
         for name, weight in (weights or {"a": 1.0, "b": 1.0}).items()
     ]
     runner = TrajectoryRunner(
@@ -131,7 +181,6 @@ def build(
         renderer=ModelledRenderer(),
         rewards=invoker,
         sink=recorder,
-        deadline=deadline,
         lockstep=Lockstep() if schedule.lockstep else None,
     )
     scheduler = Scheduler(

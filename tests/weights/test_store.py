@@ -1,11 +1,13 @@
 import mmap
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from published import BUCKET, blank, line, process
 
+from rollart.weights import store
 from rollart.weights.shm_file import NoRoom
 from rollart.weights.store import BeingWritten, MissingVersion, Store
 
@@ -205,3 +207,27 @@ def test_who_reads_what_a_dead_writer_left_never_takes_the_next_writers_checksum
     assert new.sum(4, 1.0) == 4 and set(bytes(new.data)) == {9}
     old.release()
     new.release()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from rollart.weights import store
+store.SHARED_MEMORY = Path(sys.argv[1])
+store.shared_folder("killed").mkdir()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_folders_of_processes_that_are_gone_are_swept_and_others_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "SHARED_MEMORY", tmp_path)
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+    mine = store.shared_folder("mine")
+    assert list(tmp_path.iterdir()) == []
+    mine.mkdir()
+    (tmp_path / "rollart-elsewhere.another-host.1.2").mkdir()
+    (tmp_path / "of-somebody-else").mkdir()
+    assert store.sweep(tmp_path) == []
+    assert store.shared_folder("mine") == mine

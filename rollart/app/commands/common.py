@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import functools
 import json
 import sys
@@ -35,8 +36,17 @@ Output = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Create the run folder in DIR instead of `output` of the run file.")
 ]
 ModelDir = Annotated[
-    Path, typer.Option(metavar="DIR", help="A model folder or a checkpoint, for example RUN_DIR/model.")
+    Path, typer.Option(metavar="DIR", help="A model folder, a checkpoint or an adapter, for example RUN_DIR/model.")
 ]
+
+
+_HINTS = {
+    errno.ENOSPC: "; make room, or use another disk with --output",
+    errno.EACCES: "; choose a folder that you may write to with --output",
+    errno.EROFS: "; choose a folder that you may write to with --output",
+    errno.ENOTDIR: "; --output must be a folder",
+    errno.EEXIST: "; --output must be a folder",
+}
 
 
 def guarded(command: Callable[P, R]) -> Callable[P, R]:
@@ -47,12 +57,21 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
         try:
             return command(*args, **kwargs)
         except RollartError as error:
-            Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+            _print_error(str(error))
+            raise typer.Exit(2) from None
+        except OSError as error:
+            if error.filename is None or error.strerror is None:
+                raise
+            _print_error(f"{error.filename}: {error.strerror}{_HINTS.get(error.errno or 0, '')}")
             raise typer.Exit(2) from None
         except (KeyboardInterrupt, asyncio.CancelledError) as error:
             raise typer.Exit(130 if isinstance(error, KeyboardInterrupt) else 143) from None
 
     return run
+
+
+def _print_error(text: str) -> None:
+    Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager

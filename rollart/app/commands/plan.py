@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from rollart.app.commands.common import AsJson, Overrides, ScenarioPath, guarded, print_json, say
+from rollart.app.commands.simulate import print_assumptions
 from rollart.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def plan(
 
     loaded = api.load_scenario(scenario, overrides or [])
     console = Console(stderr=as_json, highlight=False)
+    assumed = print_assumptions(loaded, console)
     found = search(
         loaded,
         budget,
@@ -67,21 +69,25 @@ def plan(
     )
     _print(found, loaded, console, output, plot)
     if as_json:
-        print_json(_summary(found))
+        print_json(_summary(found) | {"assumed": assumed})
 
 
 def _print(found: "PlanSearch", scenario: "Scenario", console: Console, output: Path | None, plot: Path) -> None:
-    from rollart.config import loading
+    import yaml
+
+    from rollart.config.yaml_tree import Dumper
     from rollart.simulator import plots
     from rollart.simulator.planner import explanation
-    from rollart.simulator.plans import applied
+    from rollart.simulator.plans import applied, as_values
 
     console.print(_table(found))
     console.print(explanation(found), markup=False)
     plots.plans(found, plot)
     say(console, f"picture: {plot}")
     if output is not None:
-        output.write_text(loading.dump(applied(found.fastest.plan, scenario)), encoding="utf-8")
+        values = as_values(applied(found.fastest.plan, scenario))
+        text = yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
+        output.write_text(text, encoding="utf-8")
         say(console, f"scenario of the fastest plan: {output}")
 
 

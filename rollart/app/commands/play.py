@@ -35,6 +35,6 @@ def play(
     from rollart.play.episode import play as episode
 
     tokenizer_of_run = tokens and player in ("human", "scripted")
-    run = preflight.load_run(run_file, overrides or [], need_model=tokenizer_of_run, only_task=task)
+    run = preflight.load_run(run_file, overrides or [], need_model=tokenizer_of_run, weights=False, only_task=task)
     console = Console(highlight=False)
     asyncio.run(episode(run, task, seed=seed, held_out=held_out, player=player, tokens=tokens, console=console))

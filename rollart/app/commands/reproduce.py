@@ -39,17 +39,20 @@ def reproduce(
         runs = paper.PaperScenarios(scenarios or paper.FOLDER, lambda name: status.update(name[:100]))
         rows = list(paper.reproduce(runs))
     console.print(_table(rows))
+    summary = _summary(rows)
     missed = [row for row in rows if not row.close]
-    explained = sum(bool(row.reason) for row in missed)
+    compared, seconds = len(summary["rows"]), summary["seconds"]
     console.print(
-        f"{len(rows) - len(missed)} of {len(rows)} within {paper.CLOSE:.0%}; {explained} others with a reason"
+        f"{summary['within_15_percent']} of {compared} comparisons within {paper.CLOSE:.0%}; "
+        f"{summary['missed_with_reason']} others with a reason"
     )
+    console.print(f"{seconds['within_15_percent']} of {len(seconds['rows'])} seconds of steps within {paper.CLOSE:.0%}")
     for reason in dict.fromkeys(row.reason for row in missed if row.reason):
         console.print(f"- {reason}", style="dim", soft_wrap=True)
     plots.figures(rows, output)
     say(console, f"picture: {output}")
     if as_json:
-        print_json(_summary(rows))
+        print_json(summary)
 
 
 def _table(rows: "list[PaperRow]") -> Table:
@@ -64,6 +67,12 @@ def _table(rows: "list[PaperRow]") -> Table:
 
 
 def _summary(rows: "list[PaperRow]") -> dict[str, Any]:
+    """What the paper compares, and `seconds` of single steps."""
+    compared = [row for row in rows if not row.absolute]
+    return _counts(compared) | {"seconds": _counts([row for row in rows if row.absolute])}
+
+
+def _counts(rows: "list[PaperRow]") -> dict[str, Any]:
     return {
         "within_15_percent": sum(row.close for row in rows),
         "missed_with_reason": sum(not row.close and bool(row.reason) for row in rows),

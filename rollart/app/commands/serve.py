@@ -11,6 +11,7 @@ import typer
 
 from rollart.app.commands.common import ModelDir, guarded
 from rollart.core.errors import RollartError
+from rollart.models.folder import is_adapter
 
 KEY = "ROLLART_API_KEY"
 
@@ -34,7 +35,7 @@ def serve(
     [dim]rollart serve --model runs/quickstart-1/model
     rollart serve --model models/smollm2 --port 0 --name smollm2[/dim]
     """
-    if not (model / "config.json").is_file():
+    if not (model / "config.json").is_file() and not is_adapter(model):
         raise RollartError(f"--model {model} is not a Hugging Face model folder: it has no config.json")
     if dtype not in ("float32", "bfloat16"):
         raise RollartError(f"--dtype is float32 or bfloat16, not {dtype}")

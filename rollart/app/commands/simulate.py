@@ -70,14 +70,7 @@ def _simulate(
     from rollart.simulator.report import report, summary
 
     folder = run_folder.create(output or scenario.output, scenario.name) if scenario.simulate.log == "full" else None
-    if guessed := [task.name for task in scenario.tasks if task.name not in scenario.simulate.workloads]:
-        text = f"simulate.workloads has no {', '.join(guessed)}, so turns, tokens and times are defaults"
-        console.print(f"{text}; `rollart calibrate` fits them to a real run", style="yellow", markup=False)
-    ((name, train),) = scenario.pools_of("train").items()
-    device = scenario.device_classes().get(train.devices[0])
-    if device is not None and train.count < (least := scenario.min_trainers(device)):
-        text = f"pool {name!r}: {train.count} {device.name} have too little memory for this model; {least} would do"
-        console.print(text, style="yellow", markup=False)
+    assumed = print_assumptions(scenario, console)
     with Console(stderr=True).status("simulating") as status:
 
         def update(step: int, seconds: float) -> None:
@@ -88,7 +81,20 @@ def _simulate(
     if folder is not None:
         say(console, f"run folder: {folder}")
     if as_json:
-        print_json({**summary(results), "folder": str(folder) if folder else None})
+        print_json({**summary(results), "assumed": assumed, "folder": str(folder) if folder else None})
+
+
+def print_assumptions(scenario: "Scenario", console: Console) -> list[str]:
+    """What the scenario leaves open, and a warning if its trainer does not fit."""
+    from rollart.simulator.assumptions import assumptions, too_little_memory
+
+    assumed = [str(each) for each in assumptions(scenario)]
+    console.print("assumed; `rollart calibrate` fits them to a real run:", style="dim")
+    for line in assumed:
+        console.print(f"  {line}", style="dim", markup=False)
+    if problem := too_little_memory(scenario):
+        console.print(problem, style="yellow", markup=False)
+    return assumed
 
 
 def _sweep(
