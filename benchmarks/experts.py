@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rollart.config import EngineConfig, TrainingConfig
+from rollart.core.column import Column
 from rollart.core.expert_choice import join
 from rollart.core.types import Completion, GenerationRequest, Sampling
 from rollart.engines.torch.model import EngineModel
@@ -100,12 +101,11 @@ def conversations(folder: Path, dtype: str, count: int, tokens: int) -> list[Tra
         mask = [0] * len(one.tokens) + [1] * len(answer.tokens) + [0] * between + [1] * len(last.tokens)
         samples.append(
             TrainSample(
-                tokens=whole,
-                mask=mask,
-                behaviour=[*answer.logprobs, *last.logprobs],
-                cells=[0] * sum(mask),
-                temperature=1.0,
-                advantage=1.0,
+                tokens=Column.ints(whole),
+                mask=Column.flags(mask),
+                behaviour=Column.floats([*answer.logprobs, *last.logprobs]),
+                cells=Column.ints([0] * sum(mask)),
+                advantage=Column.floats([1.0] * sum(mask)),
                 weight=1.0,
                 experts=join([answer.experts, last.experts], len(whole)),
             )

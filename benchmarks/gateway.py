@@ -236,13 +236,11 @@ def check(seen: list[dict[str, Any]], captured: list[CapturedEpisode], texts: An
         mixed += [turn.action for turn in capture.turns] != said
         forks += capture.counts.forks
         for sample in samples(Trajectory("t", "t", "g", 0, 0, Outcome.FINISHED, capture.turns, 0.0)):
-            mixed += f"agent {number}. " not in texts(sample.tokens)
-            at = 0
-            while 1 in sample.mask[at:]:
-                begin = sample.mask.index(1, at)
-                expected = answer_to(sample.tokens[:begin])
-                at = begin + len(expected)
-                got = sample.tokens[begin:at]
+            tokens = sample.tokens.array.tolist()
+            mixed += f"agent {number}. " not in texts(tokens)
+            for turn in sample.turns:
+                expected = answer_to(tokens[: turn.start])
+                got = tokens[turn.start : turn.stop]
                 wrong += sum(a != b for a, b in zip(got, expected, strict=False)) + len(expected) - len(got)
     return {"token_mismatches": wrong, "cross_talk": mixed, "forks": forks}
 

@@ -18,16 +18,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rollart.config import TrainingConfig
+from rollart.core.column import Column
 from rollart.core.expert_choice import ChoiceShape, ExpertChoices
 from rollart.hardware.layout import Layout
+from rollart.models.adapters import file_name
 from rollart.training import losses
 from rollart.training.block_files import BlockReader
 from rollart.training.learner import Learner, Restore, Save, published
@@ -42,6 +45,7 @@ DEADLINE_S = 300.0
 VOCABULARY = 131  # no multiple of anything
 PASSES = 2
 LAYERS, EXPERTS, EXPERTS_PER_TOKEN = 4, 8, 2
+LORA: dict[str, Any] = {"lora": {"rank": 3, "alpha": 5}}
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,11 @@ class Case:
     empty: bool = False
     replay: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> str:
+        """What is trained: cases with the same weights pass one checkpoint on."""
+        return f"{self.model}-adapters" if "lora" in self.settings else self.model
 
     def __str__(self) -> str:
         extra = [
@@ -87,8 +96,15 @@ CASES = [
     Case("moe", Layout(data=2, expert=2), "gspo", empty=True, settings={"expert_balance": 0.5}),
     Case("moe", Layout(context=2, expert=2), replay=True, settings={"recompute": "full", "expert_balance": 0.5}),
     Case("moe", Layout(data=2, tensor=2, expert=4), replay=True, settings={"expert_balance": 0.5}),
+    Case("dense", Layout(data=2), settings=LORA),
+    Case("dense", Layout(context=2), "gspo", settings=LORA),
+    Case("untied", Layout(data=2, context=2), empty=True, settings=LORA),
+    Case("dense", Layout(data=2, context=2), settings=LORA | {"recompute": "full"}),
+    Case("dense", Layout(data=2), "cispo", settings=LORA | {"recompute": "selective"}),
+    Case("moe", Layout(data=2), settings=LORA),
+    Case("moe", Layout(data=2, context=2), "gspo", replay=True, settings=LORA | {"expert_balance": 0.5}),
 ]
-SMOKE = [CASES[1], CASES[2], CASES[4]]
+SMOKE = [CASES[1], CASES[2], CASES[4], CASES[22]]
 
 
 def make_models(folder: Path) -> None:
@@ -133,12 +149,12 @@ def batch(case: Case) -> list[list[TrainSample]]:
             advantage, weight = torch.randn(2, generator=draw).tolist()
             samples.append(
                 TrainSample(
-                    tokens=numbers(0, VOCABULARY, length),
-                    mask=mask,
-                    behaviour=behaviour,
-                    cells=[0] * sum(mask),
+                    tokens=Column.ints(numbers(0, VOCABULARY, length)),
+                    mask=Column.flags(mask),
+                    behaviour=Column.floats(behaviour),
+                    cells=Column.ints([0] * sum(mask)),
                     temperature=heat,
-                    advantage=advantage,
+                    advantage=Column.floats([advantage] * sum(mask)),
                     weight=abs(weight) / 100,
                     experts=chosen(length, draw) if case.replay else None,
                 )
@@ -191,8 +207,22 @@ def config_of(case: Case) -> TrainingConfig:
 def one_process(folder: Path, case: Case) -> dict[str, Tensor]:
     config = config_of(case)
     policy = PolicyModel(folder / case.model, config=config.model_copy(update={"recompute": "none"}))
+    if config.lora is not None:
+        train_adapters(policy)
+        weights = {file_name(name): parameter.detach() for name, parameter in policy.parameters().items()}
+        save_file(weights, folder / f"{case.weights}.safetensors")
     accumulate_gradients(policy, batch(case), config)
     return {name: parameter.grad for name, parameter in policy.parameters().items() if parameter.grad is not None}
+
+
+@torch.no_grad()
+def train_adapters(policy: Strategy) -> None:
+    """As if they had been: new ones have a B of zeros, and A then has no gradient."""
+    for name, parameter in policy.parameters().items():
+        part = block(parameter)
+        whole = torch.randn(part.shape, generator=torch.Generator().manual_seed(crc32(name.encode())))
+        where = tuple(slice(at, at + size) for at, size in zip(part.offset, part.values.shape, strict=True))
+        part.values.copy_(0.1 * whole[where])
 
 
 def gradient_error(expected: dict[str, Tensor], policy: Strategy) -> float:
@@ -208,9 +238,9 @@ def gradient_error(expected: dict[str, Tensor], policy: Strategy) -> float:
     return worst
 
 
-def is_exact(folder: Path, shares: Sequence[list[TensorShard]]) -> bool:
-    """Whether the ranks publish every element of a model's files exactly once, under the names that it has there."""
-    weights = load_file(folder / "model.safetensors")
+def is_exact(file: Path, shares: Sequence[list[TensorShard]]) -> bool:
+    """Whether the ranks publish every element of a file exactly once, under the names that it has there."""
+    weights = load_file(file)
     flat = {name: torch.zeros(weight.numel()) for name, weight in weights.items()}
     count = {name: torch.zeros(weight.numel()) for name, weight in weights.items()}
     for share in [share for rank in shares for share in rank if share.values.numel()]:
@@ -231,6 +261,8 @@ def _rank(case: Case, folder: Path, place: RankAddress) -> None:
     config = config_of(case)
     learner = Learner(folder / case.model, config, ranks)
     policy = learner.policy
+    if config.lora is not None:
+        train_adapters(policy)
     share = [replace(each, values=each.values.clone()) for each in published(policy, ranks)]
     passes = batch(case)
     accumulate_gradients(policy, passes[ranks.data * PASSES : (ranks.data + 1) * PASSES], config)
@@ -241,8 +273,9 @@ def _rank(case: Case, folder: Path, place: RankAddress) -> None:
         "norm": ranks.grad_norm(policy.parameters().values()),
     }
     torch.save(result, folder / f"result-{place.rank}.pt")
-    learner.restore(Restore(str(folder / f"{case.model}-source"), 0, torch.load(folder / f"{case.model}-steps.pt")))
-    save_blocks(learner, folder / f"{case.model}-target")
+    source, steps = folder / f"{case.weights}-source", torch.load(folder / f"{case.weights}-steps.pt")
+    learner.restore(Restore(str(source), 0, steps))
+    save_blocks(learner, folder / f"{case.weights}-target")
 
 
 def save_blocks(learner: Learner, folder: Path) -> None:
@@ -252,9 +285,11 @@ def save_blocks(learner: Learner, folder: Path) -> None:
         assert not any(learner.ranks.collect("saved"))
 
 
-def make_checkpoint(folder: Path, model: str) -> None:
+def make_checkpoint(folder: Path, case: Case) -> None:
     """Of one process, with moments of both kinds: what the layouts load and save, one after the other."""
-    learner = Learner(folder / model, TrainingConfig(), Ranks.single())
+    config = TrainingConfig(lora=config_of(case).lora)
+    learner = Learner(folder / case.model, config, Ranks.single())
+    model = case.weights
     torch.manual_seed(1)
     for _ in range(2):
         for parameter in learner.policy.parameters().values():
@@ -277,7 +312,7 @@ def reshard_exact(folder: Path, model: str) -> bool:
     return exact
 
 
-def on_processes(ranks: int, work: Callable[..., None], *args: Any) -> None:
+def on_processes(ranks: int, work: Callable[..., None], *args: Any, deadline_s: float = DEADLINE_S) -> None:
     """`work(*args, address)` in as many processes as `ranks`. Raises SystemExit if one fails or they take too long."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["rollart.training.service", "transformers.models.auto.modeling_auto"])
@@ -287,7 +322,7 @@ def on_processes(ranks: int, work: Callable[..., None], *args: Any) -> None:
     processes = [context.Process(target=work, args=(*args, RankAddress(rank, ranks, address))) for rank in range(ranks)]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + deadline_s
     try:
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -301,19 +336,20 @@ def on_processes(ranks: int, work: Callable[..., None], *args: Any) -> None:
 def run(case: Case, folder: Path) -> dict[str, Any]:
     expected = one_process(folder, case)
     torch.save(expected, folder / "expected.pt")
-    if not (folder / f"{case.model}-source").exists():
-        make_checkpoint(folder, case.model)
-    shutil.rmtree(folder / f"{case.model}-target", ignore_errors=True)
-    (folder / f"{case.model}-target").mkdir()
+    if not (folder / f"{case.weights}-source").exists():
+        make_checkpoint(folder, case)
+    shutil.rmtree(folder / f"{case.weights}-target", ignore_errors=True)
+    (folder / f"{case.weights}-target").mkdir()
     on_processes(case.layout.ranks, _rank, case, folder)
     results = [torch.load(folder / f"result-{rank}.pt", weights_only=False) for rank in range(case.layout.ranks)]
+    weights = folder / (f"{case.weights}.safetensors" if "lora" in case.settings else f"{case.model}/model.safetensors")
     norm = float(torch.stack([grad.norm() for grad in expected.values()]).norm())
     return {
         "case": str(case),
         "gradient_error": max(result["error"] for result in results),
         "norm_error": max(abs(result["norm"] - norm) for result in results) / norm,
-        "export_exact": is_exact(folder / case.model, [result["share"] for result in results]),
-        "reshard_exact": reshard_exact(folder, case.model),
+        "export_exact": is_exact(weights, [result["share"] for result in results]),
+        "reshard_exact": reshard_exact(folder, case.weights),
     }
 
 

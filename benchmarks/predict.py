@@ -97,7 +97,7 @@ def run_file(folder: Path, setting: Setting, delay: float, model: Path | None) -
 def measure(folder: Path, setting: Setting, delay: float, model: Path) -> float:
     """Seconds a step, for real."""
     asyncio.run(controller.train(run_file(folder, setting, delay, model), folder))
-    ends = [event.t for event in read_events(folder / "events.jsonl") if isinstance(event, StepDone)]
+    ends = [event.t for event in read_events(folder / "events") if isinstance(event, StepDone)]
     return (ends[-1] - ends[0]) / (len(ends) - 1)
 
 

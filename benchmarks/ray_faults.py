@@ -15,7 +15,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ray.cluster_utils import Cluster
 from benchmarks.crash import surviving
 from benchmarks.scratch import scratch_folder
 from rollart.config import RunFile, loading
+from rollart.core import event_log
 from rollart.core.event_log import read_events
 from rollart.core.events import AnyEvent, Placed, StepDone, TrajectoryEnded, TrajectoryStarted, TurnDone
 
@@ -120,46 +122,60 @@ def add(cluster: Cluster, device: str) -> Any:
 
 def follow(log: Path, process: subprocess.Popen[bytes]) -> Iterator[AnyEvent]:
     """The events as they are written, until the process has ended."""
-    seen, deadline = 0, time.monotonic() + DEADLINE
-    while True:
+    deadline = time.monotonic() + DEADLINE
+
+    def over() -> bool:
         if time.monotonic() > deadline:
             raise SystemExit(f"the run did not end within {DEADLINE:g} s")
-        over = process.poll() is not None
-        events = list(read_events(log)) if log.exists() else []
-        yield from events[seen:]
-        seen = len(events)
-        if over:
-            return
-        time.sleep(0.2)
+        return process.poll() is not None
+
+    return event_log.follow(log, over)
 
 
 def faults(steps: int, scratch: Path, roles: Sequence[str] = ROLES) -> dict[str, Any]:
+    with cluster_of(("H800", "H20", "H20", "cpu", "cpu")) as (cluster, nodes):
+        saboteur = Saboteur(cluster, nodes, roles)
+        train(run_file(cluster.address, steps), scratch, saboteur.see)
+    return {"recovery_s": saboteur.recovery, **accounts(scratch / "run", steps)}
+
+
+@contextmanager
+def cluster_of(devices: Sequence[str]) -> Iterator[tuple[Cluster, dict[str, list[Any]]]]:
+    """A cluster with a bare head and a node for each of `devices`; the nodes by device."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": HEALTH, **NODE})
-    folder, file = scratch / "run", scratch / "run.yaml"
     try:
         nodes: dict[str, list[Any]] = {}
-        for device in ("H800", "H20", "H20", "cpu", "cpu"):
+        for device in devices:
             nodes.setdefault(device, []).append(add(cluster, device))
-        saboteur = Saboteur(cluster, nodes, roles)
-        file.write_text(loading.dump(run_file(cluster.address, steps)))
-        command = [sys.executable, "-m", "rollart.app.cli", "train", str(file), "--run-dir", str(folder), "--json"]
-        with open(scratch / "out", "wb") as out, open(scratch / "log", "wb") as log:
-            process = subprocess.Popen(command, stdout=out, stderr=log)
-        try:
-            for event in follow(folder / "events.jsonl", process):
-                saboteur.see(event)
-        finally:
-            process.terminate()
-            process.wait(60)
+        yield cluster, nodes
     finally:
         cluster.shutdown()
+
+
+def train(run: RunFile, scratch: Path, see: Callable[[AnyEvent], None]) -> None:
+    """The run as a user starts it, in `scratch`; `see` gets its events as they are written."""
+    folder, file = scratch / "run", scratch / "run.yaml"
+    file.write_text(loading.dump(run))
+    command = [sys.executable, "-m", "rollart.app.cli", "train", str(file), "--run-dir", str(folder), "--json"]
+    with open(scratch / "out", "wb") as out, open(scratch / "log", "wb") as log:
+        process = subprocess.Popen(command, stdout=out, stderr=log)
+    try:
+        for event in follow(folder / "events", process):
+            see(event)
+    finally:
+        process.terminate()
+        process.wait(60)
     if process.returncode:
         print((scratch / "log").read_text()[-3000:])
+
+
+def accounts(folder: Path, steps: int) -> dict[str, Any]:
+    """What became of the trajectories of a run."""
     summary = json.loads((folder / "summary.json").read_text())
-    batches, dropped = surviving(folder / "events.jsonl")
+    batches, dropped = surviving(folder / "events")
     trained = Counter(group for ids in batches.values() for group in ids)
     started, ended = set(), Counter[str]()
-    for event in read_events(folder / "events.jsonl"):
+    for event in read_events(folder / "events"):
         if isinstance(event, TrajectoryStarted):
             started.add(event.trajectory)
         elif isinstance(event, TrajectoryEnded):
@@ -168,7 +184,6 @@ def faults(steps: int, scratch: Path, roles: Sequence[str] = ROLES) -> dict[str,
     return {
         "lost_trajectories": len(started),
         "trained_twice": sum(count > 1 for count in trained.values()),
-        "recovery_s": saboteur.recovery,
         "steps": summary["version"],
         "finished": summary["phase"] == "finished" and len(batches) == steps,
         "outcomes": dict(ended),

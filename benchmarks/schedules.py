@@ -78,7 +78,7 @@ def play(run: RunFile, rollout: dict[str, Any], model: Path, folder: Path) -> di
         }
     )
     summary = asyncio.run(controller.train(ours, folder))
-    events = list(read_events(folder / "events.jsonl"))
+    events = list(read_events(folder / "events"))
     busy = [event.busy_s for event in events if isinstance(event, EngineSample)]
     return {
         "seconds": summary["rl_seconds"],

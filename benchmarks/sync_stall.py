@@ -112,7 +112,7 @@ def main() -> None:
             folder = scratch / way
             run = run_file(scratch, on_swap, options.steps, options.hidden, options.groups)
             asyncio.run(controller.train(run, folder))
-            costs[way] = cost(list(read_events(folder / "events.jsonl")))
+            costs[way] = cost(list(read_events(folder / "events")))
             print(f"{way:8}", ", ".join(f"{key} {value:.4g}" for key, value in costs[way].items()), flush=True)
     shown = ("exposed_fraction", "stalled", "recompute", "stalled_vs_transfer")
     print(json.dumps({key: {way: round(one[key], 5) for way, one in costs.items()} for key in shown}))

@@ -6,9 +6,10 @@ The sides take turns, and medians of their CPU time are compared (a process that
 the wall time is printed too. All three compute the same loss of the same tokens in float32: the norms of their first
 gradients must agree. TRL runs in an environment of its own; without it, `vs_trl` is null.
 
-Two batches: `agents` has lengths with a long tail, as multi-turn episodes have, and a vocabulary whose head takes a
-fifth of the model's matrix products, as in models below a billion parameters. `uniform` has lengths between 30 and 400
-and a vocabulary of 100 characters, which leaves little to win beyond the padding. The headline is `agents`.
+Three batches. `quickstart`, the headline, is one of `examples/quickstart.yaml`: its model, and episodes of its three
+tasks as their players play them. `agents` has the long tail of the RollArt paper: eight families of tasks whose mean
+number of turns goes from 1 to 47, and a vocabulary whose head takes a fifth of the matrix products, as in models below
+a billion parameters. `uniform` has lengths between 30 and 400, so that plain padding costs 1.8 and no more.
 
 Then the scorer against its former version (chunks with activation checkpointing), the peak memory of a step with
 each way to recompute, and the achieved share of the speed of a large matrix product on the same threads.
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,67 +34,97 @@ import torch
 import typer
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.fresh_process import Work, measure
+from rollart import load_run
 from rollart.config import TrainingConfig
+from rollart.core.column import Column
 from rollart.core.types import Batch, Sample, SampleGroup
-from rollart.training.advantages import ADVANTAGES, UNSEEN, group_advantages
-from rollart.training.score import LOGITS_AT_ONCE, score
+from rollart.hardware.training_memory import Decoder
+from rollart.models.chat import ChatRenderer
+from rollart.training.advantages import ADVANTAGES
+from rollart.training.score import score
 from rollart.training.trainer import Trainer
+from rollart.warmup.prepare import demonstration_tokens, prepare_model
 
 ROOT = Path(__file__).parents[1]
 GROUP = 8
-HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 128, 384, 4, 4, 2, 32
-ALGORITHM = {"importance_cap": None}  # as the other sides: no weight for stale tokens
+ALGORITHM: dict[str, list[str]] = {"correction": []}  # as the other sides: no weight for stale tokens
 
 
-@dataclass(frozen=True)
-class Workload:
-    """Sequences of one step, and the vocabulary of the model."""
-
-    vocabulary: int
-    longest: int
-    length: Callable[[random.Random], float]
-
-    def groups(self, sequences: int) -> tuple[SampleGroup, ...]:
-        draw = random.Random(0)
-        samples = [self._sample(number, draw) for number in range(sequences)]
-        return tuple(
-            SampleGroup(str(at), "bench", tuple(samples[at : at + GROUP])) for at in range(0, sequences, GROUP)
-        )
-
-    def _sample(self, number: int, draw: random.Random) -> Sample:
-        """Turns of 20 observed and 8 generated tokens."""
-        length = min(self.longest, max(30, int(self.length(draw))))
-        return Sample(
-            id=str(number),
-            task="bench",
-            tokens=[draw.randrange(self.vocabulary) for _ in range(length)],
-            mask=[int(position % 28 >= 20) for position in range(length)],
-            logprobs=[-4.6] * length,
-            versions=[0] * length,
-            reward=draw.random(),
-        )
+Groups = tuple[SampleGroup, ...]
 
 
-WORKLOADS = {
-    "agents": Workload(2048, 1000, lambda draw: draw.lognormvariate(5.0, 0.8)),
-    "uniform": Workload(100, 400, lambda draw: draw.randint(30, 400)),
-}
+def sample(draw: random.Random, tokens: Sequence[int], mask: Sequence[int]) -> Sample:
+    return Sample(
+        id=str(draw.random()),
+        task="bench",
+        tokens=Column.ints(tokens),
+        roles=Column.flags(mask),
+        logprobs=Column.floats([-4.6] * sum(mask)),
+        versions=Column.ints([0] * sum(mask)),
+        reward=draw.random(),
+    )
+
+
+def grouped(samples: Sequence[Sample]) -> Groups:
+    starts = range(0, len(samples), GROUP)
+    return tuple(SampleGroup(str(at), "bench", tuple(samples[at : at + GROUP])) for at in starts)
+
+
+def made_up(vocabulary: int, lengths: Sequence[int], turn: int, draw: random.Random) -> Groups:
+    """Random tokens; of each turn the last two sevenths are generated."""
+    observed = turn - 2 * turn // 7
+    masks = [[int(at % turn >= observed) for at in range(length)] for length in lengths]
+    return grouped([sample(draw, [draw.randrange(vocabulary) for _ in mask], mask) for mask in masks])
+
+
+def quickstart(folder: Path, sequences: int) -> Groups:
+    run, draw = load_run(ROOT / "examples/quickstart.yaml"), random.Random(0)
+    prepare_model(run, folder)
+    each = -(-sequences // (GROUP * len(run.tasks))) * GROUP
+    played = list(demonstration_tokens(run, each, ChatRenderer(folder), lambda news: None))
+    samples = [sample(draw, tokens, mask) for tokens, mask in played]
+    by_task = [grouped(samples[at : at + each]) for at in range(0, len(samples), each)]
+    return tuple(group for turn in zip(*by_task, strict=True) for group in turn)[: sequences // GROUP]
+
+
+TURNS = (1.0, 1.0, 2.7, 5.8, 23, 33, 39, 47)  # on average, by family of tasks
+MOST_TURNS, TURN = 96, 12
+
+
+def agents(folder: Path, sequences: int) -> Groups:
+    make_model(folder, 2048)
+    draw = random.Random(0)
+    families = [TURNS[(3 + 5 * number) % len(TURNS)] for number in range(sequences // GROUP)]  # few differ too
+    draw.shuffle(families)
+    turns = [1 + int(draw.expovariate(1 / mean)) if mean > 1 else 1 for mean in families for _ in range(GROUP)]
+    return made_up(2048, [20 + TURN * min(MOST_TURNS, one) for one in turns], TURN, draw)
+
+
+def uniform(folder: Path, sequences: int) -> Groups:
+    make_model(folder, 100)
+    draw = random.Random(0)
+    return made_up(100, [draw.randint(30, 400) for _ in range(sequences)], 28, draw)
+
+
+# Each makes a model in a folder, and a batch of so many sequences for it
+WORKLOADS = {"quickstart": (quickstart, 144), "agents": (agents, 64), "uniform": (uniform, 128)}
 
 
 def make_model(folder: Path, vocabulary: int) -> None:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=vocabulary,
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
         max_position_embeddings=8192,
         tie_word_embeddings=True,
     )
@@ -113,15 +144,13 @@ def timed(step: Callable[[], float]) -> Took:
     return Took(time.process_time() - cpu, time.perf_counter() - wall, norm)
 
 
-def advantages_of(groups: tuple[SampleGroup, ...]) -> list[float]:
+def advantages_of(groups: Groups) -> list[float]:
     rewards = [list(group.rewards.values()) for group in groups]
-    ranges = [UNSEEN.including([value for row in rewards for value in row])] * len(groups)
-    scores, _ = group_advantages(ADVANTAGES.find("grpo"), rewards, ranges, 0.0)
-    return [value for row in scores for value in row]
+    return [value for row in ADVANTAGES.find("grpo")(rewards) for value in row]
 
 
 class RollartStep:
-    def __init__(self, folder: Path, groups: tuple[SampleGroup, ...], config: TrainingConfig) -> None:
+    def __init__(self, folder: Path, groups: Groups, config: TrainingConfig) -> None:
         self._trainer, self._groups = Trainer(folder, config), groups
 
     def __call__(self) -> Took:
@@ -134,7 +163,7 @@ class RollartStep:
 class PlainStep:
     """What one writes first: pad to the longest in the micro-batch, mask, take the logits of every position."""
 
-    def __init__(self, folder: Path, groups: tuple[SampleGroup, ...], rows: int) -> None:
+    def __init__(self, folder: Path, groups: Groups, rows: int) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-3)
         self._samples, self._rows = [sample for group in groups for sample in group.samples], rows
@@ -144,13 +173,13 @@ class PlainStep:
         return timed(self._step)
 
     def _step(self) -> float:
-        total = sum(sum(sample.mask) for sample in self._samples)
+        total = sum(sample.actions for sample in self._samples)
         for start in range(0, len(self._samples), self._rows):
             part = self._samples[start : start + self._rows]
-            width = max(len(sample.tokens) for sample in part)
-            tokens = torch.tensor([sample.tokens + [0] * (width - len(sample.tokens)) for sample in part])
-            seen = torch.tensor([[1] * len(sample.tokens) + [0] * (width - len(sample.tokens)) for sample in part])
-            mask = torch.tensor([sample.mask + [0] * (width - len(sample.mask)) for sample in part])[:, 1:]
+            lengths = [len(sample.tokens) for sample in part]
+            tokens = pad_sequence([torch.tensor(sample.tokens.array).long() for sample in part], batch_first=True)
+            seen = pad_sequence([torch.ones(length, dtype=torch.long) for length in lengths], batch_first=True)
+            mask = pad_sequence([torch.tensor(sample.mask) for sample in part], batch_first=True)[:, 1:]
             logits = self._model(input_ids=tokens, attention_mask=seen).logits[:, :-1]
             logprobs = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
             advantage = torch.tensor(self._advantages[start : start + self._rows])[:, None]
@@ -166,10 +195,10 @@ class PlainStep:
 class TrlStep:
     """TRL's step in its own process: `trl_step.py`."""
 
-    def __init__(self, python: Path, folder: Path, groups: tuple[SampleGroup, ...], rows: int, threads: int) -> None:
+    def __init__(self, python: Path, folder: Path, groups: Groups, rows: int, threads: int) -> None:
         samples = [sample for group in groups for sample in group.samples]
         given = [
-            {"tokens": sample.tokens, "mask": sample.mask, "advantage": advantage}
+            {"tokens": sample.tokens.array.tolist(), "mask": sample.mask.astype(int).tolist(), "advantage": advantage}
             for sample, advantage in zip(samples, advantages_of(groups), strict=True)
         ]
         (folder / "batch.json").write_text(json.dumps(given))
@@ -202,15 +231,15 @@ class TrlStep:
         self._process.wait()
 
 
-def step_flops(groups: tuple[SampleGroup, ...], vocabulary: int) -> float:
+def step_flops(folder: Path, groups: Groups) -> float:
     """Of the useful work: matrix products of every token, attention below the diagonal, the head for generated tokens;
     the backward pass counts twice."""
-    width = HEADS * HEAD_DIM
-    layer = HIDDEN * (2 * width + 2 * KV_HEADS * HEAD_DIM + 3 * INTERMEDIATE)
+    model = Decoder.of(json.loads((folder / "config.json").read_text()))
     samples = [sample for group in groups for sample in group.samples]
-    tokens, actions = sum(len(s.tokens) for s in samples), sum(sum(s.mask) for s in samples)
+    tokens, actions = sum(len(s.tokens) for s in samples), sum(s.actions for s in samples)
     pairs = sum(len(s.tokens) ** 2 for s in samples) / 2
-    return 3 * (2 * LAYERS * layer * tokens + 4 * LAYERS * width * pairs + 2 * HIDDEN * vocabulary * actions)
+    layers = 2 * model.matrices * tokens + 4 * model.query * pairs
+    return 3 * (model.layers * layers + 2 * model.table * actions)
 
 
 def matmul_flops_per_s() -> float:
@@ -221,15 +250,14 @@ def matmul_flops_per_s() -> float:
     return 2 * size**3 / min(times)
 
 
-def compare(name: str, *, sequences: int, rounds: int, rows: int, config: TrainingConfig, trl: Path | None) -> Any:
-    workload, threads = WORKLOADS[name], config.threads
-    groups = workload.groups(sequences)
-    tokens = sum(len(sample.tokens) for group in groups for sample in group.samples)
+def compare(name: str, *, fraction: float, rounds: int, rows: int, config: TrainingConfig, trl: Path | None) -> Any:
+    threads, (make, sequences) = config.threads, WORKLOADS[name]
     took: dict[str, list[Took]] = {side: [] for side in ("rollart", "padded", *(["trl"] if trl else []))}
     peaks = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        make_model(folder, workload.vocabulary)
+        groups = make(folder, int(fraction * sequences))
+        flops = step_flops(folder, groups)
         sides: dict[str, Callable[[], Took]] = {
             "rollart": RollartStep(folder, groups, config),
             "padded": PlainStep(folder, groups, rows),
@@ -245,6 +273,9 @@ def compare(name: str, *, sequences: int, rounds: int, rows: int, config: Traini
             print(f"{name}, round {number}: {seconds}", file=sys.stderr, flush=True)
         if other:
             other.close()
+    lengths = [len(sample.tokens) for group in groups for sample in group.samples]
+    tokens = sum(lengths)
+    slots = sum(rows * max(lengths[at : at + rows]) for at in range(0, len(lengths), rows))
     norms = {side: steps[0].norm for side, steps in took.items()}
     if max(norms.values()) > 1.01 * min(norms.values()):
         raise SystemExit(f"the sides compute different gradients: norms {norms}")
@@ -254,10 +285,11 @@ def compare(name: str, *, sequences: int, rounds: int, rows: int, config: Traini
         "packed_vs_padded": round(cpu["padded"] / cpu["rollart"], 2),
         "vs_trl": round(cpu["trl"] / cpu["rollart"], 2) if trl else None,
         "tokens": tokens,
+        "slots_per_token_padded": round(slots / tokens, 2),
         "tokens_per_cpu_s": {side: round(tokens / value) for side, value in cpu.items()},
         "wall_s": {side: round(value, 2) for side, value in wall.items()},
         "gradient_norms": norms,
-        "roofline_share": round(step_flops(groups, workload.vocabulary) / cpu["rollart"] / max(peaks), 3),
+        "roofline_share": round(flops / cpu["rollart"] / max(peaks), 3),
         "matmul_gflops": round(max(peaks) / 1e9, 1),
     }
 
@@ -271,7 +303,7 @@ def _former_scores(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
             (logprobs.exp() * logprobs).sum(-1)  # the entropy, which is reported
         return -functional.nll_loss(logprobs, targets, reduction="none")
 
-    size = max(1, LOGITS_AT_ONCE // len(weight))
+    size = max(1, (1 << 25) // len(weight))
     starts = range(0, len(hidden), size)
     parts = [checkpoint(part, hidden[at : at + size], targets[at : at + size], use_reentrant=False) for at in starts]
     return torch.cat(parts)
@@ -294,9 +326,9 @@ def prepare_scorer(former: bool, rows: int, vocabulary: int, threads: int) -> Wo
 
 def prepare_step(folder: str, tokens: int, settings: dict[str, Any]) -> Work:
     """One pass over sequences of 512 tokens."""
-    workload = Workload(2048, 512, lambda draw: 512)
+    groups = made_up(2048, [512] * max(GROUP, tokens // 512), 28, random.Random(0))
     config = TrainingConfig.model_validate({"pack_tokens": tokens, **settings})
-    return RollartStep(Path(folder), workload.groups(max(GROUP, tokens // 512)), config)
+    return RollartStep(Path(folder), groups, config)
 
 
 def memory(threads: int, smoke: bool) -> dict[str, Any]:
@@ -329,8 +361,7 @@ def find_trl(python: Path | None) -> Path | None:
 
 
 def main(
-    sequences: int = 128,
-    rounds: int = 5,
+    rounds: int = 3,
     threads: int = 1,
     pack_tokens: int = 2048,
     rows: int = 16,
@@ -338,22 +369,23 @@ def main(
     smoke: bool = False,
 ) -> None:
     if smoke:  # tiny sizes, to check that it runs
-        sequences, rounds, rows = 16, 1, 8
+        rounds, rows = 1, 8
     torch.set_num_threads(threads)
     config = TrainingConfig.model_validate({"threads": threads, "pack_tokens": pack_tokens, "algorithm": ALGORITHM})
-    one = partial(compare, sequences=sequences, rounds=rounds, rows=rows, config=config, trl=find_trl(trl_python))
+    one = partial(
+        compare, fraction=0.25 if smoke else 1.0, rounds=rounds, rows=rows, config=config, trl=find_trl(trl_python)
+    )
     results = {}
     for name in WORKLOADS:
         results[name] = one(name)
         print(f"{name}: {json.dumps(results[name])}", file=sys.stderr, flush=True)
-    headline = results["agents"]
+    headline = results["quickstart"]
     print(
         json.dumps(
             {
                 **{name: headline[name] for name in ("packed_vs_padded", "vs_trl", "roofline_share")},
                 **memory(threads, smoke),
                 "batches": results,
-                "sequences": sequences,
                 "pack_tokens": pack_tokens,
                 "rows": rows,
                 "threads": threads,
