@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Literal, Protocol
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from rollart.rollout.engine_state import EnginePool, EngineState
 from rollart.rollout.prediction import Prediction
@@ -171,7 +171,8 @@ class MeasuredPolicy:
         self, query: RoutingQuery, pools: Sequence[EnginePool], allowed: Sequence[EnginePool], best: RoutingChoice
     ) -> RoutingChoice:
         """The same request with its prefill on another engine, if that is cheaper; or, if it is demanded, unless the
-        engine that decodes has the conversation's KV and does the rest sooner itself."""
+        engine that decodes has the conversation's KV and does the rest sooner itself. Two pools of which one has no usable
+        engine are a reason to fall back."""
         if isinstance(self._disaggregate, tuple):
             pools = [pool for pool in pools if pool.of == self._disaggregate[0]]
             allowed = [pool for pool in allowed if pool.of == self._disaggregate[1]]
@@ -200,6 +201,8 @@ class MeasuredPolicy:
                 )
                 if both.cost < bar:
                     choice, bar = RoutingChoice(decoding, "disaggregated", cached, both, prefilling), both.cost
+        if choice is best and isinstance(self._disaggregate, tuple):  # an engine of the pair is lost or out of date
+            return structs.replace(best, why="fallback")
         return choice
 
 

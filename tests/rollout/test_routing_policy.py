@@ -207,6 +207,17 @@ def test_a_turn_with_little_that_is_new_is_prefilled_where_it_is_decoded() -> No
     assert (choice.prefill_at, choice.engine, choice.why) == (None, decoding, "prefix")
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_pair_of_which_one_pool_has_no_usable_engine_falls_back_to_the_other(lost: int) -> None:
+    pools = fleet()
+    for engine in pools[lost].engines:
+        engine.version = 0
+    for engine in pools[1 - lost].engines:
+        engine.version = 1
+    choice = chosen(routing_policy("measured", PAIRS), ask(floor=1), pools)
+    assert (choice.engine.pool, choice.why, choice.prefill_at) == (pools[1 - lost], "fallback", None)
+
+
 @pytest.mark.parametrize("shape", [SHAPE, MOE])
 @given(
     new=st.integers(1, 5000), context=st.integers(0, 20_000), sequences=st.integers(1, 500), each=st.integers(1, 20_000)
