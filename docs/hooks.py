@@ -4,6 +4,7 @@ The reference of run files comes from the schema, the reference of commands from
 be out of date. Links to source files, which the site does not contain, become plain paths.
 """
 
+import json
 import re
 import types
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from rollart.app.cli import app
 from rollart.config import RunFile
 
 ROOT = Path(__file__).parents[1]
+RECORDED = "<!-- recorded -->"  # where the page of benchmarks shows what was recorded
 OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./[^)#]+)\)")
 
 
@@ -43,7 +45,22 @@ def _from_root(name: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    return OUTSIDE.sub(lambda match: f"{match[1]} (`{match[2].removeprefix('../')}`)", markdown)
+    markdown = OUTSIDE.sub(lambda match: f"{match[1]} (`{match[2].removeprefix('../')}`)", markdown)
+    return markdown.replace(RECORDED, "\n".join(recorded()))
+
+
+def recorded() -> Iterator[str]:
+    yield "| command | result | commit | date | seconds | load |\n|---|---|---|---|---|---|"
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        one = json.loads(path.read_text())
+        flat = {key: value for key, value in one["result"].items() if len(json.dumps(value)) <= 60}
+        shown = ", ".join(f"`{key}` {_number(value)}" for key, value in flat.items())
+        load = " to ".join(map(str, one["load"]))
+        yield f"| `{one['command']}` | {shown} | {one['commit']} | {one['date']} | {one['seconds']:.0f} | {load} |"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else _cell(json.dumps(value).strip('"'))
 
 
 def run_file() -> Iterator[str]:
