@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from typing import Any
-from urllib.request import Request, urlopen
+from urllib.request import Request
 
 from rollart.core.endpoint import AgentEpisode, Endpoint
+from rollart.core.llm_client import open_url
 
 DEADLINE_S = 60.0
 
@@ -30,6 +31,6 @@ def chat(endpoint: Endpoint, messages: list[dict[str, Any]]) -> str:
         json.dumps({"model": endpoint.model, "messages": messages}).encode(),
         {"Authorization": f"Bearer {endpoint.key}", "Content-Type": "application/json"},
     )
-    with urlopen(request, timeout=DEADLINE_S) as response:
+    with open_url(request, timeout=DEADLINE_S) as response:
         answer = json.load(response)
     return str(answer["choices"][0]["message"]["content"])

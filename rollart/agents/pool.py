@@ -76,7 +76,8 @@ def host_spec(task: TaskConfig, log: Path | None = None) -> HostSpec:
     """Raises ConfigError if the task's family is not installed."""
     driver, python = driver_of(task), families.python_of(task.family) if task.family else None
     imports = (ENVIRONMENT, driver.target, *driver.imports)  # the first lets any Python import our modules
-    return HostSpec(driver.target, imports, python=python, log=log, name=f"host of {task.name} agents")
+    name = f"host of {task.name} agents"
+    return HostSpec(driver.target, imports, python=python, log=log, name=name, pass_env=tuple(task.pass_env))
 
 
 class AgentPool:

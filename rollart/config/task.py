@@ -11,6 +11,9 @@ from rollart.config.base import Conflict, ImportPath, Natural, Positive, Seconds
 from rollart.config.yaml_tree import did_you_mean
 from rollart.sandbox.bubblewrap import SandboxLimits
 
+VARIABLE = r"^[A-Za-z_]\w*$"
+VariableName = Annotated[str, Field(pattern=VARIABLE)]
+
 
 class SamplingConfig(Section):
     """How the policy's tokens are sampled."""
@@ -85,7 +88,10 @@ class RewardConfig(Section):
     region: str | None = Field(None, description="lambda, fc: region; default: from the environment")
     device: str | None = Field(None, description="ray: device class of the replicas; default: CPUs")
     secret: str | None = Field(
-        None, pattern=r"^[A-Za-z_]\w*$", description="http: environment variable with the secret that signs requests"
+        None, pattern=VARIABLE, description="http: environment variable with the secret that signs requests"
+    )
+    pass_env: list[VariableName] = Field(
+        default=[], description="pool: environment variables that the function may read, by name; see Security"
     )
     concurrency: Positive = Field(64, description="concurrent calls; others wait in order")
     deadline: Seconds | None = Field(None, description="seconds for one call; default: rewards.deadline")
@@ -101,6 +107,10 @@ class RewardConfig(Section):
             if getattr(self, key) is not None and key not in invoker.keys:
                 takers = " or ".join(name for name, each in INVOKERS.items() if key in each.keys)
                 raise Conflict(f"`{key}` is for the invoker {takers}, not {self.invoker}", key)
+        if invoker.transport and self.pass_env:
+            raise Conflict(
+                f"`pass_env` is for local processes; the invoker {self.invoker} calls remote ones", "pass_env"
+            )
         for key in ("hedge", "batch", "batch_window"):
             if not invoker.transport and getattr(self, key) != type(self).model_fields[key].default:
                 raise Conflict(f"`{key}` is for remote calls; the invoker {self.invoker} calls local processes", key)
@@ -193,6 +203,11 @@ class TaskConfig(Section):
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment or the agent")
     family: str | None = Field(
         None, pattern=r"^[A-Za-z][\w-]*$", description="the family whose Python runs it; see `rollart envs`"
+    )
+    pass_env: list[VariableName] = Field(
+        default=[],
+        description="environment variables that the environment or agent gets, by name: keys of other services. It has "
+        "no others of the controller's, but for harmless ones such as PATH and HOME",
     )
     isolation: Literal["auto", "process", "shared"] = Field(
         "auto",

@@ -14,6 +14,17 @@ from typing import Any
 MAX_RESPONSE_BYTES = 1_000_000
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """urllib would send the bearer token on to wherever a response points."""
+
+    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+open_url = urllib.request.build_opener(_NoRedirects).open
+"""`urlopen` that follows no redirect: it raises HTTPError."""
+
+
 class NoReply(RuntimeError):
     """The message ends a sentence that begins with the name of the model."""
 
@@ -57,10 +68,11 @@ def _post(url: str, body: dict[str, Any], key: str, timeout: float) -> Any:
         headers["Authorization"] = f"Bearer {secret}"
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as response:
+        with open_url(request, timeout=timeout) as response:
             return json.loads(response.read(MAX_RESPONSE_BYTES))
     except urllib.error.HTTPError as error:
         with error:
-            raise NoReply(f"answered HTTP {error.code}: {error.read(300)!r}") from None
+            hint = "" if secret else f" (no key was sent: {key} is not set here; `pass_env: [{key}]` in the run file)"
+            raise NoReply(f"answered HTTP {error.code}{hint}: {error.read(300)!r}") from None
     except (OSError, ValueError) as error:
         raise NoReply(f"did not reply at {url}: {error}") from error

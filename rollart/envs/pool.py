@@ -38,7 +38,8 @@ def host_spec(task: TaskConfig, log: Path | None = None, python: str | None = No
         python = families.python_of(task.family)
     # Its import comes first: it lets a Python that does not have rollart import our adapters.
     imports = (ENVIRONMENT, task.env)
-    return HostSpec(ENVIRONMENT, imports, python=python, log=log, name=f"host of {task.name} environments")
+    name = f"host of {task.name} environments"
+    return HostSpec(ENVIRONMENT, imports, python=python, log=log, name=name, pass_env=tuple(task.pass_env))
 
 
 class EnvironmentPool:

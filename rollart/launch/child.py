@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from rollart.core import variables
 from rollart.core.errors import ServiceError
 from rollart.launch.launcher import Command
 
@@ -46,8 +47,9 @@ class Child:
     async def start(cls, command: Command, more: Mapping[str, Any]) -> Self:
         """Send it its spec and `more`, and wait until it is ready. Raises ServiceError."""
         python, mark = command.python or sys.executable, uuid.uuid4().hex
-        command.log.parent.mkdir(parents=True, exist_ok=True)
         try:
+            inherited = os.environ if command.pass_env is None else variables.passed(os.environ, command.pass_env)
+            command.log.parent.mkdir(parents=True, exist_ok=True)
             with open(command.log, "ab") as errors:  # noqa: ASYNC230 (opens at once)
                 process = await asyncio.create_subprocess_exec(
                     python,
@@ -55,9 +57,11 @@ class Child:
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=errors,
-                    env=os.environ | dict(command.environment) | {MARK: mark},
+                    env={**inherited, **command.environment, MARK: mark},
                     start_new_session=True,
                 )
+        except variables.MissingVariables as error:
+            raise ServiceError(f"could not start {command.name}: {error}") from None
         except OSError as error:
             raise ServiceError(f"could not start {command.name}: {python} cannot be run: {error}") from error
         child = cls(command, process, mark)

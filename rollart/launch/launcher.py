@@ -24,7 +24,8 @@ NOWHERE = Path(os.devnull)
 class Command:
     """`argv` are the arguments of the interpreter `python` (None: the node's). Standard error goes to `log`, or on a
     node without its folder to a file of that name in a temporary folder. `start_key`: the key of the run file
-    for the deadline."""
+    for the deadline. `pass_env`: the variables of its node that foreign code gets, besides the harmless ones and
+    `environment`; None: all, for services of our own."""
 
     name: str
     argv: tuple[str, ...]
@@ -32,6 +33,7 @@ class Command:
     log: Path = NOWHERE
     python: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    pass_env: tuple[str, ...] | None = None
     start_deadline: float = 120.0
     start_key: str = ""
 

@@ -266,8 +266,15 @@ class RpcClient:
         await self._session.close()
 
 
+async def _refuse_redirect(session: object, context: object, about: aiohttp.TraceRequestRedirectParams) -> None:
+    raise ServiceError(f"the service at {about.url} redirects to another address, which a service never does")
+
+
 async def connect(url: str, *, key: str | None = None, deadline: float = 10.0) -> RpcClient:
-    session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=deadline))
+    tracing = aiohttp.TraceConfig()
+    tracing.on_request_redirect.append(_refuse_redirect)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=deadline)
+    session = aiohttp.ClientSession(timeout=timeout, trace_configs=[tracing])
     headers = {} if key is None else {"Authorization": _credential(key)}
     try:
         async with asyncio.timeout(deadline):

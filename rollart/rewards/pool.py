@@ -49,7 +49,9 @@ class RewardPool:
         self._limits = {task.name: asyncio.Semaphore(task.reward.concurrency) for task in tasks}
         self._batches = {task.name: _Batches(self, task.name) for task in tasks}
         functions = tuple(dict.fromkeys(reward.function for reward in self._rewards.values()))
-        spec = HostSpec("rollart.rewards.runtime:RewardWorker", functions, log=log, name="host of rewards")
+        names = tuple(dict.fromkeys(name for reward in self._rewards.values() for name in reward.pass_env))
+        target = "rollart.rewards.runtime:RewardWorker"
+        spec = HostSpec(target, functions, log=log, name="host of rewards", pass_env=names)
         self._pool = ProcessPool(spec, config.workers, idle_s=idle_s)
 
     def workers(self, task: str) -> int:

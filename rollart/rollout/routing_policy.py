@@ -171,8 +171,8 @@ class MeasuredPolicy:
         self, query: RoutingQuery, pools: Sequence[EnginePool], allowed: Sequence[EnginePool], best: RoutingChoice
     ) -> RoutingChoice:
         """The same request with its prefill on another engine, if that is cheaper; or, if it is demanded, unless the
-        engine that decodes has the conversation's KV and does the rest sooner itself. Two pools of which one has no usable
-        engine are a reason to fall back."""
+        engine that decodes has the conversation's KV and does the rest sooner itself. Two pools of which one has no
+        usable engine are a reason to fall back."""
         if isinstance(self._disaggregate, tuple):
             pools = [pool for pool in pools if pool.of == self._disaggregate[0]]
             allowed = [pool for pool in allowed if pool.of == self._disaggregate[1]]

@@ -22,6 +22,7 @@ from typing import Any, Literal
 from jinja2 import TemplateError
 
 from rollart.config import RunFile, WarmupConfig
+from rollart.core import variables
 from rollart.core.errors import ConfigError, RollartError, ServiceError
 from rollart.core.seeds import seed_of
 from rollart.launch.child import describe, tail
@@ -132,6 +133,10 @@ async def prepare_in_child(
     standard error goes to `log`. `on_model` is called with the model while examples are still made. Cancelling kills
     it."""
     threads = str(run.training.threads)
+    try:  # it plays the environments of demonstrations
+        inherited = variables.passed(os.environ, [name for task in run.tasks for name in task.pass_env])
+    except variables.MissingVariables as error:
+        raise ConfigError(str(error)) from None
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "ab") as errors:  # noqa: ASYNC230 (opens at once)
         child = await asyncio.create_subprocess_exec(
@@ -139,7 +144,7 @@ async def prepare_in_child(
             stdin=PIPE,
             stdout=PIPE,
             stderr=errors,
-            env=os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
+            env={**inherited, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
             start_new_session=True,
         )
     try:

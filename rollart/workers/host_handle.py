@@ -39,6 +39,7 @@ class HostSpec:
 
     Both are `package.module:name` or `/a/file.py:name`. `python` is the interpreter, None: the node's own. `path` is
     prepended to its `sys.path`; None: that of this process if it is the same Python, otherwise the working folder.
+    `pass_env` are the variables of its node that it gets, besides the harmless ones.
     """
 
     target: str
@@ -49,6 +50,7 @@ class HostSpec:
     start_deadline: float = 60.0
     log: Path | None = None
     name: str = "worker host"
+    pass_env: tuple[str, ...] = ()
 
     def command(self, socket: Path | None) -> Command:
         path = self.path
@@ -62,6 +64,7 @@ class HostSpec:
             spec={**spec, "socket": str(socket) if socket else None, "limit": self.message_bytes},
             log=self.log or NOWHERE,
             python=self.python,
+            pass_env=self.pass_env,
             start_deadline=self.start_deadline,
         )
 

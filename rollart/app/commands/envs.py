@@ -11,6 +11,7 @@ from rich.table import Column, Table
 
 from rollart.app.commands.common import guarded
 from rollart.core.errors import RollartError
+from rollart.core.variables import MissingVariables, passed
 from rollart.envs import families
 
 app = typer.Typer(invoke_without_command=True)
@@ -122,6 +123,10 @@ def serve(
         list[str] | None,
         typer.Option("--import", metavar="MODULE:CLASS", help="Import this before forking, once for all; repeatable."),
     ] = None,
+    pass_env: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A variable that environments get, besides PATH and the like; repeatable."),
+    ] = None,
 ) -> None:
     """Serve environments to runs on other machines.
 
@@ -140,4 +145,8 @@ def serve(
     command = [interpreter, module.__file__, "--host", host, "--port", str(port)]
     for path in imports or []:
         command += ["--import", path]
-    os.execv(interpreter, command)  # this process becomes the host, so signals reach it
+    try:
+        inherited = passed(os.environ, [module.KEY, *(pass_env or [])])
+    except MissingVariables as error:
+        raise RollartError(str(error)) from None
+    os.execve(interpreter, command, inherited)  # this process becomes the host, so signals reach it

@@ -149,7 +149,7 @@ class VllmApi:
         data = None if body is None else _encode(body)
         try:
             async with await self._sent(method, path, data) as response:
-                if response.status >= 400:
+                if response.status >= 300:
                     raise EngineFailed(f"vLLM refused {path}: {_message(await response.read(), response.status)}")
                 yield response
         except aiohttp.ClientError as error:
@@ -160,10 +160,13 @@ class VllmApi:
 
     async def _sent(self, method: str, path: str, data: bytes | None) -> aiohttp.ClientResponse:
         """Retries once: a server may close an idle connection just as it is used again."""
-        try:
-            return await self._session.request(method, self._base + path, data=data)
-        except aiohttp.ServerDisconnectedError:
-            return await self._session.request(method, self._base + path, data=data)
+        for last in (False, True):
+            try:
+                return await self._session.request(method, self._base + path, data=data, allow_redirects=False)
+            except aiohttp.ServerDisconnectedError:
+                if last:
+                    raise
+        raise AssertionError("unreachable")
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from dataclasses import dataclass
+from string import Template
 from typing import Any, Protocol
 
 from rollart.core.foreign import parse_json_at
@@ -49,7 +51,8 @@ class Job(Protocol):
 
 class McpTools:
     """`command` starts a server, or `url` is where one runs. `job` is `module:Class`, made with `job_args`. An episode
-    ends after `max_calls` calls, and is scored as it is."""
+    ends after `max_calls` calls, and is scored as it is. `$NAME` in the values of `environment` (of the server) and
+    `headers` is the variable of that name, which the task's `pass_env` names."""
 
     reusable = True
 
@@ -70,7 +73,8 @@ class McpTools:
             raise ValueError("McpTools needs either `command` (of a server to start) or `url` (of one that runs)")
         module, _, name = job.partition(":")
         self.job: Job = getattr(importlib.import_module(module), name)(**(job_args or {}))
-        self.client = McpClient(McpStdio(command, environment) if command else McpHttp(str(url), headers), seconds)
+        transport = McpStdio(command, _filled(environment)) if command else McpHttp(str(url), _filled(headers))
+        self.client = McpClient(transport, seconds)
         self.max_calls, self.held_out = max_calls, held_out
         self.tools: dict[str, dict[str, Any]] = {}
         self.calls: list[McpCall] = []
@@ -146,3 +150,11 @@ def _describe(tool: dict[str, Any]) -> str:
 
 def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
+
+
+def _filled(values: dict[str, str] | None) -> dict[str, str]:
+    """Secrets are not written into a run file; `$$` is a dollar."""
+    try:
+        return {name: Template(value).substitute(os.environ) for name, value in (values or {}).items()}
+    except KeyError as error:
+        raise ValueError(f"the variable ${error.args[0]} is not set here; name it in the task's `pass_env`") from None

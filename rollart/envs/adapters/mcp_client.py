@@ -16,6 +16,8 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+from rollart.core.llm_client import open_url
+
 REVISION = "2025-06-18"
 CLIENT = {"name": "rollart", "version": "1"}
 END_S = 5.0
@@ -94,7 +96,7 @@ class McpHttp:
     def request(self, message: dict[str, Any], deadline: float) -> Iterator[dict[str, Any]]:
         request = urllib.request.Request(self._url, json.dumps(message).encode(), self._headers)
         try:
-            with urllib.request.urlopen(request, timeout=max(0.1, deadline - time.monotonic())) as answer:
+            with open_url(request, timeout=max(0.1, deadline - time.monotonic())) as answer:
                 if session := answer.headers.get("Mcp-Session-Id"):
                     self._headers["Mcp-Session-Id"] = session
                     self._headers["MCP-Protocol-Version"] = REVISION
@@ -122,7 +124,7 @@ class McpHttp:
         if "Mcp-Session-Id" in self._headers:
             request = urllib.request.Request(self._url, headers=self._headers, method="DELETE")
             try:
-                urllib.request.urlopen(request, timeout=END_S).close()
+                open_url(request, timeout=END_S).close()
             except urllib.error.HTTPError as error:
                 if error.code not in (404, 405):  # ended already, or clients cannot end sessions
                     raise

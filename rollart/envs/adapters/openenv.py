@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-import urllib.request
 from typing import Any
 
 from rollart.core.foreign import parse_json_at
+from rollart.core.llm_client import open_url
 from rollart.envs.adapters import instance
 from rollart.envs.adapters.websocket import WebSocket
 
@@ -36,7 +36,7 @@ class OpenEnv:
         held_out: bool = False,
     ) -> None:
         base = url.rstrip("/")
-        with urllib.request.urlopen(f"{base}/schema", timeout=seconds) as answer:
+        with open_url(f"{base}/schema", timeout=seconds) as answer:
             fields = json.load(answer)["action"].get("properties", {})
         self.fields = {name: about for name, about in fields.items() if name != "metadata"}
         if field is not None and field not in self.fields:

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from typing import Any
 
 from rollart.config import EnvironmentsConfig, TaskConfig
 from rollart.core.errors import RollartError
+from rollart.core.variables import passed
 from rollart.envs.families import RECORD, Family, InstalledFamily, installed, root
 from rollart.envs.single import single_environment
 
@@ -90,7 +92,8 @@ def _build(family: Family, folder: Path, interpreter: str, version: str, progres
     progress("trying it out")
     if family.modules:
         command = [python, "-c", f"import {', '.join(family.modules)}"]
-        _run(command, QUICK_S, f"{family.name!r} was installed but does not work, so it was removed", progress)
+        failure = f"{family.name!r} was installed but does not work, so it was removed"
+        _run(command, QUICK_S, failure, progress, passed(os.environ, ()))
     for env, args in family.tries:
         asyncio.run(_try_out(made, env, args))
     (folder / RECORD).write_text(json.dumps({"version": version, "requirements": family.requirements}))
@@ -139,10 +142,14 @@ def _version(python: str) -> str | None:
     return answer.stdout.strip()
 
 
-def _run(command: Sequence[str], deadline: float, failure: str, progress: Progress) -> None:
-    """Run it and report its lines. Raises RollartError with the last of them."""
+def _run(
+    command: Sequence[str], deadline: float, failure: str, progress: Progress, variables: dict[str, str] | None = None
+) -> None:
+    """Run it, with these environment variables, and report its lines. Raises RollartError with the last of them."""
     last: deque[str] = deque(maxlen=LAST_LINES)
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=variables
+    )
     timer = threading.Timer(deadline, process.kill)
     timer.start()
     try:
