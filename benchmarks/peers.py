@@ -129,7 +129,7 @@ def quickstart(smoke: bool) -> dict[str, Any]:
 def start_model(scratch: Path, smoke: bool) -> Path:
     """The quickstart's, after its warmup."""
     run = RunFile.model_validate(quickstart(smoke) | {"output": scratch})
-    asyncio.run(controller.train(run, scratch / "warm", rl=False))
+    asyncio.run(controller.train(run, scratch / "warm", stage="sft"))
     return scratch / "warm" / "model"
 
 

@@ -162,7 +162,7 @@ def main() -> None:
         model = warm / "model"
         if not model.exists():
             run = run_file(folder, calibration, 0.0, None)
-            asyncio.run(controller.train(run, warm, resume=warm.exists(), rl=False))
+            asyncio.run(controller.train(run, warm, resume=warm.exists(), stage="sft"))
         first = measure(folder / "calibration", calibration, options.delay, model)
         calibrated = calibrate(folder / "calibration").scenario
         section = calibrated.simulate

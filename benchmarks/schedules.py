@@ -107,7 +107,7 @@ def main() -> None:
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in options.presets}
     with scratch_folder("schedules") as scratch:
         run = run_file(scratch, size, options.delay)
-        asyncio.run(controller.train(run_file(scratch, size, 0.0), scratch / "warm", rl=False))
+        asyncio.run(controller.train(run_file(scratch, size, 0.0), scratch / "warm", stage="sft"))
         model = scratch / "warm" / "model"
         for number in range(options.rounds):
             for name in options.presets:

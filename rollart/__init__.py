@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollart.app.api import Evaluation, TaskScore, evaluate, load_run, load_scenario, simulate, train
+    from rollart.app.api import Evaluation, TaskScore, evaluate, load_run, load_scenario, sample, simulate, train
     from rollart.app.run_reader import Records, RunFolder
     from rollart.core.errors import ConfigError, RollartError
 
@@ -29,6 +29,7 @@ __all__ = [
     "evaluate",
     "load_run",
     "load_scenario",
+    "sample",
     "simulate",
     "train",
 ]

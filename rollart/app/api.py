@@ -64,7 +64,7 @@ def train(
     resume: bool = False,
     console: "Console | None" = None,
     on_event: OnEvent | None = None,
-    rl: bool = True,
+    stage: str = "train",
 ) -> RunFolder:
     """Train an agent, and leave model, checkpoints, event log, ledger, curves and TensorBoard files in a
     run folder. A run that ends early can be resumed: nothing is lost or trained twice.
@@ -76,8 +76,8 @@ def train(
         console: Show the live view and the results here; by default nothing is printed.
         on_event: Called with each event as it happens, from the event loop's thread. It must return quickly; if it
             raises, the run continues without it.
-        rl: Whether RL follows the supervised training of `model.warmup`. Without it the run has no engines and no
-            environments but the players'; resumed with it, the run continues with RL.
+        stage: `train` for RL, after the supervised training of `model.warmup` if there is one; `sft` for that training
+            alone, without engines and environments but the players': resumed as `train`, the run continues with RL.
 
     Raises:
         RollartError: If the run cannot start, or ends early.
@@ -104,7 +104,7 @@ def train(
                 log.subscribe(exporter.on_event)
             attach(log, read_events(path / "events"))
 
-        _run(lambda: controller.train(run, path, resume=resume, on_log=watch, rl=rl, metrics=metrics))
+        _run(lambda: controller.train(run, path, stage=stage, resume=resume, on_log=watch, metrics=metrics))
     curves.write(metrics.snapshot(), path / "curves.png")
     return RunFolder(path)
 
@@ -169,8 +169,8 @@ def evaluate(
     Raises:
         RollartError: If the model is not there, or the evaluation ends early.
     """
-    if endpoint is None and not (Path(model) / "config.json").is_file() and not is_adapter(Path(model)):
-        raise RollartError(f"{model} is not a Hugging Face model folder: it has no config.json")
+    if endpoint is None:
+        _check_model(model)
     from rollart.fleet import controller
     from rollart.fleet.endpoint import ModelEndpoint
 
@@ -183,6 +183,50 @@ def evaluate(
             served = ModelEndpoint(endpoint, str(model))
             found = _run(lambda: controller.evaluate_endpoint(run, served, directory=path, on_log=attach))
     return msgspec.convert({**found, "folder": str(path)}, Evaluation)
+
+
+def sample(
+    run: RunFile | AnyPath,
+    *,
+    model: AnyPath | None = None,
+    endpoint: str | None = None,
+    folder: AnyPath | None = None,
+    resume: bool = False,
+    console: "Console | None" = None,
+    on_event: OnEvent | None = None,
+) -> Path:
+    """Play episodes of every task without training, as `sample` of the run file says, and return the file of
+    trajectories with their rewards: `samples.jsonl` or `samples.parquet` in the run folder.
+
+    Args:
+        run: The run file, loaded or as a path.
+        model: A model folder, a checkpoint or an adapter; by default the model that the run starts from, after its
+            warmup. With an `endpoint`, the name of a model there.
+        endpoint: The URL of an OpenAI-compatible API, up to `/v1`.
+        folder: The run folder. By default `<output>/<name>-sample-<n>`.
+        resume: Play what is missing in `folder`; by default the newest of this name.
+        console: Show the live view here; by default nothing is printed.
+        on_event: Called with each event as it happens.
+
+    Raises:
+        RollartError: If the model is not there, or the sampling ends early.
+    """
+    from rollart.fleet import sampling
+
+    if endpoint is not None and model is None:
+        raise RollartError("an endpoint serves several models; name one of them with --model")
+    if endpoint is None and model is not None:
+        _check_model(model)
+    run = run if isinstance(run, RunFile) else load_run(run, need_model=model is None)
+    path = folder_for(run.model_copy(update={"name": f"{run.name}-sample"}), folder, resume=resume)
+    source = sampling.SampleSource(str(model or ""), endpoint or "")
+    with _watched(run, console, on_event) as attach:
+        return _run(lambda: sampling.sample(run, path, source, resume=resume, on_log=attach))
+
+
+def _check_model(model: AnyPath) -> None:
+    if not (Path(model) / "config.json").is_file() and not is_adapter(Path(model)):
+        raise RollartError(f"{model} is not a Hugging Face model folder: it has no config.json")
 
 
 def load_scenario(

@@ -41,6 +41,15 @@ class RolloutConfig(Section):
         return preset(self.preset, self.alpha, self.window, self.extra_members, self.extra_groups)
 
 
+class SampleConfig(Section):
+    """`rollart sample`: rollouts without training, written to a file."""
+
+    episodes: Positive = Field(100, description="episodes of each task")
+    samples: Positive = Field(4, description="attempts at each episode")
+    held_out: bool = Field(False, description="the held-out episodes of evaluations, not those of training")
+    format: Literal["jsonl", "parquet"] = Field("jsonl", description="of the file of trajectories")
+
+
 class QuarantineConfig(Section):
     """When a task that keeps failing leaves the mixture, and when it is probed."""
 

@@ -16,7 +16,7 @@ from rollart.config.hardware import (
     RoutingConfig,
     VllmConfig,
 )
-from rollart.config.rollout import EnvironmentsConfig, RewardsConfig, RolloutConfig
+from rollart.config.rollout import EnvironmentsConfig, RewardsConfig, RolloutConfig, SampleConfig
 from rollart.config.task import INVOKERS, TaskConfig
 from rollart.config.training import (
     CheckpointConfig,
@@ -70,6 +70,7 @@ class RunFile(Section):
     rewards: RewardsConfig = RewardsConfig()
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    sample: SampleConfig = SampleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     ledger: LedgerConfig = LedgerConfig()
     observe: ObserveConfig = ObserveConfig()

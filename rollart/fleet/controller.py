@@ -2,31 +2,26 @@
 
 import asyncio
 import contextlib
-import fcntl
 import shutil
-import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollart.config import RewardConfig, RunFile, loading
-from rollart.core import gc_tuning
-from rollart.core.errors import ConfigError, RollartError, ServiceError
-from rollart.core.event_log import EventLog, read_events
-from rollart.core.events import Evaluated, RunEnded, RunStarted, StepDone
+from rollart.config import RewardConfig, RunFile
+from rollart.core.errors import ConfigError, ServiceError
+from rollart.core.event_log import EventLog
+from rollart.core.events import Evaluated
 from rollart.core.schedule import Schedule
 from rollart.core.types import Sampling
-from rollart.fleet import provenance
 from rollart.fleet.checkpoints import CheckpointEvaluator, Checkpoints
 from rollart.fleet.endpoint import ModelEndpoint, endpoint_runner, without_limits
 from rollart.fleet.fleet import Fleet
 from rollart.fleet.ledger_writer import LedgerWriter
+from rollart.fleet.session import OnLog, Session, event_log, open_ledger, run_stage
 from rollart.fleet.supervision import background, root_cause, supervised, terminable
-from rollart.fleet.warmup import warm_up
+from rollart.fleet.warmup import first_model
 from rollart.hardware.host_stats import HostStats
-from rollart.models.folder import atomic_folder, is_model
-from rollart.observe import summary
+from rollart.models.folder import atomic_folder
 from rollart.observe.metrics import Metrics
 from rollart.rollout.evaluation import Evaluator
 from rollart.rollout.ledger import Recovery, SqliteLedger
@@ -36,9 +31,7 @@ from rollart.rollout.scheduler import Scheduler
 from rollart.rollout.training_loop import LoopPlan, TrainingLoop
 from rollart.rollout.trajectory import RolloutTask, TrajectoryRunner
 from rollart.training.client import TrainerLost, export_in_child, model_folder
-from rollart.warmup.prepare import prepare_in_child
 
-OnLog = Callable[[EventLog], None]
 _SAMPLE_SECONDS = 0.5
 _HOST_TICKS = 10
 _MAX_TRAINER_LOSSES = 3
@@ -48,48 +41,25 @@ async def train(
     run: RunFile,
     directory: Path,
     *,
+    stage: str = "train",
     resume: bool = False,
     on_log: OnLog | None = None,
-    rl: bool = True,
     metrics: Metrics | None = None,
 ) -> dict[str, Any]:
-    """Train as the run file says and leave everything in `directory`. Not `rl`: only the warmup. `metrics` gets every
+    """Train as the run file says, by a stage of `STAGES`, and leave everything in `directory`. `metrics` gets every
     event before the listeners of `on_log` do. Returns the summary."""
-    metrics = metrics or Metrics()
-    gc_tuning.collect_rarely()
-    if resume:
-        _check_same_run(run, directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    with _exclusive(directory), contextlib.closing(_ledger(run, directory)) as ledger:
-        recovery = ledger.recover()
-        if recovery.version > run.training.steps:
-            raise RollartError(
-                f"{directory} is at version {recovery.version} already, beyond training.steps {run.training.steps}"
-            )
-        (directory / "run.yaml").write_text(loading.dump(run))
-        with _event_log(directory, on_log, metrics) as log:
-            trained = [recovery.version]
-            log.subscribe(lambda event: trained.append(event.version) if isinstance(event, StepDone) else None)
-            log.emit(_started(run, recovery, resume))
-            try:
-                with terminable():
-                    await (_train(run, directory, ledger, recovery, log) if rl else _fine_tune(run, directory, log))
-            except BaseException as error:
-                reason = "interrupted" if isinstance(error, asyncio.CancelledError) else str(root_cause(error))
-                log.emit(RunEnded(version=trained[-1], reason=reason))
-                log.close()
-                summary.write(directory, metrics.snapshot())
-                raise root_cause(error) from error
-            log.emit(RunEnded(version=trained[-1], reason="finished"))
-    return summary.write(directory, metrics.snapshot())
+    work = STAGES[stage]
+    return await run_stage(
+        work, run, directory, steps=run.training.steps, resume=resume, on_log=on_log, metrics=metrics
+    )
 
 
 async def evaluate(run: RunFile, model: Path, *, directory: Path, on_log: OnLog | None = None) -> dict[str, Any]:
     """Run the held-out episodes of every task with the policy in `model`."""
     directory.mkdir(parents=True, exist_ok=True)
     with (
-        contextlib.closing(_ledger(run, directory)) as records,
-        _event_log(directory, on_log) as log,
+        contextlib.closing(open_ledger(run, directory)) as records,
+        event_log(directory, on_log) as log,
         contextlib.closing(LedgerWriter(records, log.flush)) as ledger,
         terminable(),
     ):
@@ -98,7 +68,7 @@ async def evaluate(run: RunFile, model: Path, *, directory: Path, on_log: OnLog 
                 model_folder(model) as folder,
                 Fleet(run, directory, log, model=folder, trainer=False) as fleet,
             ):
-                runner = _runner(run, fleet, log, PhaseChanges())
+                runner = make_runner(run, fleet, log, PhaseChanges())
                 evaluator = Evaluator(rollout_tasks(run), runner, ledger, log, samples=run.evaluation.samples)
                 results = await supervised(
                     fleet.supervise(), evaluator.run(0, run.evaluation.final_episodes, final=True)
@@ -114,7 +84,7 @@ async def evaluate_endpoint(
     """Run the held-out episodes of every task with a model that someone else serves."""
     directory.mkdir(parents=True, exist_ok=True)
     ledger = SqliteLedger.open(directory / "ledger.sqlite")
-    with contextlib.closing(ledger), _event_log(directory, on_log) as log, terminable():
+    with contextlib.closing(ledger), event_log(directory, on_log) as log, terminable():
         async with endpoint_runner(run, endpoint, directory / "logs", log) as runner:
             tasks = without_limits(rollout_tasks(run))
             evaluator = Evaluator(tasks, runner, ledger, log, samples=run.evaluation.samples)
@@ -163,7 +133,7 @@ class _Training:
             await self._run_all(recovery, model, steps, episodes)
 
     async def _run_all(self, recovery: Recovery, model: Path, steps: int, episodes: int) -> None:
-        runner = _runner(self.run, self.fleet, self.log, self.phases)
+        runner = make_runner(self.run, self.fleet, self.log, self.phases)
         evaluator = CheckpointEvaluator(
             rollout_tasks(self.run),
             runner,
@@ -210,7 +180,7 @@ class _Training:
     async def _learn(self, evaluator: Evaluator, recovery: Recovery) -> None:
         run, fleet = self.run, self.fleet
         schedule = run.rollout.schedule()
-        runner = _runner(run, fleet, self.log, self.phases, Lockstep() if schedule.lockstep else None)
+        runner = make_runner(run, fleet, self.log, self.phases, Lockstep() if schedule.lockstep else None)
         scheduler = _scheduler(run, schedule, runner, self.ledger, self.log)
         scheduler.recover(recovery)
         loop = TrainingLoop(
@@ -232,23 +202,18 @@ class _Training:
             await scheduler.stop()
 
 
-async def _train(run: RunFile, directory: Path, ledger: SqliteLedger, recovery: Recovery, log: EventLog) -> None:
-    version = recovery.version
+async def _train(session: Session) -> None:
+    run, directory, log, version = session.run, session.directory, session.log, session.recovery.version
     checkpoints = Checkpoints(directory / "checkpoints", run.checkpoint.keep, best=run.checkpoint.best)
     checkpoints.start(version)
-    model = await _first_model(run, directory, log)
+    model = await first_model(run, directory, log)
     checkpoint = checkpoints.path(version) if version else None
     async with Fleet(run, directory, log, model=model, version=version, checkpoint=checkpoint) as fleet:
-        with contextlib.closing(LedgerWriter(ledger, log.flush)) as writer:
-            await _Training(run, fleet, writer, log, checkpoints).run_all(recovery, directory / "model")
+        with contextlib.closing(LedgerWriter(session.ledger, log.flush)) as writer:
+            await _Training(run, fleet, writer, log, checkpoints).run_all(session.recovery, directory / "model")
 
 
-def _ledger(run: RunFile, directory: Path) -> SqliteLedger:
-    keep = run.ledger.keep
-    return SqliteLedger.open(directory / "ledger.sqlite", None if keep == "all" else keep)
-
-
-def _runner(
+def make_runner(
     run: RunFile, fleet: Fleet, log: EventLog, phases: PhaseChanges, lockstep: Lockstep | None = None
 ) -> TrajectoryRunner:
     return TrajectoryRunner(
@@ -281,28 +246,6 @@ def _scheduler(
     )
 
 
-def _started(run: RunFile, recovery: Recovery, resume: bool) -> RunStarted:
-    return RunStarted(
-        name=run.name,
-        preset=run.rollout.preset,
-        alpha=run.rollout.schedule().alpha,
-        seed=run.seed,
-        steps=run.training.steps,
-        tasks=[task.name for task in run.tasks],
-        version=recovery.version,
-        resumed=resume,
-        wall=time.time(),
-        emulated=[
-            f"{name}: {pool.devices[0]} (1/{pool.emulate:g})" for name, pool in run.pools.items() if pool.emulate
-        ],
-        model=str(run.model.path or "tiny"),
-        packages=provenance.packages(),
-        digest=provenance.digest(loading.dump(run)),
-        commit=provenance.commit(),
-        price=provenance.price(run),
-    )
-
-
 def _result(result: Evaluated) -> dict[str, float | None]:
     return {
         "success": result.success,
@@ -314,34 +257,15 @@ def _result(result: Evaluated) -> dict[str, float | None]:
     }
 
 
-async def _first_model(run: RunFile, directory: Path, log: EventLog) -> Path:
-    """The model that RL starts from: the user's folder, or `start`, which is made unless it is there."""
-    start, files = directory / "start", directory / "warmup"
-    if run.model.warmup is None:
-        return await prepare_in_child(run, start, files, log=directory / "logs" / "prepare.log")
-    if not is_model(start):
-        await warm_up(run, run.model.warmup, directory, log)
-    shutil.rmtree(files, ignore_errors=True)
-    return start
-
-
-async def _fine_tune(run: RunFile, directory: Path, log: EventLog) -> None:
-    if run.model.warmup is None:
+async def _fine_tune(session: Session) -> None:
+    if session.run.model.warmup is None:
         raise ConfigError("the run file has no model.warmup, so there is nothing to learn without RL")
-    model = await _first_model(run, directory, log)
-    with atomic_folder(directory / "model") as draft:
+    model = await first_model(session.run, session.directory, session.log)
+    with atomic_folder(session.directory / "model") as draft:
         shutil.copytree(model, draft, dirs_exist_ok=True)
 
 
-def _check_same_run(run: RunFile, directory: Path) -> None:
-    """A run resumes with the model that it started with; everything else may change."""
-    stored = directory / "run.yaml"
-    if not stored.exists():
-        raise RollartError(f"{directory} has no run to resume")
-    if loading.load(stored).model != run.model:
-        raise RollartError(
-            f"`model` differs from that of the run in {directory}; resume with the same model, or use another directory"
-        )
+STAGES = {"train": _train, "sft": _fine_tune}
 
 
 async def _sample(scheduler: Scheduler, fleet: Fleet, log: EventLog) -> None:
@@ -363,29 +287,3 @@ async def _sample_hosts(fleet: Fleet, phases: PhaseChanges, log: EventLog) -> No
                 log.emit(fleet.agents.sample())
         ticks += 1
         await asyncio.sleep(_SAMPLE_SECONDS)
-
-
-@contextlib.contextmanager
-def _exclusive(directory: Path) -> Iterator[None]:
-    with open(directory / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RollartError(f"another process is already training in {directory}") from None
-        yield
-
-
-@contextlib.contextmanager
-def _event_log(directory: Path, on_log: OnLog | None, metrics: Metrics | None = None) -> Iterator[EventLog]:
-    """`metrics` gets the events of a run that resumes, and those to come."""
-    log = EventLog(directory / "events", time.monotonic)
-    try:
-        if metrics is not None:
-            for event in read_events(directory / "events"):
-                metrics.fold(event)
-            log.subscribe(metrics.fold)
-        if on_log is not None:
-            on_log(log)
-        yield log
-    finally:
-        log.close()

@@ -29,6 +29,17 @@ from rollart.warmup.prepare import Progress, prepare_in_child
 MAX_LOSSES = 3
 
 
+async def first_model(run: RunFile, directory: Path, log: EventLog) -> Path:
+    """The model that RL starts from: the user's folder, or `start`, which is made unless it is there."""
+    start, files = directory / "start", directory / "warmup"
+    if run.model.warmup is None:
+        return await prepare_in_child(run, start, files, log=directory / "logs" / "prepare.log")
+    if not is_model(start):
+        await warm_up(run, run.model.warmup, directory, log)
+    shutil.rmtree(files, ignore_errors=True)
+    return start
+
+
 async def warm_up(run: RunFile, config: WarmupConfig, directory: Path, log: EventLog) -> Path:
     """The model after all steps of the warmup, in `start`. What a warmup needs is in `warmup` until then."""
     start, files = directory / "start", directory / "warmup"

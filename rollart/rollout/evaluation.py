@@ -24,6 +24,21 @@ def _passed(trajectories: Sequence[Trajectory]) -> float:
     return len(solved) / len({trajectory.seed for trajectory in trajectories})
 
 
+def evaluated(completed: Sequence[Trajectory], *, version: int, failed: int, samples: int, final: bool) -> Evaluated:
+    """The result of a task's trajectories, of which there is one at least."""
+    return Evaluated(
+        version=version,
+        task=completed[0].task,
+        episodes=len(completed),
+        success=sum(map(succeeded, completed)) / len(completed),
+        reward=sum(trajectory.reward or 0.0 for trajectory in completed) / len(completed),
+        failed=failed,
+        final=final,
+        samples=samples,
+        passed=_passed(completed),
+    )
+
+
 class EpisodeRunner(Protocol):
     async def run(self, attempt: Attempt) -> Trajectory: ...
 
@@ -68,17 +83,8 @@ class Evaluator:
         if not completed:
             last = trajectories[-1]
             return f"no held-out episode of task {task.name} completed; the last: {last.outcome}: {last.reason}"
-        result = Evaluated(
-            version=version,
-            task=task.name,
-            episodes=len(completed),
-            success=sum(map(succeeded, completed)) / len(completed),
-            reward=sum(trajectory.reward or 0.0 for trajectory in completed) / len(completed),
-            failed=len(attempts) - len(completed),
-            final=final,
-            samples=self._samples,
-            passed=_passed(completed),
-        )
+        failed = len(attempts) - len(completed)
+        result = evaluated(completed, version=version, failed=failed, samples=self._samples, final=final)
         self._sink.emit(result)
         return result
 

@@ -81,7 +81,7 @@ def test_help_groups_the_commands_and_teaches_by_example() -> None:
     text = rollart_command("--help").output
     for words in ("Train", "Look at a run", "Prepare", "trajectory", "rollart train examples/quickstart.yaml"):
         assert words in text
-    for command in ("train", "sft", "eval", "check", "schema", "show", "trajectory", "timeline"):
+    for command in ("train", "sft", "eval", "sample", "check", "schema", "show", "trajectory", "timeline"):
         assert f"rollart {command}" in rollart_command(command, "--help").output
 
 
@@ -209,14 +209,14 @@ def controlled(monkeypatch: pytest.MonkeyPatch, end: BaseException | None = None
         *,
         resume: bool,
         on_log: Callable[[EventLog], None],
-        rl: bool = True,
+        stage: str,
         metrics: Any = None,
     ) -> dict[str, Any]:
         calls.append((directory, resume))
         ticks = iter(range(100))
         log = EventLog(directory / "events", lambda: float(next(ticks)))
         on_log(log)
-        print(f"a stray print {'with' if rl else 'without'} RL")
+        print(f"a stray print {'with' if stage == 'train' else 'without'} RL")
         log.emit(ev.RunStarted(name=run.name, preset="rollart", alpha=1, seed=0, steps=2, tasks=["lake"]))
         for version, success in ((0, 0.25), (2, 0.75)):
             log.emit(

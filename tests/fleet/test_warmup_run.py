@@ -58,7 +58,7 @@ def steps(folder: Path) -> list[int]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A warmup that was never interrupted."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    asyncio.run(controller.train(run_file(), folder, rl=False))
+    asyncio.run(controller.train(run_file(), folder, stage="sft"))
     return folder
 
 
@@ -101,7 +101,7 @@ def _kill_the_trainer_at(number: int, times: int) -> Any:
 
 
 def test_a_killed_trainer_goes_on_from_the_checkpoint(whole: Path, tmp_path: Path) -> None:
-    asyncio.run(controller.train(run_file(), tmp_path / "run", rl=False, on_log=_kill_the_trainer_at(6, 1)))
+    asyncio.run(controller.train(run_file(), tmp_path / "run", stage="sft", on_log=_kill_the_trainer_at(6, 1)))
     assert steps(tmp_path / "run") == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8, 9]
     warnings = [event.message for event in read_events(tmp_path / "run" / "events") if isinstance(event, Warned)]
     assert any("the warmup goes on from step 4" in warning and "SIGKILL" in warning for warning in warnings)
@@ -119,7 +119,7 @@ def test_an_interrupted_warmup_resumes_with_the_same_examples(whole: Path, tmp_p
                 reached.set()
 
         work = asyncio.create_task(
-            controller.train(run_file(), folder, rl=False, on_log=lambda log: log.subscribe(watch))
+            controller.train(run_file(), folder, stage="sft", on_log=lambda log: log.subscribe(watch))
         )
         async with asyncio.timeout(120):
             await reached.wait()
@@ -137,7 +137,7 @@ def test_an_interrupted_warmup_resumes_with_the_same_examples(whole: Path, tmp_p
         if isinstance(event, WarmupStep) and not seen:
             seen.append((folder / "warmup" / "examples" / "tokens").stat().st_mtime_ns)
 
-    asyncio.run(controller.train(run_file(), folder, resume=True, rl=False, on_log=lambda log: log.subscribe(note)))
+    asyncio.run(controller.train(run_file(), folder, resume=True, stage="sft", on_log=lambda log: log.subscribe(note)))
     assert seen == [examples]
     assert steps(folder)[-5:] == [5, 6, 7, 8, 9]
     assert weights(folder / "model") == weights(whole / "model")
@@ -160,7 +160,7 @@ def test_conversations_of_a_file_are_learnt_on_several_ranks(tmp_path: Path) -> 
 
     folder = tmp_path / "run"
     run = run_file(model=model, pools=pools)
-    asyncio.run(controller.train(run, folder, rl=False, on_log=lambda log: log.subscribe(note)))
+    asyncio.run(controller.train(run, folder, stage="sft", on_log=lambda log: log.subscribe(note)))
     assert losses[-1] < 0.5 * losses[0]
     started = [event.name for event in read_events(folder / "events") if isinstance(event, ServiceStarted)]
     assert len(started) == 2
@@ -170,10 +170,10 @@ def test_conversations_of_a_file_are_learnt_on_several_ranks(tmp_path: Path) -> 
 def test_a_run_without_a_warmup_has_nothing_to_learn_without_rl(tmp_path: Path) -> None:
     run = run_file(model={"tiny": run_file().model.tiny})
     with pytest.raises(ConfigError, match=r"has no model\.warmup"):
-        asyncio.run(controller.train(run, tmp_path / "run", rl=False))
+        asyncio.run(controller.train(run, tmp_path / "run", stage="sft"))
 
 
 def test_an_error_of_the_examples_ends_the_run_with_its_sentence(tmp_path: Path) -> None:
     model = {"tiny": run_file().model.tiny, "warmup": {"conversations": tmp_path / "nothing.jsonl"}}
     with pytest.raises(RollartError, match="cannot read the conversations"):
-        asyncio.run(controller.train(run_file(model=model), tmp_path / "run", rl=False))
+        asyncio.run(controller.train(run_file(model=model), tmp_path / "run", stage="sft"))

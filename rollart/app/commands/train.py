@@ -57,10 +57,10 @@ def train(
     rollart train examples/quickstart.yaml --resume
     rollart train examples/quickstart.yaml --dashboard[/dim]
     """
-    _train(
+    run_training(
         "train",
         run_file,
-        _with_output(overrides, output),
+        with_output(overrides, output),
         run_dir,
         resume=resume,
         as_json=as_json,
@@ -86,7 +86,7 @@ def sft(
     [dim]rollart sft examples/quickstart.yaml
     rollart sft run.yaml --set model.warmup.conversations=chats.jsonl[/dim]
     """
-    _train("sft", run_file, _with_output(overrides, output), run_dir, resume=resume, as_json=as_json)
+    run_training("sft", run_file, with_output(overrides, output), run_dir, resume=resume, as_json=as_json)
 
 
 @guarded
@@ -114,7 +114,7 @@ def evaluate(
     from rollart.app.run_reader import RunFolder
     from rollart.observe.report import scores
 
-    run = api.load_run(run_file, _with_output(overrides, output), need_model=False)
+    run = api.load_run(run_file, with_output(overrides, output), need_model=False)
     with console_for(as_json) as console:
         found = api.evaluate(run, model, endpoint=endpoint, console=console)
         console.print(scores(RunFolder(found.folder).snapshot()))
@@ -123,7 +123,7 @@ def evaluate(
         print_json(asdict(found))
 
 
-def _train(
+def run_training(
     command: str,
     run_file: Path,
     overrides: list[str],
@@ -145,7 +145,7 @@ def _train(
         if with_dashboard:
             say(console, f"dashboard:  {stack.enter_context(beside(folder))}")
         try:
-            trained = api.train(run, folder=folder, resume=resume, console=console, rl=command == "train")
+            trained = api.train(run, folder=folder, resume=resume, console=console, stage=command)
         except (KeyboardInterrupt, asyncio.CancelledError):
             say(console, f"stopped; continue with: rollart {command} {run_file} --resume --run-dir {folder}")
             raise
@@ -160,7 +160,7 @@ def _train(
         raise typer.Exit(TASKS_OUT)
 
 
-def _with_output(overrides: list[str] | None, output: Path | None) -> list[str]:
+def with_output(overrides: list[str] | None, output: Path | None) -> list[str]:
     return [*(overrides or []), *([f"output={json.dumps(str(output))}"] if output else [])]
 
 

@@ -1,0 +1,53 @@
+"""`rollart sample`: what is made from a run file beside RL."""
+
+from typing import Annotated
+
+import typer
+
+from rollart.app.commands.common import AsJson, Output, Overrides, RunPath, console_for, guarded, print_json, say
+from rollart.app.commands.train import Resume, RunFolderOption, with_output
+
+
+@guarded
+def sample(
+    run_file: RunPath,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="A model folder, a checkpoint or an adapter, or a name at --endpoint; default: the run's own.",
+        ),
+    ] = None,
+    endpoint: Annotated[str | None, typer.Option(metavar="URL", help="An OpenAI-compatible API, up to /v1.")] = None,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    output: Output = None,
+    run_dir: RunFolderOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Play episodes without training, and write the trajectories with their rewards to a file.
+
+    `sample` of the run file says how many episodes of each task, how many
+    attempts at each, and whether training or held-out ones. A line of
+    samples.jsonl has `messages`, `reward`, `success` and `episode`: it is data
+    for `rollart sft` (model.warmup.conversations) and `rollart dpo`. The same
+    seeds give the same file; --resume plays what is missing.
+
+    [dim]rollart sample examples/pipelines/sample.yaml
+    rollart sample RUN.yaml --model runs/quickstart-1/model --set sample.samples=8
+    rollart sample RUN.yaml --endpoint http://host:8000/v1 --model Qwen3-8B
+    rollart sample RUN.yaml --set sample.held_out=true --set sample.format=parquet[/dim]
+    """
+    from rollart.app import api
+    from rollart.app.run_reader import RunFolder
+    from rollart.observe.report import scores
+
+    run = api.load_run(run_file, with_output(overrides, output), need_model=model is None)
+    folder = api.folder_for(run.model_copy(update={"name": f"{run.name}-sample"}), run_dir, resume=resume)
+    with console_for(as_json) as console:
+        say(console, f"run folder: {folder}")
+        file = api.sample(run, model=model, endpoint=endpoint, folder=folder, resume=resume, console=console)
+        console.print(scores(RunFolder(folder).snapshot()))
+        say(console, f"trajectories: {file}")
+    if as_json:
+        print_json({"file": str(file), **RunFolder(folder).summary()})
