@@ -1,11 +1,15 @@
 """Kill -9 the controller at random moments of a real training run and resume it, again and again.
 
-After every kill the ledger is read as the kill left it. Last line: `lost`, trajectories that were ready or leased and
-that the finished run neither trained, nor holds, nor dropped with a reason; `trained_twice`, groups in two batches of
-the surviving history; `left_behind`, processes that outlived the controller.
+One kill in `START_EVERY` comes at any moment of the start, the others while the run trains. After every kill the ledger
+is read as the kill left it. Last line: `lost`, trajectories that were ready or leased and that the finished run neither
+trained, nor holds, nor dropped with a reason; `trained_twice`, groups in two batches of the surviving history;
+`left_behind`, processes that outlived the controller by more than `LEFT_S`, and shared memory of the run.
+
+With `--folder` the run and the account of its kills stay there: the same command goes on where it was stopped.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -15,17 +19,24 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
 from benchmarks.scratch import scratch_folder
-from rollart.core.event_log import read_events
-from rollart.core.events import BatchTaken, GroupDropped, GroupReady, GroupStarted, RolledBack, RunEnded, RunStarted
+from rollart.config import loading
+from rollart.core.event_log import EventReader, read_events
+from rollart.core.events import BatchTaken, GroupDropped, GroupReady, RolledBack, RunEnded, RunStarted
+from rollart.fleet.fleet import weights_folder
 
-START_DEADLINE = 120.0
-END_DEADLINE = 600.0
+START_DEADLINE = 180.0
+END_DEADLINE = 900.0
+START_EVERY = 4
+START_S = 8.0  # a start without other load
+TRAINING_S = 1.5  # from the first group until the kill, on average
+LEFT_S = 10.0
 
 RUN = """
 name: crash
@@ -51,39 +62,47 @@ def start(run: Path, folder: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
 
-def lives(folder: Path) -> list[list[Any]]:
-    """The events of the run, one list for each time that it was started."""
-    log = folder / "events"
-    found: list[list[Any]] = []
-    for event in read_events(log):
-        if isinstance(event, RunStarted):
-            found.append([])
-        found[-1].append(event)
-    return found
+class Lives:
+    """Follows the log of a run: how often it was started, where the last time, and whether that life trains."""
+
+    def __init__(self, folder: Path) -> None:
+        self._reader = EventReader(folder / "events", RunStarted, GroupReady, BatchTaken, RunEnded)
+        self.count = self.version = 0
+        self.trains = False
+        self.end = ""
+
+    def look(self) -> None:
+        for event in self._reader.read():
+            match event:
+                case RunStarted():
+                    self.count, self.version, self.trains, self.end = self.count + 1, event.version, False, ""
+                case GroupReady() | BatchTaken():
+                    self.trains = True
+                case RunEnded():
+                    self.end = event.reason
+
+    def wait_for_rollout(self, process: subprocess.Popen[bytes]) -> None:
+        """Until a life after the ones seen so far trains, or the process has ended."""
+        deadline, seen = time.monotonic() + START_DEADLINE, self.count
+        while process.poll() is None and not (self.count > seen and self.trains):
+            if time.monotonic() > deadline:
+                raise SystemExit("the run did not start in time; see controller.log")
+            time.sleep(0.05)
+            self.look()
 
 
-def wait_for_rollout(process: subprocess.Popen[bytes], folder: Path, life: int) -> None:
-    """Until this life of the run trains, so that the kill does not hit the imports."""
-    deadline = time.monotonic() + START_DEADLINE
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            return
-        history = lives(folder)
-        if len(history) > life and any(isinstance(event, GroupStarted | GroupReady) for event in history[-1]):
-            return
-        time.sleep(0.2)
-    raise SystemExit("the run did not start in time; see controller.log")
-
-
-def kill(process: subprocess.Popen[bytes]) -> int:
-    """Kill the controller alone; how many of its descendants are still there ten seconds later."""
+def kill(process: subprocess.Popen[bytes]) -> list[str]:
+    """Kill the controller alone; what is still there of its descendants some seconds later."""
     family = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=LEFT_S)
+    left = []
     for one in alive:
-        one.kill()
-    return len(alive)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended just now, which is late all the same
+            left.append(f"process {one.pid} ({one.status()}): {' '.join(one.cmdline())[:120]}")
+            one.kill()
+    return left
 
 
 def kept(folder: Path) -> set[str]:
@@ -112,57 +131,108 @@ def surviving(log: Path) -> tuple[dict[int, list[str]], set[str]]:
     return batches, dropped
 
 
-def crash_and_resume(kills: int, steps: int, seed: int, scratch: Path) -> dict[str, Any]:
-    rng = random.Random(seed)
-    run, folder = scratch / "crash.yaml", scratch / "run"
-    run.write_text(RUN.replace("STEPS", str(steps)))
-    folder.mkdir()
-    at_kill: set[str] = set()
-    left_behind = done = 0
-    while done < kills:
-        life = len(lives(folder))
-        process = start(run, folder)
-        wait_for_rollout(process, folder, life)
-        time.sleep(rng.uniform(0.0, min(4.0, steps / 4)))
+@dataclass
+class Account:
+    """What is remembered between kills. In a file, so that a benchmark that is stopped goes on later."""
+
+    kills: int = 0
+    seconds: float = 0.0
+    ready: set[str] = field(default_factory=set)
+    left: list[str] = field(default_factory=list)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        if not path.exists():
+            return cls()
+        known = json.loads(path.read_text())
+        return cls(**known | {"ready": set(known["ready"])})
+
+    def save(self, path: Path) -> None:
+        draft = path.with_suffix(".new")
+        draft.write_text(json.dumps(asdict(self) | {"ready": sorted(self.ready)}))
+        draft.replace(path)
+
+
+def one_kill(run: Path, folder: Path, lives: Lives, rng: random.Random, number: int) -> list[str] | None:
+    """Start or resume the run and kill it. None: it had finished before."""
+    process = start(run, folder)
+    try:
+        if number % START_EVERY == START_EVERY - 1:
+            time.sleep(rng.uniform(0.5, START_S))
+        else:
+            lives.wait_for_rollout(process)
+            time.sleep(rng.expovariate(1 / TRAINING_S))
         if process.poll() is not None:
+            return None
+        return kill(process)
+    finally:
+        if process.poll() is None:  # this benchmark was stopped
+            process.kill()
+            process.wait()
+
+
+def crash_and_resume(kills: int, steps: int, seed: int, scratch: Path) -> dict[str, Any]:
+    run, folder, path = scratch / "crash.yaml", scratch / "run", scratch / "account.json"
+    run.write_text(RUN.replace("STEPS", str(steps)))
+    folder.mkdir(exist_ok=True)
+    account, lives = Account.load(path), Lives(folder)
+    lives.look()
+    while account.kills < kills:
+        began = time.monotonic()
+        rng = random.Random(f"{seed} {account.kills}")
+        left = one_kill(run, folder, lives, rng, account.kills)
+        if left is None:
             break
-        left_behind += kill(process)
-        done += 1
-        at_kill |= kept(folder)
-        began = lives(folder)[-1][0].version
-        print(f"kill {done}: this life began at version {began}; {len(at_kill)} trajectories seen ready", flush=True)
+        lives.look()
+        account.kills += 1
+        account.left += left
+        account.ready |= kept(folder)
+        account.seconds += time.monotonic() - began
+        account.save(path)
+        print(
+            f"kill {account.kills} after {time.monotonic() - began:.1f} s: this life began at version {lives.version}; "
+            f"{len(account.ready)} trajectories seen ready",
+            *left,
+            flush=True,
+        )
     process = start(run, folder)
     process.wait(END_DEADLINE)
-    last = lives(folder)[-1][-1]
+    lives.look()
+    return results(account, folder, steps) | {"finished": lives.end == "finished" and process.returncode == 0}
+
+
+def results(account: Account, folder: Path, steps: int) -> dict[str, Any]:
     batches, dropped = surviving(folder / "events")
-    held = kept(folder)
+    held, memory = kept(folder), weights_folder(loading.load(folder / "run.yaml"), folder)
     trained = Counter(group for ids in batches.values() for group in ids)
     lost = [
         one
-        for one in at_kill
+        for one in account.ready
         if (group := one.rsplit(".", 1)[0]) not in trained and group not in dropped and one not in held
     ]
     return {
-        "kills": done,
+        "kills": account.kills,
         "lost": len(lost),
         "trained_twice": sum(count > 1 for count in trained.values()),
-        "left_behind": left_behind,
+        "left_behind": len(account.left) + memory.exists(),
         "steps": len(batches),
-        "finished": isinstance(last, RunEnded) and last.reason == "finished" and len(batches) == steps,
-        "ready_at_kills": len(at_kill),
+        "ready_at_kills": len(account.ready),
         "dropped_groups": len(dropped),
+        "seconds_per_kill": round(account.seconds / max(1, account.kills), 1),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, help="keep the run here, and go on with it")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
     options = parser.parse_args()
     kills, steps = (1, 4) if options.smoke else (options.kills, options.steps)
-    with scratch_folder("crash") as scratch:
+    with contextlib.nullcontext(options.folder) if options.folder else scratch_folder("crash") as scratch:
+        scratch.mkdir(parents=True, exist_ok=True)
         print(json.dumps(crash_and_resume(kills, steps, options.seed, scratch)))
 
 

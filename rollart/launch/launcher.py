@@ -18,6 +18,7 @@ from rollart.core.errors import ServiceError
 from rollart.core.events import ServiceStarted
 
 NOWHERE = Path(os.devnull)
+WITH_PARENT = ("-m", "rollart.launch.with_parent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +40,9 @@ class Command:
 
 
 def service_command(module: str, spec: Mapping[str, Any], *, name: str, logs: Path, threads: int = 1) -> Command:
-    """The command of one of our services, `python -m module`."""
+    """The command of one of our services, the program `module`."""
     count = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    return Command(name, ("-m", module), spec, logs / f"{name}.log", environment=count)
+    return Command(name, (*WITH_PARENT, module), spec, logs / f"{name}.log", environment=count)
 
 
 @dataclass(frozen=True, slots=True)

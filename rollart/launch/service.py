@@ -18,6 +18,7 @@ from typing import Any
 import uvicorn
 
 from rollart.core.errors import RollartError, ServiceError
+from rollart.launch import with_parent
 from rollart.launch.keepalive import enable_keepalive
 from rollart.launch.rpc import MAX_FRAME, Handler, application
 
@@ -52,6 +53,7 @@ async def _serve(build: Build, spec: dict[str, Any]) -> None:
     loop.add_reader(sys.stdin.fileno(), lambda: _drain(end))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
+    with_parent.clean_up_first()
     async with build(spec) as handlers:
         started.set()
         listener = _listen(spec)

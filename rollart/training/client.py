@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from rollart.core.errors import RollartError, ServiceError, ServiceSilent
 from rollart.core.types import Batch, ExampleBatch, Publication, StepMetrics
+from rollart.launch.launcher import WITH_PARENT
 from rollart.launch.rpc import RpcClient
 from rollart.models.folder import is_adapter
 
@@ -70,13 +71,15 @@ async def export_in_child(checkpoint: Path, folder: Path) -> None:
     """Write the policy of a checkpoint, or an adapter with its base, as a Hugging Face folder. Cancelling kills the
     child. Raises RollartError."""
     child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "rollart.training.export", str(checkpoint), str(folder)),
-        stdin=asyncio.subprocess.DEVNULL,
+        *(sys.executable, *WITH_PARENT, "rollart.training.export", str(checkpoint), str(folder)),
+        stdin=PIPE,
         stderr=PIPE,
         start_new_session=True,
     )
     try:
-        _, errors = await child.communicate()
+        assert child.stderr is not None
+        errors = await child.stderr.read()
+        await child.wait()
     finally:
         if child.returncode is None:
             with suppress(ProcessLookupError):

@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import sys
-import threading
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -26,6 +25,7 @@ from rollart.core import variables
 from rollart.core.errors import ConfigError, RollartError, ServiceError
 from rollart.core.seeds import seed_of
 from rollart.launch.child import describe, tail
+from rollart.launch.launcher import WITH_PARENT
 from rollart.models import tiny
 from rollart.models.chat import ChatRenderer, conversation_tokens
 from rollart.models.folder import atomic_folder, is_model
@@ -140,7 +140,7 @@ async def prepare_in_child(
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "ab") as errors:  # noqa: ASYNC230 (opens at once)
         child = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "rollart.warmup.prepare"),
+            *(sys.executable, *WITH_PARENT, "rollart.warmup.prepare"),
             stdin=PIPE,
             stdout=PIPE,
             stderr=errors,
@@ -184,7 +184,6 @@ async def _follow(child: Process, on_progress: OnProgress, on_model: OnModel, lo
 
 def main() -> None:
     spec = json.loads(sys.stdin.readline())
-    threading.Thread(target=_exit_with_stdin, daemon=True).start()
     run = RunFile(**spec["run"])
     try:
         model = prepare_model(run, Path(spec["model"]))
@@ -202,12 +201,6 @@ def main() -> None:
 
 def _write(message: dict[str, Any]) -> None:
     print(json.dumps(message), flush=True)
-
-
-def _exit_with_stdin() -> None:
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
-    os._exit(1)
 
 
 if __name__ == "__main__":

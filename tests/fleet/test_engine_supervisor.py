@@ -5,7 +5,7 @@ import pytest
 from rollart.app import preflight
 from rollart.config import RunFile
 from rollart.fleet.engine_supervisor import engine_command, request_of
-from rollart.launch.launcher import Command, Node, ResourceRequest
+from rollart.launch.launcher import WITH_PARENT, Command, Node, ResourceRequest
 from rollart.placement.inventory import Inventory
 from rollart.placement.plan import plan
 
@@ -31,7 +31,7 @@ def loaded(folder: Path, pool: str, more: str = "") -> RunFile:
 def test_the_spec_of_an_embedded_engine_says_what_it_emulates(tmp_path: Path) -> None:
     run = loaded(tmp_path, "{role: generate, device: H20, emulate: 100}")
     [(command, request)] = commands(run, tmp_path)
-    assert command.argv == ("-m", "rollart.engines.torch.service")
+    assert command.argv == (*WITH_PARENT, "rollart.engines.torch.service")
     assert command.spec["emulate"]["device"]["name"] == "H20" and command.spec["emulate"]["slowdown"] == 100
     assert request.devices == ("cpu",)
 
@@ -43,7 +43,7 @@ def test_the_spec_of_a_vllm_engine_has_its_python_and_devices(tmp_path: Path, mo
     more = "vllm: {start_deadline: 1000}\nrouting: {disaggregate: auto}\n"
     run = loaded(tmp_path, "{role: generate, device: H20, count: 2, engine: vllm, tensor_parallel: 2}", more)
     for command, request in commands(run, tmp_path):
-        assert command.argv == ("-m", "rollart.engines.vllm.service")
+        assert command.argv == (*WITH_PARENT, "rollart.engines.vllm.service")
         assert command.spec["vllm"]["python"] == str(python)
         assert command.spec["tensor_parallel"] == 2 and command.spec["kv_transfer"] is True
         assert "url" not in command.spec and command.start_deadline > 1000

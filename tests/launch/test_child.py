@@ -1,11 +1,14 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import psutil
 
 from rollart.launch.child import Child
-from rollart.launch.launcher import Command
+from rollart.launch.launcher import WITH_PARENT, Command
 
 # A descendant whose environment shows nothing, as after it gave itself a title.
 LEAVES_ONE = """
@@ -28,3 +31,30 @@ def test_a_killed_child_takes_along_descendants_that_no_longer_show_its_mark() -
 
     left = asyncio.run(body())
     assert not left.is_running() or left.status() == psutil.STATUS_ZOMBIE
+
+
+SLOW_START = """
+import subprocess, threading
+subprocess.Popen(["sleep", "1000"])
+print("started", flush=True)
+threading.Event().wait()
+"""
+
+
+def test_a_program_that_is_still_imported_ends_with_its_parent_and_so_does_what_it_started(tmp_path: Path) -> None:
+    (tmp_path / "slow_start.py").write_text(SLOW_START)
+    program = subprocess.Popen(
+        [sys.executable, *WITH_PARENT, "slow_start"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), *sys.path))},
+    )
+    assert program.stdin is not None and program.stdout is not None
+    assert program.stdout.readline() == b"started\n"
+    (sleeper,) = psutil.Process(program.pid).children()
+    program.stdin.close()
+    assert program.wait(30) == -signal.SIGKILL
+    assert program.stdout.read() == b""  # the sleeper, which had it too, is gone
+    assert not sleeper.is_running() or sleeper.status() == psutil.STATUS_ZOMBIE
+    program.stdout.close()

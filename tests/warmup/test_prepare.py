@@ -9,6 +9,7 @@ import pytest
 
 from rollart.config import RunFile
 from rollart.core.errors import ConfigError, RollartError
+from rollart.launch.launcher import WITH_PARENT
 from rollart.models import tiny
 from rollart.models.chat import ChatRenderer
 from rollart.warmup.examples import StoredExamples
@@ -115,7 +116,7 @@ ENDLESS = WARMUP | {"demonstrations": 10_000_000}
 def test_the_child_ends_when_its_parent_does(tmp_path: Path) -> None:
     endless = run_file({"tiny": TINY, "warmup": ENDLESS})
     child = subprocess.Popen(
-        [sys.executable, "-m", "rollart.warmup.prepare"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, *WITH_PARENT, "rollart.warmup.prepare"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert child.stdin is not None and child.stdout is not None
     try:
