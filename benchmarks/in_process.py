@@ -224,7 +224,7 @@ class Player:
         if reply["done"]:
             one.outcome = Outcome.FINISHED
             return
-        one.prompt = self.renderer.extend(completion.finish, one.shown)
+        one.prompt = self.renderer.extend(completion.tokens[-1], one.shown)
         room = one.game.context - one.game.tokens - len(one.context)
         if len(one.turns) >= one.game.turns or len(one.prompt) > room:
             one.outcome = Outcome.TRUNCATED

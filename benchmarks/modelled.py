@@ -7,13 +7,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rollart.core.action import ParsedAction
 from rollart.core.errors import EngineFailed, EnvironmentFailed, RewardFailed
 from rollart.core.types import (
     Batch,
     Completion,
     EngineStatus,
     Episode,
-    Finish,
     GenerationRequest,
     LoadResult,
     Message,
@@ -141,14 +141,14 @@ class ModelledRenderer:
     def open(self, messages: Sequence[Message]) -> list[int]:
         return [2, 3, 4]
 
-    def extend(self, finish: Finish, messages: Sequence[Message]) -> list[int]:
+    def extend(self, last: int, messages: Sequence[Message]) -> list[int]:
         return [2, 3, 4]
 
     def may_fit(self, messages: Sequence[Message], tokens: int) -> bool:
         return True
 
-    def text(self, tokens: Sequence[int]) -> str:
-        return "act"
+    def read(self, prompt: Sequence[int], tokens: Sequence[int], opening: Sequence[Message]) -> ParsedAction:
+        return ParsedAction("act")
 
 
 @dataclass(slots=True)

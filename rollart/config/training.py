@@ -84,6 +84,10 @@ class ModelConfig(Section):
     name: str | None = Field(None, description=f"a model without its weights: one of {', '.join(MODELS)}")
     config: dict[str, int] | None = Field(None, description="or the numbers of a model's config.json")
     warmup: WarmupConfig | None = Field(None, description="supervised training before RL")
+    enable_thinking: bool | None = Field(
+        None, description="whether a hybrid model reasons before it answers; default: as its chat template does"
+    )
+    chat_template_kwargs: dict[str, Any] = Field({}, description="other variables for the chat template")
 
     @model_validator(mode="after")
     def _one_source(self) -> "ModelConfig":
@@ -99,6 +103,11 @@ class ModelConfig(Section):
         if self.name is not None and self.name not in MODELS:
             raise Conflict(f"no model is called {self.name!r}{did_you_mean(self.name, list(MODELS))}", "name")
         return self
+
+    @property
+    def template_args(self) -> dict[str, Any]:
+        thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        return {**self.chat_template_kwargs, **thinking}
 
     @property
     def has_weights(self) -> bool:

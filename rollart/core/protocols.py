@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from rollart.core.action import ParsedAction
 from rollart.core.types import (
     Batch,
     CapturedEpisode,
     Completion,
     EngineStatus,
     Episode,
-    Finish,
     GenerationRequest,
     LoadResult,
     Message,
@@ -127,16 +127,17 @@ class Renderer(Protocol):
         """The first prompt, up to where the policy's first action begins."""
         ...
 
-    def extend(self, finish: Finish, messages: Sequence[Message]) -> list[int]:
-        """What follows an action that ended by `finish`: end of turn if missing, `messages`, start of next action."""
+    def extend(self, last: int, messages: Sequence[Message]) -> list[int]:
+        """What follows an action whose last token is `last`: end of turn if missing, `messages`, start of the next."""
         ...
 
     def may_fit(self, messages: Sequence[Message], tokens: int) -> bool:
         """False if the messages have more than `tokens` tokens; cheap even for long messages."""
         ...
 
-    def text(self, tokens: Sequence[int]) -> str:
-        """An action as the environment sees it, without the end-of-turn token."""
+    def read(self, prompt: Sequence[int], tokens: Sequence[int], opening: Sequence[Message]) -> ParsedAction:
+        """An action as the environment sees it, without the end-of-turn token and apart from its reasoning. `prompt` is
+        what was rendered before it; `opening` are the first messages, which declare tools if there are any."""
         ...
 
 

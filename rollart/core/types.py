@@ -159,7 +159,7 @@ class Turn(Struct, frozen=True, gc=False):
 
     Turns of one `segment` continue each other. An agent that rewrites its history, or has several conversations, starts
     another segment, whose first prompt is the whole context: what it shares with an earlier one is trained there.
-    `experts` are those of the tokens of its segment, if the engine reported them."""
+    `experts` are those of the tokens of its segment, if the engine reported them; `reasoning` came before `action`."""
 
     messages: tuple[Message, ...]
     prompt: tuple[int, ...]
@@ -173,6 +173,7 @@ class Turn(Struct, frozen=True, gc=False):
     env_s: float = 0.0
     segment: int = 0
     experts: ExpertChoices | None = None
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +181,7 @@ class EpisodeTurn:
     messages: tuple[Message, ...]
     action: str
     reward: float | None = None
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,19 +14,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rollart.config import RunFile
+from rollart.core.action import ParsedAction
 from rollart.core.errors import ConfigError, EngineFailed
 from rollart.core.events import EventSink
 from rollart.core.llm_client import NoReply, ask
 from rollart.core.types import (
     Completion,
     EngineStatus,
-    Finish,
     GenerationRequest,
     LoadResult,
     Message,
     Publication,
 )
 from rollart.envs.pool import EnvironmentPool
+from rollart.models.chat import CANONICAL, REASONING_TAGS, ReasoningTags, declared_tools, with_instructions
 from rollart.rewards.invokers import Rewards
 from rollart.rollout.engine_registry import EngineRegistry
 from rollart.rollout.router import Router
@@ -53,16 +54,28 @@ class ConversationBytes:
     stop: tuple[int, ...] = ()
 
     def open(self, messages: Sequence[Message]) -> list[int]:
-        return list(b"".join(_line(message.role, message.content) for message in messages))
+        tools = declared_tools(messages)
+        if tools:
+            messages = with_instructions(messages[1:], CANONICAL.explain(tools))
+        return list(b"".join(map(_message_line, messages)))
 
-    def extend(self, finish: Finish, messages: Sequence[Message]) -> list[int]:
+    def extend(self, last: int, messages: Sequence[Message]) -> list[int]:
         return self.open(messages)
 
     def may_fit(self, messages: Sequence[Message], tokens: int) -> bool:
         return True
 
-    def text(self, tokens: Sequence[int]) -> str:
-        return str(json.loads(bytes(tokens))["content"])
+    def read(self, prompt: Sequence[int], tokens: Sequence[int], opening: Sequence[Message]) -> ParsedAction:
+        text = str(json.loads(bytes(tokens))["content"])
+        reasoning, start = ReasoningTags(*REASONING_TAGS[0]).split(text, inside=False)
+        return ParsedAction(text[start:], reasoning)
+
+
+def _message_line(message: Message) -> bytes:
+    """Results of tools are a user's messages: an endpoint that was not given the calls refuses others."""
+    if message.role == "tool":
+        return _line("user", f"<tool_response>\n{message.content}\n</tool_response>")
+    return _line(message.role, message.content)
 
 
 def _line(role: str, content: str) -> bytes:

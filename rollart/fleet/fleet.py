@@ -65,7 +65,7 @@ class Fleet:
         self._logs.mkdir(exist_ok=True)
         self._stack = AsyncExitStack()
         self._weights = weights_folder(run, directory)
-        self.renderer = ChatRenderer(model)
+        self.renderer = ChatRenderer(model, run.model.template_args)
         self.rewards = Rewards(run.tasks, run.rewards, log=self._logs / "rewards.log", sink=log, cluster=run.cluster)
         self.environments: EnvironmentPool
         self.agents: AgentPool | None = None
@@ -154,7 +154,14 @@ class Fleet:
         if not tasks:
             return
         patient = GatewayLimits(response_s=RESPONSE_S)
-        self._gateway = Gateway(self._model, launcher, self._log, self._logs, limits=patient)
+        self._gateway = Gateway(
+            self._model,
+            launcher,
+            self._log,
+            self._logs,
+            limits=patient,
+            template_args=self._run.model.template_args,
+        )
         self.agents = AgentPool(
             tasks,
             self._gateway,

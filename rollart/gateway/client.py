@@ -8,11 +8,11 @@ The invariants:
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -55,10 +55,12 @@ class Gateway:
         *,
         port: int = 0,
         limits: GatewayLimits | None = None,
+        template_args: Mapping[str, Any] | None = None,
     ) -> None:
         self._launcher, self._sink, self._logs = launcher, sink, logs
         limits = limits or GatewayLimits()
         self._spec = {"model": str(model), "name": NAME, "port": port, "limits": msgspec.to_builtins(limits)}
+        self._spec["template_args"] = dict(template_args or {})
         self._stack = AsyncExitStack()
         self._started: ServiceHandle | None = None
         self._client: rpc.RpcClient | None = None

@@ -8,17 +8,24 @@ long the response.
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
+from rollart.models.tool_calls import overlap
+
 BROKEN = "\ufffd"  # what bytes of an incomplete character are decoded to
 Decode = Callable[[Sequence[int]], str]
 CallStart = Callable[[str], int]
+Split = Callable[[str], tuple[str, int]]
 
 
 class IncrementalDetokenizer:
-    """`call_start` returns from where on a text may belong to a tool call; None if there are no tools. The caller
-    counts the characters that it has `sent`."""
+    """`call_start` returns from where on a text may belong to a tool call; None if there are no tools. `split` returns
+    the reasoning and where the answer begins, of which alone text is sent. The caller counts the characters that it has
+    `sent`."""
 
-    def __init__(self, decode: Decode, stops: Sequence[str], call_start: CallStart | None = None) -> None:
+    def __init__(
+        self, decode: Decode, stops: Sequence[str], call_start: CallStart | None = None, split: Split | None = None
+    ) -> None:
         self._decode, self._stops, self._call_start = decode, [stop for stop in stops if stop], call_start
+        self._split = split
         self.clear()
 
     def clear(self) -> None:
@@ -27,6 +34,10 @@ class IncrementalDetokenizer:
         self._text = ""
         self._end: int | None = None  # position of the stop string
         self.sent = 0
+
+    @property
+    def reasoning(self) -> str:
+        return "" if self._split is None else self._split(self._text)[0]
 
     @property
     def stopped(self) -> bool:
@@ -51,9 +62,10 @@ class IncrementalDetokenizer:
         end = len(text)
         if self._end is None:
             end = min((end - overlap(text, stop) for stop in self._stops), default=end)
+        begin = 0 if self._split is None else self._split(text)[1]
         if self._call_start is not None:
-            end = len(text[: min(end, self._call_start(text))].rstrip())
-        return text[self.sent : end]
+            end = begin + len(text[begin : min(end, begin + self._call_start(text[begin:]))].rstrip())
+        return text[begin + self.sent : end]
 
 
 def cut_at_stop(decode: Decode, tokens: Sequence[int], stops: Sequence[str]) -> tuple[str, int, int, str | None]:
@@ -71,11 +83,3 @@ def cut_at_stop(decode: Decode, tokens: Sequence[int], stops: Sequence[str]) -> 
     text = decode(tokens[:used])
     at, stop = min((text.find(stop), stop) for stop in stops if stop in text)
     return text, at, used, stop
-
-
-def overlap(text: str, word: str) -> int:
-    """Length of the longest end of `text` that is a proper prefix of `word`."""
-    for length in range(min(len(word) - 1, len(text)), 0, -1):
-        if text.endswith(word[:length]):
-            return length
-    return 0

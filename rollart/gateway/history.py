@@ -12,10 +12,11 @@ from hashlib import blake2b
 
 import msgspec
 
-from rollart.gateway.messages import ChatMessage, Tool
+from rollart.core.action import Tool
+from rollart.gateway.messages import ChatMessage
 from rollart.gateway.segments import Position, Segments
 from rollart.gateway.template import role_of
-from rollart.gateway.tools import canonical
+from rollart.models.tool_calls import canonical
 
 _encoder = msgspec.msgpack.Encoder()
 MAX_TEXTS = 64  # plain prompts that are searched

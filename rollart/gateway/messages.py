@@ -1,16 +1,10 @@
 """Requests and responses of the gateway, whichever API they came by. Nothing here knows HTTP or a model."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from msgspec import Struct
 
-
-class ToolCall(Struct, frozen=True):
-    """`arguments` is JSON text, as the model wrote it."""
-
-    name: str
-    arguments: str
-    id: str = ""
+from rollart.core.action import Tool, ToolCall
 
 
 class ChatMessage(Struct, frozen=True):
@@ -20,12 +14,6 @@ class ChatMessage(Struct, frozen=True):
     text: str = ""
     calls: tuple[ToolCall, ...] = ()
     call_id: str = ""
-
-
-class Tool(Struct, frozen=True):
-    name: str
-    description: str = ""
-    parameters: dict[str, Any] = {}
 
 
 class CompletionRequest(Struct, kw_only=True):
@@ -58,7 +46,8 @@ class CompletionRequest(Struct, kw_only=True):
 
 
 class CompletionChoice(Struct):
-    """One completion. `stopped_by` is the client's stop string that ended it, if one did."""
+    """One completion. `stopped_by` is the client's stop string that ended it, if one did; `reasoning` is what the model
+    thought before its answer."""
 
     text: str
     calls: tuple[ToolCall, ...]
@@ -66,11 +55,12 @@ class CompletionChoice(Struct):
     stopped_by: str | None
     tokens: list[int]
     logprobs: list[float]
+    reasoning: str = ""
 
 
 class CompletionResponse(Struct):
     """`cached` of the `prompt` tokens needed no prefill, for the first choice. Until generation ends there are no
-    choices and `cached` is 0."""
+    choices and `cached` is 0; `reasoning` has that of choices whose answer has begun."""
 
     id: str
     created: int
@@ -78,6 +68,7 @@ class CompletionResponse(Struct):
     prompt: list[int]
     choices: list[CompletionChoice] = []
     cached: int = 0
+    reasoning: dict[int, str] = {}
 
     @property
     def completion_tokens(self) -> int:

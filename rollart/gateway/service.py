@@ -31,7 +31,7 @@ class OpenEpisode(msgspec.Struct, frozen=True):
 
 @asynccontextmanager
 async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
-    template = ChatTemplate(Path(spec["model"]))
+    template = ChatTemplate(Path(spec["model"]), spec.get("template_args"))
     upstream = Upstream()
     sessions = SessionTable(template, upstream.generate)
     app = App(template, sessions, msgspec.convert(spec.get("limits", {}), GatewayLimits), str(spec["name"]))

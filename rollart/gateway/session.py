@@ -17,6 +17,7 @@ from hashlib import blake2b
 from itertools import count
 from typing import Literal
 
+from rollart.core.action import ToolCall
 from rollart.core.errors import EngineFailed
 from rollart.core.protocols import Generate, TokenStream
 from rollart.core.seeds import seed_of
@@ -25,7 +26,7 @@ from rollart.gateway.detokenizer import IncrementalDetokenizer, cut_at_stop
 from rollart.gateway.errors import ApiError, busy, invalid
 from rollart.gateway.history import History, digests
 from rollart.gateway.limits import EpisodeLimits
-from rollart.gateway.messages import ChatMessage, CompletionChoice, CompletionRequest, CompletionResponse, ToolCall
+from rollart.gateway.messages import ChatMessage, CompletionChoice, CompletionRequest, CompletionResponse
 from rollart.gateway.segments import Segment, SegmentClaim, Segments
 from rollart.gateway.template import ChatTemplate
 
@@ -39,12 +40,13 @@ MAX_SEGMENTS = 256  # of a session that is not recorded
 @dataclass(frozen=True, slots=True)
 class PendingChoice:
     """One completion that may still not be delivered. The first `used` of its tokens are the response, with the text
-    `text`; `sent` characters of the choice's text were streamed already."""
+    `text`, in which the answer begins at `answer`; `sent` characters of the choice's text were streamed already."""
 
     claim: SegmentClaim
     completion: Completion
     used: int
     text: str
+    answer: int
     choice: CompletionChoice
     message: ChatMessage
     seconds: float
@@ -211,7 +213,7 @@ class EpisodeSession:
         else:
             rest = request.messages[known:]
             new = self._fits(template.plain_messages(rest), position.length)
-            context = position.tokens + template.next_prompt(position.ended, rest, request.tools)
+            context = position.tokens + template.next_prompt(position.tokens[-1], rest, request.tools)
         if prefix := self._forced_prefix(request):
             context = context + template.encode(prefix)
         return new, context, position.segment if position is not None else None
@@ -219,6 +221,10 @@ class EpisodeSession:
     def _forced_prefix(self, request: CompletionRequest) -> str:
         """How the response is made to begin; part of the prompt."""
         return request.prefix if request.force is None else self._template.format.begin(request.force)
+
+    def _separates(self, request: CompletionRequest) -> bool:
+        """Whether the reasoning is separated: not in a text that is continued, nor in a call that is forced."""
+        return bool(request.messages) and request.force is None and not request.prefix
 
     def _fits(self, messages: tuple[Message, ...], before: int = 0) -> tuple[Message, ...]:
         """Returns `messages`. Raises ApiError if they are far too long: rendering them would block the gateway."""
@@ -288,11 +294,13 @@ class EpisodeSession:
         streams, text = on_text is not None and request.force is None, None
         if streams or request.stop:
             call_start = self._template.format.call_start if request.tools and request.parse_calls else None
-            text = IncrementalDetokenizer(self._template.text, request.stop, call_start)
+            split = self._template.splitter(claim.context) if self._separates(request) else None
+            text = IncrementalDetokenizer(self._template.text, request.stop, call_start, split)
 
         def on_tokens(tokens: list[int]) -> bool:
             assert text is not None
             text.add(tokens)
+            response.reasoning[index] = text.reasoning
             if on_text is not None and streams and (unsent := text.unsent()) and on_text(response, index, unsent):
                 text.sent += len(unsent)
             return text.stopped
@@ -315,7 +323,9 @@ class EpisodeSession:
         """The completion as the client will see it."""
         text, end, used, stopped_by = cut_at_stop(self._template.text, completion.tokens, request.stop)
         ended = stopped_by is not None or completion.finish == "stop"
-        whole = self._forced_prefix(request) + text[:end] if request.force is not None else text[:end]
+        split = self._template.splitter(claim.context) if self._separates(request) else None
+        reasoning, start = split(text[:end]) if split is not None else ("", 0)
+        whole = text[start:end] if request.force is None else self._forced_prefix(request) + text[:end]
         calls: tuple[ToolCall, ...] = ()
         if request.tools and request.parse_calls:
             whole, found = self._template.format.read(whole, request.tools)
@@ -323,7 +333,13 @@ class EpisodeSession:
         finish: Literal["stop", "length"] = "stop" if ended else "length"
         tokens, logprobs = completion.tokens[:used], completion.logprobs[:used]
         choice = CompletionChoice(
-            text=whole, calls=calls, finish=finish, stopped_by=stopped_by, tokens=tokens, logprobs=logprobs
+            text=whole,
+            calls=calls,
+            finish=finish,
+            stopped_by=stopped_by,
+            tokens=tokens,
+            logprobs=logprobs,
+            reasoning=reasoning,
         )
         message = ChatMessage("assistant", request.prefix + whole, calls)
         return PendingChoice(
@@ -331,6 +347,7 @@ class EpisodeSession:
             completion=completion,
             used=used,
             text=text,
+            answer=start,
             choice=choice,
             message=message,
             seconds=seconds,
@@ -345,7 +362,8 @@ class EpisodeSession:
         return Turn(
             messages=pending.new or (Message("prompt", template.text(choice.claim.prompt)),),
             prompt=tuple(choice.claim.prompt),
-            action=choice.text,
+            action=choice.text[choice.answer :],
+            reasoning=choice.choice.reasoning,
             tokens=tuple(tokens),
             logprobs=tuple(completion.logprobs[:used]),
             versions=tuple(completion.versions[:used]),

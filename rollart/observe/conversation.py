@@ -38,6 +38,8 @@ def _head(trajectory: Trajectory, started: float | None) -> Iterator[Text]:
 def _turn(index: int, turn: Turn, event: ev.TurnDone | None) -> Iterator[RenderableType]:
     for message in turn.messages:
         yield from _message(message.role, message.content)
+    if turn.reasoning:
+        yield from _message("reasoning", turn.reasoning)
     yield from _message("assistant", turn.action)
     notes = [f"turn {index + 1}", f"{len(turn.tokens)} tokens", _versions(turn.versions)]
     if turn.finish != "stop":

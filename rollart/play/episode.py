@@ -23,7 +23,7 @@ from rollart.config import EngineConfig, ModelConfig, RunFile, TaskConfig
 from rollart.config.yaml_tree import did_you_mean
 from rollart.core.errors import ConfigError, RollartError
 from rollart.core.seeds import seed_of
-from rollart.core.types import Episode, EpisodeTurn, Finish, GenerationRequest, Message, RewardResult, Sampling, Step
+from rollart.core.types import Episode, EpisodeTurn, GenerationRequest, Message, RewardResult, Sampling, Step
 from rollart.envs.single import SingleEnvironment, single_environment
 from rollart.models.chat import ChatRenderer
 from rollart.rewards.invokers import Rewards
@@ -78,7 +78,7 @@ def _task(run: RunFile, name: str) -> TaskConfig:
 async def _renderer(model: ModelConfig, folder: Path | None) -> AsyncIterator[ChatRenderer]:
     """Of the model that plays or, if none does, of the one that the run starts from."""
     if folder or model.path:
-        yield ChatRenderer(folder or Path(str(model.path)))
+        yield ChatRenderer(folder or Path(str(model.path)), model.template_args)
         return
     from rollart.models import tiny
 
@@ -86,7 +86,7 @@ async def _renderer(model: ModelConfig, folder: Path | None) -> AsyncIterator[Ch
         raise ConfigError("model: it has sizes but no weights; name a model folder with --model, or give model.path")
     with TemporaryDirectory(prefix="rollart-play-") as made:
         tiny.tokenizer(model.tiny.context).save_pretrained(made)
-        yield ChatRenderer(Path(made))
+        yield ChatRenderer(Path(made), model.template_args)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +95,13 @@ class Action:
 
     text: str
     tokens: list[int] | None = None
-    finish: Finish = "stop"
+    reasoning: str = ""
 
 
 class Player(Protocol):
-    async def act(self, turn: int, context: Sequence[int]) -> Action | None:
-        """`context` are the tokens so far, empty without a renderer. None: the player leaves."""
+    async def act(self, turn: int, context: Sequence[int], opening: Sequence[Message]) -> Action | None:
+        """`context` are the tokens so far, empty without a renderer; `opening` are the first messages. None: the player
+        leaves."""
         ...
 
 
@@ -111,7 +112,7 @@ class HumanPlayer:
         self._console = console
         self._typed = b""
 
-    async def act(self, turn: int, context: Sequence[int]) -> Action | None:
+    async def act(self, turn: int, context: Sequence[int], opening: Sequence[Message]) -> Action | None:
         self._console.print("assistant> ", style="bold green", end="")
         while b"\n" not in self._typed and (piece := await _read_stdin()):
             self._typed += piece
@@ -143,7 +144,7 @@ class ScriptedPlayer:
     env: SingleEnvironment
     seed: int
 
-    async def act(self, turn: int, context: Sequence[int]) -> Action | None:
+    async def act(self, turn: int, context: Sequence[int], opening: Sequence[Message]) -> Action | None:
         return Action(await self.env.scripted(seed_of(self.seed, "player", turn)))
 
 
@@ -156,7 +157,7 @@ class ModelPlayer:
     task: TaskConfig
     seed: int
 
-    async def act(self, turn: int, context: Sequence[int]) -> Action | None:
+    async def act(self, turn: int, context: Sequence[int], opening: Sequence[Message]) -> Action | None:
         seed = seed_of(self.seed, "play", turn)
         sampling = Sampling(**self.task.sampling.model_dump(), stop=self.renderer.stop, seed=seed)
         request = GenerationRequest(
@@ -164,7 +165,8 @@ class ModelPlayer:
         )
         async with asyncio.timeout(ACT_TIMEOUT):
             completion = await self.engine.generate(request)
-        return Action(self.renderer.text(completion.tokens), completion.tokens, completion.finish)
+        said = self.renderer.read(context, completion.tokens, opening)
+        return Action(said.text, completion.tokens, said.reasoning)
 
 
 @asynccontextmanager
@@ -196,6 +198,8 @@ class EpisodeView:
         self._tokens(prompt)
 
     def show_action(self, action: Action, tokens: Sequence[int]) -> None:
+        if action.reasoning:
+            self._message("reasoning", action.reasoning)
         if not self._typed:
             self._message("assistant", action.text)
         self._tokens(tokens)
@@ -245,23 +249,23 @@ class EpisodeRunner:
     _context: list[int] = field(default_factory=list)
 
     async def run(self, held_out: bool, run: RunFile) -> RewardResult | None:
-        messages, finish = await self.env.reset(self.seed, held_out), None
+        messages = opening = await self.env.reset(self.seed, held_out)
         info: dict[str, object] = {}
         while True:
-            self._observe(messages, finish)
+            self._observe(messages)
             if len(self._context) + self.task.sampling.max_tokens > self.task.max_context:
                 why, truncated = f"truncated: max_context ({self.task.max_context} tokens) has no room left", True
                 break
-            action = await self.player.act(len(self._turns), self._context)
+            action = await self.player.act(len(self._turns), self._context, opening)
             if action is None:
                 self.view.show_end(f"you left after {self._count()}", None)
                 return None
-            self._act(action)
+            self._act(action, opening)
             step = await self.env.step(action.text)
             self.view.show_step(step)
-            self._turns.append(EpisodeTurn(tuple(messages), action.text, step.reward))
+            self._turns.append(EpisodeTurn(tuple(messages), action.text, step.reward, action.reasoning))
             info.update(step.info)
-            messages, finish = step.messages, action.finish
+            messages = step.messages
             if step.done or len(self._turns) >= self.task.max_turns:
                 why, truncated = self._why(step)
                 break
@@ -269,17 +273,18 @@ class EpisodeRunner:
         self.view.show_end(why, result)
         return result
 
-    def _observe(self, messages: Sequence[Message], finish: Finish | None) -> None:
+    def _observe(self, messages: Sequence[Message]) -> None:
         prompt: list[int] = []
         if self.renderer is not None:
-            prompt = self.renderer.open(messages) if finish is None else self.renderer.extend(finish, messages)
+            first = not self._context
+            prompt = self.renderer.open(messages) if first else self.renderer.extend(self._context[-1], messages)
         self._context += prompt
         self.view.show_observation(messages, prompt)
 
-    def _act(self, action: Action) -> None:
+    def _act(self, action: Action, opening: Sequence[Message]) -> None:
         tokens = action.tokens
         if tokens is None:
-            tokens = self.renderer.action(action.text) if self.renderer is not None else []
+            tokens = self.renderer.action(action.text, opening) if self.renderer is not None else []
         self._context += tokens
         self.view.show_action(action, tokens)
 

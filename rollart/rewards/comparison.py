@@ -40,7 +40,7 @@ def _close(one: float, other: float) -> bool:
 
 def episode_of(trajectory: Trajectory) -> Episode:
     """The episode as the reward function gets it."""
-    turns = tuple(EpisodeTurn(turn.messages, turn.action, turn.reward) for turn in trajectory.turns)
+    turns = tuple(EpisodeTurn(turn.messages, turn.action, turn.reward, turn.reasoning) for turn in trajectory.turns)
     truncated = trajectory.outcome is Outcome.TRUNCATED
     return Episode(
         id=trajectory.id,

@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from rollart.core.action import ParsedAction
 from rollart.core.errors import EngineFailed, EnvironmentFailed, RewardFailed
 from rollart.core.events import (
     NULL_SINK,
@@ -229,8 +230,9 @@ class TrajectoryRunner:
             if barrier is not None:
                 await barrier.wait()
             self.phases.enter(attempt, "stepping", "stepping its environment")
-            action = self.renderer.text(completion.tokens)
-            step = await environment.step(action)
+            opening = attempt.turns[0].messages if attempt.turns else messages
+            action = self.renderer.read(prompt, completion.tokens, opening)
+            step = await environment.step(action.text)
             generate_s, env_s = generated - began, clock() - generated
             attempt.turns.append(
                 _turn(
@@ -254,7 +256,7 @@ class TrajectoryRunner:
             if len(attempt.turns) >= attempt.task.max_turns:
                 return self._truncated(attempt, f"after max_turns {attempt.task.max_turns}")
             messages = step.messages
-            prompt = self._render(attempt, context, partial(self.renderer.extend, completion.finish), messages)
+            prompt = self._render(attempt, context, partial(self.renderer.extend, completion.tokens[-1]), messages)
 
     def _render(
         self,
@@ -314,7 +316,7 @@ class TrajectoryRunner:
         clock = asyncio.get_running_loop().time
         began = clock()
         self.phases.enter(attempt, "scoring", "being scored")
-        turns = tuple(EpisodeTurn(turn.messages, turn.action, turn.reward) for turn in attempt.turns)
+        turns = tuple(EpisodeTurn(turn.messages, turn.action, turn.reward, turn.reasoning) for turn in attempt.turns)
         truncated = trajectory.outcome is Outcome.TRUNCATED
         episode = Episode(
             id=attempt.id,
@@ -351,7 +353,7 @@ class TrajectoryRunner:
 def _turn(
     messages: tuple[Message, ...],
     prompt: list[int],
-    action: str,
+    action: ParsedAction,
     completion: Completion,
     step: Step,
     seconds: tuple[float, float],
@@ -359,7 +361,8 @@ def _turn(
     return Turn(
         messages=messages,
         prompt=frozen(prompt),
-        action=action,
+        action=action.text,
+        reasoning=action.reasoning,
         tokens=frozen(completion.tokens),
         logprobs=frozen(completion.logprobs),
         versions=frozen(completion.versions),

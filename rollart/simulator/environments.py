@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Self, cast
 
 from rollart.config import EnvironmentsConfig
+from rollart.core.action import ParsedAction
 from rollart.core.errors import EnvironmentFailed
 from rollart.core.run_length import RunLength, run_of
 from rollart.core.seeds import seed_of
@@ -138,14 +139,14 @@ class SimulatedRenderer:
         tokens, seed = messages[0].content.split()
         return cast(list[int], RunLength.of(int(seed), int(tokens)))
 
-    def extend(self, finish: Finish, messages: Sequence[Message]) -> list[int]:
+    def extend(self, last: int, messages: Sequence[Message]) -> list[int]:
         return cast(list[int], run_of(0, int(messages[0].content)))
 
     def may_fit(self, messages: Sequence[Message], tokens: int) -> bool:
         return True
 
-    def text(self, tokens: Sequence[int]) -> str:
-        return ""
+    def read(self, prompt: Sequence[int], tokens: Sequence[int], opening: Sequence[Message]) -> ParsedAction:
+        return ParsedAction("")
 
 
 class ResponseLengths:

@@ -75,7 +75,7 @@ def prepare_examples(run: RunFile, config: WarmupConfig, model: Path, folder: Pa
     """Write the examples of the warmup to `folder`, unless it is there."""
     if folder.is_dir():
         return
-    renderer = ChatRenderer(model)
+    renderer = ChatRenderer(model, run.model.template_args)
     parts = [demonstration_tokens(run, config.per_task, renderer, on_progress)]
     if config.conversations is not None:
         longest = max(task.max_context for task in run.tasks)

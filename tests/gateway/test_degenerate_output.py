@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rollart.core.action import Tool
 from rollart.core.foreign import parse_json, parse_json_at
 from rollart.core.types import Episode, EpisodeTurn, Message
 from rollart.envs.adapters import mcp
@@ -15,15 +16,21 @@ from rollart.envs.column_sum import ColumnSum
 from rollart.envs.frozen_lake import FrozenLake
 from rollart.envs.guess_number import GuessNumber
 from rollart.envs.terminal.environment import parse as parse_command
-from rollart.gateway import tools
-from rollart.gateway.messages import Tool
+from rollart.models import tool_calls as tools
 from rollart.rewards import functions
 
 DEEP = [character * count for character in "[{(<`\"'\\" for count in (900, 1100, 20_000)]
 NESTED = ['{"a":' * depth + "1" + "}" * depth for depth in (31, 900, 3000)]
 ODD = [
     *("", " " * 50_000, "\n" * 50_000, "1" * 5000, "-" * 5000, "1e999", "NaN", "null", "\x00", "\ud800", "٣" * 50),
-    *("<tool_call>" * 3000, "<parameter=a>" * 5000, "<function=f>" * 3000, "```\n" * 5000, "[TOOL_CALLS]" * 2000),
+    *(
+        "<tool_call>" * 3000,
+        "<parameter=a>" * 5000,
+        "<function=f>" * 3000,
+        "```\n" * 5000,
+        "[TOOL_CALLS]" * 2000,
+        "<arg_key>" * 5000,
+    ),
     *("<tool_call>" + " " * 50_000, "[ARGS]{" * 3000, '{"name": ' * 2000, "<|im_end|>" * 500),
 ]
 WRAPS = [
@@ -39,7 +46,10 @@ WRAPS = [
     "```bash\n{}\n```",
 ]
 TEXTS = [wrap.format(inside) for wrap in WRAPS for inside in (*DEEP, *NESTED, *ODD)]
-FORMATS = (tools.Tagged, tools.Bare, tools.Listed, tools.Named, tools.Marked)
+FORMATS = (
+    *(tools.Tagged, tools.Bare, tools.Listed, tools.Named, tools.Marked),
+    *(tools.Keyed, tools.Separated, tools.Fenced),
+)
 TOOL = Tool("f", "", {"type": "object", "properties": {"x": {"type": "number"}}})
 
 

@@ -7,9 +7,9 @@ from chatml import CHATML, byte_pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.gateway.detokenizer import IncrementalDetokenizer, cut_at_stop, overlap
+from rollart.gateway.detokenizer import IncrementalDetokenizer, cut_at_stop
 from rollart.gateway.template import ChatTemplate
-from rollart.gateway.tools import Bare, Listed, Marked, Named, Tagged
+from rollart.models.tool_calls import Bare, Listed, Marked, Named, Tagged, overlap
 
 FORMATS: tuple[Tagged, ...] = (Tagged(), Bare(), Listed(), Named(), Marked())
 SAID = st.lists(

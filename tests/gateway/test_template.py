@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from chatml import CHATML, byte_pairs
 
+from rollart.core.action import Tool, ToolCall
 from rollart.gateway.errors import ApiError
-from rollart.gateway.messages import ChatMessage, Tool, ToolCall
+from rollart.gateway.messages import ChatMessage
 from rollart.gateway.template import ChatTemplate
 
 TOOLS = (Tool("add", "adds two numbers", {"type": "object"}),)
@@ -44,7 +45,7 @@ def test_a_template_that_knows_no_tools_has_them_explained_in_the_system_message
     opened = shown(plain, plain.first_prompt([ChatMessage("system", "Be brief."), ChatMessage("user", "hi")], TOOLS))
     assert opened.startswith("<|im_start|>system\nBe brief.\n\n")
     assert '"name": "add"' in opened and "adds two numbers" in opened and "<tool_call>" in opened
-    followed = shown(plain, plain.next_prompt(True, [RESULT], TOOLS))
+    followed = shown(plain, plain.next_prompt(plain.stop[0], [RESULT], TOOLS))
     assert followed == "\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -62,8 +63,8 @@ def test_a_template_that_knows_tools_is_given_them_as_they_are(templates: dict[s
     opened = shown(native, native.first_prompt([ChatMessage("user", "hi"), CALLING, RESULT], TOOLS))
     assert opened.count('"name": "add"') == 1
     assert "<tool_call>1</tool_call>" in opened and "<tool_response>3</tool_response>" in opened
-    for ended, close in ((True, ""), (False, "<|im_end|>")):
-        followed = shown(native, native.next_prompt(ended, [RESULT, ChatMessage("user", "go")], TOOLS))
+    for last, close in ((native.stop[0], ""), (native.encode("a")[0], "<|im_end|>")):
+        followed = shown(native, native.next_prompt(last, [RESULT, ChatMessage("user", "go")], TOOLS))
         assert followed.startswith(f"{close}\n<|im_start|>user\n<tool_response>3") and followed.endswith("assistant\n")
 
 

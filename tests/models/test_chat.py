@@ -83,9 +83,9 @@ def test_an_action_reads_as_it_was_written(renderers: dict[str, ChatRenderer], n
 @pytest.mark.parametrize("name", ["tiny", "chatml", "trimming"])
 def test_an_action_that_was_cut_gets_its_end_of_turn(renderers: dict[str, ChatRenderer], name: str) -> None:
     renderer, answer = renderers[name], (Message("user", " no "),)
-    for finish in ("length", "abort"):
-        assert renderer.extend(finish, answer) == [*renderer.stop, *renderer.extend("stop", answer)]
-    assert renderer.stop[0] not in renderer.extend("stop", answer)[:1]
+    ended = renderer.extend(renderer.stop[0], answer)
+    assert renderer.extend(renderer.action("a")[0], answer) == [*renderer.stop, *ended]
+    assert renderer.stop[0] not in ended[:1]
 
 
 @pytest.mark.parametrize("name", ["tiny", "chatml", "trimming"])
@@ -108,8 +108,9 @@ def test_a_template_that_only_wraps_is_not_run_again_per_turn(renderers: dict[st
 def test_text_before_the_end_of_turn_is_added_to_cut_actions_only(tmp_path: Path) -> None:
     renderer = ChatRenderer(folder(tmp_path, byte_pairs(SPACED)))
     answer = (Message("user", "no"),)
-    assert renderer._backend.decode(renderer.extend("stop", answer), skip_special_tokens=False) == "[no]"
-    assert renderer._backend.decode(renderer.extend("length", answer), skip_special_tokens=False) == " <|im_end|>[no]"
+    ended, cut = renderer.extend(renderer.stop[0], answer), renderer.extend(renderer.action("a")[0], answer)
+    assert renderer._backend.decode(ended, skip_special_tokens=False) == "[no]"
+    assert renderer._backend.decode(cut, skip_special_tokens=False) == " <|im_end|>[no]"
 
 
 def test_a_character_outside_the_alphabet_is_unknown_and_harmless(renderers: dict[str, ChatRenderer]) -> None:
@@ -138,7 +139,7 @@ def test_only_messages_that_are_too_long_are_reported_not_to_fit(
 ) -> None:
     messages = [Message("user", "".join(text * times for text, times in parts))]
     fits = renderers[name].may_fit(messages, room)
-    assert fits or len(renderers[name].extend("stop", messages)) > room
+    assert fits or len(renderers[name].extend(renderers[name].stop[0], messages)) > room
 
 
 def test_millions_of_characters_are_reported_not_to_fit_without_tokenizing_them(

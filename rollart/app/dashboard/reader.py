@@ -98,6 +98,7 @@ def _turn(number: int, turn: Turn, event: dict[str, Any] | None, tokenizer: Toke
         "turn": number,
         "messages": [{"role": message.role, "text": cut(message.content)} for message in turn.messages],
         "action": cut(turn.action),
+        "reasoning": cut(turn.reasoning),
         "pieces": pieces(turn.tokens[kept], tokenizer) if tokenizer else None,
         "tokens": list(turn.tokens[kept]),
         "token_count": len(turn.tokens),

@@ -6,10 +6,11 @@ from typing import Any
 from msgspec import Struct
 from msgspec.json import Decoder
 
+from rollart.core.action import Tool, ToolCall
 from rollart.gateway.apis import openai
 from rollart.gateway.apis.base import ContentPart, ResponseFormat, check_format, decode_body, text_of
 from rollart.gateway.errors import invalid
-from rollart.gateway.messages import ChatMessage, CompletionRequest, CompletionResponse, Tool, ToolCall
+from rollart.gateway.messages import ChatMessage, CompletionRequest, CompletionResponse
 from rollart.gateway.session import EpisodeSession
 
 
@@ -97,6 +98,8 @@ class ChatCompletions(openai.OpenAIApi):
     def _choice(self, request: CompletionRequest, response: CompletionResponse, number: int) -> dict[str, Any]:
         choice = response.choices[number]
         message: dict[str, Any] = {"role": "assistant", "content": choice.text or (None if choice.calls else "")}
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
         if choice.calls:
             message["tool_calls"] = _calls(choice.calls)
         body: dict[str, Any] = {
@@ -145,7 +148,9 @@ class _Writer(openai.ChunkWriter):
         if index in self._begun:
             return b""
         self._begun.add(index)
-        return self._delta(response, index, {"role": "assistant", "content": ""})
+        opened = self._delta(response, index, {"role": "assistant", "content": ""})
+        reasoning = response.choices[index].reasoning if response.choices else response.reasoning.get(index)
+        return opened + self._delta(response, index, {"reasoning_content": reasoning}) if reasoning else opened
 
     def _delta(self, response: CompletionResponse, index: int, delta: dict[str, Any]) -> bytes:
         return self.chunk(response, [{"index": index, "delta": delta, "finish_reason": None}])

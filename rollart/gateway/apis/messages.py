@@ -6,12 +6,13 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 from msgspec.json import Decoder
 
+from rollart.core.action import Tool, ToolCall
 from rollart.gateway.apis.base import Api, ContentPart, ResponseFormat, check_format, decode_body, event, text_of
 from rollart.gateway.apis.openai import Probability, TokenCount, arguments, parse_tool_choice
 from rollart.gateway.errors import ApiError, invalid
-from rollart.gateway.messages import ChatMessage, CompletionRequest, CompletionResponse, Tool, ToolCall
+from rollart.gateway.messages import ChatMessage, CompletionRequest, CompletionResponse
 from rollart.gateway.session import EpisodeSession
-from rollart.gateway.tools import value
+from rollart.models.tool_calls import value
 
 _KINDS = {
     400: "invalid_request_error",
@@ -120,19 +121,18 @@ class Messages(Api):
 
 
 class _Writer:
-    """The text is the first block, the calls are those after it."""
+    """The reasoning is the first block, then come the text and the calls."""
 
     def __init__(self) -> None:
         self._started = self._text_open = False
+        self._first = 0  # the number of the block after the reasoning
 
     def text(self, response: CompletionResponse, index: int, piece: str) -> bytes:
-        head = b""
+        head = self._start(response)
         if not self._text_open:
             self._text_open = True
-            head = self._start(response) + _event(
-                "content_block_start", index=0, content_block={"type": "text", "text": ""}
-            )
-        return head + _event("content_block_delta", index=0, delta={"type": "text_delta", "text": piece})
+            head += _event("content_block_start", index=self._first, content_block={"type": "text", "text": ""})
+        return head + _event("content_block_delta", index=self._first, delta={"type": "text_delta", "text": piece})
 
     def end(self, response: CompletionResponse, sent: Sequence[int]) -> bytes:
         choice, pieces = response.choices[0], []
@@ -140,9 +140,9 @@ class _Writer:
             pieces.append(self.text(response, 0, choice.text[sent[0] :]))
         pieces.append(self._start(response))
         if self._text_open:
-            pieces.append(_event("content_block_stop", index=0))
+            pieces.append(_event("content_block_stop", index=self._first))
         blocks = [block for block in _blocks(response) if block["type"] == "tool_use"]
-        for index, (block, call) in enumerate(zip(blocks, choice.calls, strict=True), start=self._text_open):
+        for index, (block, call) in enumerate(zip(blocks, choice.calls, strict=True), self._first + self._text_open):
             delta = {"type": "input_json_delta", "partial_json": call.arguments}
             pieces.append(_event("content_block_start", index=index, content_block={**block, "input": {}}))
             pieces.append(_event("content_block_delta", index=index, delta=delta))
@@ -156,7 +156,20 @@ class _Writer:
             return b""
         self._started = True
         message = _head(response) | {"content": [], "stop_reason": None, "stop_sequence": None}
-        return _event("message_start", message={**message, "usage": _usage(response, 0)})
+        start = _event("message_start", message={**message, "usage": _usage(response, 0)})
+        reasoning = response.choices[0].reasoning if response.choices else response.reasoning.get(0)
+        if not reasoning:
+            return start
+        self._first = 1
+        delta = {"type": "thinking_delta", "thinking": reasoning}
+        return b"".join(
+            [
+                start,
+                _event("content_block_start", index=0, content_block=_thinking("")),
+                _event("content_block_delta", index=0, delta=delta),
+                _event("content_block_stop", index=0),
+            ]
+        )
 
 
 class CountTokens(Messages):
@@ -205,12 +218,18 @@ def _head(response: CompletionResponse) -> dict[str, Any]:
 
 def _blocks(response: CompletionResponse) -> list[dict[str, Any]]:
     choice = response.choices[0]
-    blocks: list[dict[str, Any]] = [{"type": "text", "text": choice.text}] if choice.text or not choice.calls else []
+    blocks: list[dict[str, Any]] = [_thinking(choice.reasoning)] if choice.reasoning else []
+    if choice.text or not choice.calls:
+        blocks.append({"type": "text", "text": choice.text})
     for call in choice.calls:
         parsed = value(call.arguments)
         inputs = parsed if isinstance(parsed, dict) else {"arguments": parsed}
         blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": inputs})
     return blocks
+
+
+def _thinking(text: str) -> dict[str, str]:
+    return {"type": "thinking", "thinking": text, "signature": ""}
 
 
 def _stop(response: CompletionResponse) -> dict[str, Any]:

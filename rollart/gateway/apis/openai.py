@@ -6,9 +6,10 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
+from rollart.core.action import Tool
 from rollart.gateway.apis.base import DONE, Api, event
 from rollart.gateway.errors import ApiError, invalid
-from rollart.gateway.messages import CompletionChoice, CompletionRequest, CompletionResponse, Tool
+from rollart.gateway.messages import CompletionChoice, CompletionRequest, CompletionResponse
 from rollart.gateway.template import ChatTemplate
 
 TokenCount = Annotated[int, Meta(ge=1)]

@@ -7,10 +7,11 @@ from typing import Any
 from msgspec import Struct
 from msgspec.json import Decoder
 
+from rollart.core.action import Tool, ToolCall
 from rollart.gateway.apis.base import ContentPart, ResponseFormat, check_format, decode_body, event, text_of
 from rollart.gateway.apis.openai import OpenAIApi, Probability, Temperature, TokenCount, arguments, parse_tool_choice
 from rollart.gateway.errors import ApiError, invalid
-from rollart.gateway.messages import ChatMessage, CompletionRequest, CompletionResponse, Tool, ToolCall
+from rollart.gateway.messages import ChatMessage, CompletionRequest, CompletionResponse
 from rollart.gateway.session import EpisodeSession
 
 

@@ -33,6 +33,7 @@ export function createReader(pane, { run, query, go }) {
     const action = el("pre", { dir: "auto" });
     if (each.pieces && mode !== "none") action.append(...each.pieces.map((piece, i) => token(each, piece, i)));
     else action.textContent = each.action || "(empty)";
+    if (each.reasoning && (!each.pieces || mode === "none")) messages.push(el("div", { class: "msg assistant" }, el("div", { class: "role" }, "reasoning"), el("pre", { dir: "auto" }, each.reasoning)));
     if (each.pieces && each.token_count > each.pieces.length) action.append(` … ${count(each.token_count - each.pieces.length)} more tokens`);
     return el("div", { class: "turn chat" }, messages, el("div", { class: "msg assistant" }, el("div", { class: "role" }, `assistant · turn ${each.turn + 1}`), action), notes(each));
   }

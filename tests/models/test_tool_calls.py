@@ -5,11 +5,23 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.gateway.messages import Tool
-from rollart.gateway.tools import Bare, Listed, Marked, Named, Tagged, canonical, format_of
+from rollart.core.action import Tool
+from rollart.models.tool_calls import (
+    CALL_BEGIN,
+    Bare,
+    Fenced,
+    Keyed,
+    Listed,
+    Marked,
+    Named,
+    Separated,
+    Tagged,
+    canonical,
+    format_of,
+)
 
 NAMES = st.text("abc_1", min_size=1, max_size=8)
-FORMATS: tuple[Tagged, ...] = (Tagged(), Bare(), Listed(), Named(), Marked())
+FORMATS: tuple[Tagged, ...] = (Tagged(), Bare(), Listed(), Named(), Marked(), Keyed(), Separated(), Fenced())
 VALUES = st.dictionaries(NAMES, st.integers() | st.text(max_size=20) | st.lists(st.booleans(), max_size=3), max_size=4)
 
 
@@ -71,6 +83,9 @@ def test_the_template_decides_the_format() -> None:
     assert isinstance(format_of("... [TOOL_CALLS] ... [ARGS] ..."), Named)
     assert type(format_of("... [TOOL_CALLS] ...")) is Listed
     assert isinstance(format_of("<tool_call><function=...><parameter=...>"), Marked)
+    assert isinstance(format_of("<tool_call>{name}\n<arg_key>{key}</arg_key>"), Keyed)
+    assert type(format_of(f"... {CALL_BEGIN} ...")) is Separated
+    assert isinstance(format_of(f"... {CALL_BEGIN} ... ```json"), Fenced)
     assert isinstance(format_of("... <tool_call> ..."), Tagged) and not isinstance(format_of("plain"), Bare)
 
 
