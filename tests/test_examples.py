@@ -6,6 +6,8 @@ import pytest
 import yaml
 
 from rollart.config.loading import load as load_run_file
+from rollart.robots.comparison import load as load_comparison
+from rollart.robots.imitation import load as load_robot_run
 from rollart.simulator.scenario import load as load_scenario
 
 ROOT = Path(__file__).parents[1]
@@ -14,8 +16,11 @@ FILES = sorted(path for path in (ROOT / "examples").rglob("*.yaml") if "tasks" n
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_an_example_is_a_valid_run_file(path: Path) -> None:
-    simulated = "simulate" in yaml.safe_load(path.read_text())
-    run = load_scenario(path) if simulated else load_run_file(path)
+    keys = yaml.safe_load(path.read_text())
+    if path.parent.name == "robots":
+        assert load_comparison(path, []).tasks if "policies" in keys else load_robot_run(path, []).task
+        return
+    run = load_scenario(path) if "simulate" in keys else load_run_file(path)
     assert run.tasks
 
 

@@ -17,6 +17,7 @@ import msgspec
 from rollart.app import preflight
 from rollart.app.run_reader import RunFolder
 from rollart.config import RunFile
+from rollart.config.robots import RobotRunFile
 from rollart.core import run_folder
 from rollart.core.errors import RollartError
 from rollart.core.event_log import EventLog, read_events
@@ -109,7 +110,7 @@ def train(
     return RunFolder(path)
 
 
-def folder_for(run: RunFile, folder: AnyPath | None = None, *, resume: bool = False) -> Path:
+def folder_for(run: RunFile | RobotRunFile, folder: AnyPath | None = None, *, resume: bool = False) -> Path:
     """The folder that `train` uses: `folder` if it is given, else the newest of the run's name, or a new one.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from rollart.app.commands import envs, launch, reward
+from rollart.app.commands import envs, launch, reward, robots
 from rollart.app.commands.calibrate import calibrate
 from rollart.app.commands.common import AsJson, Overrides, RunDir, RunPath, console_for, guarded, print_json
 from rollart.app.commands.dashboard import dashboard
@@ -41,6 +41,7 @@ app.add_typer(models, name="models", rich_help_panel="Prepare")
 app.add_typer(envs.app, name="envs", rich_help_panel="Prepare")
 app.add_typer(reward.app, name="reward", rich_help_panel="Prepare")
 app.add_typer(launch.app, name="launch", rich_help_panel="Prepare")
+app.add_typer(robots.app, name="robots", rich_help_panel="Train")
 
 TRAIN, LOOK, PREPARE = "Train", "Look at a run", "Prepare"
 

@@ -162,10 +162,10 @@ def _shape(error: ErrorDetails) -> str:
 
 def _nearest(kind: type[BaseModel], path: KeyPath) -> str:
     """A hint: the nearest key of the same section, or another section that has this key."""
-    sections = dict(_sections(kind, ()))
-    inside = next((section for above, section in sections.items() if _matches(above, path[:-1])), None)
-    known = list(inside.model_fields) if inside else []
-    owners = [dotted(above) for above, section in sections.items() if path[-1] in section.model_fields]
+    sections = list(_sections(kind, ()))
+    inside = [section for above, section in sections if _matches(above, path[:-1])]  # several, if it is a union
+    known = list(dict.fromkeys(name for section in inside for name in section.model_fields))
+    owners = [dotted(above) for above, section in sections if path[-1] in section.model_fields]
     if close := did_you_mean(str(path[-1]), known):
         return close
     if owners:

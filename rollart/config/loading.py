@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from rollart.config import RunFile, error_messages
+from rollart.config import RunFile, Section, error_messages
 from rollart.config.yaml_tree import Dumper, Tree, parse
 from rollart.core.errors import ConfigError
 
 _MAX_PROBLEMS = 10
-R = TypeVar("R", bound=RunFile)
+S = TypeVar("S", bound=Section)
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> RunFile:
@@ -37,7 +37,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Tree:
     return tree
 
 
-def dump(run: RunFile) -> str:
+def dump(run: Section) -> str:
     """The resolved run file as YAML; `load` reads it back unchanged."""
     return yaml.dump(run.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
 
@@ -47,7 +47,7 @@ def schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunFile.model_json_schema()}
 
 
-def validated(tree: Tree, kind: type[R]) -> R:
+def validated(tree: Tree, kind: type[S]) -> S:
     # From JSON, strict mode rejects "3" for 3 but accepts text for a path and a list for a pair.
     try:
         return kind.model_validate_json(json.dumps(tree.value), strict=True)

@@ -21,21 +21,30 @@ RECORD = "family.json"
 
 
 @dataclass(frozen=True, slots=True)
+class FamilyTrial:
+    """An environment that tests a family with one turn of an episode."""
+
+    env: str
+    args: dict[str, Any]
+    action: str = "x"
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
-    """It runs on the versions `pythons`, best first; empty: any. `tries` are environments and arguments to test it."""
+    """It runs on the versions `pythons`, best first; empty: any. `tries` are what it is tested with."""
 
     name: str
     offers: str
     requirements: str
     pythons: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
-    tries: tuple[tuple[str, dict[str, Any]], ...] = ()
+    tries: tuple[FamilyTrial, ...] = ()
     agents: tuple[str, ...] = ()  # our `module:function` that need it
     locked: bool = True  # the requirements are complete: nothing to resolve
 
     @property
     def adapters(self) -> list[str]:
-        return [target.partition(":")[0] for target in (*(env for env, _ in self.tries), *self.agents)]
+        return [target.partition(":")[0] for target in (*(trial.env for trial in self.tries), *self.agents)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +85,7 @@ def catalogue() -> dict[str, Family]:
             pythons=tuple(about["pythons"]),
             modules=tuple(about.get("modules", ())),
             agents=tuple(about.get("agents", ())),
-            tries=tuple((attempt["env"], attempt.get("args", {})) for attempt in about.get("tries", ())),
+            tries=tuple(FamilyTrial(**{"args": {}, **trial}) for trial in about.get("tries", ())),
         )
         for name, about in listed.items()
     }

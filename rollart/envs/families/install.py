@@ -18,12 +18,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from rollart.config import EnvironmentsConfig, TaskConfig
 from rollart.core.errors import RollartError
 from rollart.core.variables import passed
-from rollart.envs.families import RECORD, Family, InstalledFamily, installed, root
+from rollart.envs.families import RECORD, Family, FamilyTrial, InstalledFamily, installed, root
 from rollart.envs.single import single_environment
 
 Progress = Callable[[str], None]
@@ -94,19 +93,19 @@ def _build(family: Family, folder: Path, interpreter: str, version: str, progres
         command = [python, "-c", f"import {', '.join(family.modules)}"]
         failure = f"{family.name!r} was installed but does not work, so it was removed"
         _run(command, QUICK_S, failure, progress, passed(os.environ, ()))
-    for env, args in family.tries:
-        asyncio.run(_try_out(made, env, args))
+    for trial in family.tries:
+        asyncio.run(_try_out(made, trial))
     (folder / RECORD).write_text(json.dumps({"version": version, "requirements": family.requirements}))
 
 
-async def _try_out(made: InstalledFamily, env: str, args: dict[str, Any]) -> None:
+async def _try_out(made: InstalledFamily, trial: FamilyTrial) -> None:
     """The first turn of an episode, in a worker process as in a run."""
-    task = TaskConfig(name="trial", env=env, args=args)
+    task = TaskConfig(name="trial", env=trial.env, args=trial.args)
     config = EnvironmentsConfig(processes=1, reset_deadline=QUICK_S, step_deadline=QUICK_S)
     try:
-        async with single_environment(task, config, python=str(made.python)) as trial:
-            await trial.reset(0, held_out=False)
-            await trial.step("x")
+        async with single_environment(task, config, python=str(made.python)) as env:
+            await env.reset(0, held_out=False)
+            await env.step(trial.action)
     except RollartError as error:
         raise RollartError(f"{made.name!r} was installed but does not work, so it was removed: {error}") from error
 

@@ -1,0 +1,194 @@
+"""`rollart robots`: policies for robots that imitate demonstrations."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from rollart.app.commands.common import (
+    AsJson,
+    Output,
+    Overrides,
+    RunDir,
+    RunPath,
+    console_for,
+    guarded,
+    print_json,
+    say,
+)
+
+if TYPE_CHECKING:
+    from rollart.robots.episodes import RobotScore
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Train robot policies by imitation, and evaluate and compare them.\n\n"
+    "[dim]rollart robots train examples/robots/pick_place.yaml[/dim]",
+)
+VIDEO_PIXELS = 160
+Episodes = Annotated[int, typer.Option(min=1, help="Episodes to play.")]
+
+
+@app.command()
+@guarded
+def demos(
+    task: Annotated[str, typer.Argument(metavar="SUITE:TASK", help="For example metaworld:pick-place-v3.")],
+    episodes: Annotated[int, typer.Option(min=1, help="Successful episodes to record.")] = 10,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the episodes.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Default: demos/TASK.npz, here.")
+    ] = None,
+) -> None:
+    """Record demonstrations of a task's scripted expert.
+
+    [dim]rollart robots demos metaworld:pick-place-v3 --episodes 10[/dim]
+    """
+    from rollart.config.robots import two_processes
+    from rollart.robots import demonstrations
+    from rollart.robots.record import record
+
+    console = Console(highlight=False)
+    with console.status(task) as status:
+
+        def progress(done: int) -> None:
+            status.update(f"{task}: {done}/{episodes}")
+
+        found = asyncio.run(record(task, episodes, seed, config=two_processes(), on_progress=progress))
+    path = output or Path("demos") / f"{task.replace(':', '-')}.npz"
+    demonstrations.save(path, found.demonstrations)
+    steps = sum(len(one.actions) for one in found.demonstrations)
+    say(console, f"{path}: {episodes} episodes, {steps} steps; the expert succeeded in {episodes} of {found.tried}")
+
+
+@app.command()
+@guarded
+def train(
+    run_file: RunPath,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the newest run of this name.")] = False,
+    output: Output = None,
+    run_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Use exactly this run folder.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a policy on demonstrations, and evaluate it on held-out episodes.
+
+    Leaves a folder with the policy, checkpoints, event log and curves, which
+    `rollart show` and `rollart dashboard` read. Continue with --resume.
+
+    [dim]rollart robots train examples/robots/pick_place.yaml
+    rollart robots train examples/robots/pick_place.yaml --set policy=flow[/dim]
+    """
+    from rollart.app.api import folder_for
+    from rollart.observe import live
+    from rollart.robots import imitation
+    from rollart.robots.report import write_curves
+    from rollart.robots.suites import robot_task
+
+    run = imitation.load(run_file, [*(overrides or []), *([f"output={output}"] if output else [])])
+    folder = folder_for(run, run_dir, resume=resume)
+    with console_for(as_json) as console:
+        say(console, f"run folder: {folder}")
+        with live.view(console, {robot_task(run.task).name: 1.0}) as view:
+            score = asyncio.run(
+                imitation.train(run, folder, resume=resume, on_log=lambda log: log.subscribe(view.on_event))
+            )
+        write_curves(folder)
+        _print_score(console, run.task, score)
+        say(console, f"policy:          {folder / 'policy'}")
+        say(console, f"learning curves: {folder / 'curves.png'}")
+    if as_json:
+        print_json(_as_dict(folder))
+
+
+@app.command("eval")
+@guarded
+def evaluate(
+    run_dir: RunDir,
+    episodes: Episodes = 100,
+    task: Annotated[
+        str | None, typer.Option(metavar="SUITE:TASK", help="Another task than the one it was trained for.")
+    ] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="Environments at the same time.")] = None,
+    video: Annotated[bool, typer.Option("--video", help="Film one episode, as RUN_DIR/videos/TASK.gif.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Play held-out episodes with a trained policy.
+
+    Prints success with its 95% interval, and how long the policy takes for a chunk.
+
+    [dim]rollart robots eval runs/pick-place-1 --episodes 100
+    rollart robots eval runs/pick-place-1 --video[/dim]
+    """
+    from rollart.robots import imitation
+    from rollart.robots.episodes import save_video
+
+    with console_for(as_json) as console:
+        score = asyncio.run(imitation.score_run(run_dir, episodes=episodes, task=task, processes=processes))
+        name = task or imitation.load(run_dir / "run.yaml", []).task
+        imitation.save_score(score, run_dir)
+        _print_score(console, name, score)
+        if video:
+            filmed = asyncio.run(imitation.score_run(run_dir, episodes=1, task=task, processes=1, video=VIDEO_PIXELS))
+            path = run_dir / "videos" / f"{name.replace(':', '-')}.gif"
+            save_video(filmed, path)
+            say(console, f"video: {path}")
+    if as_json:
+        print_json(_as_dict(run_dir))
+
+
+@app.command()
+@guarded
+def compare(
+    plan_file: Annotated[Path, typer.Argument(metavar="COMPARE.yaml", help="Tasks, policies and seeds.")],
+    overrides: Overrides = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Use this folder; what it has already is not done again.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train and evaluate several policies on several tasks and seeds; print one table.
+
+    Seeds and tasks train together, in stacks. Started again with --run-dir of
+    an earlier comparison, it does only what is missing there.
+
+    [dim]rollart robots compare examples/robots/benchmark.yaml[/dim]
+    """
+    import msgspec
+
+    from rollart.core import run_folder
+    from rollart.robots import comparison
+    from rollart.robots.report import comparison_table
+
+    plan = comparison.load(plan_file, overrides or [])
+    folder = run_dir or run_folder.create(plan.output, plan.name)
+    with console_for(as_json) as console:
+        say(console, f"folder: {folder}")
+
+        def on_result(one: comparison.ComparedPolicy) -> None:
+            say(console, f"{one.policy}, {one.task}, seed {one.seed}: success {one.success:.2f}")
+
+        results = asyncio.run(comparison.compare(plan, folder, on_result))
+        console.print(comparison_table(results))
+    if as_json:
+        print_json({"folder": str(folder), "results": msgspec.to_builtins(results)})
+
+
+def _print_score(console: Console, task: str, score: "RobotScore") -> None:
+    from rollart.observe.report import wilson
+
+    low, high = wilson(score.success, len(score.played))
+    unplayed = len(score.episodes) - len(score.played)
+    failed = f", {unplayed} could not be played" if unplayed else ""
+    middle, slow = score.latency_ms
+    say(
+        console,
+        f"{task}: success {score.success:.3f} (95% interval {low:.3f} to {high:.3f}) in {len(score.played)} held-out "
+        f"episodes{failed}; {middle:.2f} ms per chunk (p99 {slow:.2f} ms)",
+    )
+
+
+def _as_dict(folder: Path) -> dict[str, object]:
+    return {"folder": str(folder), **json.loads((folder / "score.json").read_text())}

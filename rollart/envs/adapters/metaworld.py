@@ -1,0 +1,52 @@
+"""Meta-World: fifty manipulation tasks of a robot arm, with the scripted experts of the package."""
+
+from __future__ import annotations
+
+import json
+import random
+import warnings
+from typing import Any
+
+import numpy
+
+from rollart.envs.adapters.continuous import ContinuousEnvironment, MujocoCamera
+
+warnings.filterwarnings("ignore", message="Constant.*may be too high")  # experts aim beyond 1, which is clipped
+
+from metaworld.env_dict import ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE  # noqa: E402
+from metaworld.policies import ENV_POLICY_MAP  # noqa: E402
+
+
+class MetaWorld(ContinuousEnvironment):
+    """`task` is a name of version 3, for example `pick-place-v3`."""
+
+    actions = 4
+
+    def __init__(self, task: str, *, horizon: int = 200, tail: int = 0, video: int = 0, held_out: bool = False) -> None:
+        super().__init__(horizon, tail, video, held_out)
+        if task not in ENV_POLICY_MAP:
+            raise ValueError(f"Meta-World has no task {task!r}; its tasks are {', '.join(sorted(ENV_POLICY_MAP))}")
+        self.env = ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE[f"{task}-goal-observable"](seed=0)
+        # Without these, every reset draws the same positions, or ignores its seed.
+        self.env._freeze_rand_vec, self.env.seeded_rand_vec = False, True
+        self.env.max_path_length = 10**9  # the horizon is ours
+        self.expert = ENV_POLICY_MAP[task]()
+        self._camera: Any = None
+
+    def _reset(self, seed: int) -> Any:
+        self.env.seed(seed)
+        return self.env.reset(seed=seed)[0]
+
+    def _step(self, command: Any) -> tuple[Any, float, bool, bool]:
+        seen, reward, _, _, info = self.env.step(numpy.clip(command, -1, 1).astype(numpy.float32))
+        return seen, reward, info["success"] >= 1, False
+
+    def _frame(self, pixels: int) -> Any:
+        self._camera = self._camera or MujocoCamera(self.env, pixels, "corner2")
+        return self._camera.frame()
+
+
+def player(env: MetaWorld, rng: random.Random) -> str:
+    """The expert's action."""
+    action = numpy.clip(env.expert.get_action(numpy.asarray(env.seen, float)), -1, 1)
+    return json.dumps([action.astype(numpy.float32).tolist()])

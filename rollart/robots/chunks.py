@@ -1,0 +1,86 @@
+"""Demonstrations as training data: windows of observations and the chunks of actions that follow, scaled to [-1, 1]."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
+from torch import Tensor
+
+from rollart.config.robots import ControlConfig
+from rollart.robots.demonstrations import Demonstration, Floats
+
+_CONSTANT = 5e-3  # observations that vary less than this carry no information, only noise to be amplified
+_MAX_SCALED = 3.0  # what was never demonstrated stays within sight
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """From numbers of the environment to about [-1, 1] and back. Constant observations become 0."""
+
+    observation_low: Tensor
+    observation_span: Tensor
+    action_low: Tensor
+    action_span: Tensor
+
+    @classmethod
+    def fit(cls, demonstrations: Sequence[Demonstration]) -> Self:
+        seen = torch.from_numpy(np.concatenate([one.observations for one in demonstrations]))
+        done = torch.from_numpy(np.concatenate([one.actions for one in demonstrations]))
+        spans = [values.amax(0) - values.amin(0) for values in (seen, done)]
+        observed = torch.where(spans[0] < _CONSTANT, torch.inf, spans[0])
+        acted = torch.where(spans[1] < _CONSTANT, 2.0, spans[1])
+        low = torch.where(spans[1] < _CONSTANT, done.amin(0) - 1, done.amin(0))  # a constant action is in the middle
+        return cls(seen.amin(0), observed, low, acted)
+
+    def observations(self, values: Tensor) -> Tensor:
+        """[..., O]; the last dimension may be several observations."""
+        times = values.shape[-1] // len(self.observation_low)
+        low, span = self.observation_low.repeat(times), self.observation_span.repeat(times)
+        scaled = torch.where(span.isinf(), 0.0, (values - low) / span * 2 - 1)
+        return scaled.clamp(-_MAX_SCALED, _MAX_SCALED)
+
+    def actions(self, values: Tensor) -> Tensor:
+        """[..., A] to the policy's numbers."""
+        return (values - self.action_low) / self.action_span * 2 - 1
+
+    def commands(self, values: Tensor) -> Tensor:
+        """The inverse of `actions`."""
+        return (values + 1) / 2 * self.action_span + self.action_low
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"scaling.{field.name}": getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def restore(cls, tensors: Mapping[str, Tensor]) -> Self:
+        return cls(*(tensors[f"scaling.{field.name}"] for field in fields(cls)))
+
+
+@dataclass(frozen=True)
+class ImitationData:
+    """`conditions` [N, history x O] and `chunks` [N, chunk x A], both scaled."""
+
+    conditions: Tensor
+    chunks: Tensor
+    scaling: Scaling
+
+    @classmethod
+    def of(cls, demonstrations: Sequence[Demonstration], control: ControlConfig) -> Self:
+        """One row for each step. The past before the start is the first observation; the last action goes on."""
+        scaling = Scaling.fit(demonstrations)
+        seen, done = list[Floats](), list[Floats]()
+        for one in demonstrations:
+            before = np.repeat(one.observations[:1], control.history - 1, 0)
+            after = np.repeat(one.actions[-1:], control.chunk - 1, 0)
+            seen.append(_windows(np.concatenate([before, one.observations]), control.history))
+            done.append(_windows(np.concatenate([one.actions, after]), control.chunk))
+        conditions = scaling.observations(torch.from_numpy(np.concatenate(seen)).flatten(1))
+        chunks = scaling.actions(torch.from_numpy(np.concatenate(done))).flatten(1)
+        return cls(conditions, chunks, scaling)
+
+
+def _windows(values: Floats, length: int) -> Floats:
+    """[T, size] to [T - length + 1, length, size]."""
+    return np.ascontiguousarray(sliding_window_view(values, length, axis=0).swapaxes(1, 2))

@@ -1,0 +1,84 @@
+"""The network of all policies: a residual MLP over a noisy chunk, modulated (FiLM) by observation and time.
+
+It holds several policies of the same shape at once, its members: every weight has a leading dimension for them, so
+seeds and tasks train together at the cost of few large matrix products. Members never mix.
+
+Letters of shapes: M members, B rows, D numbers of a chunk, C numbers of a condition, W width.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+_FREQUENCIES = 16
+_TIME = 4 * _FREQUENCIES  # sine and cosine of the time and of the interval
+
+
+class MemberLinear(nn.Module):
+    """A linear layer of each member; initialised as torch's, each member from its own generator."""
+
+    def __init__(self, inputs: int, outputs: int, generators: Sequence[torch.Generator]) -> None:
+        super().__init__()
+        bound = 1 / math.sqrt(inputs)
+
+        def draw(*shape: int) -> Tensor:
+            rows = [torch.rand(*shape, generator=generator) for generator in generators]
+            return (torch.stack(rows) * 2 - 1) * bound
+
+        self.weight = nn.Parameter(draw(inputs, outputs))
+        self.bias = nn.Parameter(draw(1, outputs))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return torch.baddbmm(self.bias, rows, self.weight)
+
+
+class FilmBlock(nn.Module):
+    """h + mlp(norm(h)) (1 + scale) + shift, with scale and shift from the condition."""
+
+    def __init__(self, width: int, generators: Sequence[torch.Generator]) -> None:
+        super().__init__()
+        self.film = MemberLinear(width, 2 * width, generators)
+        self.up = MemberLinear(width, 2 * width, generators)
+        self.down = MemberLinear(2 * width, width, generators)
+
+    def forward(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        scale, shift = self.film(condition).chunk(2, -1)
+        inner = functional.silu(self.up(functional.layer_norm(hidden, hidden.shape[-1:])))
+        return torch.addcmul(hidden + shift, self.down(inner), 1 + scale)
+
+
+class PolicyNetwork(nn.Module):
+    """`forward(z, r, t, condition)`: the output for noisy chunks `z` [M, B, D] over the interval from `r` to `t`
+    [M, B], and the hidden state in the middle [M, B, W]. One generator for each member."""
+
+    def __init__(
+        self, condition: int, chunk: int, width: int, layers: int, generators: Sequence[torch.Generator]
+    ) -> None:
+        super().__init__()
+        self.members, self.chunk = len(generators), chunk
+        self.observe = MemberLinear(condition, width, generators)
+        self.observe_out = MemberLinear(width, width, generators)
+        self.time = MemberLinear(_TIME, width, generators)
+        self.time_out = MemberLinear(width, width, generators)
+        self.enter = MemberLinear(chunk, width, generators)
+        self.blocks = nn.ModuleList(FilmBlock(width, generators) for _ in range(layers))
+        self.leave = MemberLinear(width, chunk, generators)
+        nn.init.zeros_(self.leave.weight)
+        nn.init.zeros_(self.leave.bias)
+        self.frequencies: Tensor
+        self.register_buffer("frequencies", torch.logspace(0, 1.5, _FREQUENCIES), persistent=False)
+
+    def forward(self, z: Tensor, r: Tensor, t: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
+        times = torch.stack([t, t - r], -1)[..., None] * self.frequencies
+        times = torch.cat([times.sin(), times.cos()], -1).flatten(-2)
+        seen = self.observe_out(functional.silu(self.observe(condition)))
+        what = functional.silu(seen + self.time_out(functional.silu(self.time(times))))
+        hidden = middle = self.enter(z)
+        for number, block in enumerate(self.blocks):
+            hidden = block(hidden, what)
+            if number == len(self.blocks) // 2:
+                middle = hidden
+        return self.leave(functional.layer_norm(hidden, hidden.shape[-1:])), middle

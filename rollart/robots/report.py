@@ -1,0 +1,88 @@
+"""Curves of a run, and the table of a comparison."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from rollart.core.event_log import read_events
+from rollart.core.events import Evaluated, WarmupStep
+from rollart.core.run_folder import events_of
+from rollart.observe.draw import table
+from rollart.observe.report import wilson
+from rollart.robots.comparison import ComparedPolicy
+from rollart.simulator.result import interval
+
+_INK, _FAINT = "#222222", "#8a8a8a"
+
+
+def write_curves(folder: Path) -> None:
+    """Loss and held-out success by optimizer step, as `curves.png` in the run folder."""
+    log = events_of(folder)
+    losses = {event.step: event.loss for event in read_events(log, WarmupStep)}
+    scores = {event.version: event for event in read_events(log, Evaluated)}
+    figure = Figure(figsize=(9, 3.4), facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    _axes(left, "Imitation loss")
+    left.plot(list(losses), list(losses.values()), color="#0072B2", linewidth=1.6)
+    left.set_ylim(bottom=0)
+    _axes(right, "Success on held-out episodes, 95% interval")
+    steps, points = list(scores), list(scores.values())
+    middle = [point.success for point in points]
+    ends = [wilson(point.success, point.episodes) for point in points]
+    errors = [[share - low for share, (low, _) in zip(middle, ends, strict=True)],
+              [high - share for share, (_, high) in zip(middle, ends, strict=True)]]  # fmt: skip
+    right.errorbar(steps, middle, yerr=errors, color="#009E73", marker="o", markersize=4, capsize=3, linewidth=1.6)
+    right.set_ylim(-0.02, 1.04)
+    figure.suptitle(folder.name, x=0.01, ha="left", fontsize=12, color=_INK)
+    figure.savefig(folder / "curves.png", dpi=130)
+
+
+def _axes(axes: Any, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=10, color=_INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(_FAINT)
+    axes.tick_params(colors=_FAINT, labelsize=8.5)
+    axes.grid(axis="y", color="#ececec", linewidth=0.8)
+    axes.set_xlabel("optimizer step", fontsize=8.5, color=_FAINT)
+
+
+def comparison_table(results: Sequence[ComparedPolicy]) -> Table:
+    """Success by task and policy: the mean over seeds, and half of its 95% interval; then over all tasks."""
+    policies = list(dict.fromkeys(one.policy for one in results))
+    shares: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for one in results:
+        shares[one.task, one.policy].append(one.success)
+    rows = table("task", *policies)
+    for task in dict.fromkeys(one.task for one in results):
+        rows.add_row(task, *(_mean(shares[task, policy]) for policy in policies))
+    rows.add_section()
+    by_policy = {policy: [one for one in results if one.policy == policy] for policy in policies}
+    rows.add_row("all tasks", *(_mean(_by_seed(found)) for found in by_policy.values()))
+    rows.add_row("ms per chunk, p50", *(f"{median(one.p50_ms for one in found):.2f}" for found in by_policy.values()))
+    rows.add_row("ms per chunk, p99", *(f"{median(one.p99_ms for one in found):.2f}" for found in by_policy.values()))
+    rows.add_row(
+        "ms per training step", *(f"{fmean(one.step_ms for one in found):.2f}" for found in by_policy.values())
+    )
+    return rows
+
+
+def _by_seed(results: Sequence[ComparedPolicy]) -> list[float]:
+    """The mean over the tasks, for each seed."""
+    shares: dict[int, list[float]] = defaultdict(list)
+    for one in results:
+        shares[one.seed].append(one.success)
+    return [fmean(values) for values in shares.values()]
+
+
+def _mean(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    middle, half = interval(values)
+    return f"{middle:.2f}" if half != half else f"{middle:.2f} ± {half:.2f}"  # NaN for a single seed
