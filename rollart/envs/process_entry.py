@@ -29,11 +29,14 @@ def make_rollart_importable() -> None:
 
 make_rollart_importable()
 
+from rollart.envs.tools import Toolbox, calls_in  # noqa: E402  # this Python may not have known it before
+
 
 class EnvironmentProcess:
     def __init__(self) -> None:
         self._key: Any = None
         self._environment: Any = None
+        self._toolbox: Toolbox | None = None
 
     def find(self, env: str) -> None:
         """Raises what its import raises."""
@@ -60,9 +63,16 @@ class EnvironmentProcess:
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed % 2**32)
-        return self._environment.reset(seed)
+        observation = self._environment.reset(seed)
+        tools = getattr(self._environment, "tools", None)
+        self._toolbox = Toolbox(self._environment, tools) if isinstance(tools, (list, tuple)) and tools else None
+        return observation if self._toolbox is None else self._toolbox.opening(observation)
 
     def step(self, action: str) -> Any:
+        if self._toolbox is not None:
+            _, calls = calls_in(action)
+            if calls:
+                return self._toolbox.run(calls)
         return self._environment.step(action)
 
     def act(self, player: str, args: dict[str, Any], seed: int) -> str:
@@ -78,7 +88,7 @@ class EnvironmentProcess:
         played: list[tuple[str, Any]] = []
         while len(played) < turns and not (played and is_last(played[-1][1])):
             action = str(act(self._environment, rng, **player_args))
-            played.append((action, self._environment.step(action)))
+            played.append((action, self.step(action)))
         if not self.reusable():
             self.close()
         return first, played

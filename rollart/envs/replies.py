@@ -6,7 +6,7 @@ from rollart.core.foreign import InvalidValue, describe, finite, short, storable
 from rollart.core.types import Message, Step
 
 FIELDS = ("messages", "reward", "done", "truncated", "info")
-ROLES = ("system", "user", "assistant", "tool", "developer")
+ROLES = ("system", "user", "assistant", "tool", "developer", "tools")
 
 
 def parse_observation(value: Any) -> tuple[Message, ...]:

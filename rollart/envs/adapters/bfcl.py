@@ -21,6 +21,7 @@ from bfcl_eval.eval_checker.multi_turn_eval import multi_turn_checker, multi_tur
 
 from rollart.envs.adapters.mcp import McpCall, McpTools
 from rollart.envs.adapters.mcp_client import McpClient
+from rollart.envs.tools import call_text
 
 DATA = Path(bfcl_eval.__file__).parent / "data"
 SERVER = Path(__file__).with_name("bfcl_server.py")
@@ -101,7 +102,7 @@ def player(env: Bfcl, rng: random.Random, *, skill: float = 1.0) -> str:
     reference = job.entry["reference"][job.round]
     if any(call.round == env.round for call in env.calls) or not reference or rng.random() >= skill:
         return "Done."
-    return "\n".join(json.dumps(_call(source, job.entry["involved_classes"])) for source in reference)
+    return "\n".join(call_text(**_call(source, job.entry["involved_classes"])) for source in reference)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The tools of an MCP server as an environment: calls are JSON in the action's text, and a job decides the reward.
+"""The tools of an MCP server as an environment: the policy calls them in its own format, and a job decides the reward.
 
 Needs no package: servers are commands, in whatever Python or language, or URLs.
 """
@@ -15,12 +15,11 @@ from typing import Any, Protocol
 from rollart.core.foreign import parse_json_at
 from rollart.envs.adapters import instance
 from rollart.envs.adapters.mcp_client import McpClient, McpHttp, McpRefused, McpStdio
+from rollart.envs.tools import plain_tool
 
 MAX_MISSES = 200  # braces that begin no JSON, before the rest of a text is not searched
-RULES = (
-    'You can use tools. To call one, answer with {"name": its name, "arguments": {...}} and nothing else; several '
-    "calls may follow each other. Without a call, your answer goes to the user.\n"
-)
+RULES = "An answer without a call of a tool goes to the user."
+MORE = "There are more tools:\n"
 
 
 @dataclass(frozen=True)
@@ -76,16 +75,17 @@ class McpTools:
         transport = McpStdio(command, _filled(environment)) if command else McpHttp(str(url), _filled(headers))
         self.client = McpClient(transport, seconds)
         self.max_calls, self.held_out = max_calls, held_out
-        self.tools: dict[str, dict[str, Any]] = {}
+        self.known: dict[str, dict[str, Any]] = {}  # tools by name
         self.calls: list[McpCall] = []
         self.tries = 0  # including unknown tools
         self.round = 0
 
     def reset(self, seed: int) -> list[dict[str, str]]:
         request = self.job.begin(self.client, instance(seed, self.held_out))
-        self.tools = {}
+        self.known = {}
         self.calls, self.tries, self.round = [], 0, 0
-        return [_message("system", RULES + "\n".join(self._new_tools())), _message("user", request)]
+        declared = json.dumps(self._new_tools(), ensure_ascii=False)
+        return [_message("tools", declared), _message("system", RULES), _message("user", request)]
 
     def step(self, action: str) -> dict[str, Any]:
         calls = parse(action)
@@ -96,18 +96,18 @@ class McpTools:
         results = [self._call(name, arguments) for name, arguments in calls]
         if self.tries >= self.max_calls:
             return self._over(action, truncated=True)
-        return {"messages": "\n".join(results), "reward": 0.0, "done": False}
+        return {"messages": [_message("tool", result) for result in results], "reward": 0.0, "done": False}
 
     def close(self) -> None:
         self.client.close()
 
-    def _new_tools(self) -> list[str]:
+    def _new_tools(self) -> list[dict[str, Any]]:
         """Descriptions of those that were not listed before."""
-        before, self.tools = self.tools, {tool["name"]: tool for tool in self.client.tools()}
-        return [_describe(tool) for name, tool in self.tools.items() if name not in before]
+        before, self.known = self.known, {tool["name"]: tool for tool in self.client.tools()}
+        return [plain_tool(tool) for name, tool in self.known.items() if name not in before]
 
     def _call(self, name: str, arguments: dict[str, Any]) -> str:
-        if name not in self.tools:  # the server may have others that are not for the agent
+        if name not in self.known:  # the server may have others that are not for the agent
             return f"There is no tool {name!r}."
         try:
             answer = self.client.call(name, arguments)
@@ -121,7 +121,9 @@ class McpTools:
         if follow is None:
             return self._over(answer, truncated=False)
         self.round += 1
-        return {"messages": "\n".join([*self._new_tools(), follow]), "reward": 0.0, "done": False}
+        added = [json.dumps(tool, ensure_ascii=False) for tool in self._new_tools()]
+        offer = MORE + "\n".join(added) + "\n\n" if added else ""
+        return {"messages": offer + follow, "reward": 0.0, "done": False}
 
     def _over(self, answer: str, truncated: bool) -> dict[str, Any]:
         score = float(self.job.score(self.client, self.calls, answer))
@@ -130,7 +132,7 @@ class McpTools:
 
 
 def parse(action: str) -> list[tuple[str, dict[str, Any]]]:
-    """Every JSON object in the text that is a call."""
+    """Every JSON object in the text that is a call, in tags or not: models that do not know tools forget them."""
     found: list[tuple[str, dict[str, Any]]] = []
     at, misses = action.find("{"), 0
     while at >= 0 and misses < MAX_MISSES:
@@ -141,11 +143,6 @@ def parse(action: str) -> list[tuple[str, dict[str, Any]]]:
             found.append((value["name"], arguments if isinstance(arguments, dict) else {}))
         at = action.find("{", max(end, at + 1))
     return found
-
-
-def _describe(tool: dict[str, Any]) -> str:
-    about = {"name": tool["name"], "description": tool.get("description", ""), "parameters": tool["inputSchema"]}
-    return json.dumps(about, ensure_ascii=False)
 
 
 def _message(role: str, content: str) -> dict[str, str]:

@@ -2,17 +2,20 @@
 
 import contextlib
 import itertools
+import json
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollart.envs.adapters import mcp, openenv
 from rollart.envs.adapters.mcp_client import McpClient, McpError, McpStdio
 from rollart.envs.adapters.websocket import WebSocketLost
+from rollart.envs.tools import call_text
 
 HERE = Path(__file__).parent
 SHOP = HERE / "shop_server.py"
@@ -53,6 +56,11 @@ def shop(request: pytest.FixtureRequest, family: Callable[[str], str]) -> Iterat
             yield env
 
 
+def said(step: dict[str, Any]) -> str:
+    assert {message["role"] for message in step["messages"]} == {"tool"}
+    return "\n".join(message["content"] for message in step["messages"])
+
+
 def put(asked: str) -> str:
     _, count, item = asked.split()
     return f'I will. {{"name": "put", "arguments": {{"item": "{item}", "count": {count}}}}}'
@@ -60,10 +68,11 @@ def put(asked: str) -> str:
 
 def test_tools_are_described_called_and_the_job_is_scored(shop: mcp.McpTools) -> None:
     for seed in range(3):
-        system, asked = shop.reset(seed)
-        assert '"name": "put"' in system["content"] and '"count"' in system["content"]
+        tools, _, asked = shop.reset(seed)
+        assert [tools["role"], [tool["name"] for tool in json.loads(tools["content"])]] == ["tools", ["put", "clear"]]
+        assert '"count"' in tools["content"]
         answer = shop.step(put(asked["content"]))
-        assert "on the shelf" in answer["messages"] and not answer["done"]
+        assert "on the shelf" in said(answer) and not answer["done"]
         second = shop.step("Done.")
         assert shop.step(put(second["messages"]))["reward"] == 0.0
         over = shop.step("Done.")
@@ -73,10 +82,10 @@ def test_tools_are_described_called_and_the_job_is_scored(shop: mcp.McpTools) ->
 
 def test_wrong_calls_get_a_reply_and_do_not_break_the_episode(shop: mcp.McpTools) -> None:
     shop.reset(0)
-    assert "no tool 'steal'" in shop.step('{"name": "steal"}')["messages"]
-    assert "count" in shop.step('{"name": "put", "arguments": {"item": "pears"}}')["messages"]
-    two = shop.step('{"name": "put", "arguments": {"item": "figs", "count": 2}}\n{"name": "clear", "arguments": {}}')
-    assert two["messages"] == "2 figs on the shelf\nthe shelf is empty"
+    assert "no tool 'steal'" in said(shop.step('{"name": "steal"}'))
+    assert "count" in said(shop.step(call_text("put", {"item": "pears"})))
+    two = shop.step(call_text("put", {"item": "figs", "count": 2}) + "\n" + call_text("clear", {}))
+    assert said(two) == "2 figs on the shelf\nthe shelf is empty"
     shop.step("Done.")
     assert shop.step("Done.")["info"] == {"success": False, "calls": 3}
 
