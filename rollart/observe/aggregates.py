@@ -24,11 +24,14 @@ class Rate:
     def add(self, t: float, amount: float, seconds: float = 0.0) -> None:
         """`amount` came evenly over the `seconds` that ended at `t`."""
         self.total += amount
-        start = max(0.0, t - seconds)
-        self._origin = start if self._origin is None else min(self._origin, start)
-        last = int(t / self._width)
-        first = max(int(start / self._width), last - len(self._stamps) + 1)
-        for bucket in range(first, last + 1):
+        start = t - seconds if t > seconds else 0.0
+        if self._origin is None or start < self._origin:
+            self._origin = start
+        last, first = int(t / self._width), int(start / self._width)
+        if first == last:
+            self._put(last, amount)
+            return
+        for bucket in range(max(first, last - len(self._stamps) + 1), last + 1):
             low, high = max(start, bucket * self._width), min(t, (bucket + 1) * self._width)
             self._put(bucket, amount * ((high - low) / (t - start)) if t > start else amount)
 

@@ -1,54 +1,72 @@
 """What a person should notice, newest first, and the machines: placement, engines, hosts, weights."""
 
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 
+from rollart.app.dashboard.log_view import LogView
 from rollart.core import events as ev
 
 _NOTICES, _SAMPLES, _SWAPS = 400, 720, 64
 
 
-class Feed:
+class Feed(LogView):
     """Warnings and other rare events, as sentences with a level: bad, warn, good or info."""
 
     def __init__(self) -> None:
+        sentences: dict[type[ev.Event], Callable[[Any], tuple[str, str] | None]] = {
+            ev.Warned: lambda e: ("warn", e.message),
+            ev.Quarantined: lambda e: ("bad", f"task {e.task} is in quarantine: {e.reason}"),
+            ev.Released: lambda e: ("good", f"task {e.task} works again after {e.seconds:.0f} s in quarantine"),
+            ev.RolledBack: lambda e: ("bad", f"the trainer restarts from version {e.version}: {e.reason}"),
+            ev.ServiceEnded: lambda e: ("bad", f"{e.role} {e.name} ended: {e.reason}"),
+            ev.RunStarted: lambda e: ("info", f"resumed from version {e.version}" if e.resumed else "the run started"),
+            ev.RunEnded: _ended,
+            ev.Evaluated: _evaluated,
+        }
+        super().__init__({kind: partial(self._add, sentence) for kind, sentence in sentences.items()})
+        self.handlers[ev.EnvironmentLost] = self._lost
         self.notices: deque[dict[str, Any]] = deque(maxlen=_NOTICES)
         self.lost_environments = 0
 
-    def fold(self, event: ev.AnyEvent) -> None:
-        match event:
-            case ev.Warned():
-                self._add(event, "warn", event.message)
-            case ev.Quarantined():
-                self._add(event, "bad", f"task {event.task} is in quarantine: {event.reason}")
-            case ev.Released():
-                self._add(event, "good", f"task {event.task} works again after {event.seconds:.0f} s in quarantine")
-            case ev.RolledBack():
-                self._add(event, "bad", f"the trainer restarts from version {event.version}: {event.reason}")
-            case ev.ServiceEnded():
-                self._add(event, "bad", f"{event.role} {event.name} ended: {event.reason}")
-            case ev.EnvironmentLost():
-                self.lost_environments += 1
-            case ev.RunStarted():
-                text = f"resumed from version {event.version}" if event.resumed else "the run started"
-                self._add(event, "info", text)
-            case ev.RunEnded():
-                level = "good" if event.reason == "finished" else "bad"
-                self._add(event, level, f"the run ended at version {event.version}: {event.reason}")
-            case ev.Evaluated(final=True):
-                text = f"{event.task}: {event.success:.0%} of {event.episodes} held-out episodes at version"
-                self._add(event, "info", f"{text} {event.version}")
+    def _lost(self, event: ev.EnvironmentLost) -> None:
+        self.lost_environments += 1
 
-    def _add(self, event: ev.AnyEvent, level: str, text: str) -> None:
-        self.notices.append({"t": event.t, "level": level, "text": text[:2000]})
+    def _add(self, sentence: Callable[[Any], tuple[str, str] | None], event: ev.AnyEvent) -> None:
+        if found := sentence(event):
+            self.notices.append({"t": event.t, "level": found[0], "text": found[1][:2000]})
 
 
-class Machines:
+def _ended(event: ev.RunEnded) -> tuple[str, str]:
+    level = "good" if event.reason == "finished" else "bad"
+    return level, f"the run ended at version {event.version}: {event.reason}"
+
+
+def _evaluated(event: ev.Evaluated) -> tuple[str, str] | None:
+    text = f"{event.task}: {event.success:.0%} of {event.episodes} held-out episodes at version {event.version}"
+    return ("info", text) if event.final else None
+
+
+class Machines(LogView):
     """The last state of every service, and a short history of each."""
 
     def __init__(self) -> None:
+        super().__init__(
+            {
+                ev.EngineSample: self._engine,
+                ev.PipelineSample: lambda event: self.pipeline.append(event),
+                ev.HostSample: self._host,
+                ev.GatewaySample: self._gateway,
+                ev.Published: lambda event: self.publications.append(event),
+                ev.EngineSwapped: self._swapped,
+                ev.ServiceStarted: self._service,
+                ev.RunStarted: lambda event: self.engines.clear(),
+                ev.RunEnded: lambda event: self.pipeline.clear(),
+            }
+        )
         self.engines: dict[str, ev.EngineSample] = {}
         self.pipeline: deque[ev.PipelineSample] = deque(maxlen=_SAMPLES)
         self.hosts: dict[str, ev.HostSample] = {}
@@ -58,26 +76,17 @@ class Machines:
         self.services: dict[str, ev.ServiceStarted] = {}
         self._busy: dict[str, deque[tuple[float, float, int, int]]] = {}
 
-    def fold(self, event: ev.AnyEvent) -> None:
-        match event:
-            case ev.EngineSample():
-                self._engine(event)
-            case ev.PipelineSample():
-                self.pipeline.append(event)
-            case ev.HostSample():
-                self.hosts[event.node] = event
-            case ev.GatewaySample():
-                self.gateway = event
-            case ev.Published():
-                self.publications.append(event)
-            case ev.EngineSwapped():
-                self.swaps.setdefault(event.engine, deque(maxlen=_SWAPS)).append(event)
-            case ev.ServiceStarted():
-                self.services[event.name] = event
-            case ev.RunStarted():
-                self.engines.clear()
-            case ev.RunEnded():
-                self.pipeline.clear()
+    def _swapped(self, event: ev.EngineSwapped) -> None:
+        self.swaps.setdefault(event.engine, deque(maxlen=_SWAPS)).append(event)
+
+    def _service(self, event: ev.ServiceStarted) -> None:
+        self.services[event.name] = event
+
+    def _host(self, event: ev.HostSample) -> None:
+        self.hosts[event.node] = event
+
+    def _gateway(self, event: ev.GatewaySample) -> None:
+        self.gateway = event
 
     def _engine(self, event: ev.EngineSample) -> None:
         last = self.engines.get(event.engine)

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 from typing import Any
 
+from rollart.app.dashboard.log_view import LogView, Names
 from rollart.core import events as ev
 
 PHASES = ("waiting", "resetting", "generating", "stepping", "scoring", "ready", "training")
@@ -28,28 +29,22 @@ class LiveTrajectory:
     change: int = 0
 
 
-class Names(list[str]):
-    """Names by number, in the order in which they were first seen.
-
-    >>> names = Names()
-    >>> names.number("a"), names.number("b"), names.number("a")
-    (0, 1, 0)
-    """
-
+class PhaseLanes(LogView):
     def __init__(self) -> None:
-        super().__init__()
-        self._numbers: dict[str, int] = {}
-
-    def number(self, name: str) -> int:
-        known = self._numbers.get(name)
-        if known is None:
-            known = self._numbers[name] = len(self)
-            self.append(name)
-        return known
-
-
-class PhaseLanes:
-    def __init__(self) -> None:
+        super().__init__(
+            {
+                ev.TurnDone: self._turn,
+                ev.PhasesChanged: self._phases,
+                ev.TrajectoryStarted: self._start,
+                ev.EnvironmentReset: lambda event: self._move(event.trajectory, GENERATING, event.t),
+                ev.TrajectoryEnded: self._end,
+                ev.BatchTaken: self._taken,
+                ev.StepDone: self._trained,
+                ev.GroupDropped: lambda event: self._drop_group(event.group),
+                ev.RunStarted: lambda event: self._clear(),
+                ev.RunEnded: lambda event: self._clear(),
+            }
+        )
         self.change = 0
         self.tasks, self.pools = Names(), Names()
         self._live: dict[str, LiveTrajectory] = {}  # in order of their last change
@@ -61,32 +56,20 @@ class PhaseLanes:
     def __len__(self) -> int:
         return len(self._live)
 
-    def fold(self, event: ev.AnyEvent) -> None:
-        match event:
-            case ev.TurnDone():
-                self._turn(event)
-            case ev.PhasesChanged():
-                for phase, ids in event.phases.items():
-                    for id in ids:
-                        self._move(id, PHASES.index(phase), event.t)
-            case ev.TrajectoryStarted():
-                self._start(event)
-            case ev.EnvironmentReset():
-                self._move(event.trajectory, GENERATING, event.t)
-            case ev.TrajectoryEnded():
-                self._end(event)
-            case ev.BatchTaken():
-                self._steps[event.step] = event.ids
-                for group in event.ids:
-                    for id in self._groups.get(group, ()):
-                        self._move(id, TRAINING, event.t)
-            case ev.StepDone():
-                for group in self._steps.pop(event.version - 1, ()):
-                    self._drop_group(group)
-            case ev.GroupDropped():
-                self._drop_group(event.group)
-            case ev.RunStarted() | ev.RunEnded():
-                self._clear()
+    def _phases(self, event: ev.PhasesChanged) -> None:
+        for phase, ids in event.phases.items():
+            for id in ids:
+                self._move(id, PHASES.index(phase), event.t)
+
+    def _taken(self, event: ev.BatchTaken) -> None:
+        self._steps[event.step] = event.ids
+        for group in event.ids:
+            for id in self._groups.get(group, ()):
+                self._move(id, TRAINING, event.t)
+
+    def _trained(self, event: ev.StepDone) -> None:
+        for group in self._steps.pop(event.version - 1, ()):
+            self._drop_group(group)
 
     def _start(self, event: ev.TrajectoryStarted) -> None:
         live = LiveTrajectory(

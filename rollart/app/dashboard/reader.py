@@ -29,7 +29,7 @@ def read(index: RunIndex, id: str) -> dict[str, Any]:
         held_out = trajectory.group.split("-v")[0] in ("before", "after", "eval")
         members, episodes = ledger.group, ledger.evaluations
         others = episodes(trajectory.task, trajectory.member) if held_out else members(trajectory.group)
-    with index.lock:
+    with index.whole_events():
         row = next((n for n in range(len(index.table)) if index.table.ids[n] == trajectory.id), -1)
         turns = index.turns.of(row) if row >= 0 else {}
         about = index.table.row(row) if row >= 0 else None
@@ -60,7 +60,7 @@ def read(index: RunIndex, id: str) -> dict[str, Any]:
 
 def log_only(index: RunIndex, id: str) -> dict[str, Any]:
     """What the event log alone knows: a simulated run has no ledger, and one under way is not in it yet."""
-    with index.lock:
+    with index.whole_events():
         row = next((n for n in range(len(index.table)) if index.table.ids[n] == id), -1)
         if row < 0:
             raise RollartError(f"the log has no trajectory {id!r}")

@@ -7,12 +7,14 @@ run no inline script, and it writes text of models with `textContent` only.
 
 import asyncio
 import hmac
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
@@ -23,12 +25,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollart.app.dashboard import reader
 from rollart.app.dashboard.runs import Runs
-from rollart.app.dashboard.views import VIEWS
+from rollart.app.dashboard.views import PUSHED, VIEWS, PushedView
 from rollart.core.errors import RollartError
 
 STATIC = Path(__file__).parent / "static"
 _COOKIE = "rollart-dashboard"
-_TICK_S = 0.1
+_TICK_S = 0.05
+_READING_S = 0.4  # between updates while a log is read for the first time
+_REST = 5  # an update that took a while is followed by this many times as long without one
 _BEAT_S = 10.0
 _MAX_RUN_FILE = 1 << 20
 _POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -124,7 +128,7 @@ def _view(request: Request) -> Response:
         return _problem(404, f"there is no run {query.get('run', '')!r} in {_runs(request).root.name}")
     if index.error:
         return _problem(500, index.error)
-    with index.lock:
+    with index.whole_events():
         found = view(index, query)
     return _json(found)
 
@@ -160,21 +164,28 @@ def _plans(request: Request) -> Response:
 
 
 async def _stream(request: Request) -> Response:
-    """Server-sent events: the state of a run, whenever it changed. The page then asks for what it shows."""
+    """Server-sent events: the state of a run whenever it changed, with what changed in a view that needs no query.
+    The page asks for the others itself."""
+    query = request.query_params
     try:
-        index = _runs(request).get(request.query_params.get("run", ""))
+        index = await run_in_threadpool(_runs(request).get, query.get("run", ""))
     except KeyError:
         return _problem(404, "there is no such run")
+    pushed = PushedView(index, query["view"]) if query.get("view", "") in PUSHED else None
 
     async def changes() -> AsyncIterator[bytes]:
         last, quiet = None, 0.0
         while True:
-            state = index.state()
+            state, wait = index.state(), _TICK_S
             if state != last or quiet >= _BEAT_S:
-                last, quiet = state, 0.0
-                yield b"data: " + msgspec.json.encode(state) + b"\n\n"
+                last, quiet, began = state, 0.0, time.perf_counter()
+                patch = b"{}" if pushed is None else await run_in_threadpool(pushed.changes)
+                yield b'data: {"state":%b,"patch":%b}\n\n' % (msgspec.json.encode(state), patch)
+                wait = max(_TICK_S, _REST * (time.perf_counter() - began))
+                if state["headlines"] and not state["complete"]:
+                    wait = max(wait, _READING_S)
             index.watch()
-            await asyncio.sleep(_TICK_S)
-            quiet += _TICK_S
+            await asyncio.sleep(wait)
+            quiet += wait
 
     return StreamingResponse(changes(), media_type="text/event-stream")

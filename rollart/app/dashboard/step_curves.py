@@ -5,6 +5,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollart.app.dashboard.log_view import LogView
 from rollart.core import events as ev
 
 _Z = 1.96  # 95% of a normal distribution
@@ -48,33 +49,41 @@ class _Task:
     points: list[dict[str, Any]] = field(default_factory=list)
 
 
-class StepCurves:
+class StepCurves(LogView):
     def __init__(self) -> None:
+        super().__init__(
+            {
+                ev.TrajectoryEnded: self._ended,
+                ev.GroupReady: self._group_ready,
+                ev.GroupDropped: self._group_dropped,
+                ev.BatchTaken: self._batch_taken,
+                ev.StepDone: self._step,
+                ev.RunStarted: lambda event: self._take_back(event.version),
+                ev.RolledBack: lambda event: self._take_back(event.version),
+            }
+        )
         self._tasks: defaultdict[str, _Task] = defaultdict(_Task)
         self.wasted: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])  # trajectories and tokens by cause
         self.trained: list[dict[str, Any]] = []
         self._tokens: dict[str, int] = {}  # of the trainable trajectories of groups that wait to be trained
 
-    def fold(self, event: ev.AnyEvent) -> None:
-        match event:
-            case ev.TrajectoryEnded() if not event.held_out:
-                self._ended(event)
-            case ev.GroupReady() if event.spread is not None:
-                task = self._tasks[event.task]
-                task.spreads.add(event.spread)
-                task.flat += event.spread < 1e-6
-            case ev.GroupDropped():
-                if tokens := self._tokens.pop(event.group, 0):
-                    self._waste(event.reason, event.trajectories, tokens)
-            case ev.BatchTaken():
-                for group in event.ids:
-                    self._tokens.pop(group, None)
-            case ev.StepDone():
-                self._step(event)
-            case ev.RunStarted() | ev.RolledBack():
-                self._take_back(event.version)
+    def _group_ready(self, event: ev.GroupReady) -> None:
+        if event.spread is not None:
+            task = self._tasks[event.task]
+            task.spreads.add(event.spread)
+            task.flat += event.spread < 1e-6
+
+    def _group_dropped(self, event: ev.GroupDropped) -> None:
+        if tokens := self._tokens.pop(event.group, 0):
+            self._waste(event.reason, event.trajectories, tokens)
+
+    def _batch_taken(self, event: ev.BatchTaken) -> None:
+        for group in event.ids:
+            self._tokens.pop(group, None)
 
     def _ended(self, event: ev.TrajectoryEnded) -> None:
+        if event.held_out:
+            return
         if not event.outcome.trainable:
             self._waste(event.outcome.value, 1, event.tokens)
             return

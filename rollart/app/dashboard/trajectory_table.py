@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rollart.app.dashboard.phase_lanes import Names
+from rollart.app.dashboard.log_view import LogView, Names
 from rollart.core import events as ev
 
 RUNNING = "running"
@@ -30,8 +30,17 @@ _EMPTY = {"reward": float("nan"), "seconds": float("nan"), "success": -1, "step"
 SORTABLE = ("id", "task", "outcome", "reward", "success", "turns", "tokens", "seconds", "started", "version", "age")
 
 
-class TrajectoryTable:
+class TrajectoryTable(LogView):
     def __init__(self) -> None:
+        super().__init__(
+            {
+                ev.TrajectoryStarted: self._start,
+                ev.TrajectoryEnded: self._end,
+                ev.BatchTaken: self._taken,
+                ev.GroupDropped: self._dropped,
+                ev.RunStarted: lambda event: self._rows.clear(),
+            }
+        )
         self.ids: list[str] = []
         self.tasks, self.outcomes, self.reasons = Names(), Names(), Names()
         self._columns: dict[str, array[Any]] = {name: array(code) for name, code in _COLUMNS.items()}
@@ -47,20 +56,13 @@ class TrajectoryTable:
         """-1 for one that is not under way."""
         return self._rows.get(id, -1)
 
-    def fold(self, event: ev.AnyEvent) -> None:
-        match event:
-            case ev.TrajectoryStarted():
-                self._start(event)
-            case ev.TrajectoryEnded():
-                self._end(event)
-            case ev.BatchTaken():
-                for group in event.ids:
-                    for row in self._groups.pop(group, ()):
-                        self._columns["step"][row] = event.step
-            case ev.GroupDropped():
-                self._groups.pop(event.group, None)
-            case ev.RunStarted():
-                self._rows.clear()
+    def _taken(self, event: ev.BatchTaken) -> None:
+        for group in event.ids:
+            for row in self._groups.pop(group, ()):
+                self._columns["step"][row] = event.step
+
+    def _dropped(self, event: ev.GroupDropped) -> None:
+        self._groups.pop(event.group, None)
 
     def _start(self, event: ev.TrajectoryStarted) -> None:
         self._rows[event.trajectory] = len(self.ids)

@@ -1,4 +1,4 @@
-"""The JSON of each view of one run, from its index. Callers hold the index's lock."""
+"""The JSON of each view of one run, from its index. Callers are inside `whole_events` of it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -179,3 +179,26 @@ VIEWS: dict[str, Callable[[RunIndex, dict[str, str]], Json]] = {
     "hardware": hardware,
     "compare": compared,
 }
+PUSHED = ("overview", "now", "freshness", "hardware")
+
+
+class PushedView:
+    """What one page sees of a view, and what changed in it since the last time: only the keys whose values differ, and
+    only the trajectories that moved."""
+
+    def __init__(self, index: RunIndex, name: str) -> None:
+        self._index, self._view = index, VIEWS[name]
+        self._sent: dict[str, int] = {}  # hashes
+        self._since = 0
+
+    def changes(self) -> bytes:
+        """A JSON object."""
+        with self._index.whole_events():
+            found = self._view(self._index, {"since": str(self._since)})
+        self._since = found.get("lanes", {}).get("change", 0)
+        changed = {}
+        for key, value in found.items():
+            encoded = msgspec.json.encode(value)
+            if key != "state" and self._sent.get(key) != hash(encoded):
+                self._sent[key], changed[key] = hash(encoded), msgspec.Raw(encoded)
+        return msgspec.json.encode(changed)

@@ -1,13 +1,15 @@
 """What the dashboard computes from a log agrees with what the report computes."""
 
+import json
 import sqlite3
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from dashboard_runs import finished_run, hostile_run
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_run import sample_run, write_log
 
@@ -18,7 +20,8 @@ from rollart.app.dashboard.run_index import RunIndex
 from rollart.app.dashboard.runs import Runs
 from rollart.app.dashboard.time_index import TimeIndex
 from rollart.app.dashboard.trajectory_table import TrajectoryTable
-from rollart.app.dashboard.views import VIEWS
+from rollart.app.dashboard.turn_table import TurnTable
+from rollart.app.dashboard.views import PUSHED, VIEWS, PushedView
 from rollart.core import events as ev
 from rollart.core.errors import RollartError
 from rollart.core.types import Outcome
@@ -80,6 +83,7 @@ def test_a_filter_that_is_still_being_typed_or_unknown_is_no_error(index: RunInd
     assert index.table.page({"task": "no such task"}, 0, 5)["matching"] == 0
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, len(LOG)), max_size=6))
 def test_a_page_that_takes_changes_at_any_time_sees_what_one_that_begins_now_sees(stops: list[int]) -> None:
     lanes, seen, change, at = PhaseLanes(), dict[str, tuple[object, ...]](), 0, 0
@@ -116,18 +120,17 @@ def test_a_trajectory_is_in_one_phase_at_a_time_until_its_step_is_done() -> None
     assert set(PHASES) >= {phase for phase, _ in phases}
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 90), st.floats(0, 30)), min_size=1, max_size=20), st.integers(64, 900))
 def test_areas_of_the_timeline_have_the_time_of_the_slices(slices: list[tuple[float, float]], pixels: int) -> None:
     """However the window is cut into buckets, the time in each phase adds up."""
     table = TrajectoryTable()
-    time = TimeIndex(table)
+    time = TimeIndex(table, TurnTable(table))
     for start, seconds in slices:
         time.fold(ev.Scored(trajectory="x", task="a", seconds=seconds, t=start + seconds))
     whole = sum(seconds for _, seconds in slices)
-    _, kinds, start, end = time._trajectories.window(0, 120)
-    from rollart.app.dashboard.time_index import _density
 
-    density = _density(kinds, start, end, 0, 120, pixels)
+    density = time._density(0, 120, pixels)
     assert np.sum(density[3]) * 120 / len(density[3]) == pytest.approx(whole, abs=0.2)
 
 
@@ -192,3 +195,43 @@ def test_looking_changes_nothing_in_the_folder(tmp_path: Path) -> None:
     reader.read(index, "hostile-000000.0")
     after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and "-shm" not in path.name}
     assert {path: data for path, data in after.items() if data} == {path: data for path, data in before.items() if data}
+
+
+def test_results_are_shown_before_the_log_is_read_to_its_end(tmp_path: Path) -> None:
+    index = RunIndex(finished_run(tmp_path / "sample-1", steps=400))
+    seen = []
+    fold = index._fold_headlines
+
+    def watched(events: list[ev.AnyEvent]) -> None:
+        fold(events)
+        seen.append(len(VIEWS["overview"](index, {})["steps_s"]))
+
+    index._fold_headlines = watched  # type: ignore[method-assign]
+    index._read_headlines()
+    assert 0 < seen[0] < 20
+    assert seen[-1] == 400
+
+
+@pytest.mark.parametrize("view", PUSHED)
+def test_the_parts_that_are_pushed_add_up_to_the_view(tmp_path: Path, view: str) -> None:
+    folder = tmp_path / "sample-1"
+    folder.mkdir()
+    index, pushed, seen, lanes = None, None, {}, {}
+    for cut in range(0, len(LOG), 700):
+        write_log(folder / "events", LOG[cut : cut + 700])
+        index = index or RunIndex(folder)
+        pushed = pushed or PushedView(index, view)
+        index._read_new()
+        index.complete = True
+        seen |= json.loads(pushed.changes())
+        change = seen.get("lanes", {"all": False, "rows": [], "gone": []})
+        lanes = ({} if change["all"] else lanes) | {row[0]: row for row in change["rows"]}
+        lanes = {id: row for id, row in lanes.items() if id not in change["gone"]}
+    assert index is not None and pushed is not None
+    whole = json.loads(msgspec.json.encode(VIEWS[view](index, {})))
+    assert lanes == {row[0]: row for row in whole.pop("lanes", {"rows": []})["rows"]}
+    del whole["state"]
+    seen.pop("lanes", None)
+    assert seen == whole
+    pushed.changes()  # no trajectory moved: this is what differs from the last time
+    assert pushed.changes() == b"{}"

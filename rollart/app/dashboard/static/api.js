@@ -11,10 +11,10 @@ export async function get(path, query = {}) {
   return found;
 }
 
-// Calls back with the state of a run whenever it changes; returns a function that stops it.
-export function follow(run, onState, onLost) {
-  const stream = new EventSource(`/api/stream?run=${encodeURIComponent(run)}`);
-  stream.onmessage = (event) => onState(JSON.parse(event.data));
+// Calls back with the state of a run whenever it changes, and what changed in the view; returns a function that stops it.
+export function follow(run, view, onChange, onLost) {
+  const stream = new EventSource(`/api/stream?${new URLSearchParams({ run, view })}`);
+  stream.onmessage = (event) => onChange(JSON.parse(event.data));
   stream.onerror = () => onLost();
   return () => stream.close();
 }

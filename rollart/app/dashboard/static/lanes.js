@@ -1,84 +1,134 @@
 // Swim lanes on a canvas: one square for each trajectory, packed into the cell of its task and phase. It moves when its
-// phase changes. Positions are computed only when something changed; a frame only writes pixels.
+// phase changes. All numbers are in typed arrays, by slot; a trajectory keeps its slot while it lives. Positions are
+// computed only when something changed, in one pass without sorting; a frame only writes pixels.
 
 const GAP = 14, LABEL = 96, HEAD = 26, MOVE_MS = 260;
+const SIZES = [16, 13, 11, 9, 8, 7, 6, 5, 4, 3, 2];
 
 export function phaseColours() {
   const style = getComputedStyle(document.documentElement);
   return ["waiting", "resetting", "generating", "stepping", "scoring", "ready", "training"].map((name) => style.getPropertyValue(`--${name}`).trim());
 }
 
+// The trajectories: columns by slot, and the slots in order of their last change.
+function createSlots() {
+  const slots = new Map(), rows = [], free = [];
+  let capacity = 0, order = new Int32Array(0), count = 0;
+  const columns = { task: Int32Array, phase: Uint8Array, at: Int32Array, x: Float32Array, y: Float32Array, fromX: Float32Array, fromY: Float32Array, moved: Float64Array };
+  const all = Object.fromEntries(Object.entries(columns).map(([name, Kind]) => [name, new Kind(0)]));
+
+  function grow() {
+    capacity = Math.max(1024, capacity * 2);
+    for (const [name, Kind] of Object.entries(columns)) { const wider = new Kind(capacity); wider.set(all[name]); all[name] = wider; }
+  }
+  // An entry of `order` counts only while the slot says that this is its place: moving one to the end is one write.
+  function last(slot) {
+    if (count === order.length) {
+      const live = [];
+      for (let i = 0; i < count; i++) if (all.at[order[i]] === i) live.push(order[i]);
+      order = new Int32Array(Math.max(1024, live.length * 3));
+      count = live.length;
+      live.forEach((each, i) => { order[i] = each; all.at[each] = i; });
+    }
+    order[count] = slot; all.at[slot] = count++;
+  }
+  return {
+    all, rows, slots,
+    get size() { return slots.size; },
+    put(row) {
+      let slot = slots.get(row[0]);
+      if (slot === undefined) {
+        slot = free.length ? free.pop() : slots.size;
+        if (slot >= capacity) grow();
+        slots.set(row[0], slot);
+        all.x[slot] = NaN; all.moved[slot] = 0;
+      }
+      rows[slot] = row; all.task[slot] = row[1]; all.phase[slot] = row[2];
+      last(slot);
+    },
+    remove(id) {
+      const slot = slots.get(id);
+      if (slot === undefined) return;
+      slots.delete(id); free.push(slot); rows[slot] = null; all.at[slot] = -1;
+    },
+    // Calls back with every slot, the one that has been in its phase longest first.
+    each(visit) { for (let i = 0; i < count; i++) { const slot = order[i]; if (all.at[slot] === i) visit(slot); } },
+  };
+}
+
 export function createLanes(canvas, { onPick, onHover }) {
-  const dots = new Map(); // id -> {row, x, y, fromX, fromY, moved}
-  let phases = [], tasks = [], width = 0, height = 0, size = 5, columns = [], bands = [], dirty = true, moving = 0, frames = 0, hovered = null, byPhase = [], image = null, pixels = null, base = null, atRest = true;
-  let colours = phaseColours(), ink = "", soft = "", line = "", stopped = false;
+  const dots = createSlots(), all = dots.all;
+  let phases = [], tasks = [], width = 0, height = 0, size = 5, columns = [], bands = [], dirty = true, moving = 0, hovered = -1, atRest = true;
+  let starts = new Int32Array(1), placed = new Int32Array(0), image = null, pixels = null, base = null; // slots by cell, cells by task and phase
+  let colours = [], ink = "", soft = "", line = "", back = "", stopped = false;
   const context = canvas.getContext("2d", { alpha: false, willReadFrequently: true });
 
   function readTheme() {
     const style = getComputedStyle(document.documentElement), of = (name) => style.getPropertyValue(name).trim();
-    colours = phaseColours(); ink = of("--ink"); soft = of("--soft"); line = of("--line"); lanesBack = of("--card"); dirty = true;
+    colours = phaseColours(); ink = of("--ink"); soft = of("--soft"); line = of("--line"); back = of("--card"); dirty = true;
   }
-  let lanesBack = "#fff";
+
+  function intoCells() {
+    const cells = tasks.length * phases.length, counts = new Int32Array(cells + 1);
+    dots.each((slot) => { counts[all.task[slot] * phases.length + all.phase[slot] + 1]++; });
+    for (let cell = 0; cell < cells; cell++) counts[cell + 1] += counts[cell];
+    starts = counts;
+    if (placed.length < dots.size) placed = new Int32Array(dots.size * 2);
+    const next = counts.slice();
+    dots.each((slot) => { placed[next[all.task[slot] * phases.length + all.phase[slot]]++] = slot; });
+  }
+  const inCell = (task, phase) => { const cell = task * phases.length + phase; return starts[cell + 1] - starts[cell]; };
 
   // The largest square at which every cell has room, so that ten trajectories and twenty thousand both fill the picture.
   function layout() {
     const ratio = Math.min(2, devicePixelRatio || 1), narrow = canvas.clientWidth < 560;
     width = canvas.clientWidth;
-    const label = narrow ? 0 : LABEL;
-    const cells = tasks.map(() => phases.map(() => []));
-    for (const dot of dots.values()) cells[dot.row[1]]?.[dot.row[2]]?.push(dot);
-    const column = (width - label) / Math.max(1, phases.length);
+    intoCells();
+    const label = narrow ? 0 : LABEL, column = (width - label) / Math.max(1, phases.length), inner = column - 10;
     columns = phases.map((_, i) => label + i * column);
-    const inner = column - 10, room = Math.max(220, Math.min(560, innerHeight * 0.55));
-    const rowsAt = (px) => cells.map((row) => Math.max(1, ...row.map((cell) => Math.ceil(cell.length / Math.max(1, Math.floor(inner / px))))));
-    size = 2;
-    for (const px of [16, 13, 11, 9, 8, 7, 6, 5, 4, 3, 2]) if (rowsAt(px).reduce((sum, n) => sum + n * px + GAP + (narrow ? 16 : 8), 0) <= room) { size = px; break; }
-    const rows = rowsAt(size);
+    const room = Math.max(220, Math.min(560, innerHeight * 0.55));
+    const rowsAt = (px) => { const wide = Math.max(1, Math.floor(inner / px)); return tasks.map((_, task) => Math.max(1, ...phases.map((_, phase) => Math.ceil(inCell(task, phase) / wide)))); };
+    size = SIZES.find((px) => rowsAt(px).reduce((sum, n) => sum + n * px + GAP + (narrow ? 16 : 8), 0) <= room) || 2;
     bands = []; let top = HEAD;
-    rows.forEach((n) => { const tall = Math.max(narrow ? 34 : 30, n * size + GAP + (narrow ? 14 : 0)); bands.push([top, tall]); top += tall; });
+    for (const n of rowsAt(size)) { const tall = Math.max(narrow ? 34 : 30, n * size + GAP + (narrow ? 14 : 0)); bands.push([top, tall]); top += tall; }
     height = top + 4;
     if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
       canvas.width = Math.round(width * ratio); canvas.height = Math.round(height * ratio); canvas.style.height = `${height}px`;
     }
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
-    const perRow = Math.max(1, Math.floor(inner / size)), now = performance.now();
-    byPhase = phases.map((_, phase) => cells.map((row) => row[phase]).flat());
-    cells.forEach((row, task) => row.forEach((cell, phase) => {
-      // Oldest first, by when it entered the phase: a dot that stays in front is one that is stuck.
-      cell.sort((p, q) => p.row[4] - q.row[4]);
-      cell.forEach((dot, i) => {
-        const x = columns[phase] + 4 + (i % perRow) * size, y = bands[task][0] + GAP / 2 + (narrow ? 14 : 0) + Math.floor(i / perRow) * size;
-        if (dot.x === undefined) { dot.x = dot.fromX = x; dot.y = dot.fromY = y; dot.moved = 0; return; }
-        if (dot.x !== x || dot.y !== y) {
-          const at = position(dot, now);
-          dot.fromX = at[0]; dot.fromY = at[1]; dot.x = x; dot.y = y; dot.moved = now; moving = now + MOVE_MS;
-        }
-      });
-    }));
+    const wide = Math.max(1, Math.floor(inner / size)), now = performance.now();
+    for (let task = 0, cell = 0; task < tasks.length; task++) for (let phase = 0; phase < phases.length; phase++, cell++) {
+      const left = columns[phase] + 4, above = bands[task][0] + GAP / 2 + (narrow ? 14 : 0);
+      for (let i = starts[cell]; i < starts[cell + 1]; i++) {
+        const nth = i - starts[cell];
+        goTo(placed[i], left + (nth % wide) * size, above + Math.floor(nth / wide) * size, now);
+      }
+    }
     drawBase();
     dirty = false;
   }
 
-  function position(dot, now) {
-    const share = dot.moved ? Math.min(1, (now - dot.moved) / MOVE_MS) : 1;
-    if (share >= 1) return [dot.x, dot.y];
-    const ease = 1 - (1 - share) ** 3;
-    return [dot.fromX + (dot.x - dot.fromX) * ease, dot.fromY + (dot.y - dot.fromY) * ease];
+  function goTo(slot, x, y, now) {
+    const { x: xs, y: ys, fromX, fromY, moved } = all;
+    if (Number.isNaN(xs[slot])) { xs[slot] = fromX[slot] = x; ys[slot] = fromY[slot] = y; return; }
+    if (Math.abs(xs[slot] - x) < 0.01 && Math.abs(ys[slot] - y) < 0.01) return;
+    const left = now - moved[slot] < MOVE_MS ? (1 - (now - moved[slot]) / MOVE_MS) ** 3 : 0;
+    fromX[slot] = xs[slot] + (fromX[slot] - xs[slot]) * left; fromY[slot] = ys[slot] + (fromY[slot] - ys[slot]) * left;
+    xs[slot] = x; ys[slot] = y; moved[slot] = now; moving = now + MOVE_MS;
   }
 
   // What does not move: labels and lines, kept as pixels.
   function drawBase() {
-    context.fillStyle = lanesBack; context.fillRect(0, 0, width, height);
+    context.fillStyle = back; context.fillRect(0, 0, width, height);
     context.font = "12px system-ui, sans-serif"; context.textBaseline = "middle"; context.textAlign = "left";
-    const narrow = width < 560, byTask = tasks.map(() => 0);
-    for (const list of byPhase) for (const dot of list) byTask[dot.row[1]]++;
+    const narrow = width < 560, number = (n) => n.toLocaleString("en");
     context.fillStyle = soft;
-    phases.forEach((name, i) => context.fillText(narrow ? name.slice(0, 5) : `${name} ${byPhase[i].length.toLocaleString("en")}`, columns[i] + 4, 12));
-    bands.forEach(([top, tall], i) => {
+    phases.forEach((name, phase) => context.fillText(narrow ? name.slice(0, 5) : `${name} ${number(tasks.reduce((sum, _, task) => sum + inCell(task, phase), 0))}`, columns[phase] + 4, 12));
+    bands.forEach(([top, tall], task) => {
       context.fillStyle = line; context.fillRect(0, top, width, 1);
-      context.fillStyle = ink; context.fillText(clip(tasks[i], narrow ? 40 : 14), 2, top + (narrow ? 10 : 14));
+      context.fillStyle = ink; context.fillText(clip(tasks[task], narrow ? 40 : 14), 2, top + (narrow ? 10 : 14));
       context.fillStyle = soft;
-      if (!narrow && tall > 34) context.fillText(byTask[i].toLocaleString("en"), 2, top + 29);
+      if (!narrow && tall > 34) context.fillText(number(starts[(task + 1) * phases.length] - starts[task * phases.length]), 2, top + 29);
     });
     image = context.getImageData(0, 0, canvas.width, canvas.height);
     pixels = new Uint32Array(image.data.buffer);
@@ -89,20 +139,21 @@ export function createLanes(canvas, { onPick, onHover }) {
   function draw(now) {
     const ratio = canvas.width / width, wide = canvas.width, tall = canvas.height, still = now > moving;
     const side = Math.max(1, Math.round((size > 4 ? size - 1.5 : size > 2 ? size - 1 : size - 0.5) * ratio));
+    const { x: xs, y: ys, fromX, fromY, moved } = all, packedColours = colours.map(packed);
     pixels.set(base);
-    byPhase.forEach((list, phase) => {
-      const colour = packed(colours[phase]);
-      for (const dot of list) {
-        let x = dot.x, y = dot.y;
-        const left = still || !dot.moved ? 0 : 1 - Math.min(1, (now - dot.moved) / MOVE_MS);
-        if (left > 0) { const back = left * left * left; x += (dot.fromX - x) * back; y += (dot.fromY - y) * back; }
+    for (let cell = 0; cell < starts.length - 1; cell++) {
+      const colour = packedColours[cell % phases.length];
+      for (let i = starts[cell]; i < starts[cell + 1]; i++) {
+        const slot = placed[i];
+        let x = xs[slot], y = ys[slot];
+        if (!still && now - moved[slot] < MOVE_MS) { const left = 1 - (now - moved[slot]) / MOVE_MS, rest = left * left * left; x += (fromX[slot] - x) * rest; y += (fromY[slot] - y) * rest; }
         const column = Math.round(x * ratio), row = Math.round(y * ratio);
-        if (column < 0 || column + side > wide) continue;
-        for (let r = Math.max(0, row); r < Math.min(tall, row + side); r++) pixels.fill(colour, r * wide + column, r * wide + column + side);
+        if (column < 0 || row < 0 || column + side > wide || row + side > tall) continue;
+        for (let r = row * wide + column, end = r + side * wide; r < end; r += wide) for (let p = r; p < r + side; p++) pixels[p] = colour;
       }
-    });
+    }
     context.putImageData(image, 0, 0);
-    if (hovered && dots.has(hovered.row[0])) { const [x, y] = position(hovered, now), edge = side / ratio; context.strokeStyle = ink; context.lineWidth = 2; context.strokeRect(x - 2, y - 2, edge + 4, edge + 4); }
+    if (hovered >= 0 && dots.rows[hovered]) { const edge = side / ratio + 4; context.strokeStyle = ink; context.lineWidth = 2; context.strokeRect(xs[hovered] - 2, ys[hovered] - 2, edge, edge); }
   }
 
   function frame(now) {
@@ -110,42 +161,58 @@ export function createLanes(canvas, { onPick, onHover }) {
     if (canvas.clientWidth !== width) dirty = true;
     const had = dirty;
     if (dirty && canvas.clientWidth) layout();
-    if (pixels && (had || now < moving || !atRest)) { draw(now); frames++; atRest = now >= moving; } // the last frame is one at rest
+    if (pixels && (had || now < moving || !atRest)) { draw(now); atRest = now >= moving; } // the last frame is one at rest
     requestAnimationFrame(frame);
   }
 
   function pick(event) {
     const box = canvas.getBoundingClientRect(), x = event.clientX - box.left, y = event.clientY - box.top;
-    let best = null, near = (size + 3) ** 2;
-    for (const dot of dots.values()) {
-      const far = (dot.x + size / 2 - x) ** 2 + (dot.y + size / 2 - y) ** 2;
-      if (far < near) { near = far; best = dot; }
+    let best = -1, near = (size + 3) ** 2;
+    for (let i = 0; i < starts[starts.length - 1]; i++) {
+      const slot = placed[i], far = (all.x[slot] + size / 2 - x) ** 2 + (all.y[slot] + size / 2 - y) ** 2;
+      if (far < near) { near = far; best = slot; }
     }
     return best;
   }
-  canvas.addEventListener("pointermove", (event) => { const found = pick(event); if (found !== hovered) { hovered = found; canvas.style.cursor = found ? "pointer" : ""; atRest = false; onHover(found?.row, event); } });
-  canvas.addEventListener("pointerleave", () => { hovered = null; atRest = false; onHover(null); });
-  canvas.addEventListener("click", (event) => { const found = pick(event); if (found) onPick(found.row); });
+  function hover(slot) {
+    if (slot === hovered) return;
+    hovered = slot; canvas.style.cursor = slot >= 0 ? "pointer" : ""; atRest = false;
+    onHover(slot >= 0 ? dots.rows[slot] : null);
+  }
+  // Arrow keys go through the squares, by task, phase and age; up and down go to the next cell.
+  function step(key) {
+    const total = starts[starts.length - 1], here = hovered < 0 ? -1 : placed.indexOf(hovered);
+    if (!total) return;
+    if (here < 0) { hover(placed[0]); return; }
+    const cell = starts.findLastIndex((start) => start <= here);
+    const next = { ArrowRight: here + 1, ArrowLeft: here - 1, ArrowDown: starts[cell + 1], ArrowUp: starts[starts.findLastIndex((start) => start < starts[cell])] ?? 0 }[key];
+    hover(placed[Math.min(total - 1, Math.max(0, next))]);
+  }
+  canvas.addEventListener("pointermove", (event) => hover(pick(event)));
+  canvas.addEventListener("pointerleave", () => hover(-1));
+  canvas.addEventListener("click", (event) => { const found = dots.rows[pick(event)]; if (found) onPick(found); });
+  canvas.addEventListener("blur", () => hover(-1));
+  canvas.addEventListener("keydown", (event) => {
+    if (event.key.startsWith("Arrow")) { step(event.key); event.preventDefault(); }
+    else if (event.key === "Enter" && dots.rows[hovered]) onPick(dots.rows[hovered]);
+  });
   addEventListener("themechange", readTheme);
   readTheme();
   requestAnimationFrame(frame);
 
   return {
+    // Rows come with the newest change first.
     set(change) {
       phases = change.phases; tasks = change.tasks;
       if (change.all) {
         const kept = new Set(change.rows.map((row) => row[0]));
-        for (const id of dots.keys()) if (!kept.has(id)) dots.delete(id);
+        for (const id of [...dots.slots.keys()]) if (!kept.has(id)) dots.remove(id);
       }
-      for (const row of change.rows) { const dot = dots.get(row[0]); if (dot) dot.row = row; else dots.set(row[0], { row, moved: 0 }); }
-      for (const id of change.gone) dots.delete(id);
+      for (let i = change.rows.length - 1; i >= 0; i--) dots.put(change.rows[i]);
+      for (const id of change.gone) dots.remove(id);
       if (change.rows.length || change.gone.length || change.all) dirty = true;
     },
     get size() { return dots.size; },
-    get frames() { return frames; },
-    redraw() { dirty = true; },
-    // For the benchmark: every square moves, all the time.
-    shake() { for (const dot of dots.values()) dot.row[2] = (dot.row[2] + 1) % phases.length; dirty = true; },
     destroy() { stopped = true; removeEventListener("themechange", readTheme); },
   };
 }

@@ -14,9 +14,9 @@ const VIEWS = [
   ["compare", "Compare", "M4 13V7M8 13V3M12 13V9", "Runs over each other"],
   ["plans", "Simulate & plan", "M2 13c3 0 3-9 6-9s3 6 6 6", "Sweeps and Pareto fronts"],
 ];
-const EVERY_MS = { now: 250, overview: 250 };
+const EVERY_MS = 1000;
 const pane = document.getElementById("view"), status = document.getElementById("status"), picker = document.getElementById("run");
-let view = null, stop = null, run = null, asking = false, dirty = false, last = 0, timer = null, place = "", opening = 0;
+let view = null, stop = null, run = null, asking = false, dirty = false, last = 0, timer = null, place = "", opening = 0, drawing = false;
 
 export function go(name, query = {}, which = run || parse().which) {
   const search = new URLSearchParams(Object.entries(query).filter(([, value]) => value !== "" && value !== null && value !== undefined));
@@ -34,9 +34,26 @@ function say(text, bad = false) {
   status.className = `status ${bad ? "bad" : ""}`;
 }
 
+// A view without `load` is pushed: each message has the parts that changed.
+function receive({ state, patch }) {
+  const mine = view;
+  if (!mine) return;
+  if (mine.load) { refresh(); return; }
+  mine.receive?.(patch);
+  mine.data = { ...mine.data, ...patch, state };
+  progress(state);
+  if (drawing) return;
+  drawing = true; // messages that come before the next frame are drawn together
+  requestAnimationFrame(() => {
+    drawing = false;
+    const { state: now, about } = mine.data;
+    if (mine === view && (now.number || now.complete || about?.name)) mine.update(mine.data); // else nothing is read yet
+  });
+}
+
 async function refresh() {
   if (!view || asking) { dirty = true; return; }
-  const mine = view, wait = (EVERY_MS[mine.name] || 1000) - (performance.now() - last);
+  const mine = view, wait = EVERY_MS - (performance.now() - last);
   if (wait > 0 && mine.loaded) { clearTimeout(timer); timer = setTimeout(refresh, wait); return; }
   asking = true; dirty = false; last = performance.now();
   try {
@@ -53,6 +70,7 @@ async function refresh() {
 function progress(state) {
   if (!state) say("");
   else if (state.error) say(state.error, true);
+  else if (!state.headlines) say(`reading steps and results: up to ${clock(state.t)}`);
   else if (!state.complete) say(`reading the event log: ${state.number.toLocaleString("en")} events, ${clock(state.read_t)} of ${clock(state.t)}; results of steps and evaluations are complete`);
   else say("");
 }
@@ -67,7 +85,7 @@ async function listRuns() {
 
 async function open() {
   const mine = ++opening; // a later address wins over one that is still loading
-  const { name, which, query } = parse();
+  const { name, which, query } = parse(), loading = import(`./views/${name}.js`);
   const { names, root } = await listRuns().catch((error) => { say(error.message, true); return { names: [] }; });
   if (mine !== opening) return;
   const chosen = names.includes(which) ? which : names[0];
@@ -82,20 +100,15 @@ async function open() {
   picker.value = chosen || "";
   if (place !== name + chosen) pane.replaceChildren(el("div", { class: "skeleton", "aria-label": "loading" }));
   place = name + chosen;
-  const module = await import(`./views/${name}.js`);
+  const module = await loading;
   if (mine !== opening) return;
   pane.replaceChildren();
   view = { name, loaded: false, ...module.create(pane, { run: chosen, runs: names, query, go, refresh: () => { last = 0; refresh(); } }) };
-  watch(chosen);
-  last = 0;
-  refresh();
-}
-
-function watch(chosen) {
-  if (run === chosen && stop) return;
   stop?.();
   run = chosen;
-  stop = chosen ? follow(chosen, () => refresh(), () => say("the connection to the server was lost; trying again", true)) : null;
+  stop = chosen ? follow(chosen, name, receive, () => say("the connection to the server was lost; trying again", true)) : null;
+  last = 0;
+  if (view.load) refresh();
 }
 
 function theme(value) {

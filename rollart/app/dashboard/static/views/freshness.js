@@ -1,6 +1,5 @@
 // How old the trained data is, what was thrown away, and what the optimizer saw.
 
-import { get } from "../api.js";
 import { bars, lineChart } from "../chart.js";
 import { card, colour, el, empty, stat } from "../dom.js";
 import { count, percent, trim } from "../format.js";
@@ -58,7 +57,7 @@ export function create(pane, { run }) {
       charts.get(name).set({ series: [{ name: "batch", colour: byTask.length ? "var(--ink)" : "var(--c0)", dash: byTask.length > 0, points: data.values.filter((row) => row[name] !== undefined).map((row) => [row.version, row[name]]) }, ...byTask] });
     }
   }
-  return { load: () => get("/api/view/freshness", { run }), update };
+  return { update };
 }
 
 function gaps(rows) {

@@ -1,6 +1,5 @@
 // Where everything runs, how busy it is, where requests go, how weights travel, and what it costs.
 
-import { get } from "../api.js";
 import { bars } from "../chart.js";
 import { card, el, empty, stat, swatch, table } from "../dom.js";
 import { bytes, count, percent, seconds, trim } from "../format.js";
@@ -56,7 +55,7 @@ export function create(pane, { run }) {
       el("div", { class: "note" }, own.length < data.last_swaps.length ? `↓ ${own.length} of ${data.last_swaps.length} engines have it` : `↓ ${own.length} engines have it`),
       el("div", { class: "nodes" }, data.last_swaps.slice(0, 32).map((swap) => el("div", { class: "node", tip: `${swap.transport || "memory"}: ${seconds(swap.transfer_s)} to fetch, ${seconds(swap.exposed_s)} without steps, ${count(swap.recomputed)} tokens of KV recomputed` }, el("b", {}, swap.engine), `version ${swap.version} · ${seconds(swap.seconds)}`, el("div", { class: "progress" }, el("i", { style: { width: percent(swap.seconds / worst) } }))))));
   }
-  return { load: () => get("/api/view/hardware", { run }), update };
+  return { update };
 }
 
 // A row for each engine, a cell for each sample: many engines at once, which lines cannot show.

@@ -1,6 +1,5 @@
 // Where every trajectory is at this moment, and how full the engines are.
 
-import { get } from "../api.js";
 import { card, el, empty, stat, swatch, table } from "../dom.js";
 import { bytes, clock, count, percent, seconds } from "../format.js";
 import { createLanes } from "../lanes.js";
@@ -14,7 +13,7 @@ export function create(pane, { run, go }) {
   const canvas = el("canvas", { role: "img", tabindex: 0, "aria-label": "trajectories by phase" });
   const note = el("span", { class: "note" }), stats = el("div", { class: "stats" }), engines = el("div"), hosts = el("div"), hover = el("div", { class: "note" }, "Point at a square to see its trajectory; click to read it.");
   const lanes = createLanes(canvas, { onPick: (row) => go("trajectories", { open: row[0] }), onHover: describe });
-  let change = 0, names = {}, now = 0;
+  let names = {}, now = 0;
   const keys = el("div", { class: "keys" }, Object.entries(MEANING).map(([name, tip]) => el("span", { tip }, swatch(`var(--${name})`), name)));
   const nothing = el("div");
   pane.append(el("div", { class: "head" }, el("h1", {}, "Now"), note), el("div", { class: "grid" }, stats,
@@ -28,8 +27,7 @@ export function create(pane, { run, go }) {
   }
 
   function update(data) {
-    change = data.lanes.change; names = data.lanes; now = data.t;
-    lanes.set(data.lanes);
+    names = data.lanes; now = data.t;
     const p = data.pipeline, total = lanes.size;
     const sum = (phase) => Object.values(data.counts).reduce((all, each) => all + (each[phase] || 0), 0);
     note.textContent = data.state.ended ? `the run ended at ${clock(data.t)}: ${data.state.phase}` : `${clock(data.t)} into the run, version ${data.state.step}`;
@@ -45,8 +43,7 @@ export function create(pane, { run, go }) {
     engines.replaceChildren(data.engines.length ? table(ENGINES, data.engines, { label: "engines" }) : empty("No engine has reported yet"));
     hosts.replaceChildren(data.hosts.length ? table(data.hosts.some((host) => host.gpus.length) ? HOSTS : HOSTS.slice(0, 3), data.hosts, { label: "machines" }) : empty("No sample of a machine", "Runs report theirs every few seconds; simulated ones have none."));
   }
-  globalThis.rollartLanes = lanes; // the benchmark measures frames here
-  return { load: () => get("/api/view/now", { run, since: change }), update, destroy: () => lanes.destroy() };
+  return { receive: (patch) => patch.lanes && lanes.set(patch.lanes), update, destroy: () => lanes.destroy() };
 }
 
 function meter(used, reserved, budget) {

@@ -1,6 +1,5 @@
 // Results and speed at a glance: is it learning, how fast, and what holds it up.
 
-import { get } from "../api.js";
 import { bars, lineChart, stack } from "../chart.js";
 import { card, colour, el, empty, stat, table } from "../dom.js";
 import { clock, count, percent, seconds, trim, wilson } from "../format.js";
@@ -56,7 +55,7 @@ export function create(pane, { run }) {
       bars(found.causes.filter((cause) => cause.share > 0.004).map((cause) => ({ name: cause.name, value: cause.share, text: percent(cause.share), colour: STAGES[cause.stage], tip: cause.hint })), 1),
     ] : [empty("Not known yet", found.text)]));
   }
-  return { load: () => get("/api/view/overview", { run }), update };
+  return { update };
 }
 
 function about(data) {
