@@ -44,10 +44,10 @@ class Names(list[str]):
         return known
 
 
-class Records:
+class PackedRows:
     """Rows of numbers in one growing buffer, in the order of the log: a tenth of what objects take.
 
-    >>> rows = Records(where="i4", seconds="f4")
+    >>> rows = PackedRows(where="i4", seconds="f4")
     >>> rows.add(3, 0.5)
     >>> [block["seconds"].tolist() for block in rows.blocks()]
     [[0.5]]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rollart.app.dashboard.log_view import Columns, LogView, Names, Records
+from rollart.app.dashboard.log_view import Columns, LogView, Names, PackedRows
 from rollart.app.dashboard.trajectory_table import TrajectoryTable
 from rollart.app.dashboard.turn_table import TurnTable
 from rollart.core import events as ev
@@ -135,12 +135,12 @@ class TimeIndex(LogView):
         return density
 
 
-def _slices() -> Records:
+def _slices() -> PackedRows:
     """Where: a trajectory's row or a track; what: a kind or a version; the end and the seconds before it."""
-    return Records(where="i4", what="i4", t="f8", seconds="f4")
+    return PackedRows(where="i4", what="i4", t="f8", seconds="f4")
 
 
-def _inside(slices: Records, low: float, high: float) -> Iterator[Slices]:
+def _inside(slices: PackedRows, low: float, high: float) -> Iterator[Slices]:
     for block in slices.blocks():
         start, end = block["t"] - block["seconds"], block["t"]
         inside = (end >= low) & (start <= high)

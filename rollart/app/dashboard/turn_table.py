@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from rollart.app.dashboard.log_view import LogView, Names, Records
+from rollart.app.dashboard.log_view import LogView, Names, PackedRows
 from rollart.app.dashboard.trajectory_table import TrajectoryTable
 from rollart.core import events as ev
 
@@ -16,7 +16,7 @@ class TurnTable(LogView):
     def __init__(self, table: TrajectoryTable) -> None:
         super().__init__({ev.TurnDone: self._turn})
         self._row_of = table.row_of
-        self.records = Records(
+        self.records = PackedRows(
             row="i4",
             t="f8",
             generate_s="f4",
