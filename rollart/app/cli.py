@@ -18,6 +18,7 @@ from rollart.app.commands.init import init
 from rollart.app.commands.pipelines import sample
 from rollart.app.commands.plan import plan
 from rollart.app.commands.play import play
+from rollart.app.commands.replay import replay
 from rollart.app.commands.reproduce import reproduce
 from rollart.app.commands.serve import serve
 from rollart.app.commands.simulate import simulate
@@ -51,6 +52,7 @@ app.command("eval", rich_help_panel=TRAIN)(evaluate)
 app.command(rich_help_panel=TRAIN)(sample)
 app.command(rich_help_panel=LOOK)(dashboard)
 app.command(rich_help_panel=LOOK)(play)
+app.command(rich_help_panel=LOOK)(replay)
 app.command(rich_help_panel=TRAIN)(export)
 app.command(rich_help_panel=TRAIN)(serve)
 app.command(rich_help_panel="Plan without hardware")(simulate)

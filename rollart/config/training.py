@@ -276,7 +276,8 @@ class LedgerConfig(Section):
     """The record of trajectories. What is not trained yet is always kept, as are held-out episodes."""
 
     keep: Natural | Literal["all"] = Field(
-        100, description="steps whose trained or dropped trajectories stay, to read or replay; all: the ledger grows"
+        100,
+        description="steps whose trained or dropped trajectories stay, to read or for `rollart replay`; all: it grows",
     )
 
 

@@ -48,6 +48,7 @@ class ServiceStarted(Event):
     seconds: float
     node: str = ""
     address: str = ""
+    details: dict[str, str] = {}  # of the trainer: what its results depend on
 
 
 class Placed(Event):
@@ -255,6 +256,7 @@ class BatchTaken(Event):
     tokens: int
     waited_s: float
     staleness: dict[int, int]
+    members: list[dict[int, int]] = []  # of each group in the order of training, with a checksum of their samples
 
 
 class StepDone(Event):
@@ -279,6 +281,7 @@ class Published(Event):
     version: int
     seconds: float
     bytes: int = 0
+    digests: str = ""  # of its tensors, in order of their names: 8 digits each
 
 
 class EngineSwapped(Event):
@@ -329,16 +332,13 @@ class PipelineSample(Event):
     tasks: dict[str, tuple[int, int]] = {}
 
 
-class HostSample(Event):
-    """A machine: share of its cores that is busy, memory in use and in all. For each GPU: share busy, bytes in use, and
-    bytes in all."""
-
+class HostSample(Event):  # a machine
     node: str
-    cpu: float
+    cpu: float  # share of its cores that is busy
     cores: int
-    memory: int
+    memory: int  # in use
     memory_total: int
-    gpus: list[tuple[float, int, int]] = []
+    gpus: list[tuple[float, int, int]] = []  # of each: share busy, bytes in use, bytes in all
 
 
 class GatewaySample(Event):  # episodes that are open at the gateway, and their requests in flight

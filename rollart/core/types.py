@@ -130,13 +130,15 @@ class EngineStatus:
 
 class Publication(Struct, frozen=True):
     """A published version: `sources[shard]` are the URLs to fetch a shard from, best first, if not in the reader's own
-    memory; `key` authenticates readers. A version that is published again, after a rollback, has another `id`."""
+    memory; `key` authenticates readers. A version that is published again, after a rollback, has another `id`, and the
+    same `digests` of its tensors, in order of their names."""
 
     version: int
     id: str = ""
     sources: tuple[tuple[str, ...], ...] = ()
     key: str | None = None
     bytes: int = 0
+    digests: dict[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)

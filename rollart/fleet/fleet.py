@@ -17,6 +17,7 @@ from rollart.agents.pool import AgentPool
 from rollart.config import RunFile
 from rollart.core.event_log import EventLog
 from rollart.core.events import RolledBack, ServiceEnded
+from rollart.core.types import Publication
 from rollart.envs.pool import EnvironmentPool
 from rollart.fleet.engine_supervisor import EngineSupervisor
 from rollart.fleet.trainer_supervisor import TrainerSupervisor
@@ -34,6 +35,7 @@ from rollart.rewards.invokers import Rewards
 from rollart.rollout.decode_lengths import DecodeLengths
 from rollart.rollout.router import Router
 from rollart.rollout.routing_policy import routing_policy
+from rollart.rollout.training_loop import published
 from rollart.training.client import TrainerClient
 from rollart.weights.store import shared_folder
 
@@ -109,7 +111,7 @@ class Fleet:
             group.create_task(self._start_engines())
             if self._train:
                 group.create_task(self._start_trainer())
-        await self._engines.register(self.trainer.publish if self._train else None)
+        await self._engines.register(self._publish if self._train else None)
         self._make_router(placed)
 
     def _build(self, placed: PlacementPlan, launcher: Launcher) -> None:
@@ -230,8 +232,15 @@ class Fleet:
         """Restart the trainer at `version` and bring the engines there. Raises ServiceError."""
         self._version, self._checkpoint = version, checkpoint
         await self._trainer.restart()
-        await self.router.load(await self.trainer.publish())
+        await self.router.load(await self._publish())
         self._log.emit(RolledBack(version=version, reason=reason))
+
+    async def _publish(self) -> Publication:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        publication = await self.trainer.publish()
+        self._log.emit(published(publication, clock() - began))
+        return publication
 
 
 def _priors(run: RunFile, placed: PlacementPlan) -> dict[str, float]:

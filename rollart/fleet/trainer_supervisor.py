@@ -5,7 +5,7 @@ room for them for a while does it take fewer, in a layout that suits those: any 
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -88,12 +88,22 @@ class TrainerSupervisor:
             raise
         self._connection = client
         self.client = TrainerClient(client, self._run.training.deadline)
+        details = await self._details(spec)
         for binding, started in zip(self._bindings, self._started, strict=True):
-            self._report_started(binding, started, clock() - began)
+            self._sink.emit(service_started("train", started.name, started, clock() - began, details))
+            self._sink.emit(binding.placed(started))
+            details = {}
 
-    def _report_started(self, binding: Binding, started: ServiceHandle, seconds: float) -> None:
-        self._sink.emit(service_started("train", started.name, started, seconds))
-        self._sink.emit(binding.placed(started))
+    async def _details(self, spec: Mapping[str, Any]) -> dict[str, str]:
+        """What decides the weights, besides the batches."""
+        return {
+            "ranks": str(len(self._bindings)),
+            "model": str(spec["model"]),
+            "seed": str(spec["seed"]),
+            "engine_dtype": self._run.engine.dtype,
+            "config": self._run.training.model_dump_json(),
+            **await self.client.describe(),
+        }
 
     async def watch(self) -> None:
         """Raises TrainerLost as soon as one rank has ended, which leaves the others with nothing to do, or when the

@@ -9,6 +9,13 @@ from typing import Any
 from rollart.core.events import HostSample
 
 
+def processor() -> str:
+    """The model of this machine's CPU, or its architecture."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
 def _cpu_times() -> tuple[float, float]:
     """Busy and all seconds of all cores since boot, in ticks."""
     fields = [float(value) for value in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]

@@ -98,9 +98,17 @@ class ServiceHandle(Protocol):
 S = TypeVar("S", bound=ServiceHandle)
 
 
-def service_started(role: str, name: str, handle: ServiceHandle, seconds: float) -> ServiceStarted:
+def service_started(
+    role: str, name: str, handle: ServiceHandle, seconds: float, details: Mapping[str, str] | None = None
+) -> ServiceStarted:
     return ServiceStarted(
-        role=role, name=name, pid=handle.pid, seconds=seconds, node=handle.node, address=handle.address
+        role=role,
+        name=name,
+        pid=handle.pid,
+        seconds=seconds,
+        node=handle.node,
+        address=handle.address,
+        details=dict(details or {}),
     )
 
 

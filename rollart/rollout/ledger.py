@@ -200,9 +200,14 @@ class SqliteLedger:
                 (old,),
             )
 
+    @property
+    def checkpoint(self) -> int:
+        """The version of the last one that was committed, or 0."""
+        row = self._db.execute("select value from progress where key = 'checkpoint'").fetchone()
+        return int(row[0]) if row else 0
+
     def recover(self) -> Recovery:
         """Reopen the leases that no checkpoint contains, and list what is open."""
-        row = self._db.execute("select value from progress where key = 'checkpoint'").fetchone()
         self._db.execute("update groups set state = 'open', step = null where state = 'leased'")
         records = [
             GroupRecord(*fields)
@@ -215,7 +220,7 @@ class SqliteLedger:
             "select substr(key, ?), value from progress where key glob ?", (len(_QUARANTINED) + 1, _QUARANTINED + "*")
         )
         return Recovery(
-            version=row[0] if row else 0,
+            version=self.checkpoint,
             groups=tuple(map(self._open_group, records)),
             next_index=dict(indices),
             quarantined=dict(quarantined.fetchall()),
@@ -230,6 +235,10 @@ class SqliteLedger:
 
     def _decode(self, body: bytes) -> Trajectory:
         return self._decoder.decode(self._decompress(body))
+
+    def has_all(self, ids: Iterable[str]) -> bool:
+        find = "select 1 from trajectories where id = ?"
+        return all(self._db.execute(find, (id,)).fetchone() is not None for id in ids)
 
     def trajectory(self, prefix: str) -> Trajectory:
         """The one whose id is, or starts with, `prefix`."""

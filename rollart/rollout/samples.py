@@ -2,17 +2,29 @@
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from zlib import crc32
+
+import msgspec
 
 from rollart.core.column import Column
 from rollart.core.expert_choice import join
 from rollart.core.types import Outcome, Sample, SampleGroup, TokenRole, Trajectory, Turn, TurnSpan
 from rollart.rollout.groups import Group
 
+_encode = msgspec.msgpack.Encoder().encode
 PROMPT, ACTION, OBSERVATION = (bytes([role]) for role in TokenRole)
 
 
 def sample_group(group: Group) -> SampleGroup:
     return SampleGroup(group.id, group.task, tuple(each for trajectory in group.done for each in samples(trajectory)))
+
+
+def trained_members(group: Group, samples: SampleGroup) -> dict[int, int]:
+    """The members of a group in the order of their samples, each with a checksum of them."""
+    sums = dict.fromkeys((trajectory.id for trajectory in group.done), 0)
+    for sample in samples.samples:
+        sums[sample.owner] = crc32(_encode(sample), sums[sample.owner])
+    return {trajectory.member: sums[trajectory.id] for trajectory in group.done}
 
 
 def samples(trajectory: Trajectory) -> list[Sample]:

@@ -34,7 +34,7 @@ from rollart.rollout.groups import Group
 from rollart.rollout.ledger import GroupRecord, Ledger, Recovery
 from rollart.rollout.mixture import Mixture, choose_batch
 from rollart.rollout.quarantine import Fault, Quarantine
-from rollart.rollout.samples import sample_group
+from rollart.rollout.samples import sample_group, trained_members
 from rollart.rollout.trajectory import RolloutTask, TrajectoryRunner
 
 _QUARANTINED = "its task is quarantined"
@@ -360,6 +360,7 @@ class Scheduler:
             self._ready[group.task] -= 1
             staleness.update(max(0, step - (t.oldest if t.oldest is not None else step)) for t in group.done)
         self._training = sum(len(group.done) for group in groups)
+        batch = Batch(step, tuple(self._to_samples(group) for group in groups))
         self._sink.emit(
             BatchTaken(
                 step=step,
@@ -369,12 +370,13 @@ class Scheduler:
                 tokens=sum(t.total_tokens for group in groups for t in group.done),
                 waited_s=waited,
                 staleness=staleness,
+                members=[trained_members(*pair) for pair in zip(groups, batch.groups, strict=True)],
             )
         )
         self.next = step + 1
         self._evict()
         self.admit()
-        return Batch(step, tuple(self._to_samples(group) for group in groups))
+        return batch
 
     def _evict(self) -> None:
         """Drop what no later batch could train within the staleness bound."""

@@ -34,6 +34,11 @@ class LoopPlan:
     episodes: int
 
 
+def published(publication: Publication, seconds: float) -> Published:
+    digests = "".join(publication.digests.values())
+    return Published(version=publication.version, seconds=seconds, bytes=publication.bytes, digests=digests)
+
+
 class TrainingLoop:
     def __init__(
         self,
@@ -86,7 +91,7 @@ class TrainingLoop:
         began = clock()
         self._publication = await self._trainer.publish()
         self._router.engines.announce(self._publication)
-        self._sink.emit(Published(version=self.version, seconds=clock() - began, bytes=self._publication.bytes))
+        self._sink.emit(published(self._publication, clock() - began))
         self._published.set()
 
     def _stepped(self, metrics: StepMetrics) -> None:

@@ -42,6 +42,10 @@ class TrainerClient:
     async def publish(self) -> Publication:
         return await self._call("publish", None, Publication)
 
+    async def describe(self) -> dict[str, str]:
+        """What it computes with: versions, devices, threads, flags."""
+        return await self._call("describe", None, dict[str, str])
+
     async def save(self, path: Path) -> None:
         await self._call("save", str(path.absolute()), type(None))
 

@@ -286,6 +286,7 @@ class Learner:
             if name != owner
         }
         self._publisher.publish(order.version, order.id, published(self.policy, self.ranks), aliases)
+        self.ranks.post(order.id, msgspec.json.encode(self._publisher.digests).decode())
 
     def _disk_name(self, name: str) -> str:
         """Of a tensor that is the same on disk and in memory, as tied ones are."""

@@ -211,7 +211,10 @@ class Ranks:
             return [self._posts.pop(key)]
         store, keys = self._connection(), [f"{key} {rank}" for rank in range(self.size)]
         store.wait(keys, timedelta(seconds=self._patience))
-        return [store.get(each).decode() for each in keys]
+        texts = [store.get(each).decode() for each in keys]
+        for each in keys:
+            store.delete_key(each)
+        return texts
 
     def _connection(self) -> Store:
         """One more to the store: another thread may be waiting on the first."""

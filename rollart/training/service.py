@@ -20,13 +20,16 @@ import traceback
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import torch
 
 from rollart.config import TrainingConfig
 from rollart.core.types import Batch, ExampleBatch, Publication, StepMetrics
+from rollart.hardware.host_stats import processor
 from rollart.launch import service
 from rollart.launch.rpc import Handler
 from rollart.training.checkpoint import CheckpointFailed, load_checkpoint, save_checkpoint
@@ -44,7 +47,8 @@ T = TypeVar("T")
 Sources = tuple[tuple[str, ...], ...]
 SHUTDOWN_DEADLINE = 1.0
 END_GRACE = 0.5
-METHODS = ("step", "imitate", "publish", "save", "saved", "load", "export")
+METHODS = ("step", "imitate", "publish", "save", "saved", "load", "export", "describe")
+_FLAGS = ("MKL_CBWR", "MKL_DEBUG_CPU_TYPE", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "CUBLAS_WORKSPACE_CONFIG")
 
 
 class TrainerService:
@@ -57,11 +61,13 @@ class TrainerService:
         self._publisher: Publisher | None = None
         self._saving: Future[None] = Future()
         self._trainer: Trainer
+        self._computes_with: dict[str, str] = {}
 
     async def open(self) -> None:
         def build() -> Trainer:
             spec, config = self._spec, _config(self._spec)
             ranks, self._publisher, self._sources = _join(spec, config, self._store)
+            self._computes_with = computes_with(ranks)
             trainer = Trainer(
                 Path(spec["model"]),
                 config,
@@ -97,8 +103,12 @@ class TrainerService:
 
     async def publish(self) -> Publication:
         id = new_id()
-        version = await self._train(lambda: self._trainer.publish(id))
-        return Publication(version, id, self._sources, self._spec.get("key"), self._trainer.model_bytes)
+        version, digests = await self._train(lambda: self._trainer.publish(id))
+        bytes = self._trainer.model_bytes
+        return Publication(version, id, self._sources, self._spec.get("key"), bytes, digests=digests)
+
+    async def describe(self) -> dict[str, str]:
+        return self._computes_with
 
     async def save(self, path: str) -> None:
         try:
@@ -144,6 +154,7 @@ async def _follow(spec: dict[str, Any], thread: ThreadPoolExecutor) -> None:
 
     def build() -> Learner:
         ranks, publisher, _ = _join(spec, config, Store(Path(spec["weights"])))
+        computes_with(ranks)
         return Learner(Path(spec["model"]), config, ranks, spec["seed"], publisher)
 
     def follow() -> None:
@@ -177,6 +188,25 @@ def _join(spec: Mapping[str, Any], config: TrainingConfig, store: Store) -> tupl
     senders = [] if config.transport == "http" else [SenderGroup([sender(config.transport)], server.offer)]
     publisher = Publisher(store, shard=ranks.rank, shards=ranks.size, dtype=spec.get("engine_dtype"), senders=senders)
     return ranks, publisher, sources
+
+
+def computes_with(ranks: Ranks) -> dict[str, str]:
+    """What decides the last bits of a result, on all ranks; the run file has the rest. All ranks call it."""
+    cuda = ranks.device.type == "cuda"
+    here = {
+        "torch": str(torch.__version__),
+        "transformers": metadata.version("transformers"),
+        "device": torch.cuda.get_device_name(ranks.device) if cuda else processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        "matmul": torch.get_float32_matmul_precision(),
+        "deterministic": str(torch.are_deterministic_algorithms_enabled()).lower(),
+        **{name: os.environ[name] for name in _FLAGS if name in os.environ},
+    }
+    texts = ranks.all_gather_text("computes with", msgspec.json.encode(here).decode())
+    every = [msgspec.json.decode(text) for text in texts]
+    names = dict.fromkeys(name for one in every for name in one)
+    return {name: ", ".join(dict.fromkeys(one.get(name, "") for one in every)) for name in names}
 
 
 def _exit_if_lost(work: Callable[[], T]) -> T:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
+import msgspec
 from torch import Tensor
 
 from rollart.config import TrainingConfig
@@ -37,8 +38,9 @@ from rollart.training.losses import LOSSES, Traits
 from rollart.training.metrics import StepTotals, task_metrics
 from rollart.training.microbatch import Advantages, check_batch, plan_examples, plan_passes, split_into_mini_batches
 from rollart.training.ranks import Ranks
-from rollart.weights.publish import Publisher
+from rollart.weights.publish import Publisher, tensor_digests
 
+_Digests = dict[str, list[tuple[int, int]]]
 IMITATION_VALUES = ("loss", "grad_norm", "lr", "skipped")
 
 
@@ -119,12 +121,13 @@ class Trainer:
             weights = {name: tensor.clone() for name, tensor in weights.items()}
         return self.version, self.learner.policy.state_dict(weights)
 
-    def publish(self, id: str) -> int:
-        """Write the current version to the weight store and return it."""
+    def publish(self, id: str) -> tuple[int, dict[str, str]]:
+        """Write the current version to the weight store. Returns it, and a digest of each tensor."""
         order = Publish(self.version, id)
         with self.ranks.dispatch([order] * self.ranks.size):
             self.learner.publish(order)
-        return self.version
+            shards = [msgspec.json.decode(digests, type=_Digests) for digests in self.ranks.collect(order.id)]
+        return self.version, tensor_digests(shards)
 
     @property
     def model_bytes(self) -> int:

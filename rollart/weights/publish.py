@@ -37,7 +37,8 @@ class TensorShard:
 
 class Publisher:
     """Publishes the shard of one rank. Floating-point tensors are cast to `dtype`, if given. `bucket_bytes` defaults to
-    what suits the size of the shard."""
+    what suits the size of the shard. `digests` are those of the last version: by tensor, the first element of each
+    piece in the shard and a hash of its bytes."""
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class Publisher:
         self._shard, self._shards, self._dtype = shard, shards, dtype
         self._bucket_bytes, self._senders = bucket_bytes, senders
         self._newest: Shard | None = None  # held, so that it stays readable
+        self.digests: dict[str, list[tuple[int, int]]] = {}
 
     def publish(
         self, version: int, id: str, shares: Iterable[TensorShard], aliases: Mapping[str, str] | None = None
@@ -80,9 +82,12 @@ class Publisher:
         with self.store.create(manifest) as writer:
             for sender in self._senders:
                 sender.start(manifest, writer.data)
-            _write(writer, [share.values for share in unique], self._senders)
+            hashes = _write(writer, [share.values for share in unique], self._senders)
             for sender in self._senders:
                 sender.finish()
+        self.digests = {}
+        for piece, hashed in zip(pieces, hashes, strict=True):
+            self.digests.setdefault(piece.part.tensor, []).append((piece.part.start, hashed))
         self._newest = self.store.open(version, id, self._shard)
         if before is not None:
             before.release()
@@ -142,24 +147,28 @@ class _Buckets:
 
 
 @torch.no_grad()
-def _write(writer: ShardWriter, values: Sequence[Tensor], senders: Sequence[Sender]) -> None:
+def _write(writer: ShardWriter, values: Sequence[Tensor], senders: Sequence[Sender]) -> list[int]:
+    """Returns a hash of each piece."""
     data, pieces = writer.data, writer.manifest.pieces
-    buckets = _Buckets(writer, senders)
+    buckets, hashes = _Buckets(writer, senders), list[int]()
     for index, (piece, tensor) in enumerate(zip(pieces, values, strict=True)):
         end = pieces[index + 1].offset if index + 1 < len(pieces) else writer.manifest.size
         dtype, item, count = getattr(torch, piece.part.dtype), ITEM_BYTES[piece.part.dtype], piece.part.count
         target, source = torch.frombuffer(data, dtype=dtype, count=count, offset=piece.offset), tensor.reshape(-1)
         # Small chunks are still in the cache for the checksum; copies from a device are better few and large.
         chunk = count if source.is_cuda else CHUNK // item
-        at = 0
+        at, hashed = 0, xxhash.xxh3_64()
         while at < count:
             stop = min(count, at + chunk, (buckets.limit - piece.offset) // item)
             target[at:stop].copy_(source[at:stop])
+            hashed.update(data[piece.offset + at * item : piece.offset + stop * item])
             at = stop
             buckets.written(piece.offset + at * item)
+        hashes.append(hashed.intdigest())
         if end > piece.end:
             data[piece.end : end] = bytes(end - piece.end)
             buckets.written(end)
+    return hashes
 
 
 def publish(root: Path, version: int, tensors: Mapping[str, Tensor], **options: Any) -> Publication:
@@ -170,6 +179,15 @@ def publish(root: Path, version: int, tensors: Mapping[str, Tensor], **options: 
     publisher.publish(version, id, shares)
     publisher.close()
     return Publication(version, id, ((),))
+
+
+def tensor_digests(shards: Iterable[Mapping[str, Sequence[tuple[int, int]]]]) -> dict[str, str]:
+    """Of whole tensors, in order of their names, from the digests of all shards: 8 hexadecimal digits each."""
+    pieces: dict[str, list[tuple[int, int]]] = {}
+    for shard in shards:
+        for tensor, found in shard.items():
+            pieces.setdefault(tensor, []).extend(found)
+    return {name: f"{xxhash.xxh32_intdigest(repr(sorted(pieces[name])).encode()):08x}" for name in sorted(pieces)}
 
 
 def new_id() -> str:
