@@ -41,7 +41,7 @@ from rollart.config import EngineConfig, TinyModelConfig
 from rollart.core import gc_tuning
 from rollart.core.events import NULL_SINK
 from rollart.core.types import CapturedEpisode, Completion, GenerationRequest, Outcome, Sampling, Trajectory
-from rollart.engines.client import EngineClient
+from rollart.engines.client import EngineClient, StreamRequest
 from rollart.gateway.client import Gateway
 from rollart.gateway.limits import EpisodeLimits
 from rollart.launch import rpc, service
@@ -84,7 +84,10 @@ async def paced_engine(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Any]]
         await asyncio.sleep(spec["answer_s"])
         return Completion(tokens, [-1.0] * len(tokens), [0] * len(tokens), "stop", len(request.tokens))
 
-    yield {"generate": generate}
+    async def stream(streamed: StreamRequest, on_part: rpc.Stream) -> Completion:
+        return await generate(streamed.request)  # in one part
+
+    yield {"generate": generate, "stream": stream}
 
 
 # The agents, in a process of their own
