@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
     options = parser.parse_args()
     if options.smoke:
-        options.steps, options.hidden, options.groups = 3, 32, 1
+        options.steps, options.hidden, options.groups = 3, 32, 2
         WAYS.pop("keep")
     costs: dict[str, dict[str, float]] = {}
     with scratch_folder("sync-stall") as scratch:
