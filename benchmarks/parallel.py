@@ -42,6 +42,7 @@ from rollart.training.strategy import Strategy
 from rollart.weights.publish import TensorShard
 
 DEADLINE_S = 300.0
+PROMPT = 5
 VOCABULARY = 131  # no multiple of anything
 PASSES = 2
 LAYERS, EXPERTS, EXPERTS_PER_TOKEN = 4, 8, 2
@@ -134,7 +135,8 @@ def make_models(folder: Path) -> None:
 
 
 def batch(case: Case) -> list[list[TrainSample]]:
-    """Five sequences for each pass of each data-parallel rank; they mask, weigh and heat differently."""
+    """Five sequences for each pass of each data-parallel rank; they mask, weigh and heat differently. The first three
+    begin with the same prompt."""
     draw = torch.Generator().manual_seed(3)
 
     def numbers(low: int, high: int, count: int) -> list[int]:
@@ -142,14 +144,16 @@ def batch(case: Case) -> list[list[TrainSample]]:
 
     passes: list[list[TrainSample]] = []
     for number in range(case.layout.data * PASSES):
-        samples = []
-        for length, heat in zip(numbers(6, 40, 5), (0.7, 1.0, 1.0, 0.9, 1.0), strict=True):
-            mask = [0, 0, 0, *numbers(0, 2, length - 3)]
+        samples: list[TrainSample] = []
+        prompt = numbers(0, VOCABULARY, PROMPT)
+        for length, heat in zip(numbers(PROMPT + 3, 40, 5), (0.7, 1.0, 1.0, 0.9, 1.0), strict=True):
+            mask = [*[0] * PROMPT, 1, *numbers(0, 2, length - PROMPT - 1)]
+            start = prompt if len(samples) < 3 else numbers(0, VOCABULARY, PROMPT)
             behaviour = torch.rand(sum(mask), generator=draw).neg().sub(4.0).tolist()
             advantage, weight = torch.randn(2, generator=draw).tolist()
             samples.append(
                 TrainSample(
-                    tokens=Column.ints(numbers(0, VOCABULARY, length)),
+                    tokens=Column.ints([*start, *numbers(0, VOCABULARY, length - PROMPT)]),
                     mask=Column.flags(mask),
                     behaviour=Column.floats(behaviour),
                     cells=Column.ints([0] * sum(mask)),
@@ -173,10 +177,12 @@ def chosen(tokens: int, draw: torch.Generator) -> ExpertChoices:
     return ExpertChoices(0, shape, bytes(expert for row in rows for expert in row))
 
 
-def accumulate_gradients(policy: Strategy, passes: Sequence[list[TrainSample]], config: TrainingConfig) -> None:
+def accumulate_gradients(
+    policy: Strategy, passes: Sequence[list[TrainSample]], config: TrainingConfig, *, share: bool = False
+) -> None:
     loss = losses.LOSSES.find(config.algorithm.loss)
     for samples in passes:
-        micro = micro_batch(samples)
+        micro = micro_batch(samples, share=share)
         logprobs, entropy = policy.logprobs(micro.packed)
         old = logprobs.detach() + 0.05 * torch.sin(torch.arange(len(logprobs)))  # so that some tokens are clipped
         inputs = losses.LossInputs(
@@ -265,7 +271,8 @@ def _rank(case: Case, folder: Path, place: RankAddress) -> None:
         train_adapters(policy)
     share = [replace(each, values=each.values.clone()) for each in published(policy, ranks)]
     passes = batch(case)
-    accumulate_gradients(policy, passes[ranks.data * PASSES : (ranks.data + 1) * PASSES], config)
+    mine = passes[ranks.data * PASSES : (ranks.data + 1) * PASSES]
+    accumulate_gradients(policy, mine, config, share=policy.shares_prompts)
     expected = torch.load(folder / "expected.pt")
     result = {
         "error": gradient_error(expected, policy),

@@ -156,7 +156,8 @@ class Learner:
         """One update per mini-batch, in every epoch; the first that is not finite is the last."""
         totals = StepTotals(order.cells, self.ranks.device)
         with self.ranks.device:
-            batches = [[micro_batch(items) for items in one.passes] for one in order.mini_batches]
+            share = self.policy.shares_prompts
+            batches = [[micro_batch(items, share=share) for items in one.passes] for one in order.mini_batches]
         self._score_before(batches, totals)
         updates = [*zip(batches, order.mini_batches, strict=True)] * self.config.epochs
         for micros, mini_batch in updates:

@@ -15,7 +15,7 @@ from rollart.core.expert_choice import ExpertChoices
 from rollart.core.types import Batch, Example, Sample, Teaching, TokenRole
 from rollart.training.logprob_gap import Cells
 from rollart.training.losses import token_weights
-from rollart.training.packing import Packed, deal, pack, split_over_ranks
+from rollart.training.packing import Packed, deal, families, pack, split_over_ranks
 
 Advantages = Sequence[Sequence[NDArray[np.float32]]]  # for each group and sample, one value per action token
 
@@ -135,11 +135,13 @@ def plan_passes(
     pack_tokens: int,
     keep_all: bool,
     ranks: int = 1,
+    share: bool = False,
 ) -> list[list[list[TrainSample]]]:
     """The samples of each rank in each of its passes. All ranks have the same number of passes; some may be empty.
 
     `advantages` has one value for each action token of each sample of a group. A sample whose values are all 0 has no
-    gradient and is left out, unless `keep_all` (KL, entropy).
+    gradient and is left out, unless `keep_all` (KL, entropy). With `share` those that begin with the same prompt come
+    into the same pass.
     """
     samples = [sample for group in batch.groups for sample in group.samples]
     values = [row for rows in advantages for row in rows]
@@ -150,7 +152,9 @@ def plan_passes(
     imitated = sum(int(np.count_nonzero(sample.imitate.array)) for sample in samples if sample.imitate is not None)
     chosen = [i for i, sample in enumerate(samples) if _trains(sample, values[i], keep_all)]
     items = [_train_sample(samples[i], cells, values[i], weights[i], imitated) for i in chosen]
-    by_rank = split_over_ranks([len(item.tokens) for item in items], pack_tokens, ranks)
+    tokens = [item.tokens.array for item in items]
+    together = families(tokens, [item.mask.array for item in items], pack_tokens) if share else None
+    by_rank = split_over_ranks([len(each) for each in tokens], pack_tokens, ranks, together)
     return [[[items[i] for i in part] for part in passes] for passes in by_rank]
 
 
@@ -200,13 +204,13 @@ def _with_imitation(item: TrainSample, imitate: Column, count: int) -> TrainSamp
     )
 
 
-def micro_batch(items: Sequence[TrainSample]) -> MicroBatch:
-    """Without items, a pass whose loss and gradients are zero."""
+def micro_batch(items: Sequence[TrainSample], *, share: bool = False) -> MicroBatch:
+    """Without items, a pass whose loss and gradients are zero. With `share` a common prompt is in it once."""
     items = items or [EMPTY]
     counts = np.array([len(item.behaviour) for item in items])
     sequence = np.arange(len(items)).repeat(counts)
     temperatures = [item.temperature for item in items]
-    packed = pack([item.tokens.array for item in items], [item.mask.array for item in items], temperatures)
+    packed = pack([item.tokens.array for item in items], [item.mask.array for item in items], temperatures, share=share)
     packed, teacher, top = _with_teacher(items, packed)
     sampled = None
     if any(item.sampled is not None for item in items):

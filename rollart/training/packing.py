@@ -5,7 +5,9 @@ to end, [1, T], with no padding. Attention alone puts them into a right-padded [
 causal mask no token sees what lies to its right, so padding never leaks and no mask is built. The function is
 registered with transformers, so any of its decoders can use it.
 
-A trajectory is one sequence for all its turns: history is trained once.
+A trajectory is one sequence for all its turns: history is trained once. The members of a group begin with the same
+prompt, and where attention allows it that is laid down once for all of them: the grid shows it in every row, and the
+gradients of the rows are summed. Only attention itself computes it again.
 """
 
 from collections.abc import Sequence
@@ -14,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from msgspec import Struct
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
@@ -30,10 +32,11 @@ class Packed(Struct, frozen=True):
     """A micro-batch. `predict` are the flat positions whose next token is trained, `targets` those next tokens, and
     `temperature` divides the logits there (None: 1 everywhere).
 
-    `grid` holds the flat position shown in every slot of the padded grid, `slots` the slot of every flat position;
-    both are None when the sequences are of one length and the grid is the flat layout already. `starts` are the flat
-    positions of the sequences, and the end of the last. `experts` are those that the engine used, [T, layers, choices],
-    -1 where that is not known.
+    `grid` holds the flat position shown in every slot of the padded grid, `slots` the slot that every flat position is
+    computed in; both are None when the sequences are of one length and the grid is the flat layout already. With shared
+    prompts `shown` has all slots of each flat position, in its order, and where those of each begin. `starts` are the
+    flat positions of the sequences, and the end of the last. `experts` are those that the engine used, [T, layers,
+    choices], -1 where that is not known.
 
     Not a dataclass: FSDP casts the tensors inside those to the compute dtype.
     """
@@ -47,41 +50,69 @@ class Packed(Struct, frozen=True):
     predict: Tensor
     targets: Tensor
     starts: Tensor
+    shown: tuple[Tensor, Tensor] | None = None
     temperature: Tensor | None = None
     experts: Tensor | None = None
 
 
-def plan(lengths: Sequence[int], pack_tokens: int) -> list[list[int]]:
+def plan(lengths: Sequence[int], pack_tokens: int, rows: Sequence[int] | None = None) -> list[list[int]]:
     """Indices of micro-batches: neighbours in length, so the grid is nearly full, each of at most `pack_tokens` slots.
+    An index stands for as many sequences as `rows` says, one if that is missing.
 
     >>> plan([5, 90, 6, 100], 200)
     [[3, 1], [2, 0]]
     """
     batches: list[list[int]] = []
-    width = 0
+    width = used = 0
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if batches and (len(batches[-1]) + 1) * width <= pack_tokens and 2 * lengths[index] > width:
+        more = 1 if rows is None else rows[index]
+        if batches and (used + more) * width <= pack_tokens and 2 * lengths[index] > width:
             batches[-1].append(index)
+            used += more
         else:
             batches.append([index])
-            width = lengths[index]
+            width, used = lengths[index], more
     return batches
 
 
-def split_over_ranks(lengths: Sequence[int], pack_tokens: int, ranks: int) -> list[list[list[int]]]:
+def families(tokens: Sequence[NDArray[Any]], masks: Sequence[NDArray[Any]], pack_tokens: int) -> list[list[int]]:
+    """Indices of sequences that share a prompt, the longest first; those of a family fit into one micro-batch, and none
+    is less than half as long as another."""
+    same: dict[bytes, list[int]] = {}
+    for index in sorted(range(len(tokens)), key=lambda i: -len(tokens[i])):
+        same.setdefault(_prompt(tokens[index], masks[index]), []).append(index)
+    whole = same.values()
+    return [
+        [members[i] for i in part] for members in whole for part in plan([len(tokens[i]) for i in members], pack_tokens)
+    ]
+
+
+def _prompt(tokens: NDArray[Any], mask: NDArray[Any]) -> bytes:
+    """What comes before the first trained token."""
+    return tokens[: int(mask.argmax())].tobytes()
+
+
+def split_over_ranks(
+    lengths: Sequence[int], pack_tokens: int, ranks: int, together: Sequence[Sequence[int]] | None = None
+) -> list[list[list[int]]]:
     """Indices by rank and forward pass. All ranks get the same number of passes, and about as many tokens in each.
     Sequences are assigned from the longest to the shortest, in rounds that alternate the order of the ranks; the last
-    round may leave a rank without any.
+    round may leave a rank without any. What is `together`, the longest first, stays in one pass.
 
     >>> split_over_ranks([5, 90, 6, 100, 7], 200, 2)
     [[[3], [2, 0]], [[1], [4]]]
     """
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    units = together or [[index] for index in range(len(lengths))]
+    order = sorted(range(len(units)), key=lambda i: -lengths[units[i][0]])
     rounds = [order[at : at + ranks] for at in range(0, len(order), ranks)]
-    passes = plan([lengths[one[0]] for one in rounds], pack_tokens)
+    rows = [max(len(units[i]) for i in one) for one in rounds]
+    passes = plan([lengths[units[one[0]][0]] for one in rounds], pack_tokens, rows)
     turns = [range(ranks), range(ranks - 1, -1, -1)]
     return [
-        [[rounds[i][turn] for i in part if (turn := turns[i % 2][rank]) < len(rounds[i])] for part in passes]
+        [
+            [i for at in part if (turn := turns[at % 2][rank]) < len(rounds[at]) for i in units[rounds[at][turn]]]
+            for part in passes
+        ]
         for rank in range(ranks)
     ]
 
@@ -103,49 +134,84 @@ def deal(sizes: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def pack(
-    tokens: Sequence[ArrayLike], masks: Sequence[ArrayLike], temperatures: Sequence[float] | None = None
+    tokens: Sequence[ArrayLike],
+    masks: Sequence[ArrayLike],
+    temperatures: Sequence[float] | None = None,
+    *,
+    share: bool = False,
 ) -> Packed:
-    """Lay the sequences end to end. The tokens where a mask is 1 are trained, in the order given."""
-    flat, mask = (torch.tensor(np.concatenate(parts).astype(np.int64)) for parts in (tokens, masks))
-    lengths = torch.tensor([np.size(sequence) for sequence in tokens])
-    rows, width = len(tokens), int(lengths.max())
-    starts = lengths.cumsum(0) - lengths
-    positions = torch.arange(len(flat)) - starts.repeat_interleave(lengths)
-    if bool(mask[starts].any()):
+    """Lay the sequences end to end. The tokens where a mask is 1 are trained, in the order given. With `share` a prompt
+    that several sequences begin with is laid down once."""
+    parts, flags = [np.asarray(each, np.int64) for each in tokens], [np.asarray(each) for each in masks]
+    lengths = np.array([len(part) for part in parts])
+    rows, width = len(parts), int(lengths.max())
+    whole, mask = np.concatenate(parts), np.concatenate(flags)
+    begins = lengths.cumsum() - lengths
+    if mask[begins].any():
         raise ValueError("the first token of a sequence cannot be trained: nothing comes before it to predict it from")
-    trained = mask.nonzero().squeeze(1)
-    grid = slots = None
+    owner, borrowed = _borrowed(parts, flags) if share else (np.arange(rows), np.zeros(rows, np.int64))
+    starts = (lengths - borrowed).cumsum() - (lengths - borrowed)
+    row, column = np.arange(rows).repeat(lengths), np.arange(len(whole)) - begins.repeat(lengths)
+    own = column >= borrowed[row]
+    place = np.where(own, starts[row] - borrowed[row], starts[owner[row]]) + column  # in the flat layout
+    slot, trained = row * width + column, mask.nonzero()[0]
+    flat, grid, slots, shown = whole[own], None, None, None
     if len(flat) < rows * width:
-        slots = torch.arange(rows).repeat_interleave(lengths) * width + positions
-        grid = torch.zeros(rows * width, dtype=torch.long).index_copy_(0, slots, torch.arange(len(flat)))
+        spread = np.zeros(rows * width, np.int64)
+        spread[slot] = place
+        grid, slots = torch.tensor(spread), torch.tensor(slot[own])
+    if len(flat) < len(whole):
+        counts = np.bincount(place)
+        shown = torch.tensor(slot[place.argsort(kind="stable")]), torch.tensor(counts.cumsum() - counts)
     temperature = None
     if temperatures is not None and any(value != 1.0 for value in temperatures):
-        temperature = torch.tensor(temperatures).repeat_interleave(lengths)[trained]
+        temperature = torch.tensor(np.array(temperatures, np.float32)[row[trained]])
     return Packed(
-        tokens=flat[None],
-        positions=positions[None],
+        tokens=torch.tensor(flat)[None],
+        positions=torch.tensor(column[own])[None],
         rows=rows,
         width=width,
         grid=grid,
         slots=slots,
-        predict=trained - 1,
-        targets=flat[trained],
-        starts=functional.pad(lengths.cumsum(0), (1, 0)).int(),
+        predict=torch.tensor(place[trained - 1]),
+        targets=torch.tensor(whole[trained]),
+        starts=torch.tensor(np.append(starts, len(flat)), dtype=torch.int32),
+        shown=shown,
         temperature=temperature,
     )
+
+
+def _borrowed(
+    tokens: Sequence[NDArray[Any]], masks: Sequence[NDArray[Any]]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """For each sequence the one that has its prompt, itself or an earlier one, and how many tokens that lends it."""
+    owner, borrowed = np.arange(len(tokens)), np.zeros(len(tokens), np.int64)
+    known: dict[bytes, int] = {}
+    for index, (sequence, mask) in enumerate(zip(tokens, masks, strict=True)):
+        first = known.setdefault(_prompt(sequence, mask), index)
+        if first != index:
+            owner[index], borrowed[index] = first, mask.argmax()
+    return owner, borrowed
 
 
 class _ToGrid(torch.autograd.Function):
     """Padding slots show token 0, whose value is harmless and whose gradient is zero: nothing reads those slots."""
 
     @staticmethod
-    def forward(ctx: Any, flat: Tensor, grid: Tensor, slots: Tensor) -> Tensor:
-        ctx.slots = slots
-        return flat.index_select(0, grid)
+    def forward(ctx: Any, flat: Tensor, packed: Packed, summed: bool) -> Tensor:
+        """With `summed`, what several slots show gets their gradients; else only that of the slot it is computed in."""
+        assert packed.grid is not None
+        ctx.slots, ctx.shown = packed.slots, packed.shown if summed else None
+        return flat.index_select(0, packed.grid)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0].index_select(0, ctx.slots), None, None
+        (grad,) = grads
+        if ctx.shown is None:
+            return grad.index_select(0, ctx.slots), None, None
+        slots, begins = ctx.shown
+        flat = functional.embedding_bag(slots, grad.reshape(len(grad), -1), begins, mode="sum")
+        return flat.view(-1, *grad.shape[1:]), None, None
 
 
 class _ToFlat(torch.autograd.Function):
@@ -191,7 +257,8 @@ def packed_attention(
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, packed: Packed, scaling: float | None, window: int | None
 ) -> Tensor:
-    """FlashAttention on the flat layout. Never exercised: it needs a GPU."""
+    """FlashAttention on the flat layout, which cannot show a prompt twice. Never exercised: it needs a GPU."""
+    assert packed.shown is None
     out = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -215,10 +282,10 @@ def _in_grid(
     if query.is_cuda and query.shape[1] != key.shape[1]:  # float32 with grouped heads has no kernel but the slow one
         key, value = (states.repeat_interleave(query.shape[1] // states.shape[1], 1) for states in (key, value))
 
-    def to_grid(states: Tensor) -> Tensor:
+    def to_grid(states: Tensor, summed: bool = False) -> Tensor:
         flat = states.transpose(1, 2)[0]
-        if packed.grid is not None and packed.slots is not None:
-            flat = _ToGrid.apply(flat, packed.grid, packed.slots)  # type: ignore[no-untyped-call]
+        if packed.grid is not None:
+            flat = _ToGrid.apply(flat, packed, summed)  # type: ignore[no-untyped-call]
         return flat.reshape(rows, width, *flat.shape[1:]).transpose(1, 2)
 
     mask = None
@@ -226,8 +293,8 @@ def _in_grid(
         mask = torch.ones(width, width, dtype=torch.bool, device=query.device).tril().triu(1 - window)
     out = functional.scaled_dot_product_attention(
         to_grid(query),
-        to_grid(key),
-        to_grid(value),
+        to_grid(key, summed=True),
+        to_grid(value, summed=True),
         attn_mask=mask,
         is_causal=mask is None,
         scale=scaling,

@@ -80,6 +80,8 @@ class PolicyModel:
             balance=config.algorithm.expert_balance if trained else 0.0,
             replay=config.replay_experts and trained,
         )
+        flash = self._ranks.device.type == "cuda" and config.dtype == "bfloat16"
+        self.shares_prompts = self._gates is None and not flash  # experts are counted, and chosen, by sequence
         last = getattr(_layers(self.model)[-1], "mlp", None) if self._gates is None else None
         tail = None if last is None else _TrainedRows(last)
         self.model.forward = MethodType(_Forward(self._ranks, self._gates, tail), self.model)
@@ -187,9 +189,14 @@ class _Forward:
         hidden = states.index_select(0, predict)
         values = score(hidden, weight, targets, bias=bias, temperature=temperature, split=split)
         if context is not None:
-            sizes = torch.bincount(packed.predict // size, minlength=context.size).tolist()
+            owners = packed.predict // size
+            sizes = torch.bincount(owners, minlength=context.size).tolist()
+            logprobs, entropy = (context.gather(each, sizes) for each in values)
+            if packed.shown is not None:  # a prompt's last token comes before those of its other sequences
+                order = owners.argsort(stable=True).argsort()
+                logprobs, entropy = logprobs[order], entropy[order]
             # A slice with nothing to predict stays in the graph: its rank takes part in every exchange backwards.
-            values = (context.gather(values[0], sizes) + 0 * states.sum(), context.gather(values[1], sizes))
+            values = logprobs + 0 * states.sum(), entropy
         return values
 
 

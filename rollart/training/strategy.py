@@ -27,6 +27,11 @@ class Strategy(Protocol):
         """The other files of its folder: configuration, tokenizer, chat template."""
         ...
 
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether a micro-batch may have a prompt once for all sequences that begin with it."""
+        ...
+
     def logprobs(self, packed: Packed) -> tuple[Tensor, Tensor]:
         """Log-probability of every trained token, and the entropy of its distribution, on all ranks that share the
         micro-batch. Gradients of the ranks with other micro-batches are summed by the backward pass."""

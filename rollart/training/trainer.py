@@ -184,6 +184,7 @@ class Trainer:
                 pack_tokens=self.config.pack_tokens,
                 keep_all=keep_all,
                 ranks=layout.data,
+                share=self.learner.policy.shares_prompts,
             )
             # Adam takes a full-sized step however small the gradient; what has little evidence should move little.
             telling = fmean(any(row.any() for row in advantages[i]) and not solved[i] for i in members)

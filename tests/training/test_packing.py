@@ -1,6 +1,7 @@
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from tiny_models import VOCABULARY, save_tiny, tiny_model
 
 from rollart.training import score
-from rollart.training.packing import pack, plan, split_over_ranks
+from rollart.training.packing import families, pack, plan, split_over_ranks
 from rollart.training.policy import PolicyModel
 
 ARCHITECTURES = ("qwen3", "llama", "qwen3_moe")
@@ -51,6 +52,53 @@ def test_packed_gradients_are_those_of_each_sequence_alone(architecture: str, tm
     expected = dict(model.named_parameters())
     for name, parameter in policy.parameters().items():
         torch.testing.assert_close(parameter.grad, expected[name].grad, atol=1e-4, rtol=1e-4)
+
+
+def a_group(prompt: int, *answers: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Sequences that begin with the same prompt, and one of another, with what is trained of them: not every token."""
+    (start,) = sequences(prompt)
+    rows = [start + answer for answer in sequences(*answers)] + [sequences(prompt + 3)[0][::-1]]
+    return rows, [[0] * prompt + [1] + [at % 3 > 0 for at in range(len(row) - prompt - 1)] for row in rows]
+
+
+@pytest.mark.parametrize("options", [{}, {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}])
+def test_a_shared_prompt_changes_neither_logprobs_nor_gradients(options: dict[str, object], tmp_path: Path) -> None:
+    policy = PolicyModel(save_tiny(tmp_path, **options))
+    rows, masks = a_group(9, 4, 12, 1, 7)
+
+    def run(share: bool) -> list[torch.Tensor]:
+        policy.model.zero_grad()
+        packed = pack(rows, masks, share=share)
+        assert packed.tokens.shape[1] == sum(map(len, rows)) - (3 * 9 if share else 0)
+        logprobs, entropy = policy.logprobs(packed)
+        (logprobs.sin() + entropy).sum().backward()
+        return [logprobs, entropy, *(each.grad.clone() for each in policy.parameters().values())]
+
+    for shared, expected in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(shared, expected, atol=1e-5, rtol=1e-5)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 60), st.integers(1, 60)), max_size=30),
+    st.integers(1, 400),
+    st.integers(1, 3),
+)
+def test_what_shares_a_prompt_comes_together_within_the_bound(
+    drawn: list[tuple[int, int, int]], bound: int, ranks: int
+) -> None:
+    tokens = [np.array([kind] * prompt + [9] * answer) for kind, prompt, answer in drawn]
+    masks = [np.array([0] * prompt + [1] * answer) for _, prompt, answer in drawn]
+    units = families(tokens, masks, bound)
+    assert sorted(index for unit in units for index in unit) == list(range(len(drawn)))
+    for unit in units:
+        assert len({drawn[index][:2] for index in unit}) == 1
+    hands = split_over_ranks([len(each) for each in tokens], bound, ranks, units)
+    parts = [part for passes in hands for part in passes]
+    assert sorted(index for part in parts for index in part) == list(range(len(drawn)))
+    assert len({len(passes) for passes in hands}) == 1
+    assert all(any(set(unit) <= set(part) for part in parts) for unit in units)
+    for part in parts:
+        assert len(part) <= 1 or len(part) * max(len(tokens[index]) for index in part) <= bound
 
 
 def test_a_sliding_window_is_respected(tmp_path: Path) -> None:
