@@ -62,6 +62,13 @@ app.command(rich_help_panel="Plan without hardware")(plan)
 app.command(rich_help_panel=PREPARE)(init)
 
 
+NOT_LINUX = (
+    "rollart is made for Linux, and this is {}. `train`, `eval`, `play` and `serve` are not expected to work here: they "
+    "fork processes, share weights in /dev/shm and isolate code with bubblewrap. `check`, `simulate`, `plan`, `show` and "
+    "`dashboard` need none of that. Use a Linux machine, a container, or WSL 2."
+)
+
+
 def _version(show: bool) -> None:
     if show:
         from rollart import __version__
@@ -77,7 +84,7 @@ def _app(
     ] = False,
 ) -> None:
     if sys.platform != "linux":
-        typer.echo(f"rollart runs on Linux only, and this is {sys.platform}: expect failures", err=True)
+        typer.echo(NOT_LINUX.format(sys.platform), err=True)
     # Modules in the current folder can be imported, as with `python -m`: run files name environments by import path.
     if "" not in sys.path:
         sys.path.insert(0, "")

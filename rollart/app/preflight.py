@@ -1,5 +1,6 @@
 """Loads a run file and checks that what it names exists on this machine: model folder, modules, packages, families."""
 
+import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -54,6 +55,9 @@ def _missing(run: RunFile, tree: Tree, need_model: bool, only_task: str | None, 
     """What the values themselves cannot show: files, modules and packages that are not there."""
     if need_model and run.model.path and not (run.model.path / "config.json").is_file():
         yield f"{tree.place(('model', 'path'))}: model.path {str(run.model.path)!r} is not a Hugging Face model folder"
+    elif need_model and run.model.path and (senses := _senses(run.model.path)):
+        what = f"{run.model.id or run.model.path} is a multimodal model (its config.json has `{senses}`)"
+        yield f"{tree.place(('model',))}: model: {what}; rollart trains models of text only"
     if wrong := _impossible_layout(run):
         yield f"{tree.place(('training', 'parallel'))}: training.parallel: {wrong}"
     warmup = run.model.warmup
@@ -73,6 +77,12 @@ def _missing(run: RunFile, tree: Tree, need_model: bool, only_task: str | None, 
         if only_task in (None, task.name):
             for key, wrong in (*_missing_for_task(task, remote), *(_missing_sandbox(task) if here else ())):
                 yield f"{tree.place(('tasks', index, key))}: tasks.{task.name}.{key} {wrong}"
+
+
+def _senses(folder: Path) -> str:
+    """What its config says of images, sound or video; empty for a model of text."""
+    about = json.loads((folder / "config.json").read_text())
+    return next((key for key in ("vision_config", "audio_config", "video_config") if about.get(key)), "")
 
 
 def _algorithm_problems(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Sums from reasoning-gym's `chain_sum`, worked out in written columns: one turn, a long reply, nearly all decode.
+"""Sums of two numbers, worked out in written columns: one turn, a long reply, nearly all decode.
 
 For `347+285=` the written answer is `7+5=12;4+8+1=13;3+2+1=6;632`: a step for each column from the right, with the
 carry of the step before, and then the sum.
@@ -11,8 +11,6 @@ import random
 import re
 from typing import Any
 
-from reasoning_gym.arithmetic.chain_sum import ChainSumConfig, ChainSumDataset
-
 RULES = (
     "Add the two numbers column by column from the right, with carries, and then write the sum, as in this example: "
     "for 347+285= write 7+5=12;4+8+1=13;3+2+1=6;632\n"
@@ -22,34 +20,31 @@ DRAWS = 10_000
 
 
 class ColumnSum:
-    """The reward is reasoning-gym's score of the last number in the answer."""
+    """1 if the last number in the answer is the sum."""
 
     reusable = True
     isolation = "shared"
 
     def __init__(self, digits: int = 3, rules: bool = False, held_out: bool = False) -> None:
-        config = ChainSumConfig(min_terms=2, max_terms=2, min_digits=digits, max_digits=digits, seed=0, size=1)
-        self._sums = ChainSumDataset(config)
-        self.rules, self.held_out = rules, held_out
-        self.item: dict[str, Any] = {}
-        self.expression = ""
+        self.digits, self.rules, self.held_out = digits, rules, held_out
+        self.expression = self.answer = ""
 
     def reset(self, seed: int) -> str:
         rng = random.Random(f"column sum {seed}")
         for _ in range(DRAWS):
-            self.item = self._sums[rng.randrange(2**48)]  # items are generated from their index
-            self.expression = self.item["metadata"]["expression"].replace(" ", "")
-            if "-" not in self.expression and belongs_to_held_out(self.expression) == self.held_out:
+            left, right = (rng.randint(10 ** (self.digits - 1), 10**self.digits - 1) for _ in range(2))
+            self.expression, self.answer = f"{left}+{right}", str(left + right)
+            if belongs_to_held_out(self.expression) == self.held_out:
                 break
         else:
             raise ValueError("no sum was drawn; raise `digits` so that there are more of them")
         return (RULES if self.rules else "") + self.expression + "="
 
     def step(self, action: str) -> dict[str, Any]:
-        numbers = [number for number in NUMBER.findall(action) if len(number) < 100]  # int() has a limit
-        score = float(self._sums.score_answer(numbers[-1] if numbers else None, self.item))
-        info = {"success": score == 1.0, "expression": self.expression, "answer": self.item["answer"]}
-        return {"messages": [], "reward": score, "done": True, "info": info}
+        numbers = NUMBER.findall(action)
+        success = bool(numbers) and numbers[-1] == self.answer
+        info = {"success": success, "expression": self.expression, "answer": self.answer}
+        return {"messages": [], "reward": float(success), "done": True, "info": info}
 
     def close(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""FrozenLake from gymnasium, as ROLL plays it: random solvable 4x4 maps, random start and goal, no slipping.
+"""FrozenLake by gymnasium's rules, as ROLL plays it: random solvable 4x4 maps, random start and goal, no slipping.
 
 The whole map is shown at every turn and an action is one letter, so the work is nearly all prefill.
 """
@@ -9,8 +9,6 @@ import hashlib
 import random
 import re
 from typing import Any
-
-from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 
 ACTIONS = "LDRU"  # in the order of gymnasium's numbers
 MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))
@@ -44,8 +42,7 @@ class FrozenLake:
                 break
         else:
             raise ValueError("no solvable map was drawn; raise `frozen`, `size` or `max_actions`")
-        self._lake = FrozenLakeEnv(desc=self.rows, is_slippery=False)
-        self.position, _ = self._lake.reset(seed=seed % 2**32)
+        self.position = "".join(self.rows).index("S")
         self.actions = 0
         return (RULES.format(actions=self.max_actions) if self.rules else "") + self._text()
 
@@ -54,8 +51,9 @@ class FrozenLake:
         reward, over = -0.01, False
         move = parse(action)
         if move is not None:
-            self.position, gain, over, _, _ = self._lake.step(move)
-            reward = float(gain)
+            self.position = self.neighbours(self.position)[move]
+            tile = "".join(self.rows)[self.position]
+            reward, over = float(tile == "G"), tile in "GH"
         truncated = not over and self.actions >= self.max_actions
         info = {"success": reward == 1.0} if over or truncated else {}
         return {"messages": self._text(), "reward": reward, "done": over, "truncated": truncated, "info": info}

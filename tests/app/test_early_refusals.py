@@ -40,6 +40,18 @@ def test_values_that_cannot_work_together_are_refused(
     assert reason in str(error.value)
 
 
+def test_a_model_that_sees_or_hears_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl", "vision_config": {"depth": 2}}')
+    with pytest.raises(ConfigError, match=r"multimodal model \(its config.json has `vision_config`\); .* text only"):
+        preflight.load_run(write(tmp_path, model={"path": str(tmp_path)}))
+
+
+def test_other_systems_are_told_what_works_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollart.app.cli.sys.platform", "darwin")
+    shown = CliRunner().invoke(app, ["check", "no-such-file.yaml"])
+    assert "made for Linux, and this is darwin" in shown.output and "WSL 2" in shown.output
+
+
 @pytest.mark.parametrize(
     "task", [{"env": "rollart.envs.terminal:Terminal"}, {"reward": "rollart.rewards.execution:program_output"}]
 )

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from rollart.app.cli import app
 
-KINDS = ["env", "agent", "dataset"]
+KINDS = ["env", "tools", "agent", "dataset"]
 
 
 def make(kind: str, folder: Path) -> str:
@@ -34,6 +34,12 @@ def test_a_project_passes_its_own_tests_and_trains(tmp_path: Path, kind: str) ->
     quick = ["training.steps=2", "model.warmup.steps=10", "evaluation.final_episodes=8", "evaluation.every=0"]
     in_project(folder, "rollart", "train", "run.yaml", *(word for change in quick for word in ("--set", change)))
     assert (folder / "runs" / "my-project-1" / "model" / "config.json").is_file()
+
+
+def test_the_quickstart_is_the_one_of_the_examples(tmp_path: Path) -> None:
+    make("quickstart", tmp_path / "quick")
+    example = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+    assert (tmp_path / "quick" / "run.yaml").read_text() == example.read_text()
 
 
 def test_a_folder_with_files_is_left_alone(tmp_path: Path) -> None:

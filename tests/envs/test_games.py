@@ -89,8 +89,7 @@ def test_a_lake_shows_its_player_and_moves_it():
     env = frozen_lake.FrozenLake()
     env.reset(0)
     env.rows = ["SFFF", "FFFF", "FFFF", "FFFG"]
-    env._lake = frozen_lake.FrozenLakeEnv(desc=env.rows, is_slippery=False)
-    env.position, _ = env._lake.reset(seed=0)
+    env.position = 0
     assert env.step("R")["messages"] == "_P__\n____\n____\n___G\n"
     assert env.step("down")["messages"] == "____\n_P__\n____\n___G\n"
     assert env.step("what?") == {
@@ -102,6 +101,22 @@ def test_a_lake_shows_its_player_and_moves_it():
         "messages": "____\n____\n____\n___P\n", "reward": 1.0, "done": True, "truncated": False,
         "info": {"success": True},
     }  # fmt: skip
+
+
+def test_a_lake_follows_gymnasiums_rules():
+    gymnasium = pytest.importorskip("gymnasium.envs.toy_text.frozen_lake")
+    env, rng = frozen_lake.FrozenLake(max_actions=20), random.Random(0)
+    for seed in range(40):
+        env.reset(seed)
+        lake = gymnasium.FrozenLakeEnv(desc=env.rows, is_slippery=False)
+        assert lake.reset(seed=0)[0] == env.position
+        done = False
+        while not done and env.actions < 20:
+            move = rng.randrange(4)
+            position, reward, over, _, _ = lake.step(move)
+            step = env.step(frozen_lake.ACTIONS[move])
+            done = step["done"]
+            assert (env.position, step["reward"], done) == (position, reward, over)
 
 
 def test_a_lake_ends_as_truncated_after_its_last_action():

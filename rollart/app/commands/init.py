@@ -13,21 +13,26 @@ from rollart.core.errors import RollartError
 
 
 class Template(StrEnum):
+    quickstart = "quickstart"
     env = "env"
+    tools = "tools"
     agent = "agent"
     dataset = "dataset"
 
 
 @guarded
 def init(
-    template: Annotated[Template, typer.Argument(metavar="env|agent|dataset", help="What the project is about.")],
+    template: Annotated[
+        Template, typer.Argument(metavar="quickstart|env|tools|agent|dataset", help="What the project is about.")
+    ],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
 ) -> None:
     """Write a small project that trains at once: run file, code, tests, README.
 
-    env: an environment class of your own. agent: a program that drives itself.
-    dataset: questions and answers in a file, with a reward function.
-    Each trains a tiny model in about two minutes and needs no download.
+    quickstart: three games that ship with rollart, ten minutes.
+    env: an environment class of your own. tools: one with tools for the policy.
+    agent: a program that drives itself. dataset: questions and answers in a file, with a reward function.
+    The last four train a tiny model in minutes; none needs a download.
 
     [dim]rollart init env my-task && cd my-task && rollart train run.yaml[/dim]
     """
