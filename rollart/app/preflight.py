@@ -21,6 +21,7 @@ from rollart.models import hub
 from rollart.placement.workload import model_config, model_shape
 from rollart.training.optimizers import OPTIMIZERS
 from rollart.warmup.conversations import conversations_problem
+from rollart.warmup.pairs import pairs_problem
 
 T = TypeVar("T")
 USUAL_LR = ((1e9, 2e-5), (2e10, 3e-6), (float("inf"), 1e-6))  # of RL, by parameters
@@ -63,6 +64,8 @@ def _missing(run: RunFile, tree: Tree, need_model: bool, only_task: str | None, 
     warmup = run.model.warmup
     if warmup and warmup.conversations and (wrong := conversations_problem(warmup.conversations)):
         yield f"{tree.place(('model', 'warmup', 'conversations'))}: model.warmup.conversations: {wrong}"
+    if run.preference.pairs and (wrong := pairs_problem(run.preference)):
+        yield f"{tree.place(('preference', 'pairs'))}: preference.pairs: {wrong}"
     if run.measured and not event_log.exists(run.measured / "events"):
         where = f"{tree.place(('measured',))}: measured {str(run.measured)!r}"
         yield f"{where} is not the folder of a run: it has no event log"

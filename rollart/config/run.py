@@ -23,6 +23,7 @@ from rollart.config.training import (
     EvaluationConfig,
     LedgerConfig,
     ModelConfig,
+    PreferenceConfig,
     TrainingConfig,
     model_source,
 )
@@ -71,6 +72,7 @@ class RunFile(Section):
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     sample: SampleConfig = SampleConfig()
+    preference: PreferenceConfig = PreferenceConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     ledger: LedgerConfig = LedgerConfig()
     observe: ObserveConfig = ObserveConfig()

@@ -260,6 +260,19 @@ class TrainingConfig(Section):
         return self
 
 
+class PreferenceConfig(Section):
+    """`rollart dpo`: pairs of conversations, of which one is better. A step takes `training.batch_groups` of them."""
+
+    pairs: Path | None = Field(
+        None,
+        description='a file with a JSON object per line, {"chosen": [{"role": ..., "content": ...}, ...], "rejected": '
+        "[...]}, with `prompt` before both if it is given; or the samples.jsonl of `rollart sample`, whose attempts at "
+        "an episode are paired by reward",
+    )
+    min_margin: float = Field(0.0, ge=0, description="samples: the rewards of a pair differ by more than this")
+    per_episode: Positive = Field(4, description="samples: pairs of one episode, at most")
+
+
 class EvaluationConfig(Section):
     """Episodes with held-out seeds, which are never trained."""
 

@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import shutil
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rollart.fleet.checkpoints import CheckpointEvaluator, Checkpoints
 from rollart.fleet.endpoint import ModelEndpoint, endpoint_runner, without_limits
 from rollart.fleet.fleet import Fleet
 from rollart.fleet.ledger_writer import LedgerWriter
+from rollart.fleet.pairs import PairSource, for_pairs
 from rollart.fleet.session import OnLog, Session, event_log, open_ledger, run_stage
 from rollart.fleet.supervision import background, root_cause, supervised, terminable
 from rollart.fleet.warmup import first_model
@@ -28,9 +30,10 @@ from rollart.rollout.ledger import Recovery, SqliteLedger
 from rollart.rollout.lockstep import Lockstep
 from rollart.rollout.phases import PhaseChanges
 from rollart.rollout.scheduler import Scheduler
-from rollart.rollout.training_loop import LoopPlan, TrainingLoop
+from rollart.rollout.training_loop import BatchSource, LoopPlan, TrainingLoop
 from rollart.rollout.trajectory import RolloutTask, TrajectoryRunner
 from rollart.training.client import TrainerLost, export_in_child, model_folder
+from rollart.warmup.pairs import Pair, PairFile
 
 _SAMPLE_SECONDS = 0.5
 _HOST_TICKS = 10
@@ -124,6 +127,7 @@ class _Training:
     ledger: LedgerWriter
     log: EventLog
     checkpoints: Checkpoints
+    pairs: Sequence[Pair] | None = None
     phases: PhaseChanges = field(default_factory=PhaseChanges)
 
     async def run_all(self, recovery: Recovery, model: Path) -> None:
@@ -179,30 +183,46 @@ class _Training:
 
     async def _learn(self, evaluator: Evaluator, recovery: Recovery) -> None:
         run, fleet = self.run, self.fleet
+        if self.pairs is not None:
+            source = PairSource(run, self.pairs, fleet.renderer, self.log, recovery.version)
+            every = run.evaluation.every or run.training.steps  # only evaluations need new weights
+            await supervised(fleet.supervise(), self._loop(source, evaluator, recovery, publish_every=every).run())
+            return
         schedule = run.rollout.schedule()
         runner = make_runner(run, fleet, self.log, self.phases, Lockstep() if schedule.lockstep else None)
         scheduler = _scheduler(run, schedule, runner, self.ledger, self.log)
         scheduler.recover(recovery)
-        loop = TrainingLoop(
-            plan=LoopPlan(run.training.steps, run.checkpoint.every, run.evaluation.every, run.evaluation.episodes),
+        try:
+            async with background(_sample(scheduler, fleet, self.log)):
+                await supervised(fleet.supervise(), self._loop(scheduler, evaluator, recovery).run())
+        finally:
+            await scheduler.stop()
+
+    def _loop(
+        self, source: BatchSource, evaluator: Evaluator, recovery: Recovery, *, publish_every: int = 1
+    ) -> TrainingLoop:
+        run = self.run
+        return TrainingLoop(
+            plan=LoopPlan(
+                run.training.steps,
+                run.checkpoint.every,
+                run.evaluation.every,
+                run.evaluation.episodes,
+                publish_every=publish_every,
+            ),
             version=recovery.version,
-            scheduler=scheduler,
-            trainer=fleet.trainer,
-            router=fleet.router,
+            source=source,
+            trainer=self.fleet.trainer,
+            router=self.fleet.router,
             evaluator=evaluator,
             ledger=self.ledger,
             sink=self.log,
             checkpoints=self.checkpoints.folder,
             on_saved=self.checkpoints.commit,
         )
-        try:
-            async with background(_sample(scheduler, fleet, self.log)):
-                await supervised(fleet.supervise(), loop.run())
-        finally:
-            await scheduler.stop()
 
 
-async def _train(session: Session) -> None:
+async def _train(session: Session, pairs: Sequence[Pair] | None = None) -> None:
     run, directory, log, version = session.run, session.directory, session.log, session.recovery.version
     checkpoints = Checkpoints(directory / "checkpoints", run.checkpoint.keep, best=run.checkpoint.best)
     checkpoints.start(version)
@@ -210,7 +230,8 @@ async def _train(session: Session) -> None:
     checkpoint = checkpoints.path(version) if version else None
     async with Fleet(run, directory, log, model=model, version=version, checkpoint=checkpoint) as fleet:
         with contextlib.closing(LedgerWriter(session.ledger, log.flush)) as writer:
-            await _Training(run, fleet, writer, log, checkpoints).run_all(session.recovery, directory / "model")
+            training = _Training(run, fleet, writer, log, checkpoints, pairs)
+            await training.run_all(session.recovery, directory / "model")
 
 
 def make_runner(
@@ -265,7 +286,12 @@ async def _fine_tune(session: Session) -> None:
         shutil.copytree(model, draft, dirs_exist_ok=True)
 
 
-STAGES = {"train": _train, "sft": _fine_tune}
+async def _prefer(session: Session) -> None:
+    """The training loop with pairs in place of rollouts, which only evaluations make."""
+    await _train(replace(session, run=for_pairs(session.run)), PairFile(session.run.preference))
+
+
+STAGES = {"train": _train, "sft": _fine_tune, "dpo": _prefer}
 
 
 async def _sample(scheduler: Scheduler, fleet: Fleet, log: EventLog) -> None:

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from rollart.core.errors import RollartError
 from rollart.core.events import Checkpointed, EventSink, Published, StepDone, Warned, WorkStarted
@@ -19,19 +20,29 @@ from rollart.core.types import Batch, Publication, StepMetrics
 from rollart.rollout.evaluation import Evaluator
 from rollart.rollout.ledger import Ledger
 from rollart.rollout.router import Router
-from rollart.rollout.scheduler import Scheduler
 
 GRACE_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
-    """Intervals in optimizer steps. `evaluate_every` 0: only before and after."""
+    """Intervals in optimizer steps. `evaluate_every` 0: only before and after. The last version is always published."""
 
     steps: int
     checkpoint_every: int
     evaluate_every: int
     episodes: int
+    publish_every: int = 1
+
+
+class BatchSource(Protocol):
+    """Where batches come from: the scheduler, or data that is there already."""
+
+    async def take_batch(self) -> Batch: ...
+
+    def finish_step(self) -> None: ...
+
+    async def prepare_swap(self, version: int) -> None: ...
 
 
 def published(publication: Publication, seconds: float) -> Published:
@@ -45,7 +56,7 @@ class TrainingLoop:
         *,
         plan: LoopPlan,
         version: int,
-        scheduler: Scheduler,
+        source: BatchSource,
         trainer: Trainer,
         router: Router,
         evaluator: Evaluator,
@@ -55,7 +66,7 @@ class TrainingLoop:
         on_saved: Callable[[int], None],
     ) -> None:
         self.version = version
-        self._plan, self._scheduler, self._trainer, self._router = plan, scheduler, trainer, router
+        self._plan, self._source, self._trainer, self._router = plan, source, trainer, router
         self._evaluator, self._ledger, self._sink = evaluator, ledger, sink
         self._checkpoints, self._on_saved = checkpoints, on_saved
         self._publication: Publication | None = None  # the newest
@@ -77,7 +88,7 @@ class TrainingLoop:
         async with asyncio.TaskGroup() as group:
             swapping = group.create_task(self._swap(group))
             while self.version < self._plan.steps:
-                batch = await self._scheduler.take_batch()
+                batch = await self._source.take_batch()
                 await self._train(batch)
                 if self.version % self._plan.checkpoint_every == 0 or self.version == self._plan.steps:
                     await self._save(group)
@@ -88,6 +99,8 @@ class TrainingLoop:
         self._stepping = asyncio.ensure_future(self._trainer.step(batch))
         metrics = await asyncio.shield(self._stepping)  # a run that is stopped waits for it
         self._stepped(metrics)
+        if self.version % self._plan.publish_every and self.version < self._plan.steps:
+            return
         began = clock()
         self._publication = await self._trainer.publish()
         self._router.engines.announce(self._publication)
@@ -96,7 +109,7 @@ class TrainingLoop:
 
     def _stepped(self, metrics: StepMetrics) -> None:
         self._stepping, self.version = None, metrics.version
-        self._scheduler.finish_step()
+        self._source.finish_step()
         self._sink.emit(
             StepDone(
                 version=metrics.version,
@@ -118,7 +131,7 @@ class TrainingLoop:
             self._published.clear()
             publication = self._publication
             assert publication is not None
-            await self._scheduler.prepare_swap(publication.version)
+            await self._source.prepare_swap(publication.version)
             if publication is self._publication:  # else a newer one was published meanwhile
                 version = publication.version
                 group.create_task(self._load(group, publication))

@@ -165,7 +165,7 @@ class Simulation:
         self._training_loop = TrainingLoop(
             plan=LoopPlan(scenario.training.steps, scenario.checkpoint.every, 0, 0),
             version=0,
-            scheduler=self._scheduler,
+            source=self._scheduler,
             trainer=self._trainer,
             router=router,
             evaluator=Evaluator(tasks, runner, ledger, sink),

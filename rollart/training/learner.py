@@ -178,6 +178,7 @@ class Learner:
                     micro.reference = micro.of_targets(self.reference.logprobs(micro.packed)[0])
                 if number > 0:
                     micro.proximal, entropy, _ = self._scored(micro)
+                    self._claim(micro)
                     totals.add_first_pass(entropy, micro, measure(*self._correct(micro)))
 
     def _scored(self, micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -187,6 +188,11 @@ class Learner:
             return logprobs, entropy, None
         rows = logprobs.view(-1, 1 + micro.teacher_top.shape[1])
         return rows[:, 0], micro.of_targets(entropy), rows[:, 1:]
+
+    def _claim(self, micro: MicroBatch) -> None:
+        """Pairs were sampled by nobody: they count as the policy's own, so that there is neither gap nor staleness."""
+        if self._loss in losses.Traits.of_pairs and micro.proximal is not None:
+            micro.behaviour = micro.proximal
 
     def _correct(self, micro: MicroBatch) -> tuple[CorrectionInputs, Tensor]:
         """The factor of each sampled token's loss."""
@@ -237,6 +243,7 @@ class Learner:
         first = micro.proximal is None
         if micro.proximal is None:
             micro.proximal = current.detach()
+            self._claim(micro)
         stale, factor = self._correct(micro)
         of = micro.of_sampled
         inputs = losses.LossInputs(
@@ -269,6 +276,8 @@ class Learner:
                 total = total + algorithm.expert_balance * micro.weight.sum() * load.balance
         total.backward()  # type: ignore[no-untyped-call]
         totals.add_pass(outcome.clipped, kl)
+        if outcome.margins is not None:
+            totals.add_pairs(outcome.margins)
         if first:
             totals.add_first_pass(entropy, micro, measure(stale, factor))
         return total.item()

@@ -15,6 +15,7 @@ SPREAD = 1e-6
 PER_PASS = ("clip_fraction", "kl")
 PER_TOKEN = ("entropy", "logprob_gap", "importance", "stale_kl", "over_cap", "dropped")
 RATIOS = ("ratio", "ratio_squared")
+PER_PAIR = ("pair_accuracy", "pair_margin")
 
 
 class StepTotals:
@@ -24,6 +25,7 @@ class StepTotals:
         self.skipped = False
         self.gaps = GapTotals(cells, device)
         names = ("passes", *PER_PASS, "action_tokens", *PER_TOKEN, *RATIOS, "expert_tokens", "experts_replayed")
+        names += ("pairs", *PER_PAIR)
         self._sums = dict.fromkeys(names, 0.0)
         self._updates: list[tuple[float, float, float]] = []
         self._experts: Tensor | None = None  # the sums of `ExpertLoad`
@@ -47,6 +49,12 @@ class StepTotals:
         for name, values in stale.items():
             self._add(name, values)
         self.gaps.add(cell, gap, proximal + entropy)
+
+    def add_pairs(self, margins: Tensor) -> None:
+        """By how much the chosen sequence of each pair is preferred."""
+        self._sums["pairs"] += len(margins)
+        self._add("pair_accuracy", margins > 0)
+        self._add("pair_margin", margins)
 
     def add_experts(self, load: ExpertLoad, *, empty: bool) -> None:
         """The load of experts by one micro-batch; one that is `empty` has some token, which does not count."""
@@ -84,6 +92,7 @@ class StepTotals:
             "action_tokens": sums["action_tokens"],
             "updates": float(len(self._updates) - self.skipped),
             "skipped": float(self.skipped),
+            **({name: sums[name] / sums["pairs"] for name in PER_PAIR} if sums["pairs"] else {}),
             **self._expert_values(),
         }
 

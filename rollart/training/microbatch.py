@@ -136,12 +136,13 @@ def plan_passes(
     keep_all: bool,
     ranks: int = 1,
     share: bool = False,
+    pairs: bool = False,
 ) -> list[list[list[TrainSample]]]:
     """The samples of each rank in each of its passes. All ranks have the same number of passes; some may be empty.
 
     `advantages` has one value for each action token of each sample of a group. A sample whose values are all 0 has no
     gradient and is left out, unless `keep_all` (KL, entropy). With `share` those that begin with the same prompt come
-    into the same pass.
+    into the same pass; `pairs`, two samples in a row, always do.
     """
     samples = [sample for group in batch.groups for sample in group.samples]
     values = [row for rows in advantages for row in rows]
@@ -153,7 +154,9 @@ def plan_passes(
     chosen = [i for i, sample in enumerate(samples) if _trains(sample, values[i], keep_all)]
     items = [_train_sample(samples[i], cells, values[i], weights[i], imitated) for i in chosen]
     tokens = [item.tokens.array for item in items]
-    together = families(tokens, [item.mask.array for item in items], pack_tokens) if share else None
+    together = families(tokens, [item.mask.array for item in items], pack_tokens) if share and not pairs else None
+    if pairs:
+        together = [sorted((at, at + 1), key=lambda i: -len(tokens[i])) for at in range(0, len(items), 2)]
     by_rank = split_over_ranks([len(each) for each in tokens], pack_tokens, ranks, together)
     return [[[items[i] for i in part] for part in passes] for passes in by_rank]
 

@@ -61,6 +61,7 @@ class Trainer:
     ) -> None:
         self.config, self.version = config, version
         self._advantage = ADVANTAGES.find(config.algorithm.advantage)
+        self._pairs = LOSSES.find(config.algorithm.loss) in Traits.of_pairs
         self.ranges: dict[str, RewardRange] = {}
         self.ranks = ranks or Ranks.single()
         self.learner = Learner(folder, config, self.ranks, seed, publisher)
@@ -88,8 +89,8 @@ class Trainer:
             seconds=time.perf_counter() - began,
             tokens=sum(len(sample.tokens) for group in batch.groups for sample in group.samples),
             values=totals.values(),
-            tasks=task_metrics(batch, solved),
-            gaps=gap_table(rows),
+            tasks={} if self._pairs else task_metrics(batch, solved),
+            gaps=() if self._pairs else gap_table(rows),
             warnings=(*self.guard.check(batch.step, rows), *self._skipped(totals)),
         )
 
@@ -185,6 +186,7 @@ class Trainer:
                 keep_all=keep_all,
                 ranks=layout.data,
                 share=self.learner.policy.shares_prompts,
+                pairs=self._pairs,
             )
             # Adam takes a full-sized step however small the gradient; what has little evidence should move little.
             telling = fmean(any(row.any() for row in advantages[i]) and not solved[i] for i in members)

@@ -15,13 +15,15 @@ from rollart.core.types import EpisodeTurn, Message
 ROLES = ("system", "user", "assistant", "tool")
 
 
-class _ChatLine(msgspec.Struct, forbid_unknown_fields=True):
+class ChatLine(msgspec.Struct, forbid_unknown_fields=True):
+    """A message as in the file."""
+
     role: str
     content: str
 
 
 class _ConversationLine(msgspec.Struct):
-    messages: list[_ChatLine]
+    messages: list[ChatLine]
 
 
 def read_conversations(path: Path) -> Iterator[tuple[int, list[EpisodeTurn]]]:
@@ -35,7 +37,7 @@ def read_conversations(path: Path) -> Iterator[tuple[int, list[EpisodeTurn]]]:
                 if line.strip():
                     found = True
                     try:
-                        yield number, _turns(decoder.decode(line).messages)
+                        yield number, turns_of(decoder.decode(line).messages)
                     except (ValueError, msgspec.DecodeError) as error:
                         raise ConfigError(f"{path}:{number}: {_sentence(error)}") from None
     except OSError as error:
@@ -54,7 +56,8 @@ def conversations_problem(path: Path) -> str | None:
     return None
 
 
-def _turns(messages: list[_ChatLine]) -> list[EpisodeTurn]:
+def turns_of(messages: list[ChatLine]) -> list[EpisodeTurn]:
+    """Raises ValueError about a conversation that cannot be learnt."""
     turns: list[EpisodeTurn] = []
     waiting: list[Message] = []
     for number, message in enumerate(messages):

@@ -61,7 +61,7 @@ class StoredExamples(Sequence[Example]):
 
 def batches(examples: Sequence[Example], config: WarmupConfig, seed: int, first: int = 0) -> Iterator[ExampleBatch]:
     """The batches of all steps from `first` on; those of a step are the same whichever is the first."""
-    order = islice(_indices(len(examples), config.batch, seed), first, config.steps)
+    order = islice(shuffled(len(examples), config.batch, seed), first, config.steps)
     for step, chosen in enumerate(order, first):
         rate = config.lr * schedule(step, config.steps)
         yield ExampleBatch(step, rate, tuple(examples[index] for index in chosen))
@@ -75,7 +75,7 @@ def schedule(step: int, steps: int) -> float:
     return 0.1 + 0.45 * (1 + cos(pi * (step - rise) / max(1, steps - rise)))
 
 
-def _indices(count: int, size: int, seed: int) -> Iterator[list[int]]:
+def shuffled(count: int, size: int, seed: int) -> Iterator[list[int]]:
     """Endless: every example once per round, in an order drawn from `seed`."""
     draw = random.Random(seed)
     waiting: list[int] = []

@@ -201,7 +201,7 @@ def build(
     pipeline = TrainingLoop(
         plan=LoopPlan(steps, checkpoint_every, evaluate_every, episodes=4),
         version=recovery.version,
-        scheduler=scheduler,
+        source=scheduler,
         trainer=model,
         router=router,
         evaluator=evaluator,

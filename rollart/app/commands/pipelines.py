@@ -1,11 +1,11 @@
-"""`rollart sample`: what is made from a run file beside RL."""
+"""`rollart sample` and `rollart dpo`: what is made from a run file beside RL."""
 
 from typing import Annotated
 
 import typer
 
 from rollart.app.commands.common import AsJson, Output, Overrides, RunPath, console_for, guarded, print_json, say
-from rollart.app.commands.train import Resume, RunFolderOption, with_output
+from rollart.app.commands.train import Resume, RunFolderOption, run_training, with_output
 
 
 @guarded
@@ -51,3 +51,28 @@ def sample(
         say(console, f"trajectories: {file}")
     if as_json:
         print_json({"file": str(file), **RunFolder(folder).summary()})
+
+
+@guarded
+def dpo(
+    run_file: RunPath,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    output: Output = None,
+    run_dir: RunFolderOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train on pairs of conversations, of which one is better (DPO, IPO).
+
+    `preference.pairs` is a file with {"chosen": [...], "rejected": [...]} on
+    each line, or the samples.jsonl of `rollart sample`, whose attempts at an
+    episode are paired by reward. The reference is the model that the run
+    starts from; with LoRA, the same model without adapters. Steps, learning
+    rate, checkpoints and evaluations are those of `rollart train`: a step takes
+    `training.batch_groups` pairs, and held-out episodes are played before,
+    after and in between.
+
+    [dim]rollart dpo examples/pipelines/dpo.yaml --set preference.pairs=runs/guess-sample-1/samples.jsonl
+    rollart dpo RUN.yaml --set training.algorithm.loss=ipo --set training.algorithm.beta=0.05[/dim]
+    """
+    run_training("dpo", run_file, with_output(overrides, output), run_dir, resume=resume, as_json=as_json)

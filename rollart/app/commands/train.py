@@ -133,7 +133,7 @@ def run_training(
     as_json: bool,
     with_dashboard: bool = False,
 ) -> None:
-    """`rollart train` or `rollart sft`."""
+    """Carry out a stage, `command`, and print its results."""
     from rollart.app import api, preflight
 
     run = api.load_run(run_file, overrides)
@@ -149,7 +149,7 @@ def run_training(
         except (KeyboardInterrupt, asyncio.CancelledError):
             say(console, f"stopped; continue with: rollart {command} {run_file} --resume --run-dir {folder}")
             raise
-        if command == "train":
+        if command != "sft":
             _print_results(trained, console)
         else:
             say(console, f"model: {trained.model}")

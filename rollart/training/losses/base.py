@@ -43,10 +43,11 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """Loss per token, and which tokens were clipped."""
+    """Loss per token, and which tokens were clipped. Of pairs, by how much each chosen sequence is preferred."""
 
     loss: Tensor
     clipped: Tensor
+    margins: Tensor | None = None
 
 
 Loss = Callable[[LossInputs], "Tensor | PolicyLoss"]
@@ -60,6 +61,7 @@ class Traits:
     corrects_itself: ClassVar[set[Loss]] = set()
     every_sample: ClassVar[set[Loss]] = set()
     needs_reference: ClassVar[set[Loss]] = set()
+    of_pairs: ClassVar[set[Loss]] = set()
     needs_teacher: ClassVar[set[Loss]] = set()
 
 
@@ -85,6 +87,12 @@ def needs_reference(function: Loss) -> Loss:
     """Marks a loss that compares with the policy at the start of RL."""
     Traits.needs_reference.add(function)
     return function
+
+
+def of_pairs(function: Loss) -> Loss:
+    """Marks a loss of pairs of sequences, which nothing sampled and which stay together in a pass."""
+    Traits.of_pairs.add(function)
+    return corrects_itself(every_sample(function))
 
 
 def needs_teacher(function: Loss) -> Loss:

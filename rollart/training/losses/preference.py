@@ -5,27 +5,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rollart.core.errors import RollartError
-from rollart.training.losses.base import LOSSES, LossInputs, corrects_itself, needs_reference, sum_by
+from rollart.training.losses.base import LOSSES, LossInputs, PolicyLoss, needs_reference, of_pairs, sum_by
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @LOSSES.register
-@corrects_itself
+@of_pairs
 @needs_reference
-def dpo(inputs: LossInputs) -> Tensor:
+def dpo(inputs: LossInputs) -> PolicyLoss:
     """-log sigmoid(beta margin)."""
     values = inputs.config.beta * margins(inputs)
-    return _over_tokens(values.new_zeros(()).logaddexp(-values), inputs)
+    return _over_tokens(values.new_zeros(()).logaddexp(-values), values, inputs)
 
 
 @LOSSES.register
-@corrects_itself
+@of_pairs
 @needs_reference
-def ipo(inputs: LossInputs) -> Tensor:
+def ipo(inputs: LossInputs) -> PolicyLoss:
     """(margin - 1 / (2 beta))^2, with log ratios averaged over the tokens of a sequence."""
-    return _over_tokens((margins(inputs, mean=True) - 1 / (2 * inputs.config.beta)) ** 2, inputs)
+    values = margins(inputs, mean=True)
+    return _over_tokens((values - 1 / (2 * inputs.config.beta)) ** 2, values, inputs)
 
 
 def margins(inputs: LossInputs, *, mean: bool = False) -> Tensor:
@@ -42,6 +43,7 @@ def margins(inputs: LossInputs, *, mean: bool = False) -> Tensor:
     return sign * (ratios[0::2] - ratios[1::2])
 
 
-def _over_tokens(losses: Tensor, inputs: LossInputs) -> Tensor:
+def _over_tokens(losses: Tensor, margins: Tensor, inputs: LossInputs) -> PolicyLoss:
     """The loss of a pair at all its tokens: the mean over sequences (`aggregate: sequence`) is that over pairs."""
-    return losses.repeat_interleave(2)[inputs.sequences]
+    loss = losses.repeat_interleave(2)[inputs.sequences]
+    return PolicyLoss(loss, loss.new_zeros(loss.shape).bool(), margins.detach())
