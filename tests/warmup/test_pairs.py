@@ -59,7 +59,7 @@ def test_samples_of_an_episode_are_paired_from_the_outside_in(tmp_path: Path) ->
         ({"chosen": ASK, "rejected": ASK + said("4")}, r":1: chosen: the conversation has no message of the assistant"),
         (
             {"messages": ASK + said("4"), "episode": "one"},
-            r":1: a line with `messages` is a sample, which needs 'reward'",
+            r":1: a line with `messages` .* needs 'reward'",
         ),
     ],
 )
@@ -71,7 +71,7 @@ def test_a_mistake_is_a_sentence_that_names_the_line(line: Any, sentence: str, t
 def test_a_file_without_pairs_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no pairs: no two attempts at one of its 1 episodes differ in reward"):
         opened(tmp_path, [sample("one", 1.0, "4"), sample("one", 1.0, "5")])
-    with pytest.raises(ConfigError, match="has no pairs$"):
+    with pytest.raises(ConfigError, match=r"has no pairs$"):
         opened(tmp_path, [""])
     with pytest.raises(ConfigError, match=r"cannot read the pairs .*: No such file"):
         PairFile(PreferenceConfig(pairs=tmp_path / "gone.jsonl"))
