@@ -16,6 +16,7 @@ PER_PASS = ("clip_fraction", "kl")
 PER_TOKEN = ("entropy", "logprob_gap", "importance", "stale_kl", "over_cap", "dropped")
 RATIOS = ("ratio", "ratio_squared")
 PER_PAIR = ("pair_accuracy", "pair_margin")
+PAIRS = ("pairs", *PER_PAIR)
 
 
 class StepTotals:
@@ -24,8 +25,7 @@ class StepTotals:
     def __init__(self, cells: int = 0, device: torch.device | None = None) -> None:
         self.skipped = False
         self.gaps = GapTotals(cells, device)
-        names = ("passes", *PER_PASS, "action_tokens", *PER_TOKEN, *RATIOS, "expert_tokens", "experts_replayed")
-        names += ("pairs", *PER_PAIR)
+        names = ("passes", *PER_PASS, "action_tokens", *PER_TOKEN, *RATIOS, "expert_tokens", "experts_replayed", *PAIRS)
         self._sums = dict.fromkeys(names, 0.0)
         self._updates: list[tuple[float, float, float]] = []
         self._experts: Tensor | None = None  # the sums of `ExpertLoad`
