@@ -28,7 +28,16 @@ import psutil
 from benchmarks.scratch import scratch_folder
 from rollart.config import loading
 from rollart.core.event_log import EventReader, read_events
-from rollart.core.events import BatchTaken, GroupDropped, GroupReady, RolledBack, RunEnded, RunStarted
+from rollart.core.events import (
+    BatchTaken,
+    Checkpointed,
+    GroupDropped,
+    GroupReady,
+    RolledBack,
+    RunEnded,
+    RunStarted,
+    StepDone,
+)
 from rollart.fleet.fleet import weights_folder
 
 START_DEADLINE = 180.0
@@ -63,11 +72,14 @@ def start(run: Path, folder: Path) -> subprocess.Popen[bytes]:
 
 
 class Lives:
-    """Follows the log of a run: how often it was started, where the last time, and whether that life trains."""
+    """Follows the log of a run: how often it was started, where the last time, whether that life trains, and the
+    versions that are trained and saved."""
 
     def __init__(self, folder: Path) -> None:
-        self._reader = EventReader(folder / "events", RunStarted, GroupReady, BatchTaken, RunEnded)
-        self.count = self.version = 0
+        self._reader = EventReader(
+            folder / "events", RunStarted, RolledBack, GroupReady, BatchTaken, StepDone, Checkpointed, RunEnded
+        )
+        self.count = self.version = self.trained = self.checkpointed = 0
         self.trains = False
         self.end = ""
 
@@ -76,6 +88,11 @@ class Lives:
             match event:
                 case RunStarted():
                     self.count, self.version, self.trains, self.end = self.count + 1, event.version, False, ""
+                    self.trained = self.checkpointed = event.version
+                case RolledBack() | StepDone():
+                    self.trained = event.version
+                case Checkpointed():
+                    self.checkpointed = event.version
                 case GroupReady() | BatchTaken():
                     self.trains = True
                 case RunEnded():

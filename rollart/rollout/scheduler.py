@@ -31,7 +31,7 @@ from rollart.core.schedule import QuarantineRule, Schedule
 from rollart.core.types import Batch, Outcome, SampleGroup, Trajectory
 from rollart.rollout.attempts import Attempts
 from rollart.rollout.groups import Group
-from rollart.rollout.ledger import GroupRecord, Ledger, Recovery
+from rollart.rollout.ledger import GroupRecord, Ledger, OpenGroup, Recovery
 from rollart.rollout.mixture import Mixture, choose_batch
 from rollart.rollout.quarantine import Fault, Quarantine
 from rollart.rollout.samples import sample_group, trained_members
@@ -126,10 +126,10 @@ class Scheduler:
         for past in recovery.groups:
             record = past.record
             if record.task not in self._groups:
-                self._ledger.drop(record.id, "the task is gone from the run file")
+                self._drop_recovered(past, "the task is gone from the run file")
                 continue
             if record.task in self._quarantine.times and len(past.trajectories) < record.size:
-                self._ledger.drop(record.id, _QUARANTINED)
+                self._drop_recovered(past, _QUARANTINED)
                 continue
             group = self._group(record)
             group.launched = past.launched
@@ -142,6 +142,12 @@ class Scheduler:
         for groups in self._groups.values():
             for group in groups.values():
                 self._launch_missing(group)
+
+    def _drop_recovered(self, past: OpenGroup, reason: str) -> None:
+        record = past.record
+        self._ledger.drop(record.id, reason)
+        dropped = len(past.trajectories)
+        self._sink.emit(GroupDropped(group=record.id, task=record.task, reason=reason, trajectories=dropped))
 
     def admit(self) -> None:
         """Start what may start now: called whenever `next` or `serving` moved, or a group closed."""

@@ -14,7 +14,7 @@ from rollart.core.errors import RollartError
 from rollart.core.events import BatchTaken, GroupDropped, GroupStarted, Quarantined, Released, TrajectoryEnded
 from rollart.core.schedule import QuarantineRule, preset
 from rollart.core.types import Outcome
-from rollart.rollout.ledger import SqliteLedger
+from rollart.rollout.ledger import GroupRecord, SqliteLedger
 from rollart.rollout.mixture import Mixture
 from rollart.rollout.quarantine import MAX_BACKOFF, Fault, Quarantine
 from rollart.simulator.clock import run
@@ -218,6 +218,22 @@ def test_a_task_that_was_out_stays_out_over_a_resume_and_is_probed_at_once(tmp_p
     else:
         assert not later and [event.task for event in second.recorder.of(Released)] == ["b"]
         assert shares[-1] == {"a": 2, "b": 2}
+
+
+def test_a_resume_counts_the_open_groups_that_it_drops(tmp_path: Path) -> None:
+    async def main() -> World:
+        ledger = SqliteLedger.open(tmp_path / "ledger.sqlite")
+        ledger.quarantine("b", 1)
+        for task in ("b", "gone"):
+            ledger.start(GroupRecord(f"{task}-000000", task, 0, seed=0, size=4, version=0))
+        made = build(OURS, ledger, steps=2, rule=RULE)
+        await made.pipeline.run()
+        await made.scheduler.stop()
+        return made
+
+    dropped = {event.group: event.reason for event in run(main()).recorder.of(GroupDropped)}
+    assert dropped["b-000000"] == "its task is quarantined"
+    assert dropped["gone-000000"] == "the task is gone from the run file"
 
 
 def test_after_a_run_that_ended_because_every_task_failed_each_has_a_new_chance(tmp_path: Path) -> None:
