@@ -125,11 +125,9 @@ class Scheduler:
         self._restore_quarantine({task: times for task, times in recovery.quarantined.items() if task in self._tasks})
         for past in recovery.groups:
             record = past.record
-            if record.task not in self._groups:
-                self._drop_recovered(past, "the task is gone from the run file")
-                continue
-            if record.task in self._quarantine.times and len(past.trajectories) < record.size:
-                self._drop_recovered(past, _QUARANTINED)
+            out = record.task in self._quarantine.times and len(past.trajectories) < record.size
+            if out or record.task not in self._groups:
+                self._drop_recovered(past, _QUARANTINED if out else "the task is gone from the run file")
                 continue
             group = self._group(record)
             group.launched = past.launched
@@ -144,10 +142,9 @@ class Scheduler:
                 self._launch_missing(group)
 
     def _drop_recovered(self, past: OpenGroup, reason: str) -> None:
-        record = past.record
-        self._ledger.drop(record.id, reason)
-        dropped = len(past.trajectories)
-        self._sink.emit(GroupDropped(group=record.id, task=record.task, reason=reason, trajectories=dropped))
+        id, task, dropped = past.record.id, past.record.task, len(past.trajectories)
+        self._ledger.drop(id, reason)
+        self._sink.emit(GroupDropped(group=id, task=task, reason=reason, trajectories=dropped))
 
     def admit(self) -> None:
         """Start what may start now: called whenever `next` or `serving` moved, or a group closed."""
