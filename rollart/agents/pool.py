@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rollart.config import AgentConfig, RewardConfig, TaskConfig
+from rollart.config import AgentConfig, ProcessLimitsConfig, RewardConfig, TaskConfig
 from rollart.core.endpoint import AgentEpisode
 from rollart.core.errors import ConfigError, EngineFailed, EnvironmentFailed, RewardFailed, ServiceError
 from rollart.core.events import GatewaySample
@@ -26,12 +26,12 @@ from rollart.envs import families
 from rollart.gateway.client import Gateway
 from rollart.gateway.limits import EpisodeLimits
 from rollart.launch.launcher import Launcher, ResourceRequest
-from rollart.workers.host import ENVIRONMENT
 from rollart.workers.host_handle import HostLocation, HostSpec
 from rollart.workers.pool import ProcessClaim, ProcessPool
 from rollart.workers.pool_host import HostCallback
 from rollart.workers.worker_process import CallRaised, ProcessLost
 
+_LIMITS = ProcessLimitsConfig()
 MAX_EPISODE_S = 7 * 86_400.0  # the caller's clock comes first; it stands still while no engine can serve
 
 
@@ -72,12 +72,18 @@ def command_of(task: TaskConfig, agent: AgentConfig) -> dict[str, Any]:
     }
 
 
-def host_spec(task: TaskConfig, log: Path | None = None) -> HostSpec:
+def host_spec(task: TaskConfig, limits: ProcessLimitsConfig, log: Path | None = None) -> HostSpec:
     """Raises ConfigError if the task's family is not installed."""
     driver, python = driver_of(task), families.python_of(task.family) if task.family else None
-    imports = (ENVIRONMENT, driver.target, *driver.imports)  # the first lets any Python import our modules
-    name = f"host of {task.name} agents"
-    return HostSpec(driver.target, imports, python=python, log=log, name=name, pass_env=tuple(task.pass_env))
+    return HostSpec(
+        driver.target,
+        (driver.target, *driver.imports),
+        python=python,
+        log=log,
+        name=f"host of {task.name} agents",
+        pass_env=tuple(task.pass_env),
+        limits=limits,
+    )
 
 
 class AgentPool:
@@ -91,6 +97,7 @@ class AgentPool:
         launcher: Launcher,
         *,
         processes: int,
+        limits: ProcessLimitsConfig = _LIMITS,
         requests: Sequence[ResourceRequest] = (),
         log: Path | None = None,
         on_host_change: HostCallback | None = None,
@@ -102,7 +109,9 @@ class AgentPool:
             for request in requests or [ResourceRequest()]
         ]
         self._pools = {
-            task.name: ProcessPool(host_spec(task, log), processes, locations=locations, on_host_change=on_host_change)
+            task.name: ProcessPool(
+                host_spec(task, limits, log), processes, locations=locations, on_host_change=on_host_change
+            )
             for task in tasks
         }
 

@@ -3,7 +3,7 @@
 from rollart.config.algorithm import AlgorithmConfig, CorrectionConfig
 from rollart.config.base import Section
 from rollart.config.hardware import AFFINITIES, EngineConfig, PoolConfig, VllmConfig
-from rollart.config.rollout import EnvironmentsConfig, RewardsConfig
+from rollart.config.rollout import EnvironmentsConfig, ProcessLimitsConfig, RewardsConfig
 from rollart.config.run import RunFile
 from rollart.config.task import INVOKERS, AgentConfig, RewardConfig, TaskConfig
 from rollart.config.training import (
@@ -29,6 +29,7 @@ __all__ = [
     "ParallelConfig",
     "PoolConfig",
     "PreferenceConfig",
+    "ProcessLimitsConfig",
     "RewardConfig",
     "RewardsConfig",
     "RunFile",

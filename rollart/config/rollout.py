@@ -63,6 +63,16 @@ class QuarantineConfig(Section):
         return QuarantineRule(**self.model_dump())
 
 
+class ProcessLimitsConfig(Section):
+    """Limits of one process of foreign code and all that it starts; 0: none. One that exceeds them is killed, and its
+    trajectory is env_failed."""
+
+    memory: Natural = Field(4096, description="megabytes of memory, files that it maps not counted")
+    processes: Natural = Field(512, description="processes; with control groups, threads count too")
+    file: Natural = Field(4096, description="megabytes of one file that it writes")
+    log: Natural = Field(64, description="megabytes of the log that all of them write to; older lines are dropped")
+
+
 class EnvironmentsConfig(Section):
     """Environment processes, their deadlines and retries."""
 
@@ -79,6 +89,9 @@ class EnvironmentsConfig(Section):
     )
     warm: Natural = Field(2, description="per task, in addition: environments prepared before they are needed")
     quarantine: QuarantineConfig = QuarantineConfig()
+    limits: ProcessLimitsConfig = Field(
+        ProcessLimitsConfig(), description="of each process of an environment or agent, its sandbox included"
+    )
 
 
 class RewardsConfig(Section):
@@ -87,3 +100,4 @@ class RewardsConfig(Section):
     workers: Positive = Field(2, description="most local processes; started when needed")
     deadline: Seconds = Field(30.0, description="seconds for one call")
     retries: Natural = Field(2, description="more attempts after a failed call")
+    limits: ProcessLimitsConfig = Field(ProcessLimitsConfig(), description="of each local process")

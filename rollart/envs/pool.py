@@ -32,14 +32,21 @@ from rollart.workers.pool_host import HostCallback, Prewarm
 from rollart.workers.worker_process import ProcessLost
 
 
-def host_spec(task: TaskConfig, log: Path | None = None, python: str | None = None) -> HostSpec:
+def host_spec(
+    task: TaskConfig, config: EnvironmentsConfig, log: Path | None = None, python: str | None = None
+) -> HostSpec:
     """`python` overrides that of the task's family. Raises ConfigError if the family is not installed."""
     if python is None and task.family:
         python = families.python_of(task.family)
-    # Its import comes first: it lets a Python that does not have rollart import our adapters.
-    imports = (ENVIRONMENT, task.env)
-    name = f"host of {task.name} environments"
-    return HostSpec(ENVIRONMENT, imports, python=python, log=log, name=name, pass_env=tuple(task.pass_env))
+    return HostSpec(
+        ENVIRONMENT,
+        (ENVIRONMENT, task.env),
+        python=python,
+        log=log,
+        name=f"host of {task.name} environments",
+        pass_env=tuple(task.pass_env),
+        limits=config.limits,
+    )
 
 
 class EnvironmentPool:
@@ -80,7 +87,7 @@ class EnvironmentPool:
         config = self._config
         prepared = {"env": task.env, "args": task.env_args, "held_out": False}
         pool = ProcessPool(
-            host_spec(task, log, self._python),
+            host_spec(task, config, log, self._python),
             config.processes,
             close_call="close",
             close_s=config.close_deadline,

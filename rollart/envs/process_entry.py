@@ -6,30 +6,12 @@ Runs in the forking host with the Python of the environment's own family: standa
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import random
 import sys
-from pathlib import Path
 from typing import Any
 
-
-def make_rollart_importable() -> None:
-    """Let a Python that does not have rollart import its modules, but nothing else of what is installed with it."""
-    if "rollart" not in sys.modules:
-        folder = Path(__file__).resolve().parent.parent
-        init, search = folder / "__init__.py", [str(folder)]
-        spec = importlib.util.spec_from_file_location("rollart", init, submodule_search_locations=search)
-        if spec is None or spec.loader is None:
-            raise ImportError(f"{folder} is not a package")
-        package = importlib.util.module_from_spec(spec)
-        sys.modules["rollart"] = package
-        spec.loader.exec_module(package)
-
-
-make_rollart_importable()
-
-from rollart.envs.tools import Toolbox, calls_in  # noqa: E402  # this Python may not have known it before
+from rollart.envs.tools import Toolbox, calls_in
 
 
 class EnvironmentProcess:

@@ -56,7 +56,7 @@ async def single_environment(
     task: TaskConfig, config: EnvironmentsConfig, log: Path | None = None, python: str | None = None
 ) -> AsyncIterator[SingleEnvironment]:
     """Raises ServiceError if it cannot start. `python` overrides that of the task's family."""
-    pool = ProcessPool(host_spec(task, log, python), limit=1, close_call="close")
+    pool = ProcessPool(host_spec(task, config, log, python), limit=1, close_call="close")
     try:
         await pool.start()
         async with pool.claim() as claim:

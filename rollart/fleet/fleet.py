@@ -169,6 +169,7 @@ class Fleet:
             self._gateway,
             launcher,
             processes=run.environments.processes,
+            limits=run.environments.limits,
             log=self._logs / "agents.log",
             requests=[binding.request() for binding in bindings if not run.all_pools()[binding.pool].urls],
             on_host_change=partial(self._report_host, bindings[0]),

@@ -51,7 +51,7 @@ class RewardPool:
         functions = tuple(dict.fromkeys(reward.function for reward in self._rewards.values()))
         names = tuple(dict.fromkeys(name for reward in self._rewards.values() for name in reward.pass_env))
         target = "rollart.rewards.runtime:RewardWorker"
-        spec = HostSpec(target, functions, log=log, name="host of rewards", pass_env=names)
+        spec = HostSpec(target, functions, log=log, name="host of rewards", pass_env=names, limits=config.limits)
         self._pool = ProcessPool(spec, config.workers, idle_s=idle_s)
 
     def workers(self, task: str) -> int:

@@ -9,10 +9,9 @@ at the start is shared by all processes, anything else that this Python can impo
 The invariants:
 - A connection is a process and a process is a process group. When the connection closes, the group is killed; when the
   process ends, whatever it started is killed and the connection's last line is `{"ended": reason}`.
-- It listens on a Unix socket, which only our user can open, or on a port, where the first line must be the key.
-- A process reads `{"id", "call", "args"}` lines and replies to each, in order: `{"id", "value"}` or `{"id", "error"}`.
-  `{"id", "batch": [[slot, call, args], ...]}` is many calls at once, on an object for each slot; the value is a list of
-  `{"value"}` or `{"error"}`.
+- It listens on a Unix socket, which only our user can open, or on a port, where the first line must be the key. Nothing
+  is forked before that was read (`callers`).
+- There are at most `processes` processes, each within its limits (`process_limits`); what they run is in `call_loop`.
 - The host lives as long as its stdin. It ends after the last process, and leaves none behind: descendants that left
   their process group come back to it (it is their subreaper) and are killed. Processes die with a killed host.
 - Only the host's own loop runs in the host; foreign code runs there while it is imported, never later.
@@ -24,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import hmac
 import importlib
 import importlib.util
 import json
@@ -35,19 +33,39 @@ import socket
 import sys
 import time
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+PACKAGE = str(Path(__file__).resolve().parent.parent)
+
+
+def make_rollart_importable() -> None:
+    """Let a Python that does not have rollart import its modules, but nothing else of what is installed with it."""
+    init = Path(PACKAGE) / "__init__.py"
+    spec = importlib.util.spec_from_file_location("rollart", init, submodule_search_locations=[PACKAGE])
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{PACKAGE} is not a package")
+    package = importlib.util.module_from_spec(spec)
+    sys.modules["rollart"] = package
+    spec.loader.exec_module(package)
+
+
+if __name__ == "__main__":
+    make_rollart_importable()
+
+from rollart.workers.call_loop import CallLoop, describe, encode  # noqa: E402
+from rollart.workers.callers import Callers  # noqa: E402
+from rollart.workers.process_limits import ProcessLimits, Watch  # noqa: E402
+
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # Linux
 END_S = 5.0  # until killed processes are gone
-KEY_S = 10.0  # until a client has sent the key
 ACCEPT_PAUSE_S = 0.05  # after a connection that could not be accepted
-PACKAGE = str(Path(__file__).resolve().parent.parent)
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # threads do not survive a fork
 LIBC = ctypes.CDLL(None)
 KEY = "ROLLART_WORKER_KEY"  # environment variable
 NO_KEY = f"set {KEY} to a secret that runs must send: without one, anyone who reaches the port could run code here"
-ENVIRONMENT = "{rollart}/envs/process_entry.py:EnvironmentProcess"  # also lets any Python import our modules
+ENVIRONMENT = "{rollart}/envs/process_entry.py:EnvironmentProcess"
 
 
 def prctl(option: int, value: int) -> None:
@@ -67,96 +85,27 @@ def resolve(path: str) -> Any:
     return getattr(loaded, name)
 
 
-def describe(error: BaseException) -> str:
-    """The exception, and where in the foreign code it was raised."""
-    text = "".join(traceback.format_exception_only(type(error), error)).strip()
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
-    return text[:2000] + where
+@dataclass(frozen=True)
+class HostSettings:
+    """`limit` is the size of a message in bytes; without a `key`, the socket is protected by its folder."""
 
-
-def to_plain(value: Any) -> Any:
-    """Numbers and arrays of numpy and similar libraries, for JSON."""
-    for convert in ("tolist", "item"):
-        if hasattr(value, convert):
-            return getattr(value, convert)()
-    raise TypeError(f"{type(value).__name__} is not a plain value")
-
-
-JSON = json.JSONEncoder(default=to_plain, ensure_ascii=False, allow_nan=False)
-
-
-def encode(message: dict[str, Any]) -> bytes:
-    # Lone surrogates must not reach the other side: they would fail there, far from their cause.
-    return JSON.encode(message).encode("utf-8", "replace") + b"\n"
-
-
-class CallLoop:
-    """What a forked process runs: reads calls from its connection and replies."""
-
-    def __init__(self, connection: socket.socket, target: Any, limit: int, key: str) -> None:
-        self._connection = connection
-        self._target = target
-        self._limit = limit
-        self._key = key
-
-    def run(self) -> NoReturn:
-        requests = self._connection.makefile("rb")
-        if self._key:
-            self._connection.settimeout(KEY_S)
-            shown = requests.readline(1000).rstrip(b"\n")
-            self._connection.settimeout(None)
-            if not hmac.compare_digest(shown, self._key.encode()):
-                os._exit(1)
-        handler = self._target()
-        slots: dict[int, Any] = {}
-        while True:
-            line = requests.readline(self._limit + 1)
-            if not line.endswith(b"\n"):
-                os._exit(0 if not line else 1)
-            request = json.loads(line)
-            if "batch" in request:
-                self._connection.sendall(self._replies(slots, request))
-            else:
-                self._connection.sendall(self._reply(handler, request["call"], request["args"], {"id": request["id"]}))
-
-    def _replies(self, slots: dict[int, Any], request: dict[str, Any]) -> bytes:
-        replies = []
-        for slot, call, args in request["batch"]:
-            if slot not in slots:
-                slots[slot] = self._target()
-            replies.append(self._reply(slots[slot], call, args, {})[:-1])
-        reply = b'{"id": %d, "value": [%b]}\n' % (request["id"], b", ".join(replies))
-        if len(reply) > self._limit:
-            text = f"a batch returned {len(reply):,} bytes; the limit is {self._limit:,}"
-            return encode({"id": request["id"], "error": text})
-        return reply
-
-    def _reply(self, handler: Any, call: str, args: dict[str, Any], head: dict[str, int]) -> bytes:
-        try:
-            value = getattr(handler, call)(**args)
-        except BaseException as error:  # even SystemExit: the caller waits for a reply
-            classes = [each.__name__ for each in type(error).__mro__]
-            return encode({**head, "error": describe(error), "classes": classes})
-        try:
-            reply = encode({**head, "value": value})
-        except Exception as error:
-            return encode({**head, "error": f"`{call}` returned what JSON cannot carry: {describe(error)}"})
-        if len(reply) > self._limit:
-            text = f"`{call}` returned {len(reply):,} bytes; the limit is {self._limit:,}"
-            return encode({**head, "error": text})
-        return reply
+    limit: int
+    key: str
+    processes: int
+    limits: ProcessLimits
 
 
 class Host:
-    def __init__(self, listener: socket.socket, target: Any, limit: int, key: str) -> None:
+    def __init__(self, listener: socket.socket, target: Any, settings: HostSettings) -> None:
         self._listener = listener
         self._target = target
-        self._limit = limit
-        self._key = key
+        self._settings = settings
         self._connections: dict[int, socket.socket] = {}  # by process id
         self._pids: dict[int, int] = {}  # process id by file descriptor
+        self._watch = Watch(settings.limits)
+        self._check_at = 0.0
         self._poll = select.poll()
+        self._callers = Callers(settings.key, self._poll)
         self._wake, self._wake_in = os.pipe()
         for end in (self._wake, self._wake_in):
             os.set_blocking(end, False)
@@ -172,9 +121,13 @@ class Host:
         for descriptor in (self._listener.fileno(), 0, self._wake):
             self._poll.register(descriptor, select.POLLIN)
         while not self._ended:
-            ready = {descriptor for descriptor, _ in self._poll.poll()}
+            ready = {descriptor for descriptor, _ in self._poll.poll(self._wait_ms())}
             for descriptor in ready & self._pids.keys():
                 self._kill(self._pids[descriptor])
+            for descriptor in ready & self._callers.descriptors:
+                if (connection := self._callers.read(descriptor)) is not None:
+                    self._fork(connection)
+            self._check()
             if self._wake in ready:
                 self._reap()
             if 0 in ready:
@@ -190,8 +143,32 @@ class Host:
             print(f"a connection could not be accepted: {error}", file=sys.stderr)
             time.sleep(ACCEPT_PAUSE_S)
             return
+        if not self._settings.key:
+            self._fork(connection)
+        else:
+            self._callers.add(connection)
+
+    def _wait_ms(self) -> float | None:
+        """Until something must be checked, whatever happens."""
+        until = min(self._callers.deadline, self._check_at if self._connections else float("inf"))
+        return None if until == float("inf") else 1000 * max(0.0, until - time.monotonic()) + 1
+
+    def _check(self) -> None:
+        self._callers.expire()
+        now = time.monotonic()
+        if now < self._check_at:
+            return
+        self._check_at = now + self._watch.period(len(self._connections))
+        for pid in self._connections:
+            if self._watch.broken(pid):
+                self._signal_group(pid)
+        self._watch.trim_log()
+
+    def _fork(self, connection: socket.socket) -> None:
         host = os.getpid()
         try:
+            if len(self._connections) >= self._settings.processes:
+                raise OSError(f"the host runs {len(self._connections)} processes, as many as it may")
             pid = os.fork()
         except OSError as error:
             self._send(connection, encode({"ended": f"could not be started: {error}"}))
@@ -199,6 +176,7 @@ class Host:
             return
         if pid == 0:
             self._become_process(connection, host)
+        self._watch.add(pid)
         self._connections[pid] = connection
         self._pids[connection.fileno()] = pid
         # Only the hang-up: the process reads the requests on the shared connection.
@@ -215,13 +193,14 @@ class Host:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
-            for other in (self._listener, *self._connections.values()):
+            for other in (self._listener, *self._connections.values(), *self._callers.connections):
                 other.close()
             os.close(self._wake)
             os.close(self._wake_in)
             with open(os.devnull, "rb") as nothing:
                 os.dup2(nothing.fileno(), 0)
-            CallLoop(connection, self._target, self._limit, self._key).run()
+            self._settings.limits.enter()
+            CallLoop(connection, self._target, self._settings.limit, self._settings.limits).run()
         except BaseException:
             traceback.print_exc()
         finally:
@@ -268,7 +247,10 @@ class Host:
         connection = self._connections.pop(pid)
         if self._pids.pop(connection.fileno(), None):
             self._poll.unregister(connection.fileno())
-        if os.WIFSIGNALED(status):
+        reason = self._watch.ended(pid)
+        if reason:
+            pass
+        elif os.WIFSIGNALED(status):
             number = os.WTERMSIG(status)
             reason = f"was killed by signal {number} ({signal.strsignal(number)})"
         else:
@@ -335,6 +317,8 @@ def serve_environments() -> None:
     parser.add_argument("--port", type=int, default=7070, help="0: any that is free")
     parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE:NAME")
     parser.add_argument("--limit", type=int, default=4_000_000, help="bytes of one message")
+    parser.add_argument("--processes", type=int, default=1024, help="most environments at the same time")
+    parser.add_argument("--limits", type=json.loads, default={}, help="of each environment, as JSON; see ProcessLimits")
     options = parser.parse_args()
     key = os.environ.pop(KEY, "")  # hidden from the environments
     if not key:
@@ -351,7 +335,8 @@ def serve_environments() -> None:
     forever, _ = os.pipe()
     os.dup2(forever, 0)
     os.dup2(2, 1)
-    Host(listener, target, options.limit, key).serve()
+    limits = ProcessLimits(**options.limits)
+    Host(listener, target, HostSettings(options.limit, key, options.processes, limits)).serve()
 
 
 def serve_controller() -> None:
@@ -375,7 +360,8 @@ def serve_controller() -> None:
     wire.write(encode({"ready": os.getpid(), "address": listener.getsockname()}))
     wire.close()
     try:
-        Host(listener, target, spec["limit"], "" if spec["socket"] else spec["key"]).serve()
+        key, limits = "" if spec["socket"] else spec["key"], ProcessLimits(**spec["limits"])
+        Host(listener, target, HostSettings(spec["limit"], key, spec["processes"], limits)).serve()
     finally:
         if spec["socket"]:
             Path(spec["socket"]).unlink(missing_ok=True)

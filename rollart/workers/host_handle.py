@@ -13,16 +13,18 @@ import shutil
 import sys
 import tempfile
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rollart.config import ProcessLimitsConfig
 from rollart.core.errors import ServiceError
 from rollart.launch.launcher import NOWHERE, Command, Launcher, ResourceRequest, ServiceHandle, relaunch
 from rollart.workers.worker_process import HOST_LOST, ProcessLost, WorkerProcess
 
 MAX_FORKS = 32  # connections that wait for their fork at once, within every system's backlog
 OPEN_FILES = 16_384
+MAX_PROCESSES = 8192  # of one host; pools have far lower limits of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class HostSpec:
 
     Both are `package.module:name` or `/a/file.py:name`. `python` is the interpreter, None: the node's own. `path` is
     prepended to its `sys.path`; None: that of this process if it is the same Python, otherwise the working folder.
-    `pass_env` are the variables of its node that it gets, besides the harmless ones.
+    `pass_env` are the variables of its node that it gets, besides the harmless ones; `limits` hold for each process.
     """
 
     target: str
@@ -51,6 +53,7 @@ class HostSpec:
     log: Path | None = None
     name: str = "worker host"
     pass_env: tuple[str, ...] = ()
+    limits: ProcessLimitsConfig = field(default_factory=ProcessLimitsConfig)
 
     def command(self, socket: Path | None) -> Command:
         path = self.path
@@ -58,10 +61,11 @@ class HostSpec:
             same = self.python in (None, sys.executable)
             path = tuple(str(Path(entry).absolute()) for entry in (sys.path if same else [""]))
         spec: dict[str, Any] = {"target": self.target, "imports": self.imports, "path": path}
+        spec |= {"limit": self.message_bytes, "processes": MAX_PROCESSES, "limits": self.limits.model_dump()}
         return Command(
             name=self.name,
             argv=("{rollart}/workers/host.py",),
-            spec={**spec, "socket": str(socket) if socket else None, "limit": self.message_bytes},
+            spec={**spec, "socket": str(socket) if socket else None},
             log=self.log or NOWHERE,
             python=self.python,
             pass_env=self.pass_env,

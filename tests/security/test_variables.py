@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from rollart.agents.pool import host_spec as agent_host
-from rollart.config import EnvironmentsConfig, RewardsConfig, RunFile, TaskConfig
+from rollart.config import EnvironmentsConfig, ProcessLimitsConfig, RewardsConfig, RunFile, TaskConfig
 from rollart.core.errors import RewardFailed, ServiceError
 from rollart.core.types import Episode
 from rollart.envs.adapters.mcp import _filled
@@ -59,7 +59,9 @@ def test_a_reward_function_sees_only_what_its_own_section_names() -> None:
 
 
 def test_a_function_agent_sees_no_secret() -> None:
-    spec = agent_host(TaskConfig.model_validate({"name": "t", "agent": "attackers:stealing_agent"}))
+    spec = agent_host(
+        TaskConfig.model_validate({"name": "t", "agent": "attackers:stealing_agent"}), ProcessLimitsConfig()
+    )
 
     async def body() -> object:
         pool = ProcessPool(spec, 1)

@@ -79,7 +79,10 @@ def test_a_port_is_of_no_use_without_the_key(key):
         try:
             reader, writer = await asyncio.open_connection(*host._address)
             writer.write(key + b'{"id": 1, "call": "pid", "args": {}}\n')
-            said = await asyncio.wait_for(reader.read(), 30)
+            try:
+                said = await asyncio.wait_for(reader.read(), 30)
+            except ConnectionResetError:  # it does not read what follows the key
+                said = b""
             writer.close()
             process = await host.fork()
             assert await process.call("echo", {"value": 1}, 30) == 1
@@ -88,9 +91,7 @@ def test_a_port_is_of_no_use_without_the_key(key):
             await host.stop()
         return said
 
-    said = asyncio.run(run())
-    assert b'"value"' not in said
-    assert b"exit code 1" in said
+    assert asyncio.run(run()) == b""
 
 
 def test_a_killed_host_is_replaced_while_its_claims_move_to_other_hosts():

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from rollart.app.commands.common import guarded
+from rollart.config import ProcessLimitsConfig
 from rollart.core.errors import RollartError
 from rollart.core.variables import MissingVariables, passed
 from rollart.envs import families
@@ -123,6 +124,8 @@ def serve(
         list[str] | None,
         typer.Option("--import", metavar="MODULE:CLASS", help="Import this before forking, once for all; repeatable."),
     ] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Most environments at the same time.")] = 1024,
+    memory: Annotated[int, typer.Option(min=0, help="Megabytes of each environment; 0: no limit.")] = 4096,
     pass_env: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="A variable that environments get, besides PATH and the like; repeatable."),
@@ -142,7 +145,8 @@ def serve(
     if not os.environ.get(module.KEY):
         raise RollartError(module.NO_KEY)
     interpreter = str(families.python_of(family)) if family else sys.executable
-    command = [interpreter, module.__file__, "--host", host, "--port", str(port)]
+    command = [interpreter, module.__file__, "--host", host, "--port", str(port), "--processes", str(processes)]
+    command += ["--limits", ProcessLimitsConfig(memory=memory).model_dump_json()]
     for path in imports or []:
         command += ["--import", path]
     try:
