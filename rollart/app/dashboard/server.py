@@ -139,11 +139,12 @@ def _trajectory(request: Request) -> Response:
         index = _runs(request).get(run)
     except KeyError:
         return _problem(404, f"there is no run {run!r}")
+    state = index.state()  # before reading: a page asks again until the log is read
     try:
-        return _json(reader.read(index, id))
+        return _json({**reader.read(index, id), "state": state})
     except RollartError as error:
         try:
-            return _json({**reader.log_only(index, id), "note": str(error)})
+            return _json({**reader.log_only(index, id), "note": str(error), "state": state})
         except RollartError as missing:
             return _problem(404, str(missing))
 

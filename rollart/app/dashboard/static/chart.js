@@ -43,9 +43,10 @@ export function lineChart(options = {}) {
     if (options.low !== undefined) c = Math.min(options.low, c);
     if (options.high !== undefined) d = Math.max(options.high, d);
     if (a === b) { a -= 0.5; b += 0.5; }
-    if (c === d) { c -= Math.abs(c) * 0.1 || 0.5; d += Math.abs(d) * 0.1 || 0.5; }
-    const pad = (d - c) * 0.06;
-    return [a, b, options.low === c ? c : c - pad, options.high === d ? d : d + pad];
+    if (c === 0 && d === 0) d = 1;
+    if (c === d) { c -= Math.abs(c) * 0.1; d += Math.abs(d) * 0.1; }
+    const pad = (d - c) * 0.06, bottom = options.low === c ? c : c - pad;
+    return [a, b, c >= 0 ? Math.max(0, bottom) : bottom, options.high === d ? d : d + pad]; // what is never negative has no room below 0
   }
 
   function draw() {
@@ -65,7 +66,7 @@ export function lineChart(options = {}) {
       drawing.append(svg("text", { x: LEFT - 6, y: py(tick) + 4, "text-anchor": "end" }, format(tick)));
     }
     const whole = options.integers !== false && options.xFormat === undefined;
-    for (const tick of niceTicks(a, b, Math.max(2, width / 90))) {
+    for (const tick of niceTicks(a, b, Math.max(3, width / 90))) {
       if (whole && !Number.isInteger(tick)) continue;
       drawing.append(svg("text", { x: px(tick), y: height - 9, "text-anchor": "middle" }, xFormat(tick)));
     }
@@ -87,7 +88,7 @@ export function lineChart(options = {}) {
       const back = banded.map(([x, , low]) => [x, low]).reverse();
       drawing.append(svg("path", { class: "band", d: `${path(banded.map(([x, , , high]) => [x, high]))}L${path(back).slice(1)}Z`, style: { fill: series.colour } }));
     }
-    if (points.length > 1 && !series.noLine) drawing.append(svg("path", { class: "line", d: path(points), style: { stroke: series.colour, strokeDasharray: series.dash ? "5 4" : "", strokeWidth: series.width || "" } }));
+    if (points.length > 1 && !series.noLine) drawing.append(svg("path", { class: "line", d: path(points), style: { stroke: series.colour, strokeDasharray: series.dash === true ? "5 4" : series.dash || "", strokeWidth: series.width || "" } }));
     if (series.dots || points.length === 1) for (const [x, y, low, high] of points) {
       if (finite(low)) drawing.append(svg("line", { x1: px(x), x2: px(x), y1: py(low), y2: py(high), style: { stroke: series.colour } }));
       drawing.append(svg("circle", { cx: px(x), cy: py(y), r: 3, style: { fill: series.colour } }));
@@ -136,7 +137,7 @@ export function lineChart(options = {}) {
 
   function set(next) {
     data = next;
-    if (options.legend !== false) legend.replaceChildren(...(next.series.length > 1 ? next.series.map((series) => el("button", { type: "button", "aria-pressed": String(!off.has(series.name)), onclick: () => { off.has(series.name) ? off.delete(series.name) : off.add(series.name); set(data); } }, swatch(series.colour), series.name)) : []));
+    if (options.legend !== false) legend.replaceChildren(...(next.series.length > 1 ? next.series.map((series) => el("button", { type: "button", "aria-pressed": String(!off.has(series.name)), onclick: () => { off.has(series.name) ? off.delete(series.name) : off.add(series.name); set(data); } }, swatch(series.colour, series.dash), series.name)) : []));
     draw();
   }
   return { node, set };

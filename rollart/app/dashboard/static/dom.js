@@ -31,8 +31,8 @@ function withTip(node, text) {
 
 export const colour = (number) => `var(--c${number % 8})`;
 
-export function swatch(value) {
-  return el("i", { class: "swatch", style: { background: value } });
+export function swatch(value, dashed = false) {
+  return el("i", { class: `swatch ${dashed ? "dashed" : ""}`, style: { background: value } });
 }
 
 export function card(title, options = {}, ...body) {

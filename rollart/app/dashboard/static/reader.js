@@ -80,8 +80,8 @@ export function createReader(pane, { run, query, go }) {
   }
   let done = false;
   return {
-    // It does not change any more once it has ended, so it is read once.
-    load: async () => { if (!done) { const found = await get("/api/trajectory", { run, id }); done = found.outcome !== "running"; data = found; } return data; },
+    // It does not change any more once it has ended and the log is read, which has its engines and times.
+    load: async () => { if (!done) { const found = await get("/api/trajectory", { run, id }); done = found.outcome !== "running" && found.state.complete; data = found; } return data; },
     update: (found) => { if (found !== update.last) { update.last = found; update(found); } },
   };
 }

@@ -6,14 +6,24 @@ import { card, colour, el, empty, swatch, table } from "../dom.js";
 import { clock, count, percent, seconds, trim } from "../format.js";
 
 const AXES = { step: ["version", trim, (p) => p.version], time: ["time", seconds, (p) => p.t], tokens: ["tokens", count, (p) => p.tokens], cost: ["cost", trim, (p, run) => p.t / 3600 * run.price_per_hour] };
-const METRICS = { "held-out success": ["held out", (v) => percent(v)], reward: ["rewards", trim], "step time": ["seconds", seconds], "wait for a batch": ["waited_s", seconds], staleness: ["staleness", trim], "gradient norm": ["grad_norm", trim], entropy: ["entropy", trim], loss: ["loss", trim] };
+const METRICS = {
+  "Held-out success": ["held out", (v) => percent(v), "Share of held-out episodes that succeed, by run and task."],
+  Reward: ["rewards", trim, "Mean reward of the trajectories that ended between two steps, by run and task."],
+  "Time of a step": ["seconds", seconds, "Time that the trainer worked on the step."],
+  "Wait for a batch": ["waited_s", seconds, "Time that the trainer waited for the batch of the step."],
+  Staleness: ["staleness", trim, "Mean age of the trained trajectories, in versions."],
+  "Gradient norm": ["grad_norm", trim, "Norm of the gradient before clipping."],
+  Entropy: ["entropy", trim, "Mean entropy of the policy, in nats per token."],
+  Loss: ["loss", trim, "The objective of the step; comparable only between runs with the same loss."],
+};
+const DASHES = ["", "6 4", "2 3", "9 3 2 3"]; // colours tell runs apart, dashes tasks
 
 export function create(pane, context) {
   const { run, runs, query } = context;
   let chosen = (query.runs ? query.runs.split(",") : [run, ...runs.filter((name) => name !== run).slice(0, 1)]).filter((name) => runs.includes(name)), axis = query.axis || "step";
   const boxes = el("div", { class: "row" }), axes = el("span", { class: "row" }), summary = el("div"), difference = el("div");
-  const charts = Object.entries(METRICS).map(([title, [key, format]]) => { const chart = lineChart({ label: title, height: 200, format, integers: false, xFormat: (v) => AXES[axis][1](v), low: key === "held out" ? 0 : undefined }); return { key, chart, node: card(title, { width: "w6" }, chart.node) }; });
-  pane.append(el("div", { class: "head" }, el("h1", {}, "Compare")), el("div", { class: "grid" }, card("Runs", { right: axes, tip: "Choose runs, and what the horizontal axis counts." }, boxes), card("Side by side", {}, summary), charts.map((each) => each.node), card("Differences of the run files", { tip: "Keys whose values differ between the chosen runs." }, difference)));
+  const charts = Object.entries(METRICS).map(([title, [key, format, tip]]) => { const chart = lineChart({ label: title, get x() { return AXES[axis][0]; }, height: 200, format, integers: false, xFormat: (v) => AXES[axis][1](v), low: key === "held out" ? 0 : undefined }); return { key, chart, node: card(title, { width: "w6", tip }, chart.node) }; });
+  pane.append(el("div", { class: "head" }, el("h1", {}, "Compare")), el("div", { class: "grid" }, card("Runs", { right: axes, tip: "Choose runs, and what the horizontal axis counts." }, boxes), card("Side by side", { tip: "The chosen runs, with the colours that they have below." }, summary), charts.map((each) => each.node), card("Differences of the run files", { tip: "Keys whose values differ between the chosen runs." }, difference)));
   draw();
 
   function draw() {
@@ -48,9 +58,9 @@ export function create(pane, context) {
     const [, , x] = AXES[axis];
     if (key === "held out") {
       const tokens = new Map(data.points.map((p) => [p.version, p.tokens]));
-      return Object.entries(data.held_out).map(([task, points], k) => ({ name: `${name} ${task}`, colour: colour(i), dash: k > 0, dots: true, points: points.map((p) => [x({ ...p, tokens: tokens.get(p.version) ?? 0 }, data), p.success]) }));
+      return Object.entries(data.held_out).map(([task, points], k) => ({ name: `${name} ${task}`, colour: colour(i), dash: DASHES[k % 4], dots: true, points: points.map((p) => [x({ ...p, tokens: tokens.get(p.version) ?? 0 }, data), p.success]) }));
     }
-    if (key === "rewards") return Object.keys(data.points[0]?.rewards || {}).map((task, k) => ({ name: `${name} ${task}`, colour: colour(i), dash: k > 0, points: data.points.map((p) => [x(p, data), p.rewards[task]]) }));
+    if (key === "rewards") return Object.keys(data.points[0]?.rewards || {}).map((task, k) => ({ name: `${name} ${task}`, colour: colour(i), dash: DASHES[k % 4], points: data.points.map((p) => [x(p, data), p.rewards[task]]) }));
     return [{ name, colour: colour(i), points: data.points.filter((p) => p[key] !== undefined).map((p) => [x(p, data), p[key]]) }];
   }
   return { load, update };

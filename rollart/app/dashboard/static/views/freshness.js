@@ -14,9 +14,23 @@ const KNOWN = {
   grad_norm: ["Gradient norm", "Norm of the gradient before clipping."],
   clip_fraction: ["Clipped", "Share of tokens whose ratio left the trust region, so that they pushed nothing."],
   lr: ["Learning rate", "Step size of the optimizer."],
-  ratio: ["Importance ratio", "Mean ratio of the new policy's probability to the sampling policy's; 1 is on-policy."],
+  logprob_gap: ["Logprob gap", "Mean absolute difference between the logprobs of engine and trainer, in nats per token."],
+  importance: ["Importance weight", "Mean weight that the correction of stale tokens gave a token; 1 is on-policy."],
+  stale_kl: ["KL of stale tokens", "Mean divergence of the policy that sampled from the one that trains, in nats per token."],
+  over_cap: ["Over the cap", "Share of tokens whose ratio exceeded the cap of the correction."],
+  dropped: ["Dropped tokens", "Share of tokens that the correction left out."],
+  effective_samples: ["Effective samples", "Effective sample size of the importance ratios, as a share of the tokens; 1 is on-policy."],
+  action_tokens: ["Action tokens", "Sampled tokens in the batch."],
+  updates: ["Updates", "Optimizer updates of the step."],
+  skipped: ["Skipped updates", "Updates that the numerics guard refused in the step."],
+  spread: ["Groups with spread", "Share of groups whose rewards differ: the others teach nothing."],
+  solved: ["Solved groups", "Share of groups in which every member has the full reward."],
+  staleness: ["Staleness by task", "Mean age of the oldest token of each trajectory, in versions."],
+  truncated: ["Truncated", "Share of trajectories that were cut at a limit."],
+  samples: ["Trajectories", "Trajectories in the batch."],
+  reward: ["Reward", "Mean reward of the trajectories in the batch."],
 };
-const SHARES = /frac|share|clip/;
+const SHARES = /frac|share|clip|^(over_cap|dropped|effective_samples|spread|solved|truncated)$/;
 
 export function create(pane, { run }) {
   const stats = el("div", { class: "stats" }), ages = el("div"), wasted = el("div"), grid = el("div", { class: "grid" }), more = el("div", { class: "grid", style: { marginTop: "14px" } });
@@ -43,8 +57,9 @@ export function create(pane, { run }) {
   }
 
   function drawValues(data) {
-    const names = [...new Set(data.values.flatMap((row) => Object.keys(row)))].filter((name) => name !== "version");
-    names.sort((p, q) => (KNOWN[q] ? 1 : 0) - (KNOWN[p] ? 1 : 0) || p.localeCompare(q));
+    const names = [...new Set([...data.values.flatMap((row) => Object.keys(row)), ...data.tasks.flatMap((row) => Object.values(row.tasks).flatMap(Object.keys))])].filter((name) => name !== "version");
+    const known = Object.keys(KNOWN), rank = (name) => (known.indexOf(name) + 1) || known.length + 1;
+    names.sort((p, q) => rank(p) - rank(q) || p.localeCompare(q));
     const tasks = [...new Set(data.tasks.flatMap((row) => Object.keys(row.tasks)))];
     for (const name of names) {
       if (!charts.has(name)) {
@@ -54,7 +69,8 @@ export function create(pane, { run }) {
         more.append(card(title, { width: "w4", tip }, chart.node));
       }
       const byTask = tasks.map((task, i) => ({ name: task, colour: colour(i), points: data.tasks.filter((row) => row.tasks[task]?.[name] !== undefined).map((row) => [row.version, row.tasks[task][name]]) })).filter((series) => series.points.length);
-      charts.get(name).set({ series: [{ name: "batch", colour: byTask.length ? "var(--ink)" : "var(--c0)", dash: byTask.length > 0, points: data.values.filter((row) => row[name] !== undefined).map((row) => [row.version, row[name]]) }, ...byTask] });
+      const batch = data.values.filter((row) => row[name] !== undefined).map((row) => [row.version, row[name]]);
+      charts.get(name).set({ series: [...(batch.length ? [{ name: "batch", colour: byTask.length ? "var(--ink)" : "var(--c0)", dash: byTask.length > 0, points: batch }] : []), ...byTask] });
     }
   }
   return { update };

@@ -14,8 +14,8 @@ export function create(pane, { run }) {
     card("Engines busy", { width: "w6", tip: "Share of the time inside forward passes, by engine, over its last samples: pale is idle, strong is busy." }, busy),
     card("Use and idle causes", { width: "w6", tip: "Over all of RL. What trajectories wait for is what keeps engines idle or full." }, idle),
     card("Routing: task by pool", { tip: "Requests that each pool answered, the router's prediction and what they took." }, routes),
-    card("Weights: the last version", { width: "w6", tip: "From the trainer to every engine: bytes, time to fetch while generation went on, and time in which no step could run." }, tree),
-    card("Weights: mean swap", { width: "w6" }, swaps), card("Rewards", { width: "w6" }, rewards), card("Environments", { width: "w6" }, envs)));
+    card("Weights: the last version", { width: "w5", tip: "From the trainer to every engine: bytes, time to fetch while generation went on, and time in which no step could run." }, tree),
+    card("Weights: mean swap", { width: "w7", tip: "What a new version costs each engine, over all of its swaps." }, swaps), card("Rewards", { tip: "Calls of reward functions, by function and invoker." }, rewards), card("Environments", { tip: "Resets of environments, by task." }, envs)));
 
   function update(data) {
     stats.replaceChildren(
@@ -26,12 +26,12 @@ export function create(pane, { run }) {
       stat("Price", data.price_per_hour ? trim(data.price_per_hour) : "–", "per hour", "Sum of the device classes' prices; one H20 is 1. CPUs have none."),
       stat("Cost", data.cost_per_step ? trim(data.cost_per_step) : "–", "per step", "Price per hour times the mean time between the last steps; one H20 for an hour is 1."));
     drawMap(data);
-    busy.replaceChildren(data.engines.length ? heat(data.engines.slice(0, 32)) : empty("No engine has reported yet"));
+    busy.replaceChildren(data.engines.length ? heat(data.engines) : empty("No engine has reported yet"));
     const causes = data.pace.causes.filter((cause) => cause.share > 0.004);
     idle.replaceChildren(causes.length ? bars(causes.map((cause) => ({ name: cause.name, value: cause.share, text: percent(cause.share), tip: cause.hint, colour: "var(--c0)" })), 1) : empty("Not known yet", data.pace.text));
     routes.replaceChildren(data.routes.length ? table(ROUTES, data.routes, { label: "routing" }) : empty("No request yet"));
     drawTree(data);
-    swaps.replaceChildren(...[data.swaps.length ? [table(SWAPS, data.swaps.slice(0, 14), { label: "swaps" }), data.swaps.length > 14 ? el("p", { class: "note" }, `and ${data.swaps.length - 14} more engines`) : ""] : empty("No swap yet")].flat());
+    swaps.replaceChildren(...[data.swaps.length ? [table(SWAPS, data.swaps.slice(0, 10), { label: "swaps" }), data.swaps.length > 10 ? el("p", { class: "note" }, `and ${data.swaps.length - 10} more engines`) : ""] : empty("No swap yet")].flat());
     rewards.replaceChildren(data.rewards.length ? table(REWARDS, data.rewards, { label: "rewards" }) : empty("No reward function was called", "Environments score their own episodes."));
     envs.replaceChildren(data.environments.length ? table(ENVS, data.environments, { label: "environments" }) : empty("No environment yet"));
   }
@@ -40,31 +40,49 @@ export function create(pane, { run }) {
     const nodes = new Map();
     for (const place of data.places) { const name = place.node || (data.emulated.length ? "simulated" : "this machine"); (nodes.get(name) || nodes.set(name, []).get(name)).push(place); }
     const services = new Map(data.services.map((service) => [service.name, service]));
-    map.replaceChildren(...(nodes.size ? [...nodes].map(([node, places]) => el("div", { class: "rack" }, el("b", {}, node), el("div", { class: "workers" }, places.slice(0, 80).map((place) => {
-      const service = services.get(place.name);
-      return el("div", { class: "worker", tip: `${place.role} of pool ${place.pool}\nwanted ${place.wanted}, got ${place.device}\n${place.why}${service ? `\nprocess ${service.pid}${service.address ? ` at ${service.address}` : ""}, started in ${seconds(service.seconds)}` : ""}` }, swatch(ROLES[place.role] || "var(--faint)"), place.name, el("span", { class: "pill" }, place.device));
-    })), places.length > 80 ? el("span", { class: "note" }, `and ${places.length - 80} more`) : null)) : [empty("Nothing is placed yet")]));
+    const tipOf = (place) => { const service = services.get(place.name); return `${place.name}\n${place.role} of pool ${place.pool}\nwanted ${place.wanted}, got ${place.device}\n${place.why}${service ? `\nprocess ${service.pid}${service.address ? ` at ${service.address}` : ""}, started in ${seconds(service.seconds)}` : ""}`; };
+    const paint = (place) => swatch(ROLES[place.role] || "var(--faint)");
+    const worker = (place) => el("div", { class: "worker", tip: tipOf(place) }, paint(place), el("span", { class: "name" }, place.name), el("span", { class: "pill" }, place.device));
+    const pool = (name, members) => el("div", { class: "pool" }, el("span", {}, `${name}: ${members.length} × ${members[0].device}`), el("div", { class: "squares" }, members.slice(0, 1024).map((place) => el("span", { tip: tipOf(place) }, paint(place)))), members.length > 1024 ? el("span", { class: "note" }, `and ${members.length - 1024} more`) : null);
+    const rack = (node, places) => {
+      const pools = Map.groupBy(places, (place) => `${place.pool || place.role}, ${place.role}`), many = [...pools].filter(([, members]) => members.length > 12);
+      const few = [...pools.values()].filter((members) => members.length <= 12).flat();
+      return el("div", { class: "rack" }, el("b", {}, node), many.map(([name, members]) => pool(name, members)), few.length ? el("div", { class: "workers" }, few.map(worker)) : null);
+    };
+    map.replaceChildren(...(nodes.size ? [...nodes].map(([node, places]) => rack(node, places)) : [empty("Nothing is placed yet")]));
   }
 
   function drawTree(data) {
     const from = data.last_publication, own = data.last_swaps.filter((swap) => !from || swap.version === from.version);
     const worst = Math.max(...data.last_swaps.map((swap) => swap.seconds), 1e-9);
     if (!from) { tree.replaceChildren(empty("No version is published yet")); return; }
+    const nodeOf = new Map(data.places.map((place) => [place.name, place.node || (data.emulated.length ? "simulated" : "this machine")])), nodes = new Map();
+    for (const swap of data.last_swaps) { const node = nodeOf.get(swap.engine) || "unknown node"; (nodes.get(node) || nodes.set(node, []).get(node)).push(swap); }
+    const engines = (n) => `${n} ${n === 1 ? "engine" : "engines"}`;
     tree.replaceChildren(
       el("div", { class: "nodes" }, el("div", { class: "node", tip: "Writing the version to the weight store." }, el("b", {}, `version ${from.version}`), `published in ${seconds(from.seconds)}${from.bytes ? `, ${bytes(from.bytes)}` : ""}`)),
-      el("div", { class: "note" }, own.length < data.last_swaps.length ? `↓ ${own.length} of ${data.last_swaps.length} engines have it` : `↓ ${own.length} engines have it`),
-      el("div", { class: "nodes" }, data.last_swaps.slice(0, 32).map((swap) => el("div", { class: "node", tip: `${swap.transport || "memory"}: ${seconds(swap.transfer_s)} to fetch, ${seconds(swap.exposed_s)} without steps, ${count(swap.recomputed)} tokens of KV recomputed` }, el("b", {}, swap.engine), `version ${swap.version} · ${seconds(swap.seconds)}`, el("div", { class: "progress" }, el("i", { style: { width: percent(swap.seconds / worst) } }))))));
+      el("div", { class: "note" }, own.length < data.last_swaps.length ? `↓ ${own.length} of ${engines(data.last_swaps.length)} swapped to it` : `↓ ${engines(own.length)} swapped to it`),
+      ...[...nodes].slice(0, 16).map(([node, swapped]) => el("div", { class: "branch" }, el("div", { class: "note", tip: "The node, and when the first and the last of its engines had the version, after its publication." }, `${node}: ${arrived(swapped, from)}`), el("div", { class: "nodes" }, swapped.slice(0, 16).map((swap) => el("div", { class: "node", tip: `${swap.transport || "memory"}: ${seconds(swap.transfer_s)} to fetch, ${seconds(swap.exposed_s)} without steps, ${count(swap.recomputed)} tokens of KV recomputed` }, el("b", {}, swap.engine), `version ${swap.version} · ${seconds(swap.seconds)}`, el("div", { class: "progress" }, el("i", { style: { width: percent(swap.seconds / worst) } })))), swapped.length > 16 ? el("div", { class: "note" }, `and ${engines(swapped.length - 16)} more`) : null))),
+      nodes.size > 16 ? el("div", { class: "note" }, `and ${nodes.size - 16} more nodes`) : "");
   }
   return { update };
 }
 
+function arrived(swaps, from) {
+  const own = swaps.filter((swap) => swap.version === from.version).map((swap) => swap.t - from.t);
+  if (!own.length) return "still on its way";
+  const [first, last] = [Math.max(0, Math.min(...own)), Math.max(0, Math.max(...own))];
+  return own.length === 1 ? `after ${seconds(first)}` : `after ${seconds(first)} to ${seconds(last)}`;
+}
+
 // A row for each engine, a cell for each sample: many engines at once, which lines cannot show.
-function heat(engines) {
+function heat(all) {
+  const engines = all.slice(0, 24);
   const rows = engines.map((engine) => {
     const cells = engine.history.slice(-60);
     return [el("span", { class: "note" }, engine.engine), el("span", { class: "heat", tip: `${engine.engine}: ${percent(cells.reduce((sum, cell) => sum + cell[1], 0) / Math.max(1, cells.length))} busy from ${seconds(cells[0]?.[0])} to ${seconds(cells.at(-1)?.[0])}` }, cells.map(([, share]) => el("i", { style: { opacity: 0.08 + 0.92 * share } })))];
   });
-  return el("div", { class: "heats" }, rows);
+  return el("div", {}, el("div", { class: "heats" }, rows), all.length > engines.length ? el("p", { class: "note" }, `and ${all.length - engines.length} more engines`) : null);
 }
 
 const why = (route) => Object.entries(route.why).map(([text, n]) => `${count(n)}× ${text || "the only one"}`).slice(0, 8).join("\n");
