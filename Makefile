@@ -11,7 +11,7 @@ TEST_EXTRAS := $(EXTRAS),nixl,mooncake,smollm2
 export HF_HUB_OFFLINE = 1
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: quickstart smollm2 terminal check test smoke test-envs test-agents test-frameworks test-vllm lint docs lock install vllm trl sandbox chromium rdma clean help
+.PHONY: quickstart smollm2 terminal robots check test smoke test-envs test-agents test-frameworks test-vllm lint docs lock install vllm trl sandbox chromium rdma clean help
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 18
@@ -25,6 +25,10 @@ smollm2: $(VENV)/.smollm2  ## the same on SmolLM2-135M-Instruct (about half an h
 
 terminal: install sandbox  ## a tiny model learns to work in a shell (about ten minutes)
 	$(BIN)/rollart train examples/terminal.yaml
+
+robots: install  ## two robot tasks in Meta-World: record, imitate, evaluate, film (under ten minutes)
+	$(BIN)/rollart envs add metaworld
+	$(BIN)/rollart robots train examples/robots/button_press.yaml examples/robots/pick_place.yaml --video
 
 check: install lint  ## style, types and fast tests (under three minutes)
 	$(BIN)/pytest -m "not slow and not benchmark" -n 2

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from rollart.app.cli import app
 from rollart.config import RunFile
+from rollart.config.robots import AnyPolicyConfig, ComparisonFile, RobotRunFile
 
 ROOT = Path(__file__).parents[1]
 RECORDED = "<!-- recorded -->"  # where the page of benchmarks shows what was recorded
@@ -31,6 +32,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {
         "reference/run-file.md": "\n".join(run_file()),
         "reference/commands.md": "\n".join(commands()),
+        "reference/robots.md": "\n".join(robot_run_file()),
         "contributing.md": _from_root("CONTRIBUTING.md"),
         "changelog.md": _from_root("CHANGELOG.md"),
     }
@@ -68,6 +70,20 @@ def run_file() -> Iterator[str]:
     yield "Every key with its default and meaning, generated from the schema (`rollart schema` prints it for editors)."
     yield "An unknown key is an error that names the nearest known one. `--set a.b.c=value` changes one key of a run.\n"
     yield from _section(RunFile, "")
+
+
+def robot_run_file() -> Iterator[str]:
+    yield "# Run file of robots\n"
+    yield "What `rollart robots train` reads; `policy: flow` is short for `policy: {name: flow}`.\n"
+    yield from _section(RobotRunFile, "")
+    for policy in get_args(AnyPolicyConfig)[1:]:
+        yield from _section(policy, f"policy: {policy.model_fields['name'].default}")
+    yield "\n## Comparisons\n"
+    yield "`rollart robots compare` reads the same keys, and in place of `task`, `policy` and `urls`:\n"
+    yield "| key | value | default | meaning |\n|---|---|---|---|"
+    for name, field in ComparisonFile.model_fields.items():
+        if name not in RobotRunFile.model_fields:
+            yield f"| `{name}` | {_type(field.annotation)} | {_default(field)} | {_cell(field.description or '')} |"
 
 
 def _section(section: type[BaseModel], path: str) -> Iterator[str]:

@@ -12,43 +12,41 @@ from torch import Tensor
 from rollart.config.robots import ControlConfig
 from rollart.robots.demonstrations import Demonstration, Floats
 
-_CONSTANT = 5e-3  # observations that vary less than this carry no information, only noise to be amplified
+_CONSTANT = (
+    2.5e-3  # half the span: observations that vary less than this carry no information, only noise to be amplified
+)
 _MAX_SCALED = 3.0  # what was never demonstrated stays within sight
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """From numbers of the environment to about [-1, 1] and back. Constant observations become 0."""
+    """From numbers of the environment to about [-1, 1] and back, by gain and bias. Constant observations become 0."""
 
-    observation_low: Tensor
-    observation_span: Tensor
-    action_low: Tensor
-    action_span: Tensor
+    observation_gain: Tensor
+    observation_bias: Tensor
+    action_gain: Tensor
+    action_bias: Tensor
 
     @classmethod
     def fit(cls, demonstrations: Sequence[Demonstration]) -> Self:
         seen = torch.from_numpy(np.concatenate([one.observations for one in demonstrations]))
         done = torch.from_numpy(np.concatenate([one.actions for one in demonstrations]))
-        spans = [values.amax(0) - values.amin(0) for values in (seen, done)]
-        observed = torch.where(spans[0] < _CONSTANT, torch.inf, spans[0])
-        acted = torch.where(spans[1] < _CONSTANT, 2.0, spans[1])
-        low = torch.where(spans[1] < _CONSTANT, done.amin(0) - 1, done.amin(0))  # a constant action is in the middle
-        return cls(seen.amin(0), observed, low, acted)
+        (seen_middle, seen_half), (done_middle, done_half) = _range(seen), _range(done)
+        gain = torch.where(seen_half < _CONSTANT, 0.0, 1 / seen_half)
+        half = torch.where(done_half < _CONSTANT, 1.0, done_half)
+        return cls(gain, -seen_middle * gain, half, done_middle)
 
     def observations(self, values: Tensor) -> Tensor:
-        """[..., O]; the last dimension may be several observations."""
-        times = values.shape[-1] // len(self.observation_low)
-        low, span = self.observation_low.repeat(times), self.observation_span.repeat(times)
-        scaled = torch.where(span.isinf(), 0.0, (values - low) / span * 2 - 1)
-        return scaled.clamp(-_MAX_SCALED, _MAX_SCALED)
+        """[..., O] to the policy's numbers."""
+        return torch.addcmul(self.observation_bias, values, self.observation_gain).clamp_(-_MAX_SCALED, _MAX_SCALED)
 
     def actions(self, values: Tensor) -> Tensor:
         """[..., A] to the policy's numbers."""
-        return (values - self.action_low) / self.action_span * 2 - 1
+        return (values - self.action_bias) / self.action_gain
 
     def commands(self, values: Tensor) -> Tensor:
         """The inverse of `actions`."""
-        return (values + 1) / 2 * self.action_span + self.action_low
+        return torch.addcmul(self.action_bias, values, self.action_gain)
 
     def tensors(self) -> dict[str, Tensor]:
         return {f"scaling.{field.name}": getattr(self, field.name) for field in fields(self)}
@@ -76,9 +74,15 @@ class ImitationData:
             after = np.repeat(one.actions[-1:], control.chunk - 1, 0)
             seen.append(_windows(np.concatenate([before, one.observations]), control.history))
             done.append(_windows(np.concatenate([one.actions, after]), control.chunk))
-        conditions = scaling.observations(torch.from_numpy(np.concatenate(seen)).flatten(1))
+        conditions = scaling.observations(torch.from_numpy(np.concatenate(seen))).flatten(1)
         chunks = scaling.actions(torch.from_numpy(np.concatenate(done))).flatten(1)
         return cls(conditions, chunks, scaling)
+
+
+def _range(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The middle of each column, and half of its span."""
+    low, high = values.amin(0), values.amax(0)
+    return (low + high) / 2, (high - low) / 2
 
 
 def _windows(values: Floats, length: int) -> Floats:

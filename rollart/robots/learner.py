@@ -151,8 +151,8 @@ class TrainedPolicy:
         self.config = LearnerConfig.model_validate(about)
         self.scaling = Scaling.restore(tensors)
         self.policy = policy_of(self.config.policy)
-        self.actions = len(self.scaling.action_low)
-        self.observations = len(self.scaling.observation_low)
+        self.actions = len(self.scaling.action_gain)
+        self.observations = len(self.scaling.observation_gain)
         control, network = self.config.control, self.config.network
         self.network = PolicyNetwork(
             control.history * self.observations, control.chunk * self.actions, network.width, network.layers,
@@ -164,7 +164,7 @@ class TrainedPolicy:
     @torch.inference_mode()
     def act(self, histories: Tensor, noise: Tensor) -> Tensor:
         """[B, history, O] and noise [B, D] to commands [B, chunk, A]."""
-        condition = self.scaling.observations(histories.flatten(1))[None]
+        condition = self.scaling.observations(histories).flatten(1)[None]
         chunk = self.policy.sample(self.network, condition, noise[None])[0]
         return self.scaling.commands(chunk.reshape(len(chunk), self.config.control.chunk, self.actions))
 

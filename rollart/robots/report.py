@@ -13,9 +13,10 @@ from rich.table import Table
 from rollart.core.event_log import read_events
 from rollart.core.events import Evaluated, WarmupStep
 from rollart.core.run_folder import events_of
-from rollart.observe.draw import table
+from rollart.observe.draw import sparkline, table
 from rollart.observe.report import wilson
 from rollart.robots.comparison import ComparedPolicy
+from rollart.robots.episodes import RobotScore
 from rollart.simulator.result import interval
 
 _INK, _FAINT = "#222222", "#8a8a8a"
@@ -36,8 +37,8 @@ def write_curves(folder: Path) -> None:
     steps, points = list(scores), list(scores.values())
     middle = [point.success for point in points]
     ends = [wilson(point.success, point.episodes) for point in points]
-    errors = [[share - low for share, (low, _) in zip(middle, ends, strict=True)],
-              [high - share for share, (_, high) in zip(middle, ends, strict=True)]]  # fmt: skip
+    errors = [[max(0.0, share - low) for share, (low, _) in zip(middle, ends, strict=True)],
+              [max(0.0, high - share) for share, (_, high) in zip(middle, ends, strict=True)]]  # fmt: skip
     right.errorbar(steps, middle, yerr=errors, color="#009E73", marker="o", markersize=4, capsize=3, linewidth=1.6)
     right.set_ylim(-0.02, 1.04)
     figure.suptitle(folder.name, x=0.01, ha="left", fontsize=12, color=_INK)
@@ -53,6 +54,25 @@ def _axes(axes: Any, title: str) -> None:
     axes.set_xlabel("optimizer step", fontsize=8.5, color=_FAINT)
 
 
+def score_table(scores: Sequence[tuple[str, Path, RobotScore]]) -> Table:
+    """By task: the curve of held-out success, the last one with its 95% interval, and the time of a chunk. The scores
+    come with their run folders."""
+    rows = table("task", "while training", "success", "95% interval", "episodes", "unplayed", "ms per chunk", "p99")
+    for task, folder, score in scores:
+        low, high = wilson(score.success, len(score.played))
+        curve = [event.success for event in read_events(events_of(folder), Evaluated)]
+        rows.add_row(
+            task,
+            sparkline(curve, len(curve)),
+            f"{score.success:.3f}",
+            f"{low:.3f} to {high:.3f}",
+            str(len(score.played)),
+            str(len(score.episodes) - len(score.played)),
+            *(f"{number:.2f}" for number in score.latency_ms),
+        )
+    return rows
+
+
 def comparison_table(results: Sequence[ComparedPolicy]) -> Table:
     """Success by task and policy: the mean over seeds, and half of its 95% interval; then over all tasks."""
     policies = list(dict.fromkeys(one.policy for one in results))
@@ -63,21 +83,20 @@ def comparison_table(results: Sequence[ComparedPolicy]) -> Table:
     for task in dict.fromkeys(one.task for one in results):
         rows.add_row(task, *(_mean(shares[task, policy]) for policy in policies))
     rows.add_section()
-    by_policy = {policy: [one for one in results if one.policy == policy] for policy in policies}
-    rows.add_row("all tasks", *(_mean(_by_seed(found)) for found in by_policy.values()))
-    rows.add_row("ms per chunk, p50", *(f"{median(one.p50_ms for one in found):.2f}" for found in by_policy.values()))
-    rows.add_row("ms per chunk, p99", *(f"{median(one.p99_ms for one in found):.2f}" for found in by_policy.values()))
-    rows.add_row(
-        "ms per training step", *(f"{fmean(one.step_ms for one in found):.2f}" for found in by_policy.values())
-    )
+    found = [[one for one in results if one.policy == policy] for policy in policies]
+    rows.add_row("all tasks", *(_mean(seed_means(results, policy)) for policy in policies))
+    rows.add_row("ms per chunk, p50", *(f"{median(one.p50_ms for one in some):.2f}" for some in found))
+    rows.add_row("ms per chunk, p99", *(f"{median(one.p99_ms for one in some):.2f}" for some in found))
+    rows.add_row("ms per training step", *(f"{fmean(one.step_ms for one in some):.2f}" for some in found))
     return rows
 
 
-def _by_seed(results: Sequence[ComparedPolicy]) -> list[float]:
-    """The mean over the tasks, for each seed."""
+def seed_means(results: Sequence[ComparedPolicy], policy: str) -> list[float]:
+    """The mean success of a policy over the tasks, for each seed."""
     shares: dict[int, list[float]] = defaultdict(list)
     for one in results:
-        shares[one.seed].append(one.success)
+        if one.policy == policy:
+            shares[one.seed].append(one.success)
     return [fmean(values) for values in shares.values()]
 
 

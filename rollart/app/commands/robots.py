@@ -13,14 +13,15 @@ from rollart.app.commands.common import (
     Output,
     Overrides,
     RunDir,
-    RunPath,
     console_for,
     guarded,
     print_json,
     say,
 )
+from rollart.core.errors import RollartError
 
 if TYPE_CHECKING:
+    from rollart.config.robots import RobotRunFile
     from rollart.robots.episodes import RobotScore
 
 app = typer.Typer(
@@ -28,7 +29,10 @@ app = typer.Typer(
     help="Train robot policies by imitation, and evaluate and compare them.\n\n"
     "[dim]rollart robots train examples/robots/pick_place.yaml[/dim]",
 )
-VIDEO_PIXELS = 160
+VIDEO_PIXELS, FILMED = 160, 2
+Video = Annotated[
+    bool, typer.Option("--video", help="Film two episodes and keep a successful one, as RUN_DIR/videos/TASK.gif.")
+]
 Episodes = Annotated[int, typer.Option(min=1, help="Episodes to play.")]
 
 
@@ -66,11 +70,12 @@ def demos(
 @app.command()
 @guarded
 def train(
-    run_file: RunPath,
+    run_files: Annotated[list[Path], typer.Argument(metavar="RUN.yaml...", help="One or more run files.")],
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the newest run of this name.")] = False,
     output: Output = None,
     run_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Use exactly this run folder.")] = None,
+    video: Video = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a policy on demonstrations, and evaluate it on held-out episodes.
@@ -82,25 +87,42 @@ def train(
     rollart robots train examples/robots/pick_place.yaml --set policy=flow[/dim]
     """
     from rollart.app.api import folder_for
+    from rollart.robots import imitation
+    from rollart.robots.report import score_table
+
+    if run_dir and len(run_files) > 1:
+        raise RollartError("--run-dir is the folder of one run, but there are several run files")
+    changes = [*(overrides or []), *([f"output={json.dumps(str(output))}"] if output else [])]
+    runs = [imitation.load(path, changes) for path in run_files]
+    with console_for(as_json) as console:
+        scores = []
+        for run in runs:
+            folder = folder_for(run, run_dir, resume=resume)
+            scores.append((run.task, folder, _train(console, run, folder, resume=resume)))
+            if video:
+                _film(console, folder, run.task)
+        console.print()
+        console.print(score_table(scores))
+        console.print()
+        for _, folder, _ in scores:
+            say(console, f"policy: {folder / 'policy'}   curves: {folder / 'curves.png'}")
+    if as_json:
+        print_json([_as_dict(folder) for _, folder, _ in scores] if len(scores) > 1 else _as_dict(scores[0][1]))
+
+
+def _train(console: Console, run: "RobotRunFile", folder: Path, *, resume: bool) -> "RobotScore":
     from rollart.observe import live
     from rollart.robots import imitation
     from rollart.robots.report import write_curves
     from rollart.robots.suites import robot_task
 
-    run = imitation.load(run_file, [*(overrides or []), *([f"output={output}"] if output else [])])
-    folder = folder_for(run, run_dir, resume=resume)
-    with console_for(as_json) as console:
-        say(console, f"run folder: {folder}")
-        with live.view(console, {robot_task(run.task).name: 1.0}) as view:
-            score = asyncio.run(
-                imitation.train(run, folder, resume=resume, on_log=lambda log: log.subscribe(view.on_event))
-            )
-        write_curves(folder)
-        _print_score(console, run.task, score)
-        say(console, f"policy:          {folder / 'policy'}")
-        say(console, f"learning curves: {folder / 'curves.png'}")
-    if as_json:
-        print_json(_as_dict(folder))
+    say(console, f"run folder: {folder}")
+    with live.view(console, {robot_task(run.task).name: 1.0}) as view:
+        score = asyncio.run(
+            imitation.train(run, folder, resume=resume, on_log=lambda log: log.subscribe(view.on_event))
+        )
+    write_curves(folder)
+    return score
 
 
 @app.command("eval")
@@ -112,7 +134,7 @@ def evaluate(
         str | None, typer.Option(metavar="SUITE:TASK", help="Another task than the one it was trained for.")
     ] = None,
     processes: Annotated[int | None, typer.Option(min=1, help="Environments at the same time.")] = None,
-    video: Annotated[bool, typer.Option("--video", help="Film one episode, as RUN_DIR/videos/TASK.gif.")] = False,
+    video: Video = False,
     as_json: AsJson = False,
 ) -> None:
     """Play held-out episodes with a trained policy.
@@ -123,18 +145,15 @@ def evaluate(
     rollart robots eval runs/pick-place-1 --video[/dim]
     """
     from rollart.robots import imitation
-    from rollart.robots.episodes import save_video
+    from rollart.robots.report import score_table
 
     with console_for(as_json) as console:
         score = asyncio.run(imitation.score_run(run_dir, episodes=episodes, task=task, processes=processes))
         name = task or imitation.load(run_dir / "run.yaml", []).task
         imitation.save_score(score, run_dir)
-        _print_score(console, name, score)
+        console.print(score_table([(name, run_dir, score)]))
         if video:
-            filmed = asyncio.run(imitation.score_run(run_dir, episodes=1, task=task, processes=1, video=VIDEO_PIXELS))
-            path = run_dir / "videos" / f"{name.replace(':', '-')}.gif"
-            save_video(filmed, path)
-            say(console, f"video: {path}")
+            _film(console, run_dir, name)
     if as_json:
         print_json(_as_dict(run_dir))
 
@@ -176,18 +195,15 @@ def compare(
         print_json({"folder": str(folder), "results": msgspec.to_builtins(results)})
 
 
-def _print_score(console: Console, task: str, score: "RobotScore") -> None:
-    from rollart.observe.report import wilson
+def _film(console: Console, run_dir: Path, task: str) -> None:
+    """Raises RollartError, for example where there is no renderer."""
+    from rollart.robots import imitation
+    from rollart.robots.episodes import save_video
 
-    low, high = wilson(score.success, len(score.played))
-    unplayed = len(score.episodes) - len(score.played)
-    failed = f", {unplayed} could not be played" if unplayed else ""
-    middle, slow = score.latency_ms
-    say(
-        console,
-        f"{task}: success {score.success:.3f} (95% interval {low:.3f} to {high:.3f}) in {len(score.played)} held-out "
-        f"episodes{failed}; {middle:.2f} ms per chunk (p99 {slow:.2f} ms)",
-    )
+    filmed = asyncio.run(imitation.score_run(run_dir, episodes=FILMED, task=task, processes=1, video=VIDEO_PIXELS))
+    path = run_dir / "videos" / f"{task.replace(':', '-')}.gif"
+    save_video(filmed, path)
+    say(console, f"video: {path}")
 
 
 def _as_dict(folder: Path) -> dict[str, object]:

@@ -8,7 +8,7 @@ import gymnasium
 import gymnasium_robotics
 import numpy
 
-from rollart.envs.adapters.continuous import ContinuousEnvironment, MujocoCamera
+from rollart.envs.adapters.continuous import ContinuousEnvironment
 
 gymnasium.register_envs(gymnasium_robotics)
 IDS = {name: f"AdroitHand{name.capitalize()}-v1" for name in ("door", "hammer", "pen", "relocate")}
@@ -17,13 +17,14 @@ IDS = {name: f"AdroitHand{name.capitalize()}-v1" for name in ("door", "hammer", 
 class Adroit(ContinuousEnvironment):
     """`task` is door, hammer, pen or relocate. It has no expert: demonstrations come from files."""
 
+    camera = -1  # the free one
+
     def __init__(self, task: str, *, horizon: int = 200, tail: int = 0, video: int = 0, held_out: bool = False) -> None:
         super().__init__(horizon, tail, video, held_out)
         if task not in IDS:
             raise ValueError(f"Adroit has no task {task!r}; its tasks are {', '.join(IDS)}")
         self.env = gymnasium.make(IDS[task]).unwrapped
         self.actions = int(self.env.action_space.shape[0])
-        self._camera: Any = None
 
     def _reset(self, seed: int) -> Any:
         return self.env.reset(seed=seed)[0]
@@ -31,7 +32,3 @@ class Adroit(ContinuousEnvironment):
     def _step(self, command: Any) -> tuple[Any, float, bool, bool]:
         seen, reward, _, _, info = self.env.step(numpy.clip(command, -1, 1))
         return seen, float(reward), bool(info["success"]), False
-
-    def _frame(self, pixels: int) -> Any:
-        self._camera = self._camera or MujocoCamera(self.env, pixels, -1)
-        return self._camera.frame()

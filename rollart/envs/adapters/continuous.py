@@ -26,13 +26,15 @@ NO_RENDERER = (
 
 
 class ContinuousEnvironment:
-    """Subclasses define `_reset`, `_step`, the number of `actions`, and `_frame` if they can be filmed.
+    """Subclasses define `_reset`, `_step` and the number of `actions`; of mujoco, also its `env` and a `camera`.
 
     An episode ends `tail` steps after its first success, or after `horizon` steps. With `video`, the last reply has
     an animated GIF of that many pixels in `info`, in base64."""
 
     reusable = True
     actions = 0
+    camera: str | int | None = None
+    env: Any = None
 
     def __init__(self, horizon: int, tail: int, video: int, held_out: bool) -> None:
         if horizon < 1 or tail < 0:
@@ -43,6 +45,7 @@ class ContinuousEnvironment:
         self.succeeded_at: int | None = None
         self.failed = False
         self._frames: list[Any] = []
+        self._renderer: Any = None
 
     def reset(self, seed: int) -> str:
         self.seen = self._reset(2 * seed + self.held_out)  # even seeds train, odd ones evaluate
@@ -72,7 +75,8 @@ class ContinuousEnvironment:
         return {"messages": _json(seen), "reward": reward, "done": done, "truncated": truncated, "info": info}
 
     def close(self) -> None:
-        pass
+        if self._renderer is not None:
+            self._renderer.close()
 
     def _over(self) -> bool:
         ended = self.succeeded_at is not None and self.steps >= self.succeeded_at + self.tail
@@ -91,7 +95,7 @@ class ContinuousEnvironment:
 
     def _film(self) -> None:
         if self.video and len(self._frames) < MAX_FRAMES:
-            self._frames.append(self._frame(self.video))
+            self._frames.append(self._frame())
 
     def _reset(self, seed: int) -> Any:
         """The first observation."""
@@ -101,27 +105,22 @@ class ContinuousEnvironment:
         """Observation, reward, whether it succeeds now, and whether it has failed for good."""
         raise NotImplementedError
 
-    def _frame(self, pixels: int) -> Any:
-        raise ValueError(NO_RENDERER)
+    def _frame(self) -> Any:
+        if self._renderer is None:
+            self._renderer = self._open_renderer()
+        self._renderer.update_scene(self.env.data, self.camera)
+        return numpy.ascontiguousarray(self._renderer.render())
 
-
-class MujocoCamera:
-    """Frames of a mujoco environment. Raises ValueError if there is no renderer."""
-
-    def __init__(self, env: Any, pixels: int, camera: str | int) -> None:
+    def _open_renderer(self) -> Any:
+        """Raises ValueError if there is none."""
+        if self.camera is None or os.environ.get("MUJOCO_GL") is None:
+            raise ValueError(NO_RENDERER)
         import mujoco
 
-        if os.environ.get("MUJOCO_GL") is None:
-            raise ValueError(NO_RENDERER)
         try:
-            self._renderer = mujoco.Renderer(env.model, pixels, pixels)
+            return mujoco.Renderer(self.env.model, self.video, self.video)
         except Exception as error:  # drivers raise all kinds of things
             raise ValueError(f"{NO_RENDERER} ({error})") from error
-        self._env, self._camera = env, camera
-
-    def frame(self) -> Any:
-        self._renderer.update_scene(self._env.data, self._camera)
-        return self._renderer.render()
 
 
 def _json(observations: list[Any]) -> str:

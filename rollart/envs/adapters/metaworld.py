@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy
 
-from rollart.envs.adapters.continuous import ContinuousEnvironment, MujocoCamera
+from rollart.envs.adapters.continuous import ContinuousEnvironment
 
 warnings.filterwarnings("ignore", message="Constant.*may be too high")  # experts aim beyond 1, which is clipped
 
@@ -21,6 +21,7 @@ class MetaWorld(ContinuousEnvironment):
     """`task` is a name of version 3, for example `pick-place-v3`."""
 
     actions = 4
+    camera = "corner2"
 
     def __init__(self, task: str, *, horizon: int = 200, tail: int = 0, video: int = 0, held_out: bool = False) -> None:
         super().__init__(horizon, tail, video, held_out)
@@ -31,7 +32,6 @@ class MetaWorld(ContinuousEnvironment):
         self.env._freeze_rand_vec, self.env.seeded_rand_vec = False, True
         self.env.max_path_length = 10**9  # the horizon is ours
         self.expert = ENV_POLICY_MAP[task]()
-        self._camera: Any = None
 
     def _reset(self, seed: int) -> Any:
         self.env.seed(seed)
@@ -41,9 +41,8 @@ class MetaWorld(ContinuousEnvironment):
         seen, reward, _, _, info = self.env.step(numpy.clip(command, -1, 1).astype(numpy.float32))
         return seen, reward, info["success"] >= 1, False
 
-    def _frame(self, pixels: int) -> Any:
-        self._camera = self._camera or MujocoCamera(self.env, pixels, "corner2")
-        return self._camera.frame()
+    def _frame(self) -> Any:
+        return numpy.ascontiguousarray(super()._frame()[::-1, ::-1])  # the package's camera hangs upside down
 
 
 def player(env: MetaWorld, rng: random.Random) -> str:

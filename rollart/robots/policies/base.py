@@ -80,7 +80,7 @@ def integrate(
     network: Network, predict: Predict, condition: Tensor, noise: Tensor, steps: int, *, mean: bool
 ) -> Tensor:
     """Follow the velocity from noise to a chunk in equal steps; `mean`: with the mean velocity of each step."""
-    z, times = noise, torch.linspace(1, 0, steps + 1).tolist()
+    z, times = noise, [1 - number / steps for number in range(steps + 1)]
     for start, end in pairwise(times):
         t = z.new_full(z.shape[:-1], start)
         r = torch.full_like(t, end) if mean else t

@@ -9,7 +9,7 @@ import pytest
 from rollart.envs import families
 from rollart.envs.families import install
 
-LONG = {"alfworld"}
+LONG = {"alfworld", "metaworld", "adroit"}
 
 
 @pytest.fixture(scope="session")

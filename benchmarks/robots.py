@@ -1,0 +1,153 @@
+"""Robot policies: what one step costs and gains, and every policy on every task.
+
+    python -m benchmarks.robots                          # needs the family metaworld: rollart envs add metaworld
+    python -m benchmarks.robots --adroit FOLDER          # with Adroit too: adroit-door.npz, -hammer, -pen in FOLDER
+    python -m benchmarks.robots --only costs multimodal  # seconds and a minute, without a simulator
+
+`dde_vs_jvp_time`: a training step of MeanFlow with central differences, over one with forward-mode differentiation.
+`one_step_vs_ten_latency`: a chunk by MeanFlow, over one by flow matching in ten steps. `multimodal_gain`: success with
+two ways around an obstacle, one-step MeanFlow less regression. `table`: the mean success of each policy over the tasks
+of examples/robots/benchmark.yaml and five seeds, with half of its 95% interval; `tasks` has it by task. A comparison
+that was stopped goes on with --folder.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from rollart.config.robots import AnyPolicyConfig, ComparisonFile, FlowConfig, MeanFlowConfig
+from rollart.robots import comparison
+from rollart.robots.chunks import ImitationData
+from rollart.robots.comparison import ComparedPolicy
+from rollart.robots.demonstrations import Demonstration
+from rollart.robots.learner import ImitationLearner, LearnerConfig, TrainedPolicy
+from rollart.robots.report import comparison_table, seed_means
+from rollart.simulator.result import interval
+
+PLAN = Path(__file__).parents[1] / "examples" / "robots" / "benchmark.yaml"
+PARTS = ("costs", "multimodal", "table")
+ADROIT = ("adroit:door", "adroit:hammer", "adroit:pen")
+OBSERVATIONS, ACTIONS, STEPS = 39, 4, 1000  # as in Meta-World
+
+
+def learner(policy: AnyPolicyConfig) -> ImitationLearner:
+    rng = np.random.default_rng(0)
+    shown = [rng.normal(size=(STEPS, size)).astype(np.float32) for size in (OBSERVATIONS, ACTIONS)]
+    config = LearnerConfig.model_validate({"policy": policy, "control": {}, "network": {}, "training": {}})
+    return ImitationLearner(config, [ImitationData.of([Demonstration(*shown)], config.control)], [0])
+
+
+def alternated(calls: Sequence[Callable[[], object]], rounds: int, repeats: int = 1) -> list[float]:
+    """The median CPU milliseconds of each, measured in turns of `repeats` calls: a control loop's caches are warm."""
+    taken: list[list[float]] = [[] for _ in calls]
+    for number in range(rounds + 2):
+        for times, call in zip(taken, calls, strict=True):
+            began = time.thread_time()
+            for _ in range(repeats):
+                call()
+            if number >= 2:
+                times.append(1e3 * (time.thread_time() - began) / repeats)
+    return [statistics.median(times) for times in taken]
+
+
+def costs(rounds: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    dde, jvp = (learner(MeanFlowConfig(derivative=kind)) for kind in ("dde", "jvp"))
+    dde_ms, jvp_ms = alternated([lambda: dde.train(1), lambda: jvp.train(1)], rounds)
+    with tempfile.TemporaryDirectory() as made:
+        acting = []
+        for name, policy in (("one", MeanFlowConfig()), ("ten", FlowConfig(steps=10))):
+            learner(policy).export([Path(made) / name], ["metaworld:reach-v3"])
+            acting.append(TrainedPolicy(Path(made) / name))
+    seen, noise = torch.zeros(1, 2, OBSERVATIONS), torch.zeros(1, acting[0].noise_size)
+    one_ms, ten_ms = alternated([lambda: acting[0].act(seen, noise), lambda: acting[1].act(seen, noise)], rounds, 10)
+    return {
+        "dde_vs_jvp_time": round(dde_ms / jvp_ms, 3),
+        "dde_ms": round(dde_ms, 2),
+        "jvp_ms": round(jvp_ms, 2),
+        "one_step_vs_ten_latency": round(one_ms / ten_ms, 3),
+        "one_step_ms": round(one_ms, 3),
+        "ten_steps_ms": round(ten_ms, 3),
+    }
+
+
+def multimodal(folder: Path, *, smoke: bool) -> dict[str, Any]:
+    plan = ComparisonFile.model_validate(
+        {
+            "tasks": ["toy:obstacle"],
+            "policies": {"meanflow": "meanflow", "flow": "flow", "regression": "regression"},
+            "seeds": 2 if smoke else 5,
+            "demonstrations": {"episodes": 10 if smoke else 50},
+            "control": {"history": 1, "chunk": 8, "execute": 8},
+            "training": {"steps": 20 if smoke else 1500, "batch": 64},
+            "evaluation": {"episodes": 4 if smoke else 100},
+        }
+    )
+    results = asyncio.run(comparison.compare(plan, folder, report))
+    Console().print(comparison_table(results))
+    success = {policy: interval(seed_means(results, policy)) for policy in plan.policies}
+    gain = success["meanflow"][0] - success["regression"][0]
+    return {"multimodal_gain": round(gain, 3), "multimodal": rounded(success)}
+
+
+def whole_table(folder: Path, adroit: Path | None) -> dict[str, Any]:
+    plan = comparison.load(PLAN, [])
+    if adroit is not None:
+        more = {"tasks": [*plan.tasks, *ADROIT]}
+        shown = plan.demonstrations.model_copy(update={"path": adroit})
+        plan = plan.model_copy(update={**more, "demonstrations": shown})
+    began = time.monotonic()
+    results = asyncio.run(comparison.compare(plan, folder, report))
+    Console(width=160).print(comparison_table(results))
+    tasks: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for one in results:
+        tasks[one.task][one.policy].append(one.success)
+    means = {
+        task: {policy: round(statistics.fmean(values), 3) for policy, values in by_policy.items()}
+        for task, by_policy in tasks.items()
+    }
+    table = {policy: interval(seed_means(results, policy)) for policy in plan.policies}
+    minutes = round((time.monotonic() - began) / 60, 1)
+    return {"table": rounded(table), "tasks": means, "table_minutes": minutes, "policies": len(results)}
+
+
+def rounded(values: dict[str, tuple[float, float]]) -> dict[str, list[float]]:
+    return {name: [round(number, 3) for number in pair] for name, pair in values.items()}
+
+
+def report(one: ComparedPolicy) -> None:
+    print(f"{one.policy}, {one.task}, seed {one.seed}: {one.success:.2f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, no simulator")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--adroit", type=Path, metavar="FOLDER", help="demonstrations of Adroit")
+    parser.add_argument("--folder", type=Path, help="where the comparison is kept; default: deleted afterwards")
+    arguments = parser.parse_args()
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary)
+        if "costs" in arguments.only:
+            found |= costs(3 if arguments.smoke else 60)
+        if "multimodal" in arguments.only:
+            found |= multimodal(folder / "multimodal", smoke=arguments.smoke)
+        if "table" in arguments.only and not arguments.smoke:
+            found |= whole_table(folder / "table", arguments.adroit)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

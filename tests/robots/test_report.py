@@ -1,0 +1,61 @@
+"""Curves and tables of robot runs."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from rollart.core.event_log import EventLog
+from rollart.core.events import Evaluated, WarmupStep
+from rollart.robots.comparison import ComparedPolicy
+from rollart.robots.episodes import RobotEpisode, RobotScore
+from rollart.robots.report import comparison_table, score_table, seed_means, write_curves
+
+
+def run_folder(path: Path) -> Path:
+    path.mkdir()
+    log = EventLog(path / "events", lambda: 0.0)
+    for step, success in ((50, 0.0), (100, 1.0)):
+        log.emit(WarmupStep(step=step, steps=100, loss=1 / step))
+        log.emit(Evaluated(version=step, task="toy-obstacle", episodes=50, success=success, reward=1.0, failed=0))
+    log.close()
+    return path
+
+
+def compared(policy: str, task: str, seed: int, success: float) -> ComparedPolicy:
+    return ComparedPolicy(policy, task, seed, success, episodes=50, unplayed=0, p50_ms=1.0, p99_ms=2.0, step_ms=3.0)
+
+
+RESULTS = [
+    compared(policy, task, seed, success)
+    for policy, task, success in (("fast", "a", 1.0), ("fast", "b", 0.5), ("slow", "a", 0.25))
+    for seed in (0, 1)
+]
+
+
+def text(table: object) -> str:
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get()
+
+
+def test_curves_are_drawn_also_for_shares_of_none_and_all(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    write_curves(folder)
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_score_shows_its_interval_and_what_could_not_be_played(tmp_path: Path) -> None:
+    played = [RobotEpisode(seed, success=seed < 5, steps=9, reward=0.0) for seed in range(10)]
+    lost = RobotEpisode(11, success=False, steps=0, reward=0.0, failure="it crashed")
+    shown = text(score_table([("toy:obstacle", run_folder(tmp_path / "run"), RobotScore((*played, lost), (0.5, 2.0)))]))
+    assert "0.500" in shown and "0.237 to 0.763" in shown
+    assert shown.splitlines()[-1].split()[-4:] == ["10", "1", "0.50", "2.00"]
+
+
+def test_a_comparison_shows_each_task_and_the_mean_over_tasks() -> None:
+    shown = text(comparison_table(RESULTS))
+    assert seed_means(RESULTS, "fast") == [0.75, 0.75]
+    rows = {line.split("  ")[0]: line.split() for line in shown.splitlines() if line.strip()}
+    assert rows["b"] == ["b", "0.50", "±", "0.00", "-"]
+    assert rows["all tasks"][2:] == ["0.75", "±", "0.00", "0.25", "±", "0.00"]
