@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from rollart.app.cli import app
 from rollart.config.loading import load as load_run_file
 from rollart.robots.comparison import load as load_comparison
 from rollart.robots.imitation import load as load_robot_run
@@ -22,6 +24,17 @@ def test_an_example_is_a_valid_run_file(path: Path) -> None:
         return
     run = load_scenario(path) if "simulate" in keys else load_run_file(path)
     assert run.tasks
+
+
+@pytest.mark.parametrize(
+    "nodes", sorted((ROOT / "examples" / "hardware").glob("*.nodes.json")), ids=lambda path: path.name
+)
+def test_a_run_file_for_hardware_fits_its_nodes(nodes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    run = nodes.with_name(nodes.name.replace(".nodes.json", ".yaml"))
+    checked = CliRunner().invoke(app, ["check", str(run), "--nodes", str(nodes)])
+    assert checked.exit_code == 0, checked.output
+    assert "Memory of each device" in checked.output
 
 
 def test_examples_were_found() -> None:

@@ -64,9 +64,9 @@ app.command(rich_help_panel=PREPARE)(init)
 
 
 NOT_LINUX = (
-    "rollart is made for Linux, and this is {}. `train`, `eval`, `play` and `serve` are not expected to work here: they "
-    "fork processes, share weights in /dev/shm and isolate code with bubblewrap. `check`, `simulate`, `plan`, `show` and "
-    "`dashboard` need none of that. Use a Linux machine, a container, or WSL 2."
+    "rollart is made for Linux, and this is {}. `train`, `eval`, `play` and `serve` are not expected to work here: "
+    "they fork processes, share weights in /dev/shm and isolate code with bubblewrap. `check`, `simulate`, `plan`, "
+    "`show` and `dashboard` need none of that. Use a Linux machine, a container, or WSL 2."
 )
 
 
