@@ -46,6 +46,7 @@ START_EVERY = 4
 START_S = 8.0  # a start without other load
 TRAINING_S = 1.5  # from the first group until the kill, on average
 LEFT_S = 10.0
+LAST_STEPS = 4
 
 RUN = """
 name: crash
@@ -56,19 +57,19 @@ tasks:
   - {name: frozen_lake, env: "rollart.envs.frozen_lake:FrozenLake", max_turns: 4, max_context: 200,
      sampling: {max_tokens: 3}}
 rollout: {extra_members: 1}
-training: {steps: STEPS, batch_groups: 6, group_size: 4}
+training: {steps: 100000, batch_groups: 6, group_size: 4}
 evaluation: {every: 0, final_episodes: 2}
 checkpoint: {every: 2}
 """
 
 
-def start(run: Path, folder: Path) -> subprocess.Popen[bytes]:
+def start(run: Path, folder: Path, *options: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "rollart.app.cli", "train", str(run), "--run-dir", str(folder)]
     if (folder / "run.yaml").exists():
         command.append("--resume")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with open(folder.parent / "controller.log", "ab") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        return subprocess.Popen([*command, *options], stdout=log, stderr=log, env=environment, start_new_session=True)
 
 
 class Lives:
@@ -170,8 +171,8 @@ class Account:
         draft.replace(path)
 
 
-def one_kill(run: Path, folder: Path, lives: Lives, rng: random.Random, number: int) -> list[str] | None:
-    """Start or resume the run and kill it. None: it had finished before."""
+def one_kill(run: Path, folder: Path, lives: Lives, rng: random.Random, number: int) -> list[str]:
+    """Start or resume the run and kill it. Returns what it left behind."""
     process = start(run, folder)
     try:
         if number % START_EVERY == START_EVERY - 1:
@@ -180,7 +181,7 @@ def one_kill(run: Path, folder: Path, lives: Lives, rng: random.Random, number: 
             lives.wait_for_rollout(process)
             time.sleep(rng.expovariate(1 / TRAINING_S))
         if process.poll() is not None:
-            return None
+            raise SystemExit("the run ended by itself; see controller.log")
         return kill(process)
     finally:
         if process.poll() is None:  # this benchmark was stopped
@@ -188,9 +189,9 @@ def one_kill(run: Path, folder: Path, lives: Lives, rng: random.Random, number: 
             process.wait()
 
 
-def crash_and_resume(kills: int, steps: int, seed: int, scratch: Path) -> dict[str, Any]:
+def crash_and_resume(kills: int, seed: int, scratch: Path) -> dict[str, Any]:
     run, folder, path = scratch / "crash.yaml", scratch / "run", scratch / "account.json"
-    run.write_text(RUN.replace("STEPS", str(steps)))
+    run.write_text(RUN)
     folder.mkdir(exist_ok=True)
     account, lives = Account.load(path), Lives(folder)
     lives.look()
@@ -198,8 +199,6 @@ def crash_and_resume(kills: int, steps: int, seed: int, scratch: Path) -> dict[s
         began = time.monotonic()
         rng = random.Random(f"{seed} {account.kills}")
         left = one_kill(run, folder, lives, rng, account.kills)
-        if left is None:
-            break
         lives.look()
         account.kills += 1
         account.left += left
@@ -212,13 +211,13 @@ def crash_and_resume(kills: int, steps: int, seed: int, scratch: Path) -> dict[s
             *left,
             flush=True,
         )
-    process = start(run, folder)
+    process = start(run, folder, "--set", f"training.steps={lives.trained + LAST_STEPS}")
     process.wait(END_DEADLINE)
     lives.look()
-    return results(account, folder, steps) | {"finished": lives.end == "finished" and process.returncode == 0}
+    return results(account, folder) | {"finished": lives.end == "finished" and process.returncode == 0}
 
 
-def results(account: Account, folder: Path, steps: int) -> dict[str, Any]:
+def results(account: Account, folder: Path) -> dict[str, Any]:
     batches, dropped = surviving(folder / "events")
     held, memory = kept(folder), weights_folder(loading.load(folder / "run.yaml"), folder)
     trained = Counter(group for ids in batches.values() for group in ids)
@@ -242,15 +241,14 @@ def results(account: Account, folder: Path, steps: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="keep the run here, and go on with it")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
     options = parser.parse_args()
-    kills, steps = (1, 4) if options.smoke else (options.kills, options.steps)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the run that it started ends with it
     with contextlib.nullcontext(options.folder) if options.folder else scratch_folder("crash") as scratch:
         scratch.mkdir(parents=True, exist_ok=True)
-        print(json.dumps(crash_and_resume(kills, steps, options.seed, scratch)))
+        print(json.dumps(crash_and_resume(1 if options.smoke else options.kills, options.seed, scratch)))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,10 @@ class ConfigError(RollartError):
     """The run file cannot be used."""
 
 
+class DiskFull(RollartError):
+    """Nothing was written, and what was to be is kept: there may be room later."""
+
+
 class ServiceError(RollartError):
     """A service could not be started or reached, or answered with an error."""
 

@@ -3,6 +3,7 @@
 Invariants: a frame holds whole lines and is appended with one write, so a kill loses at most the events of the last
 `FLUSH_S` seconds and can tear only the last frame, which readers leave out and the next writer removes. Parts are only
 appended to, and only the last one. Events are encoded when they are emitted; a thread compresses and writes them.
+While the disk is full, events wait in memory, for at most `FULL_S` seconds; then the next one raises.
 `zstdcat RUN_DIR/events/*` prints the lines.
 """
 
@@ -11,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from errno import ENOSPC
+from errno import EDQUOT, ENOSPC
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, overload
@@ -23,7 +24,9 @@ from rollart.core.events import AnyEvent, Event, Warned
 
 E = TypeVar("E", bound=Event)
 
+FULL_S = 600.0
 FLUSH_S = 0.5  # also how late a watcher sees an event
+FULL = "the event log could not be written: the disk is full"
 _FRAME_LINES = 4096
 _PART_BYTES = 16 << 20
 _BLOCK = 1 << 16  # bytes read at once
@@ -44,6 +47,8 @@ class EventLog:
         self._listeners: list[Callable[[AnyEvent], None]] = []
         self._writing, self._wake = threading.Lock(), threading.Event()
         self._error: OSError | None = None
+        self._full_since: float | None = None
+        self._full_reported = False
         self._closed = False
         self._path, self._number = path, _number(_parts(path)[-1]) if _parts(path) else 1
         self._file, self._size = _open(path, self._number)
@@ -51,10 +56,13 @@ class EventLog:
         self._thread.start()
 
     def emit(self, event: AnyEvent) -> None:
-        """Raises OSError if the disk was full at the last write. A listener that fails is removed: a view never stops a
-        run."""
+        """Raises OSError if the disk cannot be written, or was full for too long. A listener that fails is removed: a
+        view never stops a run."""
         if self._error is not None:
             raise self._error
+        if self._full_since is not None and not self._full_reported:
+            self._full_reported = True
+            self.emit(Warned(message=f"the disk of {self._path.parent} is full; the run goes on for {FULL_S:g} s"))
         event.t = round(self._clock() - self._origin, _DIGITS)
         for name in _durations(type(event)):
             setattr(event, name, round(getattr(event, name), _DIGITS))
@@ -76,6 +84,8 @@ class EventLog:
         self._write_pending()
         if self._error is not None:
             raise self._error
+        if self._lines and self._full_since is not None:
+            raise OSError(ENOSPC, FULL)
 
     def close(self) -> None:
         """Raises OSError if the last events could not be written."""
@@ -98,21 +108,28 @@ class EventLog:
 
     def _write_pending(self) -> None:
         with self._writing:
+            lines: list[bytes] = []
             try:
                 while self._lines and self._error is None:
-                    count = min(len(self._lines), _FRAME_LINES)
-                    self._append(self._compress(b"\n".join([*(self._lines.popleft() for _ in range(count)), b""])))
+                    lines = [self._lines.popleft() for _ in range(min(len(self._lines), _FRAME_LINES))]
+                    self._append(self._compress(b"\n".join([*lines, b""])))
+                self._full_since, self._full_reported = None, False
             except OSError as error:
-                self._error = error
+                self._lines.extendleft(reversed(lines))
+                now = time.monotonic()
+                self._full_since = self._full_since or now
+                if error.errno not in (ENOSPC, EDQUOT) or now - self._full_since > FULL_S:
+                    self._error = error
 
     def _append(self, frame: bytes) -> None:
         if self._size >= _PART_BYTES:
-            os.close(self._file)
+            old = self._file
+            self._file, self._size = _open(self._path, self._number + 1)
             self._number += 1
-            self._file, self._size = _open(self._path, self._number)
+            os.close(old)
         if os.write(self._file, frame) != len(frame):
             os.ftruncate(self._file, self._size)
-            raise OSError(ENOSPC, "the event log could not be written: the disk is full")
+            raise OSError(ENOSPC, FULL)
         self._size += len(frame)
 
 

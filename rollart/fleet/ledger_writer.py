@@ -3,15 +3,21 @@
 Invariants: records are written in the order of the calls; the event log is flushed before each transaction, so the
 ledger never has what the log has not; `commit` and `recover` return after everything before them is written. A kill
 loses at most the records of the last `WRITE_S` seconds: what they describe is done again, nothing is trained twice,
-because a checkpoint's transaction comes after those of its batches. A failed write is raised by the next call.
+because a checkpoint's transaction comes after those of its batches. While the disk is full, records wait in memory, for
+at most `FULL_S` seconds. Any other failed write is raised by the next call.
 """
 
+import sqlite3
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from errno import EDQUOT, ENOSPC
 from functools import partial
 
+from rollart.core.errors import DiskFull
+from rollart.core.event_log import FULL_S
 from rollart.core.types import Trajectory
 from rollart.rollout.ledger import GroupRecord, Recovery, SqliteLedger
 
@@ -26,6 +32,7 @@ class LedgerWriter:
         self._waiting: deque[Callable[[], None]] = deque()
         self._writing, self._stop = threading.Lock(), threading.Event()
         self._error: Exception | None = None
+        self._full_since: float | None = None
         self._thread = threading.Thread(target=self._write_often, name="ledger", daemon=True)
         self._thread.start()
 
@@ -48,9 +55,11 @@ class LedgerWriter:
         self._put(partial(self._ledger.release, task))
 
     def commit(self, version: int) -> None:
+        """Raises DiskFull; then the checkpoint does not count, and the run can go on."""
         with self._writing:
             self._write()
-            self._ledger.commit(version)
+            with _room():
+                self._ledger.commit(version)
         self._put(partial(self._ledger.forget, version))
 
     def recover(self) -> Recovery:
@@ -80,10 +89,41 @@ class LedgerWriter:
             raise self._error
         try:
             if self._waiting:
-                self._flush_log()
-                with self._ledger.transaction():
-                    for _ in range(len(self._waiting)):
-                        self._waiting.popleft()()
+                self._write_all()
+            self._full_since = None
+        except DiskFull as error:
+            now = time.monotonic()
+            self._full_since = self._full_since or now
+            if now - self._full_since > FULL_S:
+                self._error = error
+            raise
         except Exception as error:
             self._error = error
             raise
+
+    def _write_all(self) -> None:
+        with _room():
+            self._flush_log()
+            records = [self._waiting.popleft() for _ in range(len(self._waiting))]
+            try:
+                with self._ledger.transaction():
+                    for record in records:
+                        record()
+            except sqlite3.OperationalError:
+                self._waiting.extendleft(reversed(records))
+                raise
+
+
+@contextmanager
+def _room() -> Iterator[None]:
+    """Raises DiskFull for the errors of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (ENOSPC, EDQUOT):
+            raise
+        raise DiskFull(f"the ledger could not be written: {error}") from error
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
+            raise
+        raise DiskFull(f"the ledger could not be written: {error}") from error

@@ -30,6 +30,10 @@ STOP_DEADLINE = 10.0
 CLEAN_SCANS, SCAN_PERIOD_S, SWEEP_DEADLINE = 3, 0.03, 10.0
 
 
+class _KilledAtStart(ServiceError):
+    """By a signal that it cannot have sent itself."""
+
+
 class Child:
     """Implements `rollart.launch.launcher.ServiceHandle`. Created by `start`."""
 
@@ -45,7 +49,15 @@ class Child:
 
     @classmethod
     async def start(cls, command: Command, more: Mapping[str, Any]) -> Self:
-        """Send it its spec and `more`, and wait until it is ready. Raises ServiceError."""
+        """Send it its spec and `more`, and wait until it is ready. One that is killed meanwhile, by a machine without
+        memory for instance, is started once more. Raises ServiceError."""
+        try:
+            return await cls._start(command, more)
+        except _KilledAtStart:
+            return await cls._start(command, more)
+
+    @classmethod
+    async def _start(cls, command: Command, more: Mapping[str, Any]) -> Self:
         python, mark = command.python or sys.executable, uuid.uuid4().hex
         try:
             inherited = os.environ if command.pass_env is None else variables.passed(os.environ, command.pass_env)
@@ -87,8 +99,10 @@ class Child:
             late = f"{self.name} did not start within {command.start_deadline:g} s{hint}"
             raise ServiceError(late + tail(self.log)) from None
         if answer is None:
-            how, python = describe(await self.process.wait()) + tail(self.log), command.python or sys.executable
-            raise ServiceError(f"could not start {self.name}: {python} ended while it started, with {how}")
+            code, python = await self.process.wait(), command.python or sys.executable
+            error = _KilledAtStart if code == -signal.SIGKILL else ServiceError
+            how = describe(code) + tail(self.log)
+            raise error(f"could not start {self.name}: {python} ended while it started, with {how}")
         if "error" in answer:
             raise ServiceError(str(answer["error"]))
         return answer

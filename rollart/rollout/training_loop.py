@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rollart.core.errors import RollartError
+from rollart.core.errors import DiskFull, RollartError
 from rollart.core.events import Checkpointed, EventSink, Published, StepDone, Warned, WorkStarted
 from rollart.core.protocols import Trainer
 from rollart.core.types import Batch, Publication, StepMetrics
@@ -152,16 +152,23 @@ class TrainingLoop:
         self._saving = group.create_task(self._commit(self.version, began, clock() - began))
 
     async def _commit(self, version: int, began: float, blocked: float) -> None:
-        if fault := await self._trainer.saved():
+        if fault := await self._trainer.saved() or self._record(version):
             if version == self._plan.steps:
                 raise RollartError(f"{fault}; make room and resume the run")
             self._sink.emit(Warned(message=f"{fault}; a restart would go back to the checkpoint before"))
             return
-        self._ledger.commit(version)
         self._committed = version
         self._on_saved(version)
         seconds = asyncio.get_running_loop().time() - began
         self._sink.emit(Checkpointed(version=version, seconds=seconds, blocked_s=blocked))
+
+    def _record(self, version: int) -> str:
+        """Why the ledger cannot record the checkpoint now."""
+        try:
+            self._ledger.commit(version)
+        except DiskFull as error:
+            return str(error)
+        return ""
 
     async def _save_progress(self) -> None:
         clock = asyncio.get_running_loop().time

@@ -126,13 +126,38 @@ def test_the_log_of_a_real_shape_is_ten_times_smaller_than_its_lines(tmp_path: P
     assert len(list(read_events(path, TurnDone))) == sum(isinstance(event, TurnDone) for event in events)
 
 
-def test_a_full_disk_is_an_error_of_the_next_event_and_the_log_stays_readable(tmp_path: Path) -> None:
+def fill_disk(log: EventLog) -> int:
+    """The descriptor of the file that the log had."""
+    disk, log._file = log._file, os.open("/dev/full", os.O_WRONLY)
+    return disk
+
+
+def test_while_the_disk_is_full_events_wait_and_are_written_when_there_is_room(tmp_path: Path) -> None:
     path = tmp_path / "events"
     log = EventLog(path, lambda: 0.0)
     log.emit(Warned(message="fits"))
     log.flush()
-    os.close(log._file)
-    log._file = os.open("/dev/full", os.O_WRONLY)
+    disk = fill_disk(log)
+    log.emit(Warned(message="waits"))
+    with pytest.raises(OSError, match="the disk is full"):
+        log.flush()
+    log.emit(Warned(message="waits too"))
+    log._file = disk
+    log.close()
+    first, second, warning, last = messages(path)
+    assert (first, second, last) == ("fits", "waits", "waits too")
+    assert "is full" in warning
+
+
+def test_a_disk_that_stays_full_is_an_error_of_the_next_event_and_the_log_stays_readable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_log, "FULL_S", -1.0)
+    path = tmp_path / "events"
+    log = EventLog(path, lambda: 0.0)
+    log.emit(Warned(message="fits"))
+    log.flush()
+    fill_disk(log)
     log.emit(Warned(message="does not fit"))
     with pytest.raises(OSError, match="No space left"):
         log.flush()

@@ -58,3 +58,24 @@ def test_a_program_that_is_still_imported_ends_with_its_parent_and_so_does_what_
     assert program.stdout.read() == b""  # the sleeper, which had it too, is gone
     assert not sleeper.is_running() or sleeper.status() == psutil.STATUS_ZOMBIE
     program.stdout.close()
+
+
+KILLED_ONCE = """
+import os, pathlib, signal, sys
+sys.stdin.readline()
+seen = pathlib.Path(sys.argv[1])
+if not seen.exists():
+    seen.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+print("{}", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_child_that_is_killed_while_it_starts_is_started_once_more(tmp_path: Path) -> None:
+    async def body() -> None:
+        child = await Child.start(Command("child", ("-c", KILLED_ONCE, str(tmp_path / "seen")), {}), {})
+        await child.stop()
+
+    asyncio.run(body())
+    assert (tmp_path / "seen").exists()
