@@ -2,14 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from statistics import fmean
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
 _LEVELS = "▁▂▃▄▅▆▇█"
+_FILLS = "━░═▒┅▓▪"  # of the parts of a bar, which must differ without colour too
 _TEXT_COLUMNS = {"task", "trajectory", "role", "name", "reason", "outcome", "about", "device", "mostly"}
-_TEXT_COLUMNS |= {"pool", "node", "affinity", "tokens per turn", "part"}
+_TEXT_COLUMNS |= {"by", "pool", "node", "affinity", "tokens per turn", "part"}
 TASK_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
@@ -18,10 +20,10 @@ def colour(index: int) -> str:
 
 
 def sparkline(values: Sequence[float], width: int, low: float = 0.0, high: float = 1.0) -> str:
-    """At most `width` levels; longer series are thinned evenly and keep both ends."""
+    """At most `width` levels; of a longer series, the means of its parts: single values are mostly noise."""
     if len(values) > width:
-        last = len(values) - 1
-        values = [values[round(i * last / max(1, width - 1))] for i in range(width)]
+        ends = [round(i * len(values) / width) for i in range(width + 1)]
+        values = [fmean(values[start:end]) for start, end in pairwise(ends)]
     span = (high - low) or 1.0
     top = len(_LEVELS) - 1
     return "".join(_LEVELS[round(min(1.0, max(0.0, (value - low) / span)) * top)] for value in values)
@@ -36,15 +38,21 @@ def bar(share: float, width: int, style: str) -> Text:
 
 
 def stacked(parts: Mapping[str, float], styles: Mapping[str, str], width: int) -> Text:
-    """One bar divided in proportion; every part that is not zero gets its share, rounded at its ends."""
+    """One bar divided in proportion, each part with its own `fill`; every part that is not zero gets its share, rounded
+    at its ends."""
     total = sum(parts.values())
     ends = [0.0]
     for value in parts.values():
         ends.append(ends[-1] + (value / total * width if total else 0.0))
     text = Text()
-    for (low, high), name in zip(pairwise(ends), parts, strict=True):
-        text.append("━" * (round(high) - round(low)), style=styles[name])
+    for (low, high), (index, name) in zip(pairwise(ends), enumerate(parts), strict=True):
+        text.append(fill(index) * (round(high) - round(low)), style=styles[name])
     return text.append("─" * (width - len(text)), style="bright_black")
+
+
+def fill(index: int) -> str:
+    """How a stacked bar draws its part of this number."""
+    return _FILLS[index % len(_FILLS)]
 
 
 def label(name: str, width: int) -> Text:
@@ -90,8 +98,9 @@ def fit(text: str, width: int) -> str:
 
 
 def table(*columns: str) -> Table:
-    """An empty table; columns of numbers are right-aligned."""
+    """An empty table; columns of numbers are right-aligned and never cut, text is folded where there is no room."""
     made = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for column in columns:
-        made.add_column(column, justify="left" if column in _TEXT_COLUMNS else "right", no_wrap=column != "about")
+        text = column in _TEXT_COLUMNS
+        made.add_column(column, justify="left" if text else "right", no_wrap=not text, overflow="fold")
     return made

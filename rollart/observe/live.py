@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.live import Live
 
 from rollart.core import events as ev
-from rollart.observe.draw import clock
+from rollart.observe.draw import clock, span
 from rollart.observe.metric_table import METRICS
 from rollart.observe.metrics import Metrics
 from rollart.observe.screen import screen
@@ -127,6 +127,8 @@ class PlainView(View):
                 self._say(
                     f"version {event.version}: {event.task} {event.success:.3f} on {event.episodes} held-out episodes"
                 )
+            case ev.ServiceStarted():
+                self._say(f"{event.role}: {event.name} is up after {span(event.seconds)}")
             case ev.Warned():
                 self._say(f"warning: {event.message}")
             case ev.Quarantined():

@@ -9,7 +9,20 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rollart.observe.draw import bar, clock, colour, count, label, number, percent, span, sparkline, stacked, table
+from rollart.observe.draw import (
+    bar,
+    clock,
+    colour,
+    count,
+    fill,
+    label,
+    number,
+    percent,
+    span,
+    sparkline,
+    stacked,
+    table,
+)
 from rollart.observe.metric_table import METRICS
 from rollart.observe.snapshot import (
     AGENT,
@@ -147,7 +160,7 @@ def _curves(shot: Snapshot, width: int) -> Iterator[Text]:
         for kind, values in (("held-out success", held_out), ("training reward", rewards)):
             if not values:
                 continue
-            low, high = min(0.0, *values), max(1.0, *values) if kind == "held-out success" else max(values)
+            low, high = min(0.0, *values), max(1.0, *values)
             ends = f"{number(values[0])} to {number(values[-1])}"
             title = (task.name if kind == "held-out success" else "").ljust(name)
             line = Text.assemble((title, f"bold {colour(index)}"), (f" {kind:<17}", "dim"))
@@ -183,9 +196,9 @@ def _stages(shot: Snapshot, width: int) -> Iterator[Text]:
             yield line.append(f" {number(task.seconds)} s each", style="dim")
     legend = Text()
     total = sum(sum(task.stages.values()) for task in shot.tasks)
-    for stage in STAGES:
+    for index, stage in enumerate(STAGES):
         share = sum(task.stages[stage] for task in shot.tasks) / total
-        legend.append(f"{stage} ", style=_STAGE_STYLES[stage]).append(f"{percent(share)}  ", style="dim")
+        legend.append(f"{fill(index)}{stage} ", style=_STAGE_STYLES[stage]).append(f"{percent(share)}  ", style="dim")
     yield legend
 
 
@@ -281,10 +294,10 @@ def trajectories(ended: Sequence[EndedTrajectory]) -> Table:
 
 
 def swaps(found: Sequence[SwapSummary]) -> Table:
-    """New weights, by engine and transport."""
-    rows = table("name", "by", "swaps", "MB", "transfer ms", "exposed ms", "KV again ms", "tokens in flight")
+    """New weights, by engine and transport; the tokens in flight needed their KV again."""
+    rows = table("name", "by", "swaps", "MB", "transfer", "exposed", "KV again", "in flight")
     for swap in found:
-        times = f"{1000 * swap.transfer_s:.1f}", f"{1000 * swap.exposed_s:.2f}", f"{1000 * swap.recompute_s:.1f}"
+        times = (f"{1000 * each:.3g} ms" for each in (swap.transfer_s, swap.exposed_s, swap.recompute_s))
         size = f"{swap.bytes / 2**20:.1f}"
         rows.add_row(swap.engine, swap.transport, str(swap.number), size, *times, f"{swap.recomputed:.0f}")
     return rows

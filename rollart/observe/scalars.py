@@ -27,7 +27,7 @@ class ScalarLog:
         point = shot.history[-1]
         scalars = {f"trainer/{name}": value for name, value in event.values.items()}
         for task, values in event.tasks.items():
-            scalars |= {f"{task}/{name}": value for name, value in values.items()}
+            scalars |= {f"{task}/{name}": value for name, value in values.items() if name != "reward"}
         scalars |= {f"logprob_gap/{gap.task}, {gap.age} old": gap.mean for gap in event.gaps}
         scalars |= {f"reward/{task}": value for task, value in point.rewards.items()}
         scalars |= {f"dropped/{reason}": float(dropped) for reason, dropped in shot.drops.items()}

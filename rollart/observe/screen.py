@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from rollart.observe.draw import bar, clock, colour, count, fit, label, number, percent, sparkline, stacked
+from rollart.observe.draw import bar, clock, colour, count, fill, fit, label, number, percent, sparkline, stacked
 from rollart.observe.metric_table import METRICS
 from rollart.observe.snapshot import Snapshot, TaskSnapshot
 
@@ -101,9 +101,9 @@ def _machinery(shot: Snapshot, width: int) -> list[Text]:
 def _pipeline(shot: Snapshot, width: int) -> Text:
     parts: dict[str, int] = asdict(shot.pipeline)
     text = label("pipeline", _LABEL)
-    text.append(stacked(parts, _PIPELINE, max(8, width - _LABEL - 50)))
-    for name, value in parts.items():
-        text.append(f" {name} ", style=_PIPELINE[name]).append(f"{value:<3}")
+    text.append(stacked(parts, _PIPELINE, max(8, width - _LABEL - 54)))
+    for index, (name, value) in enumerate(parts.items()):
+        text.append(f" {fill(index)}{name} ", style=_PIPELINE[name]).append(f"{value:<3}")
     return text
 
 

@@ -1,14 +1,17 @@
+import io
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
-from rollart.observe.draw import bar, clock, count, fit, span, sparkline, stacked
+from rollart.observe.draw import bar, clock, count, fit, span, sparkline, stacked, table
 
 
-def test_a_sparkline_spans_low_to_high_and_keeps_both_ends() -> None:
+def test_a_sparkline_spans_low_to_high_and_averages_what_does_not_fit() -> None:
     assert sparkline([0, 0.5, 1], 10) == "▁▅█" or sparkline([0, 0.5, 1], 10) == "▁▄█"
-    thin = sparkline([0.0] + [0.5] * 98 + [1.0], 10)
-    assert (len(thin), thin[0], thin[-1]) == (10, "▁", "█")
+    assert sparkline([0.0, 1.0] * 50, 10) == sparkline([0.5], 1) * 10
+    assert sparkline([0.0] * 50 + [1.0] * 50, 2) == "▁█"
     assert sparkline([2, 2], 5, low=2, high=2) == "▁▁"
 
 
@@ -22,7 +25,21 @@ def test_a_stacked_bar_is_exactly_as_wide_as_asked(values: list[int], width: int
     parts = dict(zip("abcd", values, strict=True))
     text = stacked(parts, dict.fromkeys("abcd", "red"), width).plain
     assert len(text) == width
-    assert ("━" in text) == any(values)
+    assert (set(text) == {"─"}) == (not any(values))
+
+
+def test_the_parts_of_a_stacked_bar_differ_without_colour() -> None:
+    text = stacked(dict.fromkeys("abcdefg", 1.0), dict.fromkeys("abcdefg", "red"), 7).plain
+    assert len(set(text)) == 7
+
+
+def test_a_narrow_table_folds_names_and_cuts_no_number() -> None:
+    rows = table("name", "by", "swaps", "transfer")
+    rows.add_row("an-engine-with-a-long-name", "shared memory", "123", "45.6 ms")
+    console = Console(width=40, record=True, file=io.StringIO())
+    console.print(rows)
+    shown = console.export_text()
+    assert "…" not in shown and all(word in shown for word in ("swaps", "transfer", "123", "45.6 ms"))
 
 
 @pytest.mark.parametrize(

@@ -83,4 +83,4 @@ def test_the_report_shows_what_new_weights_cost() -> None:
     shown = page.getvalue()
     assert "New weights, while generation went on" in shown
     row = next(line for line in shown.splitlines() if line.startswith("engine-0"))
-    assert row.split() == ["engine-0", "shared", "memory", "1", "5.0", "12.3", "0.45", "0.0", "0"]
+    assert row.split() == ["engine-0", "shared", "memory", "1", "5.0", "12.3", "ms", "0.45", "ms", "0", "ms", "0"]
