@@ -25,6 +25,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "maxrl + ppo": {"advantage": "maxrl"},
     "turn_returns + ppo": {"advantage": "turn_returns"},
     "gigpo + ppo": {"advantage": "gigpo"},
+    "gae + ppo": {"advantage": "gae", "normalise": "task"},
     "grpo + gspo": {"loss": "gspo"},
     "grpo + cispo": {"loss": "cispo"},
     "grpo + sapo": {"loss": "sapo"},
@@ -55,6 +56,7 @@ def main() -> None:
                     "steps": arguments.steps,
                     "batch_groups": groups,
                     "lr": 4.5e-4,
+                    "critic": {"lr": 1e-3, "epochs": 2},
                     "algorithm": {"aggregate": "group", **ALGORITHMS[name]},
                 }
             )

@@ -124,12 +124,13 @@ class ModelledRewards:
     rng: random.Random
     seconds: Seconds = lambda rng: 0.02
     failures: float = 0.0
+    value: Callable[[random.Random], float] = lambda rng: rng.random()
 
     async def score(self, task: str, episode: Episode) -> RewardResult:
         await asyncio.sleep(self.seconds(self.rng))
         if self.rng.random() < self.failures:
             raise RewardFailed("the modelled reward failed")
-        return RewardResult(self.rng.random())
+        return RewardResult(self.value(self.rng))
 
 
 @dataclass(slots=True)

@@ -301,8 +301,8 @@ def make_checkpoint(folder: Path, case: Case) -> None:
     for _ in range(2):
         for parameter in learner.policy.parameters().values():
             parameter.grad = torch.randn_like(parameter)
-        learner.optimizer.step()
-    torch.save(learner.steps(), folder / f"{model}-steps.pt")
+        learner.state.optimizer.step()
+    torch.save(learner.state.steps(), folder / f"{model}-steps.pt")
     (folder / f"{model}-original").mkdir()
     save_blocks(learner, folder / f"{model}-original")
     (folder / f"{model}-source").symlink_to(folder / f"{model}-original")

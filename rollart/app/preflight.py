@@ -71,6 +71,9 @@ def _missing(run: RunFile, tree: Tree, need_model: bool, only_task: str | None, 
         yield f"{where} is not the folder of a run: it has no event log"
     for key, wrong in _algorithm_problems(run.training.algorithm):
         yield f"{tree.place(('training', 'algorithm', key))}: training.algorithm.{key} {wrong}"
+    for index, task in enumerate(run.tasks):
+        for key, wrong in _algorithm_problems(task.algorithm) if task.algorithm else ():
+            yield f"{tree.place(('tasks', index, 'algorithm', key))}: tasks.{task.name}.algorithm.{key} {wrong}"
     if wrong := OPTIMIZERS.problem(run.training.optimizer):
         yield f"{tree.place(('training', 'optimizer'))}: training.optimizer {wrong}"
     yield from (f"{tree.place(path)}: {wrong}" for path, wrong in backends.problems(run, here=here))

@@ -1,6 +1,6 @@
 """The run file: its sections, keys and defaults. Imports no torch, so that checking a file is instant."""
 
-from rollart.config.algorithm import AlgorithmConfig, CorrectionConfig
+from rollart.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig
 from rollart.config.base import Section
 from rollart.config.hardware import AFFINITIES, EngineConfig, PoolConfig, VllmConfig
 from rollart.config.rollout import EnvironmentsConfig, ProcessLimitsConfig, RewardsConfig
@@ -22,6 +22,7 @@ __all__ = [
     "AgentConfig",
     "AlgorithmConfig",
     "CorrectionConfig",
+    "CriticConfig",
     "EngineConfig",
     "EnvironmentsConfig",
     "LoraConfig",

@@ -54,6 +54,21 @@ class CorrectionConfig(Section):
         return self
 
 
+CRITIC_ADVANTAGES = ("gae",)  # of those that rollart ships
+
+
+class CriticConfig(Section):
+    """The value model, which is there if an advantage needs one (`gae`): the model that RL starts from, with a head for
+    one number, trained whole on the trainer's ranks."""
+
+    lr: float | None = Field(None, gt=0, description="peak learning rate; null: that of the policy")
+    warmup: Natural = Field(0, description="first steps of the run that train the critic alone")
+    epochs: int = Field(1, ge=1, description="passes over a batch, beside those of the policy")
+    clip: float | None = Field(
+        0.2, gt=0, description="a value that moved further than this in a step is not trained further; null: any"
+    )
+
+
 class AlgorithmConfig(Section):
     """How rewards become advantages, and advantages a loss."""
 
@@ -63,6 +78,12 @@ class AlgorithmConfig(Section):
     )
     clip_advantage: float | None = Field(None, gt=0, description="largest absolute advantage; null: any")
     discount: float = Field(1.0, gt=0, le=1, description="turn_returns, gigpo, gae: of the rewards of later turns")
+    gae_lambda: float = Field(
+        0.95, ge=0, le=1, description="gae: 0 trusts the critic's value of the next step, 1 the rewards alone"
+    )
+    gae_level: Literal["token", "turn"] = Field(
+        "token", description="gae: what a step is, to which `discount` and `gae_lambda` apply"
+    )
     step_weight: float = Field(1.0, ge=0, description="gigpo: weight of the advantage among equal states")
     length_penalty: float = Field(
         0.0,
@@ -86,7 +107,7 @@ class AlgorithmConfig(Section):
     dual_clip: float | None = Field(
         None, gt=1, description="cap on the loss of a token with a negative advantage, in advantages; null: off"
     )
-    sapo_temperatures: tuple[float, float] = Field(
+    sapo_temperatures: Band = Field(
         (1.0, 1.05), description="sapo: steepness of the gate of tokens with a positive and with a negative advantage"
     )
     beta: float = Field(

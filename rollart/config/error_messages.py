@@ -165,11 +165,12 @@ def _nearest(kind: type[BaseModel], path: KeyPath) -> str:
     sections = list(_sections(kind, ()))
     inside = [section for above, section in sections if _matches(above, path[:-1])]  # several, if it is a union
     known = list(dict.fromkeys(name for section in inside for name in section.model_fields))
-    owners = [dotted(above) for above, section in sections if path[-1] in section.model_fields]
+    owners = [above for above, section in sections if path[-1] in section.model_fields]
     if close := did_you_mean(str(path[-1]), known):
         return close
     if owners:
-        return f"; it belongs in {owners[0] or 'the top level'}"
+        inner = next((above for above in owners if above[: len(path) - 1] == path[:-1]), owners[0])
+        return f"; it belongs in {dotted(inner) or 'the top level'}"
     return f"; valid keys are {', '.join(known)}"
 
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from rollart.config.algorithm import AlgorithmConfig
 from rollart.config.base import Conflict, Natural, Section
 from rollart.config.hardware import (
     AFFINITIES,
@@ -103,6 +104,28 @@ class RunFile(Section):
         return self
 
     @model_validator(mode="after")
+    def _algorithms_of_tasks(self) -> "RunFile":
+        """What a task leaves out is the run's, so that a resolved run file has all of it."""
+        tasks = [*map(self._with_algorithm, range(len(self.tasks)), self.tasks)]
+        object.__setattr__(self, "tasks", tasks)
+        return self
+
+    def _with_algorithm(self, index: int, task: TaskConfig) -> TaskConfig:
+        if task.algorithm is None:
+            return task
+        own, run = task.algorithm, self.training.algorithm
+        merged = run.model_copy(update={key: getattr(own, key) for key in own.model_fields_set})
+        for key in ("evidence_power", "expert_balance"):
+            if getattr(merged, key) != getattr(run, key):
+                what = f"{key} is of whole updates: set it in training.algorithm, not for task {task.name!r}"
+                raise Conflict(what, "tasks", index, "algorithm", key)
+        return task.model_copy(update={"algorithm": merged})
+
+    def algorithms(self) -> list[AlgorithmConfig]:
+        """That of the run, and those of tasks."""
+        return [self.training.algorithm, *(task.algorithm for task in self.tasks if task.algorithm)]
+
+    @model_validator(mode="after")
     def _check(self) -> "RunFile":
         self._check_devices()
         self._check_pools()
@@ -164,6 +187,10 @@ class RunFile(Section):
         trained = sum(task.weight > 0 for task in self.tasks)
         if not trained:
             raise Conflict("every task has weight 0: nothing would be trained", "tasks", 0, "weight")
+        plans = [(task.weight, task.schedule.plan() if task.schedule else None) for task in self.tasks]
+        for step in sorted({0, *(step for _, plan in plans if plan for step, _ in plan.points)}):
+            if not any(weight * (plan.at(step) if plan else 1.0) for weight, plan in plans):
+                raise Conflict(f"every task has weight 0 at step {step}: nothing would be trained", "tasks")
         if self.training.batch_groups < trained:
             raise Conflict(
                 f"training.batch_groups is {self.training.batch_groups}, too few for {trained} tasks: "

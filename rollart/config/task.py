@@ -1,14 +1,17 @@
 """`tasks`: what the policy learns, and how an episode is scored."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticKnownError
 
+from rollart.config.algorithm import AlgorithmConfig, Band
 from rollart.config.base import Conflict, ImportPath, Natural, Positive, Seconds, Section
 from rollart.config.yaml_tree import did_you_mean
+from rollart.core.schedule import GroupRule, SuccessBand, WeightPlan
 from rollart.sandbox.bubblewrap import SandboxLimits
 
 VARIABLE = r"^[A-Za-z_]\w*$"
@@ -189,6 +192,84 @@ def _dataset_path(value: Any) -> Any:
     return {"path": value} if isinstance(value, str) else value
 
 
+_PAIR = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+Points = list[Annotated[tuple[int, float], _PAIR]]
+
+
+class WeightScheduleConfig(Section):
+    """How the weight of a task changes with the steps of the run. `schedule: [[step, factor], ...]` is short for
+    `{points: ...}`."""
+
+    points: Points = Field(min_length=1, description="[step, factor of `weight`], in the order of steps")
+    between: Literal["line", "step"] = Field(
+        "line", description="factors between two points: on the line from one to the other, or that of the first"
+    )
+
+    @model_validator(mode="after")
+    def _in_order(self) -> "WeightScheduleConfig":
+        steps = [step for step, _ in self.points]
+        if any(later <= earlier for earlier, later in pairwise(steps)) or steps[0] < 0:
+            raise Conflict("the steps of `points` must rise, from 0 on", "points")
+        if any(factor < 0 for _, factor in self.points):
+            raise Conflict("a factor of a weight cannot be negative", "points")
+        return self
+
+    def plan(self) -> WeightPlan:
+        return WeightPlan(tuple(self.points), linear=self.between == "line")
+
+
+class CurriculumConfig(Section):
+    """The weight of a task by its own success: one that is too hard yet, or solved, has less of every batch. Several
+    tasks with one environment of rising difficulty are a curriculum."""
+
+    band: Band = Field((0.05, 0.95), description="range of success in which the task has its whole weight")
+    outside: float = Field(0.25, gt=0, le=1, description="factor of its weight outside of the band")
+    window: int = Field(128, ge=1, le=1024, description="trajectories over which success is measured")
+
+    @model_validator(mode="after")
+    def _band_of_shares(self) -> "CurriculumConfig":
+        _check_band(self.band, "band")
+        return self
+
+    def rule(self) -> SuccessBand:
+        return SuccessBand(*self.band, outside=self.outside, window=self.window)
+
+
+class FilterConfig(Section):
+    """Which groups of a task are trained. A group that is dropped is replaced by a new one, so batches keep their
+    mixture; drops are counted by reason. `filter: spread` is short for `{spread: true}`."""
+
+    spread: bool = Field(False, description="drop groups whose rewards are all the same (DAPO)")
+    success: Band = Field((0.0, 1.0), description="drop groups whose share of successes is outside of this range")
+    tries: int = Field(8, ge=1, description="drops in a row after which a group is trained whatever it is")
+    keep: float = Field(
+        1.0, gt=0, le=1, description="of the groups that pass, train this share: those with most spread (StarPO-S)"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return {"spread": True} if value == "spread" else value
+
+    @model_validator(mode="after")
+    def _range_of_shares(self) -> "FilterConfig":
+        _check_band(self.success, "success")
+        return self
+
+    def rule(self) -> GroupRule:
+        low, high = self.success
+        return GroupRule(spread=self.spread, low=low, high=high, tries=self.tries, keep=self.keep)
+
+
+def _check_band(band: tuple[float, float], key: str) -> None:
+    if not 0 <= band[0] <= band[1] <= 1:
+        raise Conflict(f"{key} must be a range of shares, [low, high] from 0 to 1, not [{band[0]:g}, {band[1]:g}]", key)
+
+
+def _points(value: Any) -> Any:
+    return {"points": value} if isinstance(value, list) else value
+
+
 class TaskConfig(Section):
     """A named source of episodes."""
 
@@ -219,6 +300,16 @@ class TaskConfig(Section):
         Field(RewardConfig(), description="module:function of an episode, or a section that also says how to call it")
     )
     weight: float = Field(1.0, ge=0, description="weight of the task in every batch; 0: it is only evaluated")
+    schedule: Annotated[
+        WeightScheduleConfig | None,
+        BeforeValidator(_points, json_schema_input_type=WeightScheduleConfig | Points | None),
+    ] = Field(None, description="how the weight changes with the steps: [[step, factor], ...] or a section")
+    curriculum: CurriculumConfig | None = Field(None, description="how the weight changes with the task's success")
+    group_size: int | None = Field(None, ge=2, description="trajectories in a group; default: training.group_size")
+    algorithm: AlgorithmConfig | None = Field(
+        None, description="keys of training.algorithm that are different for this task; the others are the run's"
+    )
+    filter: FilterConfig | None = Field(None, description="which groups are trained: `spread`, or a section")
     max_turns: Positive = Field(1, description="turns of a trajectory; more are truncated")
     max_context: Positive = Field(1024, description="tokens of a trajectory; longer ones are truncated")
     sampling: SamplingConfig = SamplingConfig()

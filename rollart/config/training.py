@@ -8,7 +8,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, model_validator
 
-from rollart.config.algorithm import AlgorithmConfig
+from rollart.config.algorithm import AlgorithmConfig, CriticConfig
 from rollart.config.base import Conflict, Natural, Positive, Seconds, Section, TorchDevice
 from rollart.config.yaml_tree import did_you_mean
 from rollart.hardware.layout import Layout
@@ -230,6 +230,7 @@ class TrainingConfig(Section):
         "http", description="how weights reach other machines: http, nixl or mooncake://host:port; http is the fallback"
     )
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     deadline: Seconds = Field(600.0, description="seconds for one step; a trainer that takes longer is restarted")
     start_deadline: Seconds = Field(
         300.0, description="seconds until the trainer must have started, in addition to reading the model's files"

@@ -1,5 +1,8 @@
-"""Settings of the scheduler. The five presets are settings of the same scheduler, so comparisons are fair."""
+"""Settings of the scheduler. The five presets are settings of the same scheduler, so comparisons are fair. What a task
+may have of its own: how its weight changes with the step and with its success, and which of its groups are trained.
+"""
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 
@@ -47,3 +50,48 @@ class QuarantineRule:
     min_count: int = 20
     groups: int = 10
     wait: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlan:
+    """The factor of a task's weight at a step: `points` of (step, factor), in order. Between two of them it is that of
+    the first, or with `linear` on the line; before the first and after the last it is theirs.
+
+    >>> [WeightPlan(((10, 1.0), (20, 0.0)), linear=True).at(step) for step in (0, 10, 15, 20, 99)]
+    [1.0, 1.0, 0.5, 0.0, 0.0]
+    """
+
+    points: tuple[tuple[int, float], ...]
+    linear: bool = False
+
+    def at(self, step: int) -> float:
+        after = bisect_right([point for point, _ in self.points], step)
+        before, factor = self.points[max(0, after - 1)]
+        if not self.linear or after in (0, len(self.points)):
+            return factor
+        end, goal = self.points[after]
+        return factor + (goal - factor) * (step - before) / (end - before)
+
+
+@dataclass(frozen=True, slots=True)
+class SuccessBand:
+    """A task whose success in its last `window` trajectories is not between `low` and `high` has `outside` of its
+    weight."""
+
+    low: float
+    high: float
+    outside: float
+    window: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRule:
+    """Which groups of a task are trained. `spread`: none whose rewards are all the same. `low` and `high`: the group's
+    share of successes must be between them. Groups are replaced, at most `tries` in a row. `keep`: of all that pass,
+    this share is trained, those with the most spread."""
+
+    spread: bool = False
+    low: float = 0.0
+    high: float = 1.0
+    tries: int = 8
+    keep: float = 1.0

@@ -112,6 +112,10 @@ def rollout_tasks(run: RunFile) -> list[RolloutTask]:
             deadline=(task.agent and task.agent.deadline) or run.rollout.trajectory_deadline,
             reward="" if task.reward.function == RewardConfig().function else task.reward.function,
             numbered=task.dataset is not None,
+            group_size=task.group_size or 0,
+            plan=None if task.schedule is None else task.schedule.plan(),
+            band=None if task.curriculum is None else task.curriculum.rule(),
+            rule=None if task.filter is None else task.filter.rule(),
         )
         for task in run.tasks
     ]

@@ -55,6 +55,7 @@ class TrainerSupervisor:
         spec = {
             **self._spec(),
             "config": self._run.training.model_dump(mode="json"),
+            "tasks": {task.name: task.algorithm.model_dump(mode="json") for task in self._run.tasks if task.algorithm},
             "engine_dtype": self._run.engine.dtype,
             "path": str(Path.cwd()),
             "classes": self._bindings[0].choices,

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollart.config import RunFile, WarmupConfig
+from rollart.config import AlgorithmConfig, RunFile, WarmupConfig
 from rollart.core.errors import RollartError, ServiceError
 from rollart.core.event_log import EventLog
 from rollart.core.events import WarmupStep, Warned
@@ -162,6 +162,8 @@ class _Warmup:
 
 
 def _without_reference(run: RunFile) -> RunFile:
-    """The KL is to the policy at the start of RL, which there is not yet."""
-    algorithm = run.training.algorithm.model_copy(update={"kl": 0.0})
-    return run.model_copy(update={"training": run.training.model_copy(update={"algorithm": algorithm})})
+    """The KL is to the policy at the start of RL, which there is not yet; the critic begins as that policy too."""
+    algorithm = run.training.algorithm.model_copy(update={"kl": 0.0, "advantage": AlgorithmConfig().advantage})
+    training = run.training.model_copy(update={"algorithm": algorithm})
+    tasks = [task.model_copy(update={"algorithm": None}) for task in run.tasks]
+    return run.model_copy(update={"training": training, "tasks": tasks})

@@ -40,6 +40,7 @@ class TrainingSetup:
     pack_tokens: int = 8192
     longest: int = 0
     reference: bool = False
+    critic: bool = False
     adapters: int = 0
     flash: bool = False
     gloo: bool = False
@@ -59,7 +60,8 @@ class TrainingSetup:
 class TrainingMemory:
     """Bytes of one rank at its peak. `activations` are those kept for the backward pass; `working` is what the moment
     of the peak adds: gathered weights, recomputed activations, logits, kernels of CPUs. `host` is what offloading keeps
-    in the memory of the host, which is not in the total."""
+    in the memory of the host, which is not in the total. `critic` are its weights and moments: its gradients and
+    activations are there when the policy's are not."""
 
     parameters: float
     gradients: float
@@ -67,11 +69,12 @@ class TrainingMemory:
     reference: float
     activations: float
     working: float
+    critic: float = 0.0
     host: float = 0.0
 
     @property
     def total(self) -> float:
-        held = self.parameters + self.gradients + self.optimizer + self.reference
+        held = self.parameters + self.gradients + self.optimizer + self.reference + self.critic
         return held + self.activations + self.working
 
 
@@ -185,7 +188,16 @@ class _Rank:
             host += sum(parts.values())
             parts = dict.fromkeys(parts, 0.0)
         working = max(self._moments()) + self._kernels()
-        return TrainingMemory(**parts, reference=reference, activations=kept, working=working, host=host)
+        critic = self._critic(trained) if setup.critic else 0.0
+        if "optimizer" in setup.offload:
+            host, critic = host + critic, 0.0
+        return TrainingMemory(**parts, reference=reference, activations=kept, working=working, critic=critic, host=host)
+
+    def _critic(self, gradients: float) -> float:
+        """A decoder without its output head, trained whole: beside adapters its gradients are the larger ones."""
+        model, setup = self._model, self._setup
+        size = (model.parameters - (0 if model.tied else model.table)) / setup.layout.ranks
+        return size * (_MASTER + _STATE.get(setup.optimizer, _ADAMW)) + max(0.0, _MASTER * size - gradients)
 
     def _state(self) -> float:
         """Bytes of the optimizer's state per trained parameter. Muon leaves the tables to AdamW."""

@@ -80,6 +80,13 @@ METRICS = [
         bar="trainer waiting",
         live="overall",
     ),
+    Metric(
+        name="explained_variance",
+        sources=(on(ev.StepDone, lambda step: step.values.get("explained_variance")),),
+        aggregate="last",
+        show=lambda share: f"critic explains {percent(max(0.0, share))} of the returns",
+        tag="critic/explained_variance",
+    ),
 ]
 
 _AGGREGATES: dict[str, Callable[[], Aggregate]] = {"rate": RateValue, "mean": MeanValue, "last": LastValue}

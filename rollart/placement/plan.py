@@ -55,7 +55,7 @@ class PlacementPlan:
     devices: Mapping[str, str]
     tasks: tuple[TaskPlacement, ...]
     batch: Mapping[str, int]
-    group_size: int
+    group_sizes: dict[str, int]
     in_flight: int
     warnings: tuple[str, ...]
     memory: Mapping[str, MemoryNeed]
@@ -103,12 +103,18 @@ def plan(run: RunFile, inventory: Inventory, measured: Mapping[str, WorkloadShap
         bindings=bindings,
         devices={name: _label(pool) for name, pool in run.all_pools().items()},
         tasks=tuple(_tasks(run, bindings, classes, model, measured)),
-        batch=Mixture({task.name: task.weight for task in run.tasks}, run.training.batch_groups).quota(0),
-        group_size=run.training.group_size,
+        batch=first_batch(run),
+        group_sizes={task.name: task.group_size or run.training.group_size for task in run.tasks},
         in_flight=in_flight(run),
         warnings=(*warnings, *_warnings(bindings, inventory, classes), *_kv_warnings(run, model)),
         memory=memory,
     )
+
+
+def first_batch(run: RunFile) -> dict[str, int]:
+    """Groups of each task."""
+    plans = {task.name: task.schedule.plan() for task in run.tasks if task.schedule}
+    return Mixture({task.name: task.weight for task in run.tasks}, run.training.batch_groups, plans).quota(0)
 
 
 def with_layout(run: RunFile, plan: PlacementPlan) -> RunFile:

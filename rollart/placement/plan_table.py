@@ -103,7 +103,8 @@ def _memory(run: RunFile, plan: PlacementPlan) -> Iterator[RenderableType]:
             chosen = f"; chosen: {need.why}" if run.training.parallel.auto else ""
             host = f"; {_gigabytes(need.host)} GB more in the memory of the host" if need.host else ""
             reference = ", the reference" if need.parts.get("reference") else ""
-            rest = f"gathered weights, recomputed activations, logits{reference}"
+            critic = ", the critic" if need.parts.get("critic") else ""
+            rest = f"gathered weights, recomputed activations, logits{reference}{critic}"
             yield Text(f"  {pool}: {need.layout}{chosen}{host}. Other: {rest}.", style="dim")
 
 
@@ -117,6 +118,8 @@ def _gigabytes(size: float) -> str:
 
 def _batch(plan: PlacementPlan) -> Text:
     groups = ", ".join(f"{number} groups of {task}" for task, number in plan.batch.items())
-    total = sum(plan.batch.values()) * plan.group_size
-    first = f"First batch: {groups}; {plan.group_size} trajectories each, {total} in all."
+    sizes = plan.group_sizes
+    total = sum(number * sizes[task] for task, number in plan.batch.items())
+    each = " or ".join(map(str, sorted({*sizes.values()})))
+    first = f"First batch: {groups}; {each} trajectories each, {total} in all."
     return Text(f"{first} At most {plan.in_flight} trajectories in the pipeline.")

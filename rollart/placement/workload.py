@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollart.config import AFFINITIES, ParallelConfig, PoolConfig, RunFile, TaskConfig
+from rollart.config.algorithm import CRITIC_ADVANTAGES
 from rollart.config.training import MODELS
 from rollart.core import run_folder
 from rollart.core.errors import RollartError
@@ -25,7 +26,7 @@ from rollart.models import tiny
 MEASURED = "measured"
 _LIKELY = 0.5  # fraction of the limits in the run file that is assumed before anything is measured
 _TRAINED = "weights, gradients, Adam's moments"
-TRAINING_PARTS = ("parameters", "gradients", "optimizer", "reference", "activations", "working")
+TRAINING_PARTS = ("parameters", "gradients", "optimizer", "reference", "critic", "activations", "working")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,9 @@ def in_flight(run: RunFile) -> int:
     schedule = run.rollout.schedule()
     batches = 1 if schedule.one_batch else schedule.alpha + 1
     groups = batches * run.training.batch_groups + schedule.extra_groups * len(run.tasks)
-    return groups * (run.training.group_size + schedule.extra_members)
+    keep = min((task.filter.keep for task in run.tasks if task.filter), default=1.0)
+    size = max(task.group_size or run.training.group_size for task in run.tasks)
+    return math.ceil(groups / keep) * (size + schedule.extra_members)
 
 
 def expected_batch(run: RunFile) -> int:
@@ -193,7 +196,8 @@ def setup_of(run: RunFile) -> TrainingSetup:
         optimizer=training.optimizer,
         pack_tokens=training.pack_tokens,
         longest=longest_context(run),
-        reference=training.algorithm.kl > 0,
+        reference=any(each.kl > 0 for each in run.algorithms()),
+        critic=any(each.advantage in CRITIC_ADVANTAGES for each in run.algorithms()),
         adapters=Decoder.of(model_config(run)).adapters(lora.rank, targets) if lora else 0,
         flash=training.dtype == "bfloat16",
     )

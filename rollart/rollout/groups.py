@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from rollart.core.types import Trajectory
+from rollart.rollout.ledger import GroupRecord
 
 
 @dataclass(slots=True)
@@ -25,6 +26,19 @@ class Group:
     started_s: float = 0.0
     closed: bool = False
     probe: bool = False
+
+    @classmethod
+    def of(cls, record: GroupRecord, started_s: float, probe: bool = False) -> "Group":
+        return cls(
+            id=record.id,
+            task=record.task,
+            index=record.index,
+            seed=record.seed,
+            size=record.size,
+            version=record.version,
+            started_s=started_s,
+            probe=probe,
+        )
 
     @property
     def ready(self) -> bool:

@@ -21,6 +21,7 @@ from rollart.core.types import Outcome, Trajectory
 
 State = Literal["open", "leased", "consumed", "dropped"]
 
+RECENT = 1024  # trajectories of a task that a resumed run knows the success of
 _QUARANTINED = "out "  # before the name of a task, a key of `progress`
 
 _SCHEMA = """
@@ -62,12 +63,13 @@ class OpenGroup:
 @dataclass(frozen=True, slots=True)
 class Recovery:
     """Where a stopped run continues: at the policy `version` of its last checkpoint. `quarantined` are the tasks that
-    were, and how often."""
+    were, and how often; `recent` has the success of the last trajectories of each task, in order."""
 
     version: int
     groups: tuple[OpenGroup, ...]
     next_index: dict[str, int]
     quarantined: dict[str, int] = field(default_factory=dict)
+    recent: dict[str, list[bool]] = field(default_factory=dict)
 
 
 class Ledger(Protocol):
@@ -224,7 +226,16 @@ class SqliteLedger:
             groups=tuple(map(self._open_group, records)),
             next_index=dict(indices),
             quarantined=dict(quarantined.fetchall()),
+            recent={task: self._recent(task) for task, _ in indices},
         )
+
+    def _recent(self, task: str) -> list[bool]:
+        rows = self._db.execute(
+            "select coalesce(success, reward > 0) from trajectories where task = ? and trainable and not held_out"
+            " order by started desc limit ?",
+            (task, RECENT),
+        )
+        return [bool(row[0]) for row in rows][::-1]
 
     def _open_group(self, record: GroupRecord) -> OpenGroup:
         rows = self._db.execute(

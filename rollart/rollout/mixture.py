@@ -1,53 +1,107 @@
 """The task mixture, exact in the trained batches: how many groups of each task batch `n` has, and which ones."""
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import islice
+from math import inf
 
+from rollart.core.schedule import WeightPlan
 from rollart.rollout.groups import Group
 
 
 class Mixture:
     """Of the tasks that are behind their share, the one that would first be a whole group behind gets the next group.
     So after any number of batches every task is within one group of its exact share, and equal weights that divide the
-    batch give equal batches. When tasks leave or come back, the count starts again.
+    batch give equal batches. Weights may change from batch to batch, by a plan or by factors: what a task is behind or
+    ahead then stays. When tasks leave or come back, the count starts again.
 
     >>> [Mixture({"a": 3, "b": 1}, 2).quota(n) for n in range(2)]
     [{'a': 2, 'b': 0}, {'a': 1, 'b': 1}]
     """
 
-    def __init__(self, weights: Mapping[str, float], groups: int) -> None:
-        self._weights = dict(weights)
+    def __init__(
+        self, weights: Mapping[str, float], groups: int, plans: Mapping[str, WeightPlan] | None = None
+    ) -> None:
+        self._weights, self._plans = dict(weights), plans or {}
         self._groups = groups
+        self._factors: Mapping[str, float] = {}
         self._quotas: list[dict[str, int]] = []
-        self._restart(self._weights)
+        self._before: list[_Standing] = []  # of each batch in _quotas
+        self._standing = _Standing.of(self._weights)
 
     def quota(self, batch: int) -> dict[str, int]:
         while len(self._quotas) <= batch:
-            self._quotas.append(self._next())
+            self._before.append(self._standing)
+            self._quotas.append(self._next(len(self._quotas)))
         return self._quotas[batch]
 
     def only(self, tasks: Collection[str], batch: int) -> None:
         """From `batch` on, these tasks alone, in their proportions; the past is not made up for."""
-        if batch:
-            self.quota(batch - 1)
-        del self._quotas[batch:]
-        self._restart(tasks)
+        self._rewind(batch)
+        self._standing = _Standing.of([task for task in self._weights if task in tasks])
 
-    def _restart(self, tasks: Collection[str]) -> None:
-        weights = {task: weight for task, weight in self._weights.items() if task in tasks}
-        total = sum(weights.values())  # always in the same order: rounding decides ties
-        self._shares = {task: weight / total for task, weight in weights.items()}
-        self._counts = dict.fromkeys(self._shares, 0)
+    def scale(self, factors: Mapping[str, float], batch: int) -> None:
+        """From `batch` on, weights are multiplied by these."""
+        if factors != self._factors:
+            self._rewind(batch)
+            self._factors = dict(factors)
 
-    def _next(self) -> dict[str, int]:
+    def _rewind(self, batch: int) -> None:
+        self.quota(batch)
+        self._standing = self._before[batch]
+        del self._quotas[batch:], self._before[batch:]
+
+    def _shares(self, batch: int, tasks: Collection[str]) -> dict[str, float]:
+        weights = {}
+        for task, weight in self._weights.items():  # always in the same order: rounding decides ties
+            if task in tasks:
+                plan = self._plans.get(task)
+                weights[task] = weight * self._factors.get(task, 1.0) * (1.0 if plan is None else plan.at(batch))
+        if not any(weights.values()):
+            weights = {task: self._weights[task] for task in weights}  # the others are quarantined
+        total = sum(weights.values())
+        return {task: weight / total for task, weight in weights.items()}
+
+    def _next(self, batch: int) -> dict[str, int]:
         quota = dict.fromkeys(self._weights, 0)
+        standing = self._standing = self._standing.with_shares(self._shares(batch, self._standing.counts))
         for _ in range(self._groups):
-            total = sum(self._counts.values()) + 1
-            behind = [name for name, share in self._shares.items() if share * total - self._counts[name] > 1e-9]
-            task = min(behind, key=lambda name: (self._counts[name] + 1) / self._shares[name])
-            self._counts[task] += 1
+            task = standing.most_urgent()
+            standing.counts[task] += 1
             quota[task] += 1
         return quota
+
+
+@dataclass(frozen=True, slots=True)
+class _Standing:
+    """Groups given since shares changed, and what each task was behind then."""
+
+    shares: dict[str, float]
+    behind: dict[str, float]
+    counts: dict[str, int]
+
+    @classmethod
+    def of(cls, tasks: Iterable[str]) -> "_Standing":
+        counts = dict.fromkeys(tasks, 0)
+        return cls({}, dict.fromkeys(counts, 0.0), counts)
+
+    def with_shares(self, shares: dict[str, float]) -> "_Standing":
+        if shares == self.shares or not self.shares:
+            return _Standing(shares, self.behind, dict(self.counts))
+        total = sum(self.counts.values())
+        behind = {task: self.behind[task] + share * total - self.counts[task] for task, share in self.shares.items()}
+        return _Standing(shares, behind, dict.fromkeys(shares, 0))
+
+    def most_urgent(self) -> str:
+        total = sum(self.counts.values()) + 1
+        owed = {task: self.behind[task] + share * total - self.counts[task] for task, share in self.shares.items()}
+        due = [task for task, amount in owed.items() if amount > 1e-9]
+        return min(due, key=self._deadline)
+
+    def _deadline(self, task: str) -> float:
+        """Groups of all tasks until this one is a whole group behind."""
+        share = self.shares[task]
+        return (self.counts[task] + 1 - self.behind[task]) / share if share else inf
 
 
 def choose_batch(

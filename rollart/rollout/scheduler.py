@@ -30,6 +30,7 @@ from rollart.core.events import (
 from rollart.core.schedule import QuarantineRule, Schedule
 from rollart.core.types import Batch, Outcome, SampleGroup, Trajectory
 from rollart.rollout.attempts import Attempts
+from rollart.rollout.filters import LESS_SPREAD, Curriculum, GroupFilters
 from rollart.rollout.groups import Group
 from rollart.rollout.ledger import GroupRecord, Ledger, OpenGroup, Recovery
 from rollart.rollout.mixture import Mixture, choose_batch
@@ -60,9 +61,11 @@ class Scheduler:
         quarantine: QuarantineRule = _RULE,
         to_samples: Callable[[Group], SampleGroup] = sample_group,
     ) -> None:
-        self.schedule = schedule
-        self.mixture = Mixture({task.name: task.weight for task in tasks}, batch_groups)
-        self.next = 0
+        self.schedule, self.next = schedule, 0
+        plans = {task.name: task.plan for task in tasks if task.plan}
+        self.mixture = Mixture({task.name: task.weight for task in tasks}, batch_groups, plans)
+        self._filters = GroupFilters({task.name: task.rule for task in tasks if task.rule})
+        self._curriculum = Curriculum({task.name: task.band for task in tasks if task.band})
         self._tasks = {task.name: task for task in tasks}
         self._quarantine = Quarantine({task.name: task.reward for task in tasks}, quarantine)
         self._size, self._steps, self._retries, self._seed = group_size, steps, retries, seed
@@ -75,12 +78,10 @@ class Scheduler:
             on_bug=self._fail,
         )
         self._groups: dict[str, dict[str, Group]] = {task.name: {} for task in tasks}
-        self._ready: Counter[str] = Counter()
-        self._index: Counter[str] = Counter()
-        self._training = 0
+        self._ready, self._index = Counter[str](), Counter[str]()
+        self._training, self._stopped = 0, False
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
-        self._stopped = False
         self._engines = runner.router.engines
         self._unsubscribe = self._engines.subscribe(self.admit)
 
@@ -122,6 +123,8 @@ class Scheduler:
         self.next = recovery.version
         self._set_floor()
         self._index.update(recovery.next_index)
+        self._curriculum.restore(recovery.recent)
+        self.mixture.scale(self._curriculum.factors(), self.next)
         self._restore_quarantine({task: times for task, times in recovery.quarantined.items() if task in self._tasks})
         for past in recovery.groups:
             record = past.record
@@ -129,7 +132,7 @@ class Scheduler:
             if out or record.task not in self._groups:
                 self._drop_recovered(past, _QUARANTINED if out else "the task is gone from the run file")
                 continue
-            group = self._group(record)
+            group = Group.of(record, self._now())
             group.launched = past.launched
             group.done = list(past.trajectories[: record.size])
             for trajectory in group.done:
@@ -155,7 +158,8 @@ class Scheduler:
         if self.schedule.one_batch:
             last = min(last, self.next)
         for task, groups in self._groups.items():
-            limit = sum(self.mixture.quota(batch)[task] for batch in range(self.next, last + 1))
+            quotas = (self.mixture.quota(batch) for batch in range(self.next, last + 1))
+            limit = sum(self._filters.candidates(quota)[task] for quota in quotas)
             if limit:
                 limit += self.schedule.extra_groups
             while len(groups) < limit:
@@ -178,39 +182,25 @@ class Scheduler:
             task=task,
             index=index,
             seed=self._tasks[task].episode_seed(index, self._seed, run_seed=self._seed),
-            size=self._size,
+            size=self._tasks[task].group_size or self._size,
             version=self._engines.serving,
         )
-        group = self._groups[task][record.id] = self._group(record, probe)
+        group = self._groups[task][record.id] = Group.of(record, self._now(), probe)
         self._ledger.start(record)
         self._sink.emit(
             GroupStarted(
                 group=group.id,
                 task=task,
                 seed=group.seed,
-                members=self._size + self.schedule.extra_members,
+                members=group.size + self.schedule.extra_members,
                 version=group.version,
             )
         )
         self._launch_missing(group)
 
-    def _group(self, record: GroupRecord, probe: bool = False) -> Group:
-        return Group(
-            id=record.id,
-            task=record.task,
-            index=record.index,
-            seed=record.seed,
-            size=record.size,
-            version=record.version,
-            started_s=self._now(),
-            probe=probe,
-        )
-
     def _launch_missing(self, group: Group) -> None:
-        if missing := group.missing(self.schedule.extra_members):
-            serving = self._engines.serving
-            for _ in range(missing):
-                self._attempts.launch(group, self._tasks[group.task], serving)
+        for _ in range(group.missing(self.schedule.extra_members)):
+            self._attempts.launch(group, self._tasks[group.task], self._engines.serving)
 
     # One attempt
 
@@ -222,6 +212,7 @@ class Scheduler:
 
     def _attempt_ended(self, group: Group, trajectory: Trajectory) -> None:
         self._ledger.add(trajectory)
+        self._curriculum.record(trajectory)
         started, ended = trajectory.started_s, trajectory.started_s + trajectory.seconds
         if not group.probe:
             self._act_on(self._quarantine.record(group.task, trajectory.outcome, started, ended), trajectory)
@@ -268,6 +259,9 @@ class Scheduler:
         if group.probe:
             self._release_task(group)
         self._quarantine.group_completed(group.task)
+        if not group.closed and (reason := self._filters.verdict(group)):
+            self._drop(group, reason)
+            self.admit()
         self._changed.set()
 
     def _drop(self, group: Group, reason: str, verdict: Outcome = Outcome.CANCELLED) -> None:
@@ -348,10 +342,16 @@ class Scheduler:
             self._engines.require(version)
 
     def _choose(self) -> list[Group] | None:
-        quota = self.mixture.quota(self.next)
-        if any(self._ready[task] < need for task, need in quota.items()):
+        candidates = self._filters.candidates(quota := self.mixture.quota(self.next))
+        if any(self._ready[task] < need for task, need in candidates.items()):
             return None
-        return choose_batch(quota, self._groups, self.schedule.window)
+        found = choose_batch(candidates, self._groups, self.schedule.window)
+        if found is None:
+            return None
+        batch, others = self._filters.choose(found, quota)
+        for group in others:
+            self._drop(group, LESS_SPREAD)
+        return batch
 
     def _lease(self, groups: list[Group], waited: float) -> Batch:
         step = self.next
@@ -377,6 +377,7 @@ class Scheduler:
             )
         )
         self.next = step + 1
+        self.mixture.scale(self._curriculum.factors(), self.next)
         self._evict()
         self.admit()
         return batch

@@ -25,6 +25,7 @@ from rollart.core.events import (
 )
 from rollart.core.protocols import AgentPool, ClaimedEnvironment, EnvironmentPool, Renderer, RewardInvoker
 from rollart.core.run_length import frozen, joined
+from rollart.core.schedule import GroupRule, SuccessBand, WeightPlan
 from rollart.core.seeds import numbered_seed, seed_of
 from rollart.core.types import (
     Completion,
@@ -51,7 +52,7 @@ _SAMPLING = Sampling()
 class RolloutTask:
     """What the control plane knows of a task. `agent`: a program runs its episodes and sends the requests. `deadline`:
     seconds for one episode. `reward` names its reward function if other tasks may share it. `numbered`: its
-    episodes are counted, not drawn from seeds."""
+    episodes are counted, not drawn from seeds. `group_size`, if not 0, and the rules are the task's own."""
 
     name: str
     weight: float = 1.0
@@ -62,6 +63,10 @@ class RolloutTask:
     deadline: float = 300.0
     reward: str = ""
     numbered: bool = False
+    group_size: int = 0
+    plan: WeightPlan | None = None
+    band: SuccessBand | None = None
+    rule: GroupRule | None = None
 
     def episode_seed(self, number: int, *parts: object, run_seed: int = 0) -> int:
         """The seed of the task's episode `number`, drawn from `parts` unless its episodes are numbered."""

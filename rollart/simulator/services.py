@@ -90,8 +90,8 @@ def training_seconds(scenario: Scenario, device: DeviceClass, ranks: int) -> Cal
         return lambda lengths: pace.fixed + pace.token * sum(lengths)
     training, setup = scenario.training, training_setup(scenario, device, ranks)
     # Of all but the first mini-batch, logprobs are computed before the first update.
-    scored = 1 - 1 / training.updates + (1 if setup.reference else 0)
-    passes = StepPasses(training.epochs, scored)
+    scored = 1 - 1 / training.updates + (1 if setup.reference else 0) + (1 if setup.critic else 0)
+    passes = StepPasses(training.epochs + (training.critic.epochs if setup.critic else 0), scored)
     fixed = 0.0 if device.name == "cpu" else constants.train_fixed_s
     fixed += constants.switch_s if scenario.simulate.colocated else 0.0
 

@@ -144,6 +144,8 @@ class Simulation:
                 max_context=task.max_context,
                 sampling=Sampling(max_tokens=task.sampling.max_tokens),
                 deadline=scenario.rollout.trajectory_deadline,
+                group_size=task.group_size or 0,
+                plan=None if task.schedule is None else task.schedule.plan(),
             )
             for task in scenario.tasks
         ]

@@ -25,8 +25,7 @@ from rollart.training.advantages import UNSEEN, RewardRange
 from rollart.training.block_files import BlockReader
 from rollart.training.client import MANIFEST
 from rollart.training.guard import GuardState
-from rollart.training.learner import POLICY, Learner, Restore, Save, Verify
-from rollart.training.matrix_optimizers import moments
+from rollart.training.learner import Learner, Restore, Save, Verify
 from rollart.training.trainer import Trainer
 from rollart.weights.publish import new_id
 
@@ -48,7 +47,7 @@ class CheckpointAdapters(msgspec.Struct, frozen=True):
 
 
 class CheckpointManifest(msgspec.Struct):
-    """`steps` of the optimizer by parameter. `lora`: its weights are adapters."""
+    """`steps` of the optimizer by parameter. `lora`: its weights are adapters. `critic`: the updates of the critic."""
 
     version: int
     updates: int
@@ -57,6 +56,7 @@ class CheckpointManifest(msgspec.Struct):
     guard: GuardState = GuardState()
     files: dict[str, int] = {}
     lora: CheckpointAdapters | None = None
+    critic: int | None = None
 
 
 def save_checkpoint(trainer: Trainer, path: Path) -> Future[None]:
@@ -66,15 +66,16 @@ def save_checkpoint(trainer: Trainer, path: Path) -> Future[None]:
         wait([trainer.saving])
     learner = trainer.learner
     try:
-        check_space(path, _size(learner))
+        check_space(path, sum(model.size() for model in learner.models()))
         draft = begin_folder(path)
     except (OSError, RollartError) as error:
         raise CheckpointFailed(f"the checkpoint {path} could not be written: {error}") from error
     ranges = {task: seen for task, seen in trainer.ranges.items() if seen != UNSEEN}
     manifest = CheckpointManifest(
         version=trainer.version,
-        updates=learner.updates,
-        steps=learner.steps(),
+        updates=learner.state.updates,
+        steps={name: steps for model in learner.models() for name, steps in model.steps().items()},
+        critic=None if learner.critic is None else learner.critic.state.updates,
         ranges=ranges,
         guard=trainer.guard.state(),
         lora=_adapters(learner),
@@ -89,13 +90,6 @@ def save_checkpoint(trainer: Trainer, path: Path) -> Future[None]:
 def _adapters(learner: Learner) -> CheckpointAdapters | None:
     lora = learner.config.lora
     return None if lora is None else CheckpointAdapters(str(learner.folder.absolute()), lora.rank, lora.alpha)
-
-
-def _size(learner: Learner) -> int:
-    """Bytes of a checkpoint, from the shapes alone; moments are float32, however the optimizer keeps them."""
-    weights = sum(one.nbytes for one in (*learner.policy.parameters().values(), *learner.policy.buffers().values()))
-    updated = (one for one in learner.policy.parameters().values() if one in learner.optimizer.state)
-    return weights + sum(4 * one.numel() * len(moments(learner.optimizer, one)) for one in updated)
 
 
 def _finish(trainer: Trainer, manifest: CheckpointManifest, order: Save, path: Path) -> None:
@@ -121,7 +115,7 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
         _check_fits(trainer.learner, reader, manifest, path)
     if faults := trainer.verify(Verify(str(path), new_id())):
         raise RollartError(f"{faults[0]}; use an older checkpoint")
-    trainer.restore(Restore(str(path), manifest.updates, manifest.steps))
+    trainer.restore(Restore(str(path), manifest.updates, manifest.steps, manifest.critic or 0))
     trainer.version, trainer.ranges = manifest.version, manifest.ranges
     trainer.guard.restore(manifest.guard)
 
@@ -151,14 +145,16 @@ def _check_fits(learner: Learner, reader: BlockReader, manifest: CheckpointManif
     if (own and (own.rank, own.alpha)) != (other and (other.rank, other.alpha)):
         with_what = f"training.lora: {{rank: {other.rank}, alpha: {other.alpha:g}}}" if other else "no training.lora"
         raise RollartError(f"the checkpoint {path} was written with {with_what}; resume with the same")
-    wanted = {**learner.policy.parameters(), **learner.policy.buffers()}
-    for name, tensor in wanted.items():
-        if reader.shapes.get(f"{POLICY}/{name}") != tuple(tensor.shape):
+    if learner.critic is not None and manifest.critic is None:
+        raise RollartError(f"the checkpoint {path} has no critic; resume with the advantage that it was written with")
+    for name, what, shape in (each for model in learner.models() for each in model.shapes(manifest.steps)):
+        if reader.shapes.get(name) == shape:
+            continue
+        if what == "model":
+            name = name.partition("/")[2]
             raise RollartError(f"the checkpoint {path} is of another model: {name} is missing or has another shape")
-    for name, parameter in learner.policy.parameters().items():
-        for kind in moments(learner.optimizer, parameter) if name in manifest.steps else ():
-            if reader.shapes.get(f"{kind}/{name}") != tuple(parameter.shape):
-                raise RollartError(
-                    f"the checkpoint {path} was written with another training.optimizer, or is damaged: "
-                    f"{kind} of {name} is missing or does not fit"
-                )
+        kind, _, name = name.partition("/")
+        raise RollartError(
+            f"the checkpoint {path} was written with another training.optimizer, or is damaged: "
+            f"{kind} of {name} is missing or does not fit"
+        )

@@ -3,26 +3,28 @@
 Every method runs on all ranks at the same time, on an order of rank 0.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from math import isfinite
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 from msgspec import Struct
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from numpy.typing import NDArray
+from torch import Tensor
 
-from rollart.config import TrainingConfig
+from rollart.config import AlgorithmConfig, TrainingConfig
 from rollart.core.types import Example
 from rollart.models.disk_names import cut
 from rollart.training import losses
+from rollart.training.algorithms import Algorithms
 from rollart.training.block_files import FILES, BlockReader, damaged, file_name, write_blocks
-from rollart.training.corrections import CorrectionInputs, correct, find, measure
-from rollart.training.matrix_optimizers import moments, read_state, write_state
+from rollart.training.corrections import CorrectionInputs, correct, measure
+from rollart.training.critic import Critic, ValueItem
 from rollart.training.metrics import StepTotals
 from rollart.training.microbatch import MicroBatch, TrainSample, micro_batch, pack_examples
+from rollart.training.model_state import TrainedModel
 from rollart.training.optimizers import learning_rate, make_optimizer
 from rollart.training.policy import PolicyModel
 from rollart.training.ranks import Ranks
@@ -41,11 +43,20 @@ class MiniBatch(Struct, frozen=True):
 
 
 class Learn(Struct, frozen=True, tag=True):
-    """The updates of an epoch; all ranks have as many, with as many passes in each. `cells` is the number of cells."""
+    """The updates of an epoch; all ranks have as many, with as many passes in each. `cells` is the number of cells. Not
+    `policy`: the critic alone is trained."""
 
     step: int
     mini_batches: list[MiniBatch]
     cells: int
+    policy: bool = True
+
+
+class Assess(Struct, frozen=True, tag=True):
+    """A rank's passes of the critic over a batch with `size` action tokens."""
+
+    passes: list[list[ValueItem]]
+    size: int
 
 
 class Imitate(Struct, frozen=True, tag=True):
@@ -88,6 +99,7 @@ class Restore(Struct, frozen=True, tag=True):
     folder: str
     updates: int
     steps: dict[str, float]
+    critic_updates: int = 0
 
 
 class Heartbeat(Struct, frozen=True, tag=True):
@@ -98,30 +110,33 @@ class Shutdown(Struct, frozen=True, tag=True):
     """Rank 0 exits normally."""
 
 
-Order = Learn | Imitate | Gather | Publish | Save | Verify | Restore | Heartbeat | Shutdown
+Order = Learn | Assess | Imitate | Gather | Publish | Save | Verify | Restore | Heartbeat | Shutdown
 
 
 class Learner:
-    """`folder` is the Hugging Face model that RL starts from, and the reference of the KL if `kl` is set."""
+    """`folder` is the Hugging Face model that RL starts from, and the reference of the KL if `kl` is set. `tasks` has
+    the algorithms of those that have one of their own."""
 
     def __init__(
-        self, folder: Path, config: TrainingConfig, ranks: Ranks, seed: int = 0, publisher: Publisher | None = None
+        self,
+        folder: Path,
+        config: TrainingConfig,
+        ranks: Ranks,
+        seed: int = 0,
+        publisher: Publisher | None = None,
+        tasks: Mapping[str, AlgorithmConfig] | None = None,
     ) -> None:
         torch.set_num_threads(config.threads)
         torch.manual_seed(seed)
         if ranks.device.type == "cuda":
             torch.set_float32_matmul_precision("high")  # TF32 where float32 is asked for; never exercised
         self.folder, self.config, self.ranks, self._publisher = folder, config, ranks, publisher
-        algorithm = config.algorithm
-        self._loss = losses.LOSSES.find(algorithm.loss)
-        whole = self._loss in losses.Traits.one_ratio_per_sequence
-        found = find(algorithm.correction, one_ratio_per_sequence=whole)
-        self._corrections = [] if self._loss in losses.Traits.corrects_itself else found
-        self.updates = 0
+        self.algorithms = Algorithms(config.algorithm, tasks)
         self.policy: Strategy = PolicyModel(folder, ranks, config)
-        self.optimizer = make_optimizer(self.policy, config)
+        self.state = TrainedModel(POLICY, "", self.policy, make_optimizer(self.policy, config))
+        self.critic = Critic(folder, ranks, config) if self.algorithms.needs_critic else None
         self.reference: Scorer | None = None
-        if algorithm.kl > 0 or self._loss in losses.Traits.needs_reference:
+        if self.algorithms.needs_reference:
             self.reference = self.policy.base() or PolicyModel(folder, ranks, config, trained=False)
         self.disk = ThreadPoolExecutor(1, "checkpoint")
         self._written: Future[None] | None = None
@@ -133,6 +148,8 @@ class Learner:
                 match msgspec.msgpack.decode(self.ranks.receive(), type=Order):
                     case Learn() as order:
                         self.learn(order)
+                    case Assess() as order:
+                        self.assess(order)
                     case Imitate() as order:
                         self.imitate(order)
                     case Gather():
@@ -158,28 +175,37 @@ class Learner:
         with self.ranks.device:
             share = self.policy.shares_prompts
             batches = [[micro_batch(items, share=share) for items in one.passes] for one in order.mini_batches]
-        self._score_before(batches, totals)
+        self._score_before(batches, totals, first=0 if order.policy else -1)
         updates = [*zip(batches, order.mini_batches, strict=True)] * self.config.epochs
-        for micros, mini_batch in updates:
-            rate = learning_rate(self.config, order.step, self.updates) * mini_batch.evidence
+        for micros, mini_batch in updates if order.policy else ():
+            rate = learning_rate(self.config, order.step, self.state.updates) * mini_batch.evidence
             self._update(sum(self._backward(micro, totals) for micro in micros), rate, totals)
             if totals.skipped:
                 break
+        if self.critic is not None:
+            totals.value_loss = self.critic.learn(order.step, batches)
         totals.merge(self.ranks)
         return totals
 
+    def assess(self, order: Assess) -> NDArray[np.float32]:
+        """What the critic says before every action token of a batch, on all ranks."""
+        assert self.critic is not None
+        return self.critic.values(order.passes, order.size)
+
     @torch.no_grad()
-    def _score_before(self, batches: Sequence[Sequence[MicroBatch]], totals: StepTotals) -> None:
+    def _score_before(self, batches: Sequence[Sequence[MicroBatch]], totals: StepTotals, first: int) -> None:
         """Logprobs of the reference, and of the policy before its first update. That update's own forward pass has
-        those of its mini-batch; the others need one more."""
+        those of its mini-batch, number `first`; the others need one more."""
         for number, micros in enumerate(batches):
             for micro in micros:
                 if self.reference is not None:
                     micro.reference = micro.of_targets(self.reference.logprobs(micro.packed)[0])
-                if number > 0:
+                if number != first:
                     micro.proximal, entropy, _ = self._scored(micro)
                     self._claim(micro)
-                    totals.add_first_pass(entropy, micro, measure(*self._correct(micro)))
+                    totals.add_first_pass(entropy, micro)
+                    for each in micro.algorithms():
+                        totals.add_stale(measure(*self._correct(micro, each)))
 
     def _scored(self, micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Logprob and entropy of every trained token, and the logprobs of the teacher's likeliest tokens there."""
@@ -191,21 +217,22 @@ class Learner:
 
     def _claim(self, micro: MicroBatch) -> None:
         """Pairs were sampled by nobody: they count as the policy's own, so that there is neither gap nor staleness."""
-        if self._loss in losses.Traits.of_pairs and micro.proximal is not None:
+        if self.algorithms.of_pairs and micro.proximal is not None:
             micro.behaviour = micro.proximal
 
-    def _correct(self, micro: MicroBatch) -> tuple[CorrectionInputs, Tensor]:
-        """The factor of each sampled token's loss."""
+    def _correct(self, micro: MicroBatch, number: int) -> tuple[CorrectionInputs, Tensor]:
+        """The factor of the loss of each sampled token that one algorithm trains."""
         assert micro.proximal is not None
+        algorithm, of = self.algorithms.all[number], micro.selector(number)
         inputs = CorrectionInputs(
-            old_logprobs=micro.of_sampled(micro.proximal),
-            engine_logprobs=micro.of_sampled(micro.behaviour),
-            advantages=micro.of_sampled(micro.advantage),
-            sequences=micro.of_sampled(micro.sequence),
-            turns=micro.of_sampled(micro.turn),
-            config=self.config.algorithm.correction,
+            old_logprobs=of(micro.proximal),
+            engine_logprobs=of(micro.behaviour),
+            advantages=of(micro.advantage),
+            sequences=of(micro.sequence),
+            turns=of(micro.turn),
+            config=algorithm.config.correction,
         )
-        return inputs, correct(self._corrections, inputs)
+        return inputs, correct(algorithm.corrections, inputs)
 
     def imitate(self, order: Imitate) -> StepTotals:
         """One update on the cross entropy of the trained tokens."""
@@ -220,67 +247,70 @@ class Learner:
         return totals
 
     def _update(self, loss: float, rate: float, totals: StepTotals) -> None:
-        """Update on the gradients of all passes, whose loss on this rank is `loss`. Loss and norm are those of all
-        ranks, so an update that is not finite on one is skipped by all."""
-        (loss,) = self.ranks.all_reduce([loss])
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        parameters = self.policy.parameters().values()
-        norm = self.ranks.grad_norm(parameters)
-        clip_grads(parameters, self.config.grad_clip / (norm + 1e-6))
+        """Update the policy on the gradients of all passes, whose loss on this rank is `loss`."""
+        loss, norm, finite = self.state.update(loss, rate, self.config.grad_clip, self.ranks)
         totals.add_update(loss, norm, rate)
-        if isfinite(loss) and isfinite(norm):
-            self.optimizer.step()
-            self.updates += 1
-        else:
-            totals.skipped = True
-        self.optimizer.zero_grad(set_to_none=True)
+        totals.skipped = totals.skipped or not finite
 
     def _backward(self, micro: MicroBatch, totals: StepTotals) -> float:
         """Add the gradient of one micro-batch and return its share of the loss."""
-        algorithm = self.config.algorithm
         current, entropy, top = self._scored(micro)
         first = micro.proximal is None
         if micro.proximal is None:
             micro.proximal = current.detach()
             self._claim(micro)
-        stale, factor = self._correct(micro)
-        of = micro.of_sampled
+            totals.add_first_pass(entropy, micro)
+        total = current.new_zeros(())
+        for number in micro.algorithms():
+            stale, factor = self._correct(micro, number)
+            total = total + self._policy_loss(micro, number, (current, entropy, top), (stale, factor), totals)
+            if first:
+                totals.add_stale(measure(stale, factor))
+        if micro.imitate is not None:
+            total = total - (micro.imitate * current).sum()
+        load, balance = self.policy.expert_load(), self.config.algorithm.expert_balance
+        if load is not None:
+            totals.add_experts(load, empty=not len(micro.behaviour))
+            if balance > 0:
+                total = total + balance * micro.weight.sum() * load.balance
+        total.backward()  # type: ignore[no-untyped-call]
+        return total.item()
+
+    def _policy_loss(
+        self,
+        micro: MicroBatch,
+        number: int,
+        scored: tuple[Tensor, Tensor, Tensor | None],
+        corrected: tuple[CorrectionInputs, Tensor],
+        totals: StepTotals,
+    ) -> Tensor:
+        """The loss of the sampled tokens that one algorithm trains."""
+        algorithm, of = self.algorithms.all[number], micro.selector(number)
+        config, (current, entropy, top), (stale, factor) = algorithm.config, scored, corrected
         inputs = losses.LossInputs(
             logprobs=of(current),
             old_logprobs=stale.old_logprobs,
             engine_logprobs=stale.engine_logprobs,
             advantages=stale.advantages,
             sequences=stale.sequences,
-            config=algorithm,
+            config=config,
             reference_logprobs=None if micro.reference is None else of(micro.reference),
-            teacher_logprobs=micro.teacher,
-            top_logprobs=top,
-            teacher_top_logprobs=micro.teacher_top,
+            teacher_logprobs=None if micro.teacher is None else of(micro.teacher),
+            top_logprobs=None if top is None else of(top),
+            teacher_top_logprobs=None if micro.teacher_top is None else of(micro.teacher_top),
         )
-        outcome = losses.policy_loss(self._loss, inputs)
+        outcome = losses.policy_loss(algorithm.loss, inputs)
         loss = of(micro.weight) * factor * outcome.loss
         kl = None
-        if inputs.reference_logprobs is not None and algorithm.kl > 0:
+        if inputs.reference_logprobs is not None and config.kl > 0:
             kl = losses.weighted_kl(inputs, inputs.reference_logprobs, factor)
-            loss = loss + algorithm.kl * of(micro.anchor) * kl
-        if algorithm.entropy > 0:
-            loss = loss - algorithm.entropy * of(micro.weight) * of(entropy)
-        total = loss.sum()
-        if micro.imitate is not None:
-            total = total - (micro.imitate * current).sum()
-        load = self.policy.expert_load()
-        if load is not None:
-            totals.add_experts(load, empty=not len(micro.behaviour))
-            if algorithm.expert_balance > 0:
-                total = total + algorithm.expert_balance * micro.weight.sum() * load.balance
-        total.backward()  # type: ignore[no-untyped-call]
+            loss = loss + config.kl * of(micro.anchor) * kl
+        if config.entropy > 0:
+            loss = loss - config.entropy * of(micro.weight) * of(entropy)
         totals.add_pass(outcome.clipped, kl)
         if outcome.margins is not None:
             totals.add_pairs(outcome.margins)
-        if first:
-            totals.add_first_pass(entropy, micro, measure(stale, factor))
-        return total.item()
+        return loss.sum()
 
     def gather(self) -> dict[str, Tensor]:
         """On rank 0 all weights, as copies if they are sharded; on other ranks none: each is dropped at once."""
@@ -303,27 +333,16 @@ class Learner:
         (one,) = self.policy.on_disk(name, ())
         return one.name
 
-    def steps(self) -> dict[str, float]:
-        """Optimizer steps of each parameter that has any."""
-        state = self.optimizer.state
-        return {name: state[p]["step"].item() for name, p in self.policy.parameters().items() if p in state}
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What a checkpoint holds, under `kind/name of the parameter`. The reference is the model that training starts
-        from, so it need not be in there."""
-        for name, tensor in {**self.policy.parameters(), **self.policy.buffers()}.items():
-            yield f"{POLICY}/{name}", tensor
-        for name, parameter in self.policy.parameters().items():
-            for kind, moment in read_state(self.optimizer, parameter).items():
-                if kind != "step":
-                    yield f"{kind}/{name}", moment
+    def models(self) -> list[TrainedModel]:
+        """What a checkpoint holds. The reference is the model that training starts from, so it need not be there."""
+        return [self.state, *([] if self.critic is None else [self.critic.state])]
 
     def save(self, order: Save) -> None:
         """Copy what this rank writes to host memory, and write it while training goes on. One save at a time."""
         if self._written is not None:
             wait([self._written])
         blocks = {}
-        for name, tensor in self.tensors():
+        for name, tensor in (each for model in self.models() for each in model.tensors()):
             part = block(tensor)
             if part.values.numel() and is_owner(tensor, self.ranks.rank, self.ranks.layout.tensor):
                 copied = part.values.to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -342,20 +361,11 @@ class Learner:
         files = sorted(Path(order.folder).glob(FILES))
         self.ranks.post(order.id, damaged(files[self.ranks.rank :: self.ranks.size]))
 
-    @torch.no_grad()
     def restore(self, order: Restore) -> None:
         """Each rank reads only the blocks that it has."""
         with BlockReader(Path(order.folder)) as reader:
-            for name, tensor in {**self.policy.parameters(), **self.policy.buffers()}.items():
-                reader.fill(f"{POLICY}/{name}", tensor)
-            self.updates = order.updates
-            self.optimizer.state.clear()
-            for name, parameter in self.policy.parameters().items():
-                if name in order.steps:
-                    state = {"step": torch.tensor(order.steps[name])}
-                    for kind in moments(self.optimizer, parameter):
-                        state[kind] = reader.fill(f"{kind}/{name}", torch.zeros_like(parameter))
-                    write_state(self.optimizer, parameter, state)
+            for model, updates in zip(self.models(), (order.updates, order.critic_updates), strict=False):
+                model.restore(reader, updates, order.steps)
         self.ranks.meet()
 
 
@@ -367,10 +377,3 @@ def published(policy: Strategy, ranks: Ranks) -> list[TensorShard]:
         for part, run, at in cut(policy.on_disk(name, tensor.shape), values, start):
             shards.append(TensorShard(part.name, part.shape, run, at))
     return shards
-
-
-def clip_grads(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Scale the gradients by `factor`, if it is below 1."""
-    if factor < 1.0:
-        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        torch._foreach_mul_([grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads], factor)

@@ -24,6 +24,7 @@ class StepTotals:
 
     def __init__(self, cells: int = 0, device: torch.device | None = None) -> None:
         self.skipped = False
+        self.value_loss: float | None = None  # of a critic, on all ranks
         self.gaps = GapTotals(cells, device)
         names = ("passes", *PER_PASS, "action_tokens", *PER_TOKEN, *RATIOS, "expert_tokens", "experts_replayed", *PAIRS)
         self._sums = dict.fromkeys(names, 0.0)
@@ -36,9 +37,13 @@ class StepTotals:
         if kl is not None:
             self._add("kl", kl)
 
-    def add_first_pass(self, entropy: Tensor, micro: MicroBatch, stale: dict[str, Tensor]) -> None:
-        """Before the first update, of the tokens that were sampled: entropy, the gap between engine and trainer, and
-        what corrections found (`corrections.measure`)."""
+    def add_stale(self, stale: dict[str, Tensor]) -> None:
+        """What corrections found before the first update (`corrections.measure`)."""
+        for name, values in stale.items():
+            self._add(name, values)
+
+    def add_first_pass(self, entropy: Tensor, micro: MicroBatch) -> None:
+        """Before the first update, of the tokens that were sampled: entropy, and the gap between engine and trainer."""
         assert micro.proximal is not None
         columns = (entropy.detach(), micro.proximal, micro.behaviour, micro.cell)
         entropy, proximal, behaviour, cell = map(micro.of_sampled, columns)
@@ -46,8 +51,6 @@ class StepTotals:
         self._sums["action_tokens"] += len(entropy)
         self._add("entropy", entropy)
         self._add("logprob_gap", gap.abs())
-        for name, values in stale.items():
-            self._add(name, values)
         self.gaps.add(cell, gap, proximal + entropy)
 
     def add_pairs(self, margins: Tensor) -> None:
@@ -93,6 +96,7 @@ class StepTotals:
             "updates": float(len(self._updates) - self.skipped),
             "skipped": float(self.skipped),
             **({name: sums[name] / sums["pairs"] for name in PER_PAIR} if sums["pairs"] else {}),
+            **({} if self.value_loss is None else {"value_loss": self.value_loss}),
             **self._expert_values(),
         }
 

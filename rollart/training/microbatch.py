@@ -1,6 +1,6 @@
 """From a batch to micro-batches: the samples that have a gradient, split over the ranks and packed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -13,6 +13,8 @@ from torch import Tensor
 from rollart.core.column import Column
 from rollart.core.expert_choice import ExpertChoices
 from rollart.core.types import Batch, Example, Sample, Teaching, TokenRole
+from rollart.training.advantages import Assessed
+from rollart.training.algorithms import Algorithms
 from rollart.training.logprob_gap import Cells
 from rollart.training.losses import token_weights
 from rollart.training.packing import Packed, deal, families, pack, split_over_ranks
@@ -27,7 +29,9 @@ class TrainSample(Struct, frozen=True, array_like=True, gc=False):
     There are three streams, and a trained token has a weight in each. `weight` is that of a sampled token in the policy
     gradient, `anchor` in the KL to the reference; `imitate` has the weights in the cross entropy. `behaviour` has the
     engine's logprobs, `cells` the numbers of logprob-gap cells, `turn` those of turns within the trajectory. `experts`
-    are those that the engine used, with a row for every token."""
+    are those that the engine used, with a row for every token. With a critic, `value` is what it said before the token,
+    `target` what it should say and `assess` the weight in its loss, 0 where it is not asked. `algorithm` is the number
+    of its task's among those of the run."""
 
     tokens: Column
     mask: Column
@@ -43,6 +47,10 @@ class TrainSample(Struct, frozen=True, array_like=True, gc=False):
     imitate: Column | None = None
     teacher: Teaching | None = None
     experts: ExpertChoices | None = None
+    algorithm: int = 0
+    value: Column | None = None
+    target: Column | None = None
+    assess: Column | None = None
 
     @property
     def actions(self) -> int:
@@ -50,6 +58,7 @@ class TrainSample(Struct, frozen=True, array_like=True, gc=False):
         return len(self.behaviour) if self.sampled is None else int(self.sampled.array.sum())
 
 
+CRITIC_COLUMNS = ("value", "target", "assess")
 NONE = Column.floats(())
 EMPTY = TrainSample(
     tokens=Column.ints([0]), mask=Column.flags([0]), behaviour=NONE, cells=Column.ints(()), advantage=NONE
@@ -62,7 +71,8 @@ class MicroBatch:
     through all sequences. The sum of `weight` over all tokens of an update's micro-batches is at most 1: samples left
     out keep their share. So it is for `anchor` and `imitate`. `sampled` is None if all were sampled. With
     `teacher_top`, [tokens, count], the teacher's likeliest tokens are predicted after each trained token.
-    `proximal` is the policy's before the first update of the batch; `reference` is there only if something needs it.
+    `proximal` is the policy's before the first update of the batch; `reference` is there only if something needs it, as
+    are `value`, `target` and `assess` for a critic.
     """
 
     packed: Packed
@@ -78,12 +88,30 @@ class MicroBatch:
     imitate: Tensor | None = None
     teacher: Tensor | None = None
     teacher_top: Tensor | None = None
+    algorithm: Tensor | int = 0
     proximal: Tensor | None = None
     reference: Tensor | None = None
+    value: Tensor | None = None
+    target: Tensor | None = None
+    assess: Tensor | None = None
 
     def of_sampled(self, values: Tensor) -> Tensor:
         """Without the tokens that are imitated only."""
         return values if self.sampled is None else values[self.sampled]
+
+    def algorithms(self) -> list[int]:
+        """The numbers of those that its sampled tokens are trained with; one at least."""
+        if isinstance(self.algorithm, int):
+            return [self.algorithm]
+        return sorted({*self.of_sampled(self.algorithm).tolist()})
+
+    def selector(self, algorithm: int) -> Callable[[Tensor], Tensor]:
+        """Leaves the sampled tokens of one algorithm."""
+        if isinstance(self.algorithm, int):
+            return self.of_sampled
+        chosen = self.algorithm == algorithm
+        mask = chosen if self.sampled is None else chosen & self.sampled
+        return lambda values: values[mask]
 
     def of_targets(self, values: Tensor) -> Tensor:
         """Without the rows of a teacher's likeliest tokens, which follow that of each trained token."""
@@ -105,7 +133,9 @@ def check_batch(batch: Batch) -> None:
                 )
 
 
-def split_into_mini_batches(batch: Batch, advantages: Advantages, updates: int, *, keep_all: bool) -> list[list[int]]:
+def split_into_mini_batches(
+    batch: Batch, advantages: Advantages, updates: int, algorithms: Algorithms
+) -> list[list[int]]:
     """The groups of each update. Groups stay whole; each update gets as many as any other, give or take one, as many
     that have a gradient, and about as many tokens. There are fewer updates if fewer groups have a gradient: one without
     any would move the weights by momentum alone."""
@@ -113,7 +143,7 @@ def split_into_mini_batches(batch: Batch, advantages: Advantages, updates: int, 
         sum(
             len(sample.tokens)
             for sample, row in zip(group.samples, rows, strict=True)
-            if _trains(sample, row, keep_all)
+            if _trains(sample, row, algorithms)
         )
         for group, rows in zip(batch.groups, advantages, strict=True)
     ]
@@ -121,9 +151,25 @@ def split_into_mini_batches(batch: Batch, advantages: Advantages, updates: int, 
     return [sorted(part) for part in deal(tokens, count)]
 
 
-def _trains(sample: Sample, advantage: NDArray[np.float32], keep_all: bool) -> bool:
+def _trains(sample: Sample, advantage: NDArray[np.float32], algorithms: Algorithms) -> bool:
     """Whether it can have a gradient."""
-    return bool(sample.imitate is not None or (sample.actions and (keep_all or advantage.any())))
+    kept = algorithms.of(sample.task).keeps_all
+    return bool(sample.imitate is not None or (sample.actions and (kept or advantage.any())))
+
+
+def _weights(samples: Sequence[Sample], owners: Sequence[int], algorithms: Algorithms) -> list[float]:
+    """Of each token of every sample. Where tasks aggregate in different ways, each way has the share of its groups."""
+    known: dict[tuple[int, str], int] = {}
+    sequences = [known.setdefault((owner, s.owner), len(known)) for owner, s in zip(owners, samples, strict=True)]
+    ways = [algorithms.of(sample.task).config.aggregate for sample in samples]
+    weights = [0.0] * len(samples)
+    for way in dict.fromkeys(ways):
+        chosen = [i for i, each in enumerate(ways) if each == way]
+        lengths, groups = [samples[i].actions for i in chosen], [owners[i] for i in chosen]
+        share = len({*groups}) / len({*owners})
+        for i, weight in zip(chosen, token_weights(lengths, groups, way, [sequences[i] for i in chosen]), strict=True):
+            weights[i] = share * weight
+    return weights
 
 
 def plan_passes(
@@ -131,28 +177,37 @@ def plan_passes(
     advantages: Advantages,
     cells: Cells,
     *,
-    aggregate: str,
+    algorithms: Algorithms,
     pack_tokens: int,
-    keep_all: bool,
     ranks: int = 1,
     share: bool = False,
     pairs: bool = False,
+    assessed: Assessed | None = None,
 ) -> list[list[list[TrainSample]]]:
     """The samples of each rank in each of its passes. All ranks have the same number of passes; some may be empty.
 
     `advantages` has one value for each action token of each sample of a group. A sample whose values are all 0 has no
-    gradient and is left out, unless `keep_all` (KL, entropy). With `share` those that begin with the same prompt come
-    into the same pass; `pairs`, two samples in a row, always do.
+    gradient and is left out, unless its algorithm keeps all (KL, entropy, a critic). With `share` those that begin with
+    the same prompt come into the same pass; `pairs`, two samples in a row, always do.
     """
     samples = [sample for group in batch.groups for sample in group.samples]
     values = [row for rows in advantages for row in rows]
     owners = [number for number, group in enumerate(batch.groups) for _ in group.samples]
-    known: dict[tuple[int, str], int] = {}
-    sequences = [known.setdefault((owner, s.owner), len(known)) for owner, s in zip(owners, samples, strict=True)]
-    weights = token_weights([sample.actions for sample in samples], owners, aggregate, sequences)
+    weights = _weights(samples, owners, algorithms)
     imitated = sum(int(np.count_nonzero(sample.imitate.array)) for sample in samples if sample.imitate is not None)
-    chosen = [i for i, sample in enumerate(samples) if _trains(sample, values[i], keep_all)]
-    items = [_train_sample(samples[i], cells, values[i], weights[i], imitated) for i in chosen]
+    chosen = [i for i, sample in enumerate(samples) if _trains(sample, values[i], algorithms)]
+    items = [
+        _train_sample(samples[i], cells, values[i], weights[i], algorithms.number(samples[i].task)) for i in chosen
+    ]
+    if assessed is not None:
+        said = [row for rows in assessed.values for row in rows]
+        wanted = [row for rows in assessed.targets for row in rows]
+        asked = 1 / max(1, sum(int(np.isfinite(row).sum()) for row in wanted))
+        items = [_with_critic(item, said[i], wanted[i], asked) for item, i in zip(items, chosen, strict=True)]
+    items = [
+        item if (learnt := samples[i].imitate) is None else _with_imitation(item, learnt, imitated)
+        for item, i in zip(items, chosen, strict=True)
+    ]
     tokens = [item.tokens.array for item in items]
     together = families(tokens, [item.mask.array for item in items], pack_tokens) if share and not pairs else None
     if pairs:
@@ -162,11 +217,11 @@ def plan_passes(
 
 
 def _train_sample(
-    sample: Sample, cells: Cells, advantage: NDArray[np.float32], weight: float, imitated: int
+    sample: Sample, cells: Cells, advantage: NDArray[np.float32], weight: float, algorithm: int
 ) -> TrainSample:
     lengths = [turn.stop - turn.start for turn in sample.turns]
     turn = np.repeat([turn.number for turn in sample.turns], lengths) if lengths else np.zeros(sample.actions)
-    plain = TrainSample(
+    return TrainSample(
         tokens=sample.tokens,
         mask=Column.flags(sample.mask),
         behaviour=sample.logprobs,
@@ -179,8 +234,21 @@ def _train_sample(
         turn=Column.ints(turn),
         teacher=sample.teacher,
         experts=sample.experts,
+        algorithm=algorithm,
     )
-    return plain if sample.imitate is None else _with_imitation(plain, sample.imitate, imitated)
+
+
+def _with_critic(
+    item: TrainSample, values: NDArray[np.float32], targets: NDArray[np.float32], share: float
+) -> TrainSample:
+    """`share` is the weight of each value that is asked for."""
+    asked = np.isfinite(targets)
+    return msgspec.structs.replace(
+        item,
+        value=Column.floats(values),
+        target=Column.floats(np.where(asked, targets, values)),
+        assess=Column.floats(asked * np.float32(share)),
+    )
 
 
 def _with_imitation(item: TrainSample, imitate: Column, count: int) -> TrainSample:
@@ -189,19 +257,21 @@ def _with_imitation(item: TrainSample, imitate: Column, count: int) -> TrainSamp
     trained = actions | (weights != 0)
     sampled = actions[trained]
 
-    def spread(column: Column | None, fill: float) -> Column:
-        assert column is not None
-        out = np.full(len(sampled), fill, column.array.dtype)
+    def spread(column: Column) -> Column:
+        out = np.zeros(len(sampled), column.array.dtype)
         out[sampled] = column.array
         return Column.of(column.kind, out)
 
     return msgspec.structs.replace(
         item,
         mask=Column.flags(trained),
-        behaviour=spread(item.behaviour, 0.0),
-        cells=spread(item.cells, 0),
-        advantage=spread(item.advantage, 0.0),
-        turn=spread(item.turn, 0),
+        behaviour=spread(item.behaviour),
+        cells=spread(item.cells),
+        advantage=spread(item.advantage),
+        turn=None if item.turn is None else spread(item.turn),
+        value=None if item.value is None else spread(item.value),
+        target=None if item.target is None else spread(item.target),
+        assess=None if item.assess is None else spread(item.assess),
         sampled=Column.flags(sampled),
         imitate=Column.floats(weights[trained] / max(1, count)),
     )
@@ -218,6 +288,9 @@ def micro_batch(items: Sequence[TrainSample], *, share: bool = False) -> MicroBa
     sampled = None
     if any(item.sampled is not None for item in items):
         sampled = _joined([item.sampled for item in items], counts, fill=1).bool()
+    critic: dict[str, Tensor] = {}
+    if any(item.value is not None for item in items) or items == [EMPTY]:
+        critic = {name: _joined([getattr(item, name) for item in items], counts) for name in CRITIC_COLUMNS}
     imitate = None
     if any(item.imitate is not None for item in items):
         imitate = _joined([item.imitate for item in items], counts, fill=0.0)
@@ -240,7 +313,13 @@ def micro_batch(items: Sequence[TrainSample], *, share: bool = False) -> MicroBa
         imitate=imitate,
         teacher=teacher,
         teacher_top=top,
+        algorithm=_algorithm([item.algorithm for item in items], sequence),
+        **critic,
     )
+
+
+def _algorithm(numbers: Sequence[int], sequence: NDArray[np.int64]) -> Tensor | int:
+    return numbers[0] if len({*numbers}) == 1 else torch.tensor(np.array(numbers)[sequence])
 
 
 def _with_teacher(items: Sequence[TrainSample], packed: Packed) -> tuple[Packed, Tensor | None, Tensor | None]:

@@ -7,11 +7,11 @@ others are kept in the dtype of computation. A single rank that computes in floa
 group.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.utils.logging import disable_progress_bar
 
-from rollart.config import TrainingConfig
+from rollart.config import LoraConfig, TrainingConfig
 from rollart.core.errors import RollartError
 from rollart.models.adapters import file_name
 from rollart.models.disk_names import DiskNames, DiskTensor
@@ -46,6 +46,8 @@ class PolicyModel:
     `companions` are the other files of its folder (tokenizer, chat template), for checkpoints.
     """
 
+    tensor_plan: ClassVar[dict[str, str] | None] = {"lm_head": "colwise"}  # beside that of transformers
+
     def __init__(
         self, folder: Path, ranks: Ranks | None = None, config: TrainingConfig = PLAIN, *, trained: bool = True
     ) -> None:
@@ -53,7 +55,10 @@ class PolicyModel:
         self._ranks = ranks or Ranks.single()
         self._adapted = trained and config.lora is not None
         try:
-            self.model = _load(folder, self._ranks, config if trained else config.model_copy(update={"lora": None}))
+            kind, options = self._kind(folder, config.lora if trained else None)
+            self.model = _load(
+                folder, self._ranks, config, kind, frozen=self._adapted, tensor_plan=self.tensor_plan, **options
+            )
         except (OSError, ValueError) as error:
             raise RollartError(f"no causal language model can be loaded from {folder}: {error}") from error
         self.companions = {
@@ -68,7 +73,7 @@ class PolicyModel:
             reset_adapters(self.model)
             for parameter in adapter_parameters(self.model).values():
                 parameter.requires_grad_()
-        _check_head(self.model, self._ranks.device)
+        self._check()
         if self._ranks.layout.tensor == 1:  # under tensor parallelism transformers has its own hooks in the norms
             use_fast_norms(self.model)
         offload = "activations" in config.offload and self._ranks.device.type != "cpu"
@@ -84,7 +89,22 @@ class PolicyModel:
         self.shares_prompts = self._gates is None and not flash  # experts are counted, and chosen, by sequence
         last = getattr(_layers(self.model)[-1], "mlp", None) if self._gates is None else None
         tail = None if last is None else _TrainedRows(last)
-        self.model.forward = MethodType(_Forward(self._ranks, self._gates, tail), self.model)
+        self.model.forward = MethodType(_Forward(self._ranks, self._gates, tail, self._outputs), self.model)
+
+    def _kind(self, folder: Path, lora: LoraConfig | None) -> tuple[Any, dict[str, Any]]:
+        """The class of the model, and what `from_pretrained` needs besides."""
+        if lora is not None:
+            kind, mapping = adapted_class(folder, lora)
+            return kind, {"key_mapping": mapping}
+        return AutoModelForCausalLM, {}
+
+    def _check(self) -> None:
+        _check_head(self.model, self._ranks.device)
+
+    def _outputs(self, model: Any, hidden: Tensor, targets: Tensor, temperature: Tensor | None) -> tuple[Tensor, ...]:
+        """What the head makes of the states before the trained tokens."""
+        weight, bias, split = _head(model, self._ranks.tensor)
+        return score(hidden, weight, targets, bias=bias, temperature=temperature, split=split)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """By name, tied ones once; with LoRA the adapters alone. They are DTensors if they are sharded."""
@@ -92,8 +112,9 @@ class PolicyModel:
 
     def embeddings(self) -> frozenset[str]:
         """Those of parameters() that are the embeddings of tokens or the output head."""
-        modules = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
-        return frozenset(name for name, p in self.parameters().items() if any(p is m.weight for m in modules))
+        tables = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        weights = [each.weight for each in tables if each is not None]
+        return frozenset(name for name, p in self.parameters().items() if any(p is weight for weight in weights))
 
     def names(self) -> dict[str, str]:
         """Every name of a parameter in the model, tied ones included, to its name in parameters()."""
@@ -163,10 +184,16 @@ class _TrainedRows:
 class _Forward:
     """The forward pass that training needs, in place of the model's own: FSDP gathers weights around that."""
 
-    def __init__(self, ranks: Ranks, gates: WatchedGates | None, tail: _TrainedRows | None) -> None:
-        self._context, self._tensor, self._gates, self._tail = ranks.context, ranks.tensor, gates, tail
+    def __init__(
+        self,
+        ranks: Ranks,
+        gates: WatchedGates | None,
+        tail: _TrainedRows | None,
+        outputs: Callable[[Any, Tensor, Tensor, Tensor | None], tuple[Tensor, ...]],
+    ) -> None:
+        self._context, self._gates, self._tail, self._outputs = ranks.context, gates, tail, outputs
 
-    def __call__(self, model: Any, packed: Packed) -> tuple[Tensor, Tensor]:
+    def __call__(self, model: Any, packed: Packed) -> tuple[Tensor, ...]:
         context, total = self._context, packed.tokens.shape[1]
         tokens, positions, predict = packed.tokens, packed.positions, packed.predict
         targets, temperature = packed.targets, packed.temperature
@@ -185,18 +212,16 @@ class _Forward:
         ).last_hidden_state[0]
         if self._gates is not None:
             self._gates.end(packed)
-        weight, bias, split = _head(model, self._tensor)
-        hidden = states.index_select(0, predict)
-        values = score(hidden, weight, targets, bias=bias, temperature=temperature, split=split)
+        values = self._outputs(model, states.index_select(0, predict), targets, temperature)
         if context is not None:
             owners = packed.predict // size
             sizes = torch.bincount(owners, minlength=context.size).tolist()
-            logprobs, entropy = (context.gather(each, sizes) for each in values)
+            first, *others = (context.gather(each, sizes) for each in values)
+            # A slice with nothing to predict stays in the graph: its rank takes part in every exchange backwards.
+            values = (first + 0 * states.sum(), *others)
             if packed.shown is not None:  # a prompt's last token comes before those of its other sequences
                 order = owners.argsort(stable=True).argsort()
-                logprobs, entropy = logprobs[order], entropy[order]
-            # A slice with nothing to predict stays in the graph: its rank takes part in every exchange backwards.
-            values = logprobs + 0 * states.sum(), entropy
+                values = tuple(each[order] for each in values)
         return values
 
 
@@ -210,25 +235,24 @@ def _head(model: Any, peers: Peers | None) -> tuple[Tensor, Tensor | None, Vocab
     return weight, bias, split
 
 
-def _load(folder: Path, ranks: Ranks, config: TrainingConfig) -> Any:
+def _load(
+    folder: Path, ranks: Ranks, config: TrainingConfig, kind: Any, *, frozen: bool, tensor_plan: Any, **options: Any
+) -> Any:
+    """With `frozen` weights, which are kept in the dtype of computation."""
     layout, mixed = ranks.layout, config.dtype == "bfloat16"
     offloaded = "optimizer" in config.offload and ranks.device.type != "cpu"  # on CPUs it is there already
-    options: dict[str, Any] = {}
     if ranks.size > 1:
         options["distributed_config"] = DistributedConfig(
             fsdp_size=layout.shards,
             tp_size=layout.tensor,
             ep_size=layout.expert,
-            tp_plan={"lm_head": "colwise"} if layout.tensor > 1 else None,
+            tp_plan=tensor_plan if layout.tensor > 1 else None,
             fsdp_mixed_precision=mixed,
             fsdp_cpu_offload=offloaded,
         )
-    kind: Any = AutoModelForCausalLM
-    if config.lora is not None:
-        kind, options["key_mapping"] = adapted_class(folder, config.lora)
-    frozen = torch.bfloat16 if mixed and config.lora is not None else torch.float32
+    dtype = torch.bfloat16 if mixed and frozen else torch.float32
     model = kind.from_pretrained(
-        folder, attn_implementation=ATTENTION, dtype=frozen, local_files_only=True, **options
+        folder, attn_implementation=ATTENTION, dtype=dtype, local_files_only=True, **options
     ).eval()
     model.config.distributed_config = None  # ranks meet where we say so: transformers would gather and wait by it
     if ranks.size == 1:

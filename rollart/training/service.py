@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from rollart.config import TrainingConfig
+from rollart.config import AlgorithmConfig, TrainingConfig
 from rollart.core.types import Batch, ExampleBatch, Publication, StepMetrics
 from rollart.hardware.host_stats import processor
 from rollart.launch import service
@@ -76,6 +76,7 @@ class TrainerService:
                 ranks=ranks,
                 engine_dtype=spec.get("engine_dtype", "float32"),
                 publisher=self._publisher,
+                tasks=_tasks(spec),
             )
             if spec.get("checkpoint"):
                 load_checkpoint(trainer, Path(spec["checkpoint"]))
@@ -155,7 +156,7 @@ async def _follow(spec: dict[str, Any], thread: ThreadPoolExecutor) -> None:
     def build() -> Learner:
         ranks, publisher, _ = _join(spec, config, Store(Path(spec["weights"])))
         computes_with(ranks)
-        return Learner(Path(spec["model"]), config, ranks, spec["seed"], publisher)
+        return Learner(Path(spec["model"]), config, ranks, spec["seed"], publisher, _tasks(spec))
 
     def follow() -> None:
         _exit_if_lost(learner.follow)
@@ -167,6 +168,11 @@ async def _follow(spec: dict[str, Any], thread: ThreadPoolExecutor) -> None:
 
 def _config(spec: Mapping[str, Any]) -> TrainingConfig:
     return TrainingConfig.model_validate(spec["config"])
+
+
+def _tasks(spec: Mapping[str, Any]) -> dict[str, AlgorithmConfig]:
+    """The algorithms of tasks that have one of their own."""
+    return {task: AlgorithmConfig.model_validate(own) for task, own in spec.get("tasks", {}).items()}
 
 
 def _rank_address(spec: Mapping[str, Any]) -> RankAddress:

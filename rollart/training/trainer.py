@@ -6,21 +6,26 @@ version advances all the same, because the batch has been used.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from rollart.config import TrainingConfig
+from rollart.config import AlgorithmConfig, TrainingConfig
 from rollart.core.errors import RollartError
 from rollart.core.types import Batch, ExampleBatch, StepMetrics
-from rollart.training.advantages import ADVANTAGES, UNSEEN, RewardRange, token_advantages
+from rollart.training.advantages import UNSEEN, Assessed, RewardRange, token_advantages, token_targets
+from rollart.training.algorithms import Algorithm
+from rollart.training.critic import explained_variance, plan_values
 from rollart.training.guard import Guard, coarser
 from rollart.training.learner import (
+    Assess,
     Gather,
     Heartbeat,
     Imitate,
@@ -34,9 +39,14 @@ from rollart.training.learner import (
     Verify,
 )
 from rollart.training.logprob_gap import Cells, gap_table
-from rollart.training.losses import LOSSES, Traits
 from rollart.training.metrics import StepTotals, task_metrics
-from rollart.training.microbatch import Advantages, check_batch, plan_examples, plan_passes, split_into_mini_batches
+from rollart.training.microbatch import (
+    Advantages,
+    check_batch,
+    plan_examples,
+    plan_passes,
+    split_into_mini_batches,
+)
 from rollart.training.ranks import Ranks
 from rollart.weights.publish import Publisher, tensor_digests
 
@@ -46,7 +56,8 @@ IMITATION_VALUES = ("loss", "grad_norm", "lr", "skipped")
 
 class Trainer:
     """`folder` is the Hugging Face model that RL starts from, and the reference of the KL if `kl` is set.
-    `engine_dtype` limits how closely the engine's logprobs can agree with the trainer's."""
+    `engine_dtype` limits how closely the engine's logprobs can agree with the trainer's. `tasks` are the algorithms of
+    those that have one of their own."""
 
     def __init__(
         self,
@@ -58,13 +69,13 @@ class Trainer:
         ranks: Ranks | None = None,
         engine_dtype: str = "float32",
         publisher: Publisher | None = None,
+        tasks: Mapping[str, AlgorithmConfig] | None = None,
     ) -> None:
         self.config, self.version = config, version
-        self._advantage = ADVANTAGES.find(config.algorithm.advantage)
-        self._pairs = LOSSES.find(config.algorithm.loss) in Traits.of_pairs
         self.ranges: dict[str, RewardRange] = {}
         self.ranks = ranks or Ranks.single()
-        self.learner = Learner(folder, config, self.ranks, seed, publisher)
+        self.learner = Learner(folder, config, self.ranks, seed, publisher, tasks)
+        self._algorithms = self.learner.algorithms
         own = "tf32" if config.dtype == "float32" and self.ranks.device.type == "cuda" else config.dtype
         self.guard = Guard(coarser(engine_dtype, own))
         self.saving: Future[None] | None = None  # the newest checkpoint
@@ -76,10 +87,10 @@ class Trainer:
         for group in batch.groups:
             seen = self.ranges.get(group.task, UNSEEN)
             self.ranges[group.task] = seen.including(list(group.rewards.values()))
-        ranges = [self.ranges[group.task] for group in batch.groups]
-        advantages, solved = token_advantages(self._advantage, batch, ranges, self.config.algorithm)
+        assessed = self._assess(batch)
+        advantages, solved = self._advantages(batch, assessed)
         cells = Cells(batch.step)
-        orders = self._orders(batch, advantages, solved, cells)
+        orders = self._orders(batch, advantages, solved, cells, assessed)
         with self.ranks.dispatch(orders):
             totals = self.learner.learn(orders[0])
         self.version += 1
@@ -88,9 +99,9 @@ class Trainer:
             version=self.version,
             seconds=time.perf_counter() - began,
             tokens=sum(len(sample.tokens) for group in batch.groups for sample in group.samples),
-            values=totals.values(),
-            tasks={} if self._pairs else task_metrics(batch, solved),
-            gaps=() if self._pairs else gap_table(rows),
+            values=totals.values() | _critic_values(assessed),
+            tasks={} if self._algorithms.of_pairs else task_metrics(batch, solved),
+            gaps=() if self._algorithms.of_pairs else gap_table(rows),
             warnings=(*self.guard.check(batch.step, rows), *self._skipped(totals)),
         )
 
@@ -170,27 +181,81 @@ class Trainer:
         done = f"stopped after {made:g} updates" if made else "left the weights alone"
         return (f"step {self.version} {done}: its loss or gradient is not finite",)
 
-    def _orders(self, batch: Batch, advantages: Advantages, solved: Sequence[bool], cells: Cells) -> list[Learn]:
+    def _by_algorithm(self, batch: Batch) -> Iterator[tuple[Algorithm, list[int], Batch]]:
+        """Each one that has groups in the batch, their places, and a batch of them alone."""
+        numbers = [self._algorithms.number(group.task) for group in batch.groups]
+        for number, algorithm in enumerate(self._algorithms.all):
+            if chosen := [i for i, each in enumerate(numbers) if each == number]:
+                yield algorithm, chosen, replace(batch, groups=tuple(batch.groups[i] for i in chosen))
+
+    def _advantages(self, batch: Batch, assessed: Assessed | None) -> tuple[Advantages, list[bool]]:
+        """Of every group in its place, and whether it is solved."""
+        advantages: dict[int, Sequence[NDArray[np.float32]]] = {}
+        solved: dict[int, bool] = {}
+        for algorithm, chosen, part in self._by_algorithm(batch):
+            ranges = [self.ranges[group.task] for group in part.groups]
+            values = None if assessed is None else assessed.of(chosen).values
+            found = token_advantages(algorithm.advantage, part, ranges, algorithm.config, values)
+            advantages |= zip(chosen, found[0], strict=True)
+            solved |= zip(chosen, found[1], strict=True)
+        return [advantages[i] for i in range(len(batch.groups))], [solved[i] for i in range(len(batch.groups))]
+
+    def _assess(self, batch: Batch) -> Assessed | None:
+        """What the critic says of the batch, and what it should say, if there is one: it is not asked about tasks whose
+        algorithm needs none."""
+        if self.learner.critic is None:
+            return None
+        layout = self.ranks.layout
+        by_rank, counts = plan_values(batch, self.config.pack_tokens, layout.data)
+        orders = [Assess(by_rank[layout.data_index(rank)], sum(counts)) for rank in range(layout.ranks)]
+        with self.ranks.dispatch(orders):
+            rows = iter(np.split(self.learner.assess(orders[0]), np.cumsum(counts)[:-1]))
+        values = [[next(rows) for _ in group.samples] for group in batch.groups]
+        targets = [[np.full_like(row, np.nan) for row in rows] for rows in values]
+        for algorithm, chosen, part in self._by_algorithm(batch):
+            if algorithm.needs_critic:
+                found = token_targets(part, algorithm.config, [values[i] for i in chosen])
+                for i, rows_of_group in zip(chosen, found, strict=True):
+                    targets[i] = rows_of_group
+        return Assessed(values, targets)
+
+    def _orders(
+        self,
+        batch: Batch,
+        advantages: Advantages,
+        solved: Sequence[bool],
+        cells: Cells,
+        assessed: Assessed | None,
+    ) -> list[Learn]:
         """What each rank learns in an epoch. Each mini-batch is weighted and dealt over the ranks like a batch."""
-        algorithm, layout = self.config.algorithm, self.ranks.layout
-        loss = LOSSES.find(algorithm.loss)
-        keep_all = algorithm.kl > 0 or algorithm.entropy > 0 or loss in Traits.every_sample
+        layout, power = self.ranks.layout, self.config.algorithm.evidence_power
         by_rank: list[list[MiniBatch]] = [[] for _ in range(layout.data)]
-        for members in split_into_mini_batches(batch, advantages, self.config.updates, keep_all=keep_all):
+        for members in split_into_mini_batches(batch, advantages, self.config.updates, self._algorithms):
             passes = plan_passes(
                 replace(batch, groups=tuple(batch.groups[i] for i in members)),
                 [advantages[i] for i in members],
                 cells,
-                aggregate=algorithm.aggregate,
+                algorithms=self._algorithms,
                 pack_tokens=self.config.pack_tokens,
-                keep_all=keep_all,
                 ranks=layout.data,
                 share=self.learner.policy.shares_prompts,
-                pairs=self._pairs,
+                pairs=self._algorithms.of_pairs,
+                assessed=None if assessed is None else assessed.of(members),
             )
             # Adam takes a full-sized step however small the gradient; what has little evidence should move little.
             telling = fmean(any(row.any() for row in advantages[i]) and not solved[i] for i in members)
-            evidence = telling**algorithm.evidence_power
+            evidence = telling**power
             for mine, part in zip(by_rank, passes, strict=True):
                 mine.extend([MiniBatch(part, evidence)] if part else [])
-        return [Learn(batch.step, by_rank[layout.data_index(rank)], len(cells)) for rank in range(layout.ranks)]
+        policy = assessed is None or batch.step >= self.config.critic.warmup
+        return [Learn(batch.step, by_rank[layout.data_index(rank)], len(cells), policy) for rank in range(layout.ranks)]
+
+
+def _critic_values(assessed: Assessed | None) -> dict[str, float]:
+    """How much the critic knew before the step."""
+    if assessed is None:
+        return {}
+    values, targets = (
+        np.concatenate([row for rows in each for row in rows]) for each in (assessed.values, assessed.targets)
+    )
+    return {"explained_variance": explained_variance(values, targets)}

@@ -162,7 +162,9 @@ def build(
     trainer: dict[str, Any] | None = None,
     rule: QuarantineRule = NEVER,
     broken: dict[str, tuple[float, float]] | None = None,
+    own: dict[str, dict[str, Any]] | None = None,
 ) -> World:
+    """`own` has what is different for a task."""
     rng = random.Random(seed)
     recorder = Recorder()
     recovery = ledger.recover()
@@ -175,6 +177,7 @@ def build(
         RolloutTask(name, weight, max_turns, 100_000, Sampling(max_tokens=8), deadline=deadline, reward=reward)
         for name, weight in (weights or {"a": 1.0, "b": 1.0}).items()
     ]
+    tasks = [replace(task, **(own or {}).get(task.name, {})) for task in tasks]
     runner = TrajectoryRunner(
         environments=BreakingEnvironments(pool, broken or {}),
         router=router,

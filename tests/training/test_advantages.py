@@ -231,5 +231,5 @@ def test_an_estimator_of_the_wrong_shape_is_named() -> None:
 def test_the_estimators_that_ship() -> None:
     assert set(ADVANTAGES.names()) == {
         *("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl"),
-        *("turn_returns", "gigpo"),
+        *("turn_returns", "gigpo", "gae", "opd"),
     }

@@ -59,9 +59,9 @@ def test_training_goes_on_exactly_as_if_it_had_not_stopped(saved: tuple[Trainer,
     trainer, path = saved
     resumed = Trainer(folder, CONFIG)
     load_checkpoint(resumed, path)
-    assert (resumed.version, resumed.learner.updates, resumed.ranges) == (
+    assert (resumed.version, resumed.learner.state.updates, resumed.ranges) == (
         trainer.version,
-        trainer.learner.updates,
+        trainer.learner.state.updates,
         trainer.ranges,
     )
     assert resumed.guard.state() == trainer.guard.state() != GuardState()
@@ -251,7 +251,7 @@ MOE = [(2, {"expert": 2}), (4, {"tensor": 2, "expert": 4}), (4, {"expert": 2}), 
 def go_through(source: Path, target: Path, trainer: Trainer) -> int:
     load_checkpoint(trainer, source)
     save_checkpoint(trainer, target).result()
-    return trainer.learner.updates
+    return trainer.learner.state.updates
 
 
 @pytest.mark.slow

@@ -71,7 +71,7 @@ def test_only_adapters_have_gradients_moments_and_a_place_in_checkpoints(tmp_pat
     kept = {name.replace(".base_layer", ""): value for name, value in model.named_parameters()}
     assert all(torch.equal(kept[name], value) and not kept[name].requires_grad for name, value in frozen.items())
     adapters = 2 * 7 * 2  # A and B of each linear layer of two decoder layers
-    assert len(trainer.learner.optimizer.state) == len(trainer.learner.policy.parameters()) == adapters
+    assert len(trainer.learner.state.optimizer.state) == len(trainer.learner.policy.parameters()) == adapters
     with BlockReader(tmp_path / "checkpoint") as reader:
         assert len(reader.shapes) == 3 * adapters and all(".lora_" in name for name in reader.shapes)
 

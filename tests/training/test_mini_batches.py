@@ -13,6 +13,7 @@ from rollart.config import AlgorithmConfig, TrainingConfig
 from rollart.core.column import Column
 from rollart.core.types import Batch, Sample, StepMetrics
 from rollart.training.advantages import ADVANTAGES, spread_over_tokens
+from rollart.training.algorithms import Algorithms
 from rollart.training.learner import Learn
 from rollart.training.microbatch import split_into_mini_batches
 from rollart.training.packing import deal, pack
@@ -51,11 +52,11 @@ def test_groups_stay_whole_and_every_update_has_a_gradient() -> None:
     assert any(values[3]) and not any(values[4])
     scores = spread_over_tokens(batch, values)
     for updates, count in ((1, 1), (2, 2), (4, 4), (6, 5)):
-        parts = split_into_mini_batches(batch, scores, updates, keep_all=False)
+        parts = split_into_mini_batches(batch, scores, updates, Algorithms(AlgorithmConfig()))
         assert len(parts) == count
         assert sorted(i for part in parts for i in part) == list(range(6))
         assert all(any(any(values[i]) for i in part) for part in parts)
-    assert len(split_into_mini_batches(batch, scores, 6, keep_all=True)) == 6
+    assert len(split_into_mini_batches(batch, scores, 6, Algorithms(AlgorithmConfig(entropy=0.1)))) == 6
 
 
 @pytest.mark.parametrize("aggregate", ["token", "sequence", "group"])

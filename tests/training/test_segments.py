@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 from tiny_models import make_sample
 
+from rollart.config import AlgorithmConfig
 from rollart.core.types import Batch, Sample, SampleGroup
 from rollart.training.advantages import spread_over_tokens
+from rollart.training.algorithms import Algorithms
 from rollart.training.logprob_gap import Cells
 from rollart.training.microbatch import plan_passes
 
@@ -31,9 +33,8 @@ def test_segments_share_the_advantage_of_their_trajectory(aggregate: str) -> Non
         batch,
         values,
         Cells(0),
-        aggregate=aggregate,
+        algorithms=Algorithms(AlgorithmConfig.model_validate({"aggregate": aggregate})),
         pack_tokens=10**6,
-        keep_all=False,
     )
     items = [item for part in passes for item in part]
     assert sorted(float(item.advantage.array[-1]) for item in items) == [-0.5, 0.5, 0.5, 0.5]
@@ -49,9 +50,8 @@ def test_by_sequence_a_trajectory_weighs_the_same_in_any_number_of_segments() ->
         batch,
         values,
         Cells(0),
-        aggregate="sequence",
+        algorithms=Algorithms(AlgorithmConfig(aggregate="sequence")),
         pack_tokens=10**6,
-        keep_all=False,
     )
     long = [item for part in passes for item in part if item.advantage.array[0] > 0]
     assert weight_of([[long]]) == pytest.approx(0.5)  # type: ignore[list-item]

@@ -11,37 +11,58 @@ whose members all got the top reward keeps a small positive advantage (`algorith
 vanishes while the policy is sure of these actions and grows when it is pushed away from them. The top is the best
 reward seen for that task, once a lower one has been seen too: a task that has always failed is not solved.
 
-An estimator is added by writing it in `groups.py` (one value per trajectory) or `turns.py` (one per turn) under
-`@ADVANTAGES.register`; `credit.py` has what is the same for all.
+An estimator is added by writing it in `groups.py` (one value per trajectory), `turns.py` (one per turn) or `tokens.py`
+(one per token) under `@ADVANTAGES.register`; `credit.py` has what is the same for all.
 """
 
-from rollart.training.advantages import groups, turns
+from rollart.training.advantages import groups, tokens, turns
 from rollart.training.advantages.base import (
     ADVANTAGES,
     UNSEEN,
     Advantage,
     Groups,
+    PlayedTokens,
     PlayedTurns,
     RewardRange,
+    TokenGroups,
     TurnGroups,
+    critic_estimators,
+    from_teacher,
     in_reward_units,
+    needs_critic,
+    of_tokens,
     of_turns,
 )
-from rollart.training.advantages.credit import TokenAdvantages, spread_over_tokens, token_advantages
+from rollart.training.advantages.credit import (
+    Assessed,
+    TokenAdvantages,
+    spread_over_tokens,
+    token_advantages,
+    token_targets,
+)
 
 __all__ = [
     "ADVANTAGES",
     "UNSEEN",
     "Advantage",
+    "Assessed",
     "Groups",
+    "PlayedTokens",
     "PlayedTurns",
     "RewardRange",
     "TokenAdvantages",
+    "TokenGroups",
     "TurnGroups",
+    "critic_estimators",
+    "from_teacher",
     "groups",
     "in_reward_units",
+    "needs_critic",
+    "of_tokens",
     "of_turns",
     "spread_over_tokens",
     "token_advantages",
+    "token_targets",
+    "tokens",
     "turns",
 ]

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rollart.config import AlgorithmConfig
 from rollart.core.types import TurnSpan
 from rollart.training.registry import Registry
@@ -21,16 +24,33 @@ class PlayedTurns:
     rewards: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class PlayedTokens:
+    """A trajectory as estimators of tokens see it. `lengths` are the action tokens of each turn, `rewards` as those of
+    `PlayedTurns`; the columns have an entry for every action token, turn after turn: the logprob by the policy that
+    sampled it, the critic's value of what came before it, and the teacher's logprob."""
+
+    lengths: tuple[int, ...]
+    rewards: tuple[float, ...]
+    logprobs: NDArray[np.float64]
+    values: NDArray[np.float64] | None = None
+    teacher: NDArray[np.float64] | None = None
+
+
 Rewards = Sequence[float]
 Groups = Sequence[Rewards]
 TurnGroups = Sequence[Sequence[PlayedTurns]]
-# From the rewards of each group's members to their advantages; or, marked with @of_turns, from the turns of each
-# member and the config to one advantage per turn.
+TokenGroups = Sequence[Sequence[PlayedTokens]]
+# From the rewards of each group's members to their advantages; or, marked with @of_turns or @of_tokens, from the turns
+# or tokens of each member and the config to one advantage for each of these.
 Advantage = Callable[..., Any]
 
 ADVANTAGES = Registry[Advantage]("training.algorithm.advantage")
 reward_units: set[Advantage] = set()
 turn_estimators: set[Advantage] = set()
+token_estimators: set[Advantage] = set()
+critic_estimators: set[Advantage] = set()
+teacher_estimators: set[Advantage] = set()
 
 
 def in_reward_units(function: Advantage) -> Advantage:
@@ -42,6 +62,24 @@ def in_reward_units(function: Advantage) -> Advantage:
 def of_turns(function: Callable[[TurnGroups, AlgorithmConfig], list[list[list[float]]]]) -> Advantage:
     """Marks an estimator that gives each turn an advantage of its own."""
     turn_estimators.add(function)
+    return function
+
+
+def of_tokens(function: Callable[[TokenGroups, AlgorithmConfig], list[list[NDArray[np.float64]]]]) -> Advantage:
+    """Marks an estimator that gives each action token an advantage of its own."""
+    token_estimators.add(function)
+    return function
+
+
+def needs_critic(function: Advantage) -> Advantage:
+    """Marks an estimator of tokens that uses the values of a critic, which is then trained beside the policy."""
+    critic_estimators.add(function)
+    return function
+
+
+def from_teacher(function: Advantage) -> Advantage:
+    """Marks an estimator of tokens that looks at a teacher's logprobs and at no reward: no group of it is solved."""
+    teacher_estimators.add(function)
     return function
 
 
