@@ -68,8 +68,8 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """`memory` and `cpu_s` are per process, `total_memory` is for all together and checked while a command runs; `disk`
-    is for the work folder, and as much again for /tmp. Megabytes and seconds."""
+    """`memory` and `cpu_s` are per process, `total_memory` is for all together and checked while a command runs and
+    when it has ended; `disk` is for the work folder, and as much again for /tmp. Megabytes and seconds."""
 
     memory: int = 512
     total_memory: int = 768
@@ -195,7 +195,7 @@ class Bubblewrap:
         return [pid for pid in found if not is_dead(pid)]
 
     def clear(self, shell: int) -> None:
-        """Kill all inside but init and `shell`. All are stopped meanwhile, so none is missed."""
+        """Kill all inside but init and `shell`, which stays stopped. All are stopped meanwhile, so none is missed."""
         deadline = time.monotonic() + END_S
         self._signal(self.init, signal.SIGUSR1)
         while state(shell) not in "TZX":
@@ -208,6 +208,8 @@ class Bubblewrap:
                     self._signal(pid, signal.SIGKILL)
             if time.monotonic() > deadline:
                 raise SandboxError("processes in the sandbox could not be killed")
+
+    def resume(self, shell: int) -> None:
         self._signal(shell, signal.SIGCONT)
 
     def _alive(self) -> int:
@@ -324,6 +326,16 @@ def state(pid: int, proc: Path = PROC) -> str:
         return (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return "X"
+
+
+def image(pid: int) -> tuple[str, ...]:
+    """Changes when the process executes another program, or the same one again: its program, and where that lies in
+    memory, which is random each time."""
+    try:
+        fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        return str((PROC / str(pid) / "exe").readlink()), *fields[23:26]  # start of code, its end, start of stack
+    except (OSError, IndexError):
+        return ()
 
 
 def is_dead(pid: int, proc: Path = PROC) -> bool:

@@ -2,8 +2,9 @@
 
 The invariants:
 - One command runs at a time, within its deadline and the limits; one that breaks them is killed with all it started.
-- What a command leaves in the background is killed when the command ends. Only a program that replaced the shell by
-  `exec` and forged the end of its command can run on; memory is checked while commands run, not between them.
+- Between commands nothing runs: what a command leaves in the background is killed when it ends, and the shell is
+  stopped until the next one. A program that replaced the shell by `exec` and forged the end of its command is killed.
+  Memory is checked while a command runs and when it has ended; meanwhile it cannot grow.
 - Variables, functions and the current folder survive as long as the shell does. When it ends, by itself or because
   killing its children was not enough, the next command gets a new one and the files are still there.
 - The end of a command, and of the shell, is reported on a pipe of its own, with a tag that is new each time. A command
@@ -21,7 +22,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rollart.sandbox.bubblewrap import NO_MOUNTS, WORK, Bubblewrap, ExtraMounts, SandboxError, SandboxLimits
+from rollart.sandbox.bubblewrap import (
+    NO_MOUNTS,
+    WORK,
+    Bubblewrap,
+    ExtraMounts,
+    SandboxError,
+    SandboxLimits,
+    image,
+)
 
 SHELL = """\
 exec 9>&2 2>/dev/null
@@ -95,6 +104,7 @@ class Sandbox:
         self._output = output
         self._line = b""
         self._shell, self._shell_tag = 0, ""
+        self._image: tuple[str, ...] = ()
         self._bwrap = Bubblewrap(limits, SHELL, mounts)
         try:
             if archive and not self.unpack(archive):
@@ -126,15 +136,14 @@ class Sandbox:
         tag, output = _tag(), OutputBuffer(self._output)
         end = time.monotonic() + deadline
         _, files = self._bwrap.used()
+        self._bwrap.resume(self._shell)
         self._bwrap.send(f"{tag}\n".encode() + text + b"\0", end + GRACE_S)
         reply, broken = self._follow(output.add, (tag, self._shell_tag), end, lambda: self._broken(output, files))
         if reply is None:
             return self._stop(output, tag, broken or f"it was killed: it ran for more than {deadline:g} s")
         if reply[0] != tag:
             return self._ended(output, f"the shell ended with exit code {reply[1]}")
-        self._bwrap.clear(self._shell)
-        self._drain(output.add)
-        return CommandResult(output.text(), reply[1])
+        return self._frozen(output, reply[1])
 
     def unpack(self, archive: bytes, deadline: float = 20.0) -> bool:
         """Put the files of a tar into the work folder; False if they do not fit. Raises SandboxError."""
@@ -182,6 +191,8 @@ class Sandbox:
         if reply is None or reply[0] != ready or len(alive) != 1:
             raise SandboxError(f"no shell could be started in the sandbox: {output.text()}")
         self._shell, self._shell_tag = alive[0], ended
+        self._bwrap.clear(self._shell)
+        self._image = image(self._shell)
 
     def _end_shell(self) -> None:
         if self._shell:
@@ -250,14 +261,28 @@ class Sandbox:
         reply = None
         while reply is None and time.monotonic() < end:
             self._bwrap.clear(self._shell)
+            self._bwrap.resume(self._shell)
             reply, _ = self._follow(output.add, (tag, self._shell_tag), min(end, time.monotonic() + CHECK_S / 5))
         if reply is None:
             self._end_shell()
         if reply is None or reply[0] != tag:
             return self._ended(output, reason)
+        return self._frozen(output, None, reason)
+
+    def _frozen(self, output: OutputBuffer, code: int | None, note: str = "") -> CommandResult:
+        """The result of a command after which the shell lives, stopped and alone, if it is still the shell."""
         self._bwrap.clear(self._shell)
         self._drain(output.add)
-        return CommandResult(output.text(), None, reason)
+        memory, _ = self._bwrap.used()
+        broken = ""
+        if image(self._shell) != self._image:
+            broken = "the shell was replaced by another program, which was killed"
+        elif memory > self._bwrap.limits.total_memory:
+            broken = f"the shell was killed: it kept more than {self._bwrap.limits.total_memory} MB of memory"
+        if not broken:
+            return CommandResult(output.text(), code, note)
+        self._end_shell()
+        return self._ended(output, broken)
 
     def _ended(self, output: OutputBuffer, reason: str) -> CommandResult:
         self._shell = 0

@@ -228,3 +228,32 @@ def test_a_printed_end_is_output_and_a_forged_one_only_ends_its_own_turn(sandbox
 
 def test_the_requests_cannot_be_taken_over(sandbox):
     sandbox.run("cat <&10 & cat <&11 & printf 'pack x\\nshell y\\n' > /proc/1/fd/0; sleep 0.1", 0.5)
+
+
+# Between commands
+
+# The shell has saved its pipe for replies above 9; a child of it can still write there when `exec` has replaced it.
+FORGE = '(sleep 0.3; for fd in 10 11 12 13; do printf "%s 0\\n" "$__tag" >&$fd; done) 2>/dev/null & '
+COUNT = """exec python3 -c 'while True: open("count", "a").write("x")'"""
+SHELL_AGAIN = "exec bash -c 'while :; do :; done'"
+
+
+@pytest.mark.parametrize("after", [COUNT, SHELL_AGAIN], ids=["python", "bash"])
+def test_a_program_that_replaces_the_shell_and_forges_the_end_of_its_command_does_not_run_on(sandbox, after):
+    result = sandbox.run(FORGE + after, 5)
+    assert result.exit_code is None and "replaced by another program, which was killed" in result.note
+    assert len(sandbox.processes) == 1, "init is alone"
+
+
+def test_between_commands_the_shell_is_stopped(sandbox):
+    for command in ("true", "sleep 100 & :", "trap 'sleep 0.01' DEBUG"):
+        assert sandbox.run(command).exit_code == 0
+        [_, shell] = sandbox.processes
+        assert psutil.Process(shell).status() == psutil.STATUS_STOPPED
+
+
+def test_memory_that_a_shell_keeps_counts_when_its_command_has_ended():
+    with Sandbox(limits=SandboxLimits(memory=400, total_memory=60)) as sandbox:
+        result = sandbox.run("x=$(head -c 70000000 /dev/zero | tr '\\0' x); true", 20)
+        assert "60 MB of memory" in result.note
+        assert sandbox.run("echo ${#x}").output == "0\n"

@@ -132,7 +132,7 @@ def test_where_namespaces_are_forbidden_it_refuses_and_says_what_to_allow(monkey
 def test_it_dies_with_its_owner_however_that_ends():
     script = (
         "import os, signal, time; from rollart.sandbox.shell import Sandbox; s = Sandbox()\n"
-        "s._bwrap.send(b'tag\\nsleep 1000\\0', time.monotonic() + 20)\n"
+        "s._bwrap.resume(s._shell); s._bwrap.send(b'tag\\nsleep 1000\\0', time.monotonic() + 20)\n"
         "while len(s.processes) < 3: pass\n"
         "print(*s.processes, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )

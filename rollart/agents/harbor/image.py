@@ -139,7 +139,8 @@ def _copies(rest: str, context: Path, workdir: str, file: Path) -> tuple[tuple[P
     copies = []
     for source in sources:
         found = sorted(context.glob(source.lstrip("/"))) if source not in (".", "./") else [context]
-        if not found:
+        inside = context.resolve()
+        if not found or any(not path.resolve().is_relative_to(inside) for path in found):  # also through a link
             raise ValueError(f"{file} copies {source}, which is not in {context}")
         for path in found:
             into = target.endswith("/") or target == "." or len(sources) + len(found) > 2

@@ -9,6 +9,7 @@ from typing import Any
 
 from rollart.agents.harbor.image import Image, image_of
 
+READ = ("task.toml", "instruction.md", "environment", "environment/Dockerfile", "tests", "tests/test.sh")
 UNSUPPORTED = ("docker-compose.yaml", "docker-compose.yml")
 
 
@@ -30,6 +31,9 @@ class HarborTask:
 
 def load(folder: Path, skip_run: bool = False) -> HarborTask:
     """Raises ValueError if it cannot be played here, FileNotFoundError if it is incomplete."""
+    for name in READ:
+        if not (folder / name).resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"the Harbor task {folder} has {name} outside of its folder: a link must not lead there")
     about = tomllib.loads((folder / "task.toml").read_text())
     unknown = [name for name in UNSUPPORTED if (folder / "environment" / name).exists()]
     servers = ["mcp_servers"] if about.get("environment", {}).get("mcp_servers") else []
@@ -39,7 +43,7 @@ def load(folder: Path, skip_run: bool = False) -> HarborTask:
         raise FileNotFoundError(f"the Harbor task {folder} has no tests/test.sh to verify it with")
     verifier = about.get("verifier", {})
     instruction = (folder / "instruction.md").read_text()
-    tests = [path.read_text(errors="replace") for path in sorted((folder / "tests").glob("*.*")) if path.is_file()]
+    tests = [path.read_text(errors="replace") for path in sorted((folder / "tests").glob("*.*")) if _is_own_file(path)]
     return HarborTask(
         folder=folder,
         instruction=instruction,
@@ -48,6 +52,10 @@ def load(folder: Path, skip_run: bool = False) -> HarborTask:
         verifier_s=_seconds(about, "verifier"),
         variables={name: str(value) for name, value in verifier.get("env", {}).items()},
     )
+
+
+def _is_own_file(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
 
 
 def _seconds(about: dict[str, Any], section: str) -> float:

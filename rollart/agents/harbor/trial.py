@@ -4,6 +4,8 @@ The invariants:
 - The agent sees neither tests nor solution: the tests run in another sandbox, on a copy of the agent's files.
 - The reward is what the verifier wrote to /logs/verifier after the agent had ended; older files are removed.
   Without it there is no reward.
+- The verifier has a home of its own: what the agent left in its home is there, but for hidden files, which programs
+  read by themselves (packages and .pth files of its user, settings of shells and git).
 """
 
 from __future__ import annotations
@@ -21,13 +23,15 @@ from rollart.agents.harbor.task import HarborTask, folders, load
 from rollart.core.endpoint import AgentEpisode, Endpoint
 from rollart.envs.terminal.environment import RULES, observation, parse
 from rollart.sandbox.archive import archive_paths
-from rollart.sandbox.bubblewrap import SandboxLimits
+from rollart.sandbox.bubblewrap import WORK, SandboxLimits
 from rollart.sandbox.reward_file import read_reward
 from rollart.sandbox.shell import Sandbox, WorkTooBig
 
 AGENT, LOGS = "/agent", "/logs/verifier"
 OUTPUT = 8000
 CLEAR = "{ chmod -R u+rwx tests logs solution; rm -rf tests logs solution && mkdir -p logs/verifier; } 2>/dev/null"
+HOME = "/tmp/home"
+FRESH = f"mkdir {HOME} && ln -s {WORK}/* {HOME}/ && export HOME={HOME} PYTHONNOUSERSITE=1 && unset BASH_ENV ENV"
 REFUSED = 400  # by the gateway: the context or the calls of the episode are used up
 Play = Callable[[Sandbox], dict[str, Any]]
 
@@ -67,7 +71,7 @@ def verify(task: HarborTask, limits: SandboxLimits, work: bytes, key: str) -> di
         if not cleared or not sandbox.unpack(archive_paths([(task.folder / "tests", "tests")])):
             return {"reward": None, "info": {"no_reward": "the tests could not be put into the verifier's sandbox"}}
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in task.variables.items())
-        result = sandbox.run(f"{task.image.enter} && {variables} bash /tests/test.sh", task.verifier_s)
+        result = sandbox.run(f"{task.image.enter} && {FRESH} && {variables} bash /tests/test.sh", task.verifier_s)
         verdict = read_reward(sandbox, f"{LOGS}/reward.json", f"{LOGS}/reward.txt", key=key)
     if verdict["reward"] is None:
         print(f"{task.name}: {verdict['info']['no_reward']}; the verifier wrote: {result.output}", flush=True)

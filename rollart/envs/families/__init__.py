@@ -65,8 +65,15 @@ class InstalledFamily:
 
     @property
     def mounts(self) -> list[str]:
-        """The folders that a sandbox must mount to run its Python: its own, and that of the base Python."""
-        base = self.python.resolve().parent.parent
+        """The folders that a sandbox must mount to run its Python: its own, and that of the base Python. Raises
+        ConfigError if that folder has more in it than a Python."""
+        base, home = self.python.resolve().parent.parent, Path.home().resolve()
+        if base in (home, home / ".local", *home.parents):
+            raise ConfigError(
+                f"the family {self.name!r} uses {self.python.resolve()}, and a sandbox would have to show all of "
+                f"{base} to run it; use a Python in a folder of its own: "
+                f"rollart envs add {self.name} --again --python PATH"
+            )
         return [str(self.folder), *([] if base == Path("/usr") else [str(base)])]
 
     @property
