@@ -100,11 +100,13 @@ def check(
         Path | None, typer.Option(metavar="FILE", help="Plan for the nodes in this YAML file, not for the real ones.")
     ] = None,
     patience: Annotated[float, typer.Option(help="Seconds to wait for the list of nodes of the cluster.")] = 3.0,
+    trial: Annotated[bool, typer.Option(help="Reset each environment once, in its worker.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Check a run file, print it with all defaults, and show where every worker would run and why.
 
-    Starts nothing. Exits with an error if a pool does not fit.
+    Resets each environment once, if it would run on this machine. Exits with
+    an error if that fails or a pool does not fit.
     A nodes file is a list: - {name: node, count: 4, devices: {H800: 8, cpu: 64}}
 
     [dim]rollart check examples/quickstart.yaml --set engine.threads=2
@@ -117,6 +119,8 @@ def check(
     run = api.load_run(run_file, overrides or [], weights=False, here=nodes is None)
     with console_for(as_json) as console:
         planned = plan.plan(run, inventory.inventory_of(run, nodes, patience))
+        if trial and nodes is None:
+            preflight.try_resets(run)
         if not as_json:
             from rollart.placement.plan_table import placed
 

@@ -1,5 +1,6 @@
 """Loads a run file and checks that what it names exists on this machine: model folder, modules, packages, families."""
 
+import asyncio
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -7,11 +8,11 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from rollart.config import INVOKERS, AlgorithmConfig, RunFile, TaskConfig, import_check
+from rollart.config import INVOKERS, AlgorithmConfig, EnvironmentsConfig, RunFile, TaskConfig, import_check
 from rollart.config.loading import read, validated
 from rollart.config.yaml_tree import KeyPath, Tree
 from rollart.core import event_log
-from rollart.core.errors import ConfigError, RollartError
+from rollart.core.errors import ConfigError, EnvironmentFailed, RollartError
 from rollart.engines import backends
 from rollart.envs import families
 from rollart.envs.dataset import DatasetTask
@@ -89,6 +90,38 @@ def _senses(folder: Path) -> str:
     """What its config says of images, sound or video; empty for a model of text."""
     about = json.loads((folder / "config.json").read_text())
     return next((key for key in ("vision_config", "audio_config", "video_config") if about.get(key)), "")
+
+
+def try_resets(run: RunFile, *, only_bugs: bool = False) -> None:
+    """One reset of each environment in its worker, if that is on this machine. Raises ConfigError with a sentence for
+    each that fails; with `only_bugs`, for those that would fail again."""
+    tasks = [task for task in run.tasks if task.agent is None]
+    if run.cluster is not None or any(pool.urls for pool in run.pools_of("environment").values()) or not tasks:
+        return
+    if problems := asyncio.run(_failed_resets(tasks, run.environments, only_bugs)):
+        raise ConfigError("\n".join(problems))
+
+
+async def _failed_resets(tasks: Sequence[TaskConfig], config: EnvironmentsConfig, only_bugs: bool) -> list[str]:
+    from rollart.envs.pool import EnvironmentPool
+    from rollart.workers.worker_process import CallRaised
+
+    async def trial(task: TaskConfig) -> str | None:
+        try:
+            async with pool.claim(task.name, held_out=False) as environment:
+                await environment.reset(0)
+        except EnvironmentFailed as error:
+            cause = error.__cause__
+            if not only_bugs or (isinstance(cause, CallRaised) and cause.bug):
+                return f"tasks.{task.name}.env: a trial reset of {task.env} failed: {cause or error}"
+        return None
+
+    pool = EnvironmentPool(tasks, config.model_copy(update={"processes": 1, "hedges": 0, "warm": 0, "retries": 0}))
+    try:
+        await pool.start()
+        return [problem for problem in await asyncio.gather(*map(trial, tasks)) if problem]
+    finally:
+        await pool.close()
 
 
 def _algorithm_problems(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:

@@ -27,7 +27,7 @@ model:
   tiny: {}
 tasks:
   - name: lake
-    env: json:loads
+    env: rollart.envs.frozen_lake:FrozenLake
     reward: json:dumps
 training:
   steps: 2
@@ -291,7 +291,7 @@ def test_a_run_that_breaks_off_has_no_traceback(
 
 def test_modules_in_the_current_folder_can_be_named(run_file: Path) -> None:
     Path("own_env_in_cwd.py").write_text("class Env: ...\n")
-    run_file.write_text(RUN.replace("json:loads", "own_env_in_cwd:Env"))
+    run_file.write_text(RUN.replace("rollart.envs.frozen_lake:FrozenLake", "own_env_in_cwd:Env"))
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [str(Path(sys.executable).with_name("rollart")), "check", str(run_file), "--json"]
     assert subprocess.run(command, env=environment, timeout=60, capture_output=True, check=False).returncode == 0

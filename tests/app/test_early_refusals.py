@@ -91,3 +91,15 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(
     assert ended.value.exit_code == 2
     printed = capsys.readouterr().err
     assert printed.startswith("/some/folder: it failed; ") and hint in printed
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_an_environment_that_refuses_its_arguments_is_reported_before_anything_starts(
+    tmp_path: Path, command: str
+) -> None:
+    path = write(tmp_path, {"args": {"nonsense": 3}}, output=str(tmp_path / "runs"))
+    shown = CliRunner().invoke(app, [command, str(path)])
+    assert shown.exit_code != 0
+    assert "tasks.t.env: a trial reset of rollart.envs.guess_number:GuessNumber failed: TypeError" in shown.output
+    assert "unexpected keyword argument 'nonsense'" in shown.output
+    assert not (tmp_path / "runs").exists()
