@@ -122,7 +122,11 @@ def soak(minutes: float, environments: int, every: float, scratch: Path) -> dict
         survived = process.poll() is None
     finally:
         process.terminate()
-        process.wait(STOP_S)
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()  # its services end with it
+            raise
     lives.look()
     growth = {name: round(slope(series), 1) for name, series in samples.memory.items() if len(series) > 3}
     outcomes = Counter(event.outcome.value for event in read_events(folder / "events", TrajectoryEnded))

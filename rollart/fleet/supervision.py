@@ -34,13 +34,18 @@ async def supervised(watch: Any, work: Any) -> Any:
 
 @contextlib.asynccontextmanager
 async def background(work: Any) -> AsyncIterator[asyncio.Future[Any]]:
-    task = asyncio.ensure_future(work)
+    """A failure of `work` is raised at the end, unless the caller was cancelled: a stopped run stays stopped."""
+    task, cancelled = asyncio.ensure_future(work), False
     try:
         yield task
+    except asyncio.CancelledError:
+        cancelled = True
+        raise
     finally:
         task.cancel()
         await asyncio.wait([task])
-        if not task.cancelled() and (failure := task.exception()) is not None:
+        failure = None if task.cancelled() else task.exception()
+        if failure is not None and not cancelled:
             raise failure
 
 
