@@ -55,9 +55,9 @@ def _axes(axes: Any, title: str) -> None:
 
 
 def score_table(scores: Sequence[tuple[str, Path, RobotScore]]) -> Table:
-    """By task: the curve of held-out success, the last one with its 95% interval, and the time of a chunk. The scores
-    come with their run folders."""
-    rows = table("task", "while training", "success", "95% interval", "episodes", "unplayed", "ms per chunk", "p99")
+    """By task: the curve of held-out success, the last one with its 95% interval, and the milliseconds of a chunk
+    (median, 99th percentile). The scores come with their run folders. Fits 80 columns."""
+    rows = table("task", "curve", "success", "95% interval", "played", "ms, p99")
     for task, folder, score in scores:
         low, high = wilson(score.success, len(score.played))
         curve = [event.success for event in read_events(events_of(folder), Evaluated)]
@@ -66,9 +66,8 @@ def score_table(scores: Sequence[tuple[str, Path, RobotScore]]) -> Table:
             sparkline(curve, len(curve)),
             f"{score.success:.3f}",
             f"{low:.3f} to {high:.3f}",
-            str(len(score.played)),
-            str(len(score.episodes) - len(score.played)),
-            *(f"{number:.2f}" for number in score.latency_ms),
+            f"{len(score.played)} of {len(score.episodes)}",
+            ", ".join(f"{number:.2f}" for number in score.latency_ms),
         )
     return rows
 

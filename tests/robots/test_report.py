@@ -33,7 +33,7 @@ RESULTS = [
 
 
 def text(table: object) -> str:
-    console = Console(width=120)
+    console = Console(width=80)
     with console.capture() as captured:
         console.print(table)
     return captured.get()
@@ -50,7 +50,7 @@ def test_a_score_shows_its_interval_and_what_could_not_be_played(tmp_path: Path)
     lost = RobotEpisode(11, success=False, steps=0, reward=0.0, failure="it crashed")
     shown = text(score_table([("toy:obstacle", run_folder(tmp_path / "run"), RobotScore((*played, lost), (0.5, 2.0)))]))
     assert "0.500" in shown and "0.237 to 0.763" in shown
-    assert shown.splitlines()[-1].split()[-4:] == ["10", "1", "0.50", "2.00"]
+    assert shown.splitlines()[-1].split()[-5:] == ["10", "of", "11", "0.50,", "2.00"]
 
 
 def test_a_comparison_shows_each_task_and_the_mean_over_tasks() -> None:
