@@ -3,26 +3,29 @@
     python docs/screenshots.py RUNS_DIR RUN [--simulated RUN] [--out docs/dashboard]
 
 RUNS_DIR is the folder of the runs, RUN the name of a trained one; `--simulated` is one for the views that show more
-with many engines. The view Now is of the middle of a run: of a copy of its log that ends there. A plan.json in
+with many engines. The view Now is of a busy moment: of a copy of its log that ends there. A plan.json in
 RUNS_DIR, from `rollart plan --json`, is drawn too.
 """
 
 import argparse
+import math
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from playwright.sync_api import Page, sync_playwright
 
+from rollart.app.dashboard.phase_lanes import PhaseLanes
 from rollart.core.event_log import EventLog, read_events
 from rollart.core.run_folder import events_of
 
 WAIT_MS = 120_000
-MIDDLE = 0.55  # of a run's time
+MOMENTS = 60  # of a run that are looked at for a busy one
 
 
 def shoot(page: Page, view: str, run: str, path: Path, query: str = "", heading: str = "h1") -> None:
@@ -35,19 +38,37 @@ def shoot(page: Page, view: str, run: str, path: Path, query: str = "", heading:
 
 
 def first_trajectory(page: Page, run: str) -> str:
-    """A held-out one, which has the same episode at other versions beside it."""
-    page.evaluate(f"location.hash = '#/trajectories/{run}?split=held_out&success=yes&sort=started&order=desc'")
+    """A long held-out one, which has the same episode at other versions beside it."""
+    page.evaluate(f"location.hash = '#/plans/{run}'")  # away from the list, whose rows are others
+    page.locator("h1", has_text="Simulate").wait_for()
+    page.evaluate(f"location.hash = '#/trajectories/{run}?split=held_out&success=yes&sort=turns&order=desc'")
     page.locator("tr.link").first.wait_for()
     return page.locator("tr.link").first.get_attribute("data-id") or ""
 
 
-def copy_until_middle(run: Path, folder: Path) -> None:
-    folder.mkdir(parents=True)
+def busy_moment(run: Path) -> float:
+    """When trajectories are in the most phases, with many in each."""
     end = max(event.t for event in read_events(events_of(run)))
+    lanes, best, found, next_look = PhaseLanes(), -1.0, end, 0.0
+    for event in read_events(events_of(run)):
+        lanes.fold(event)
+        if event.t < next_look:
+            continue
+        next_look += end / MOMENTS
+        phases = sum((Counter(counts) for counts in lanes.counts().values()), Counter[str]())
+        value = sum(math.log1p(count) for count in phases.values())
+        if value > best:
+            best, found = value, event.t
+    return found
+
+
+def copy_until_busy(run: Path, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    end = busy_moment(run)
     now = [0.0]
     log = EventLog(folder / "events", lambda: now[0])
     for event in read_events(events_of(run)):
-        if event.t <= end * MIDDLE:
+        if event.t <= end:
             now[0] = event.t
             log.emit(event)
     log.close()
@@ -75,7 +96,7 @@ def main() -> None:
     args.out.mkdir(exist_ok=True)
     many = args.simulated or args.run
     with tempfile.TemporaryDirectory() as scratch, dashboard(args.runs) as all_runs, sync_playwright() as driver:
-        copy_until_middle(args.runs / many, Path(scratch) / many)
+        copy_until_busy(args.runs / many, Path(scratch) / many)
         flags = ["--no-sandbox", "--disable-gpu"]
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=flags)
         with dashboard(Path(scratch)) as middle:

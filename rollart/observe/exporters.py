@@ -4,8 +4,10 @@ An exporter is a listener of the event log. It runs in the thread of the event l
 library; one that raises is removed, and the run goes on without it.
 """
 
+import contextlib
 import importlib
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -117,16 +119,20 @@ class MlflowExporter(ScalarExporter):
 
 
 class TrackioExporter(ScalarExporter):
+    """Into trackio's own folder, where `trackio show` finds it. Its messages go to stderr: stdout is the command's."""
+
     def __init__(self, target: ExportTarget) -> None:
         super().__init__(target)
         self._trackio = library("trackio", "trackio")
-        self._trackio.init(project="rollart", name=target.name)
+        with contextlib.redirect_stdout(sys.stderr):
+            self._trackio.init(project="rollart", name=target.name, auto_log_gpu=False, auto_log_cpu=False)
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
-        self._trackio.log({"version": step, **scalars})
+        self._trackio.log(scalars, step=step)
 
     def close(self) -> None:
-        self._trackio.finish()
+        with contextlib.redirect_stdout(sys.stderr):
+            self._trackio.finish()
 
 
 def _plain(name: str) -> str:

@@ -1,6 +1,8 @@
 """Every exporter against its real library."""
 
+import threading
 import urllib.request
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -105,14 +107,49 @@ def test_mlflow_keeps_every_step_in_a_file_store(tmp_path: Path, monkeypatch: py
     assert [point.step for point in history] == [1, 2, 3, 4, 5, 6]
 
 
+def test_spans_arrive_at_a_collector_over_otlp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    names: list[str] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            for part in ExportTraceServiceRequest.FromString(body).resource_spans:
+                names.extend(span.name for scope in part.scope_spans for span in scope.spans)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Not on the terminal of the tests."""
+
+    server = HTTPServer(("127.0.0.1", 0), Collector)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        exporter = EXPORTERS["otel"](ExportTarget(tmp_path, "sample", Metrics()))
+        play(exporter)
+        exporter.close()
+    finally:
+        server.shutdown()
+        thread.join(timeout=20)
+        server.server_close()
+    assert {"trajectory", "generate", "step", "publish"} <= set(names)
+
+
 def test_trackio_takes_the_scalars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))  # read when it is imported
     pytest.importorskip("trackio", reason="trackio is not installed")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    from trackio.sqlite_storage import SQLiteStorage
+
     metrics = Metrics()
     exporter = EXPORTERS["trackio"](ExportTarget(tmp_path, "sample", metrics))
     play(exporter, metrics)
     exporter.close()
-    assert list(tmp_path.rglob("*.db"))
+    rows = SQLiteStorage.get_logs("rollart", "sample")
+    assert [row["step"] for row in rows if "time/step_s" in row] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_missing_package_is_a_sentence_with_the_extra_to_install() -> None:

@@ -94,6 +94,7 @@ async function open() {
     link.href = `#/${link.dataset.view}/${encodeURIComponent(chosen || "")}`;
     link.dataset.view === name ? link.setAttribute("aria-current", "page") : link.removeAttribute("aria-current");
   });
+  document.querySelector("#views [aria-current]").scrollIntoView({ block: "nearest", inline: "nearest" }); // a narrow screen shows some of them
   if (view?.destroy) view.destroy();
   view = null;
   if (!chosen && name !== "plans") { pane.replaceChildren(empty(`No runs in ${root || "this folder"} yet`, "Start one, and it appears here:", "rollart train examples/quickstart.yaml")); setTimeout(() => parse().name === name && open(), 3000); return; }

@@ -37,8 +37,10 @@ function sweep({ file, content }) {
   const keys = [...new Set(flat.flatMap((row) => Object.keys(row)))], numeric = keys.filter((key) => flat.every((row) => row[key] === undefined || typeof row[key] === "number"));
   const varied = keys.filter((key) => new Set(flat.map((row) => String(row[key]))).size > 1);
   const shown = ["step_s", "tokens_per_s", "trajectories_per_s", "cost_per_step", ...numeric].filter((key, i, all) => all.indexOf(key) === i && varied.includes(key) && numeric.includes(key)).slice(0, 4);
-  const charts = shown.map((key, i) => { const chart = lineChart({ label: key, x: "point", height: 190, format: key.endsWith("_s") && !key.includes("per") ? seconds : trim }); queueMicrotask(() => chart.set({ series: [{ name: key, colour: colour(i), dots: true, points: flat.map((row, n) => [n + 1, row[key]]) }] })); return card(key.replaceAll("_", " "), { width: "w6", tip: "One point for each row of the sweep, in the order of the table." }, chart.node); });
-  const columns = [{ name: "point", num: true, value: (r) => String(flat.indexOf(r) + 1) }, ...varied.slice(0, 10).map((key) => ({ name: key.replaceAll("_", " "), num: numeric.includes(key), value: (r) => (typeof r[key] === "number" ? trim(r[key]) : String(r[key] ?? "–")) }))];
+  const swept = keys.filter((key) => key.startsWith("values.") && varied.includes(key)), x = flat.map((row) => Number(row[swept[0]]));
+  const byValue = swept.length === 1 && x.every(Number.isFinite); // else points are numbered
+  const charts = shown.map((key, i) => { const chart = lineChart({ label: key, x: byValue ? swept[0].split(".").at(-1) : "point", height: 190, format: key.endsWith("_s") && !key.includes("per") ? seconds : trim }); queueMicrotask(() => chart.set({ series: [{ name: key, colour: colour(i), dots: true, points: flat.map((row, n) => [byValue ? x[n] : n + 1, row[key]]) }] })); return card(key.replaceAll("_", " "), { width: "w6", tip: byValue ? "Over the values of the key that the sweep changes." : "One point for each row of the sweep, in the order of the table." }, chart.node); });
+  const columns = [{ name: "point", num: true, value: (r) => String(flat.indexOf(r) + 1) }, ...varied.slice(0, 10).map((key) => ({ name: key.replace("values.", "").replaceAll("_", " "), num: numeric.includes(key), value: (r) => (typeof r[key] === "number" ? trim(r[key]) : String(r[key] ?? "–")) }))];
   return [card(`Sweep: ${file}`, { note: `${rows.length} points` }, table(columns, flat, { label: "sweep" })), ...charts];
 }
 
