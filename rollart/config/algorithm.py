@@ -84,6 +84,12 @@ class AlgorithmConfig(Section):
     gae_level: Literal["token", "turn"] = Field(
         "token", description="gae: what a step is, to which `discount` and `gae_lambda` apply"
     )
+    teacher_weight: float = Field(
+        1.0,
+        ge=0,
+        description="of tasks with a teacher: weight of log teacher - log policy of each token, which is added to its "
+        "advantage; `advantage: opd` is that alone",
+    )
     step_weight: float = Field(1.0, ge=0, description="gigpo: weight of the advantage among equal states")
     length_penalty: float = Field(
         0.0,

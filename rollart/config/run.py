@@ -91,6 +91,13 @@ class RunFile(Section):
         """Those of the run file, in its order, and the default ones."""
         return self.pools | {name: pool for role in DEFAULT_POOLS for name, pool in self.pools_of(role).items()}
 
+    def teacher_of(self, task: TaskConfig) -> str | None:
+        """The pool that teaches a task: the one that it names or, if no task names any, the only one."""
+        if any(each.teacher for each in self.tasks):
+            return task.teacher
+        pools = [name for name, pool in self.pools.items() if pool.role == "teacher"]
+        return pools[0] if len(pools) == 1 else None
+
     def device_classes(self) -> dict[str, DeviceClass]:
         """The catalogue, with the numbers of the run file, and the classes that it defines."""
         return CATALOGUE | {name: device.as_class(name) for name, device in self.devices.items()}
@@ -198,7 +205,18 @@ class RunFile(Section):
                 *("training", "batch_groups"),
             )
 
+    def _check_teacher(self, index: int, task: TaskConfig) -> None:
+        known = [name for name, pool in self.pools.items() if pool.role == "teacher"]
+        if task.teacher is not None and task.teacher not in known:
+            hint = did_you_mean(task.teacher, known) or f"; it has {', '.join(known) or 'none'}"
+            message = f"the run file has no pool {task.teacher!r} of role teacher{hint}"
+            raise Conflict(message, "tasks", index, "teacher")
+        if self.training.algorithm.advantage == "opd" and task.weight and self.teacher_of(task) is None:
+            message = f"advantage opd learns from teachers, and task {task.name!r} has none: give it a `teacher`"
+            raise Conflict(message, "tasks", index)
+
     def _check_task(self, index: int, task: TaskConfig) -> None:
+        self._check_teacher(index, task)
         if INVOKERS[task.reward.invoker].cluster and self.cluster is None:
             what = f"invoker {task.reward.invoker} needs `cluster`, the address of a Ray cluster"
             raise Conflict(what, "tasks", index, "reward")

@@ -299,6 +299,10 @@ class TaskConfig(Section):
     reward: Annotated[RewardConfig, BeforeValidator(_by_name, json_schema_input_type=ImportPath | RewardConfig)] = (
         Field(RewardConfig(), description="module:function of an episode, or a section that also says how to call it")
     )
+    teacher: str | None = Field(
+        None,
+        description="pool of role teacher that it learns from; default: the only one, if no task names any",
+    )
     weight: float = Field(1.0, ge=0, description="weight of the task in every batch; 0: it is only evaluated")
     schedule: Annotated[
         WeightScheduleConfig | None,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from rollart.core.action import ParsedAction
+from rollart.core.teaching import Teaching
 from rollart.core.types import (
     Batch,
     CapturedEpisode,
@@ -18,6 +19,7 @@ from rollart.core.types import (
     Message,
     Publication,
     RewardResult,
+    Sample,
     Step,
     StepMetrics,
     TokenPart,
@@ -115,6 +117,12 @@ class AgentPool(Protocol):
 class RewardInvoker(Protocol):
     async def score(self, task: str, episode: Episode) -> RewardResult:
         """Raises RewardFailed; a failure is never a reward of 0."""
+        ...
+
+
+class TeacherInvoker(Protocol):
+    async def teach(self, task: str, samples: Sequence[Sample]) -> tuple[Teaching, ...]:
+        """What the teacher of the task gives each sample; nothing if it has none. Raises RewardFailed."""
         ...
 
 

@@ -13,6 +13,7 @@ from msgspec import Struct
 from rollart.core.column import Column
 from rollart.core.expert_choice import ExpertChoices
 from rollart.core.run_length import lowest
+from rollart.core.teaching import Teaching
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -238,7 +239,7 @@ class CapturedEpisode(Struct, frozen=True):
 
 
 class Trajectory(Struct, frozen=True):
-    """One attempt at one episode, as the ledger keeps it."""
+    """One attempt at one episode, as the ledger keeps it. `teaching` is a teacher's, one for each segment."""
 
     id: str
     task: str
@@ -255,6 +256,7 @@ class Trajectory(Struct, frozen=True):
     temperature: float = 1.0
     started_s: float = 0.0
     seconds: float = 0.0
+    teaching: tuple[Teaching, ...] = ()
 
     @property
     def oldest(self) -> int | None:
@@ -288,16 +290,6 @@ class TurnSpan(Struct, frozen=True, gc=False, array_like=True):
     reward: float = 0.0
     state: str = ""
     done: bool = False
-
-
-class Teaching(Struct, frozen=True, gc=False):
-    """What a teacher gives the action tokens of a sample: the logprob of each, and of its own `count` likeliest tokens
-    there (`top_ids`, `top_logprobs`: one row after the other)."""
-
-    logprobs: Column
-    count: int = 0
-    top_ids: Column | None = None
-    top_logprobs: Column | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -249,6 +249,7 @@ def make_runner(
         sink=log,
         lockstep=lockstep,
         agents=fleet.agents,
+        teachers=fleet.teachers,
         phases=phases,
     )
 

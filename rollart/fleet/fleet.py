@@ -20,6 +20,7 @@ from rollart.core.events import RolledBack, ServiceEnded
 from rollart.core.types import Publication
 from rollart.envs.pool import EnvironmentPool
 from rollart.fleet.engine_supervisor import EngineSupervisor
+from rollart.fleet.teachers import Teachers
 from rollart.fleet.trainer_supervisor import TrainerSupervisor
 from rollart.gateway.client import Gateway
 from rollart.gateway.limits import GatewayLimits
@@ -71,6 +72,7 @@ class Fleet:
         self.rewards = Rewards(run.tasks, run.rewards, log=self._logs / "rewards.log", sink=log, cluster=run.cluster)
         self.environments: EnvironmentPool
         self.agents: AgentPool | None = None
+        self.teachers: Teachers | None = None
         self._gateway: Gateway | None = None
         self.router: Router
         self._engines: EngineSupervisor
@@ -105,7 +107,7 @@ class Fleet:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._start_pool(self.environments))
             group.create_task(self._start_pool(self.rewards))
-            for pool in (self._gateway, self.agents):
+            for pool in (self._gateway, self.agents, self.teachers):
                 if pool is not None:
                     group.create_task(self._start_pool(pool))
             group.create_task(self._start_engines())
@@ -118,6 +120,10 @@ class Fleet:
         run, roles = self._run, {name: pool.role for name, pool in self._run.all_pools().items()}
         bindings = {role: [b for b in placed.bindings if roles[b.pool] == role] for role in set(roles.values())}
         self._build_agents(launcher, bindings["environment"])
+        if self._train and (taught := bindings.get("teacher")):
+            self.teachers = Teachers(
+                run, taught, student=self._model, launcher=launcher, logs=self._logs, sink=self._log
+            )
         self.environments = EnvironmentPool(
             [task for task in run.tasks if task.agent is None],
             run.environments,
@@ -190,7 +196,7 @@ class Fleet:
         checkpoint = str(self._checkpoint.absolute()) if self._checkpoint else None
         return {**self._spec(self._version), "checkpoint": checkpoint}
 
-    async def _start_pool(self, pool: EnvironmentPool | Rewards | Gateway | AgentPool) -> None:
+    async def _start_pool(self, pool: EnvironmentPool | Rewards | Gateway | AgentPool | Teachers) -> None:
         self._stack.push_async_callback(pool.close)
         await pool.start()
 
@@ -223,6 +229,8 @@ class Fleet:
             if self._train and trainer:
                 group.create_task(self._trainer.watch())
             group.create_task(self._engines.supervise())
+            if self.teachers is not None:
+                group.create_task(self.teachers.watch())
             if self.environments.capacity:
                 group.create_task(self.environments.watch())
             if self._gateway is not None and self.agents is not None:

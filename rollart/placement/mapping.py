@@ -67,6 +67,8 @@ class Mapper:
         for name, pool in auto.items():
             if pool.role == "environment":
                 chosen[name] = DeviceChoice(("cpu",), "environments run on CPUs")
+            elif pool.role == "teacher" and not pool.urls:
+                chosen[name] = DeviceChoice(("cpu",), "a teacher runs on CPUs unless its pool names a class")
             elif pool.role == "train":  # before generation, which has more to choose from
                 chosen[name] = self._for_training(name, pool, left)
                 left[chosen[name].devices[0]] -= pool.takes

@@ -96,7 +96,7 @@ def plan(run: RunFile, inventory: Inventory, measured: Mapping[str, WorkloadShap
     memory = {
         binding.pool: need_of(run, run.all_pools()[binding.pool], model, classes[binding.device])
         for binding in bindings
-        if binding.role != "environment" and binding.device in classes and not binding.url
+        if binding.role in ("train", "generate") and binding.device in classes and not binding.url
     }
     return PlacementPlan(
         inventory=inventory,
@@ -165,6 +165,8 @@ def _named(
         return DeviceChoice(("cpu",), "a CPU engine, paced")
     if name not in run.pools:
         return DeviceChoice(pool.devices, "by default")
+    if pool.role == "teacher":  # a model of its own, whose size is not known here
+        return DeviceChoice(pool.devices, "")
     needs = {each: need_of(run, pool, model, classes[each]) for each in pool.devices}
     fitting = tuple(each for each, need in needs.items() if need.fits(classes[each]))
     small = [(need, classes[each]) for each, need in needs.items() if each not in fitting]

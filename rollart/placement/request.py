@@ -9,7 +9,8 @@ from rollart.core.errors import ConfigError
 from rollart.launch.launcher import Node
 from rollart.placement.inventory import Inventory
 
-ROLES = {"train": "rank", "generate": "engine", "environment": "environment host"}  # in the order of placement
+# In the order of placement.
+ROLES = {"train": "rank", "generate": "engine", "environment": "environment host", "teacher": "teacher"}
 
 
 class PlacementError(ConfigError):

@@ -1,6 +1,7 @@
 """Trajectories as training samples."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from zlib import crc32
 
@@ -36,13 +37,16 @@ def samples(trajectory: Trajectory) -> list[Sample]:
     for number, turn in enumerate(trajectory.turns):
         segments.setdefault(turn.segment, []).append((number, turn))
     first, *others = segments.values() or [[]]
-    return [
+    made = [
         _sample(trajectory, trajectory.reward, first, trajectory.id, ""),
         *(
             _sample(trajectory, trajectory.reward, turns, f"{trajectory.id}/{number}", trajectory.id)
             for number, turns in enumerate(others, 1)
         ),
     ]
+    if not trajectory.teaching:
+        return made
+    return [replace(sample, teacher=one) for sample, one in zip(made, trajectory.teaching, strict=True)]
 
 
 def _sample(trajectory: Trajectory, reward: float, turns: Sequence[tuple[int, Turn]], id: str, owner: str) -> Sample:

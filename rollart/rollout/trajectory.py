@@ -23,7 +23,14 @@ from rollart.core.events import (
     TrajectoryEnded,
     TrajectoryStarted,
 )
-from rollart.core.protocols import AgentPool, ClaimedEnvironment, EnvironmentPool, Renderer, RewardInvoker
+from rollart.core.protocols import (
+    AgentPool,
+    ClaimedEnvironment,
+    EnvironmentPool,
+    Renderer,
+    RewardInvoker,
+    TeacherInvoker,
+)
 from rollart.core.run_length import frozen, joined
 from rollart.core.schedule import GroupRule, SuccessBand, WeightPlan
 from rollart.core.seeds import numbered_seed, seed_of
@@ -44,6 +51,7 @@ from rollart.rollout.episode_clock import EpisodeClock
 from rollart.rollout.lockstep import Lockstep
 from rollart.rollout.phases import PhaseChanges
 from rollart.rollout.router import Routed, Router
+from rollart.rollout.samples import samples
 
 _SAMPLING = Sampling()
 
@@ -118,6 +126,7 @@ class TrajectoryRunner:
     sink: EventSink = NULL_SINK
     lockstep: Lockstep | None = None
     agents: AgentPool | None = None
+    teachers: TeacherInvoker | None = None
     phases: PhaseChanges = field(default_factory=PhaseChanges)
 
     async def run(self, attempt: Attempt) -> Trajectory:
@@ -333,7 +342,11 @@ class TrajectoryRunner:
         )
         result = await self.rewards.score(attempt.task.name, episode)
         self.sink.emit(Scored(trajectory=attempt.id, task=attempt.task.name, seconds=clock() - began))
-        return replace(trajectory, reward=result.value, parts=result.parts, success=result.success)
+        trajectory = replace(trajectory, reward=result.value, parts=result.parts, success=result.success)
+        if self.teachers is None or attempt.held_out:
+            return trajectory
+        whole = samples(replace(trajectory, turns=tuple(attempt.turns), temperature=attempt.task.sampling.temperature))
+        return replace(trajectory, teaching=await self.teachers.teach(attempt.task.name, whole))
 
     def _emit_end(self, attempt: Attempt, trajectory: Trajectory) -> None:
         self.sink.emit(

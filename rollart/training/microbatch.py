@@ -12,7 +12,8 @@ from torch import Tensor
 
 from rollart.core.column import Column
 from rollart.core.expert_choice import ExpertChoices
-from rollart.core.types import Batch, Example, Sample, Teaching, TokenRole
+from rollart.core.teaching import Teaching
+from rollart.core.types import Batch, Example, Sample, TokenRole
 from rollart.training.advantages import Assessed
 from rollart.training.algorithms import Algorithms
 from rollart.training.logprob_gap import Cells

@@ -11,7 +11,8 @@ from tiny_models import VOCABULARY, make_sample, save_tiny
 
 from rollart.config import AlgorithmConfig, TrainingConfig
 from rollart.core.column import Column
-from rollart.core.types import Batch, SampleGroup, Teaching
+from rollart.core.teaching import Teaching
+from rollart.core.types import Batch, SampleGroup
 from rollart.training.packing import pack
 from rollart.training.trainer import Trainer
 

@@ -203,7 +203,12 @@ def token_advantages(
             for members, rows in zip(groups, values, strict=True)
         ]
     spread = [_over_tokens(*each, function) for each in zip(batch.groups, groups, values, strict=True)]
-    return spread, solved
+    if not judged:
+        return spread, solved
+    return [
+        [_taught(sample, row, config) for sample, row in zip(group.samples, rows, strict=True)]
+        for group, rows in zip(batch.groups, spread, strict=True)
+    ], solved
 
 
 def token_targets(batch: Batch, config: AlgorithmConfig, critic: CriticValues) -> TokenAdvantages:
@@ -215,6 +220,17 @@ def token_targets(batch: Batch, config: AlgorithmConfig, critic: CriticValues) -
         rows = [value_targets(one, config) for one in played]
         found.append(_in_place(group, members, rows))
     return found
+
+
+def _taught(sample: Sample, advantage: NDArray[np.float32], config: AlgorithmConfig) -> NDArray[np.float32]:
+    """What the teacher adds: how much likelier it finds each token than the policy that sampled it, on average the
+    gradient of the KL from the policy to the teacher."""
+    if sample.teacher is None or (config.mask_truncated and sample.truncated):
+        return advantage
+    difference: NDArray[np.float32] = config.teacher_weight * (sample.teacher.logprobs.array - sample.logprobs.array)
+    if (most := config.clip_advantage) is not None:
+        difference = difference.clip(-most, most)
+    return (advantage + difference).astype(np.float32)
 
 
 def _over_tokens(

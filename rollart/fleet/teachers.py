@@ -1,0 +1,219 @@
+"""Teachers of a run: services that score what the policy sampled, or APIs of vLLM that return prompt logprobs.
+
+A trajectory is taught when it has its reward, on its own clock, so that training never waits for a teacher. Invariants:
+a task has one teacher, whose pool may have several workers, used in turn; a teacher that fails is asked again, then the
+trajectory ends as `reward_failed`: it is replaced, and never trained without its teacher. A service that ends is
+started again, at most `MAX_LIVES` times.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
+from typing import Any, Protocol
+
+import aiohttp
+import msgspec
+
+from rollart.config import RunFile
+from rollart.core.column import Column
+from rollart.core.errors import ConfigError, RewardFailed, ServiceError
+from rollart.core.events import EventSink, ServiceEnded
+from rollart.core.teaching import ScoreRequest, Teaching
+from rollart.core.types import Sample
+from rollart.launch import rpc
+from rollart.launch.launcher import Launcher, ServiceHandle, relaunch, service_command, service_started
+from rollart.models.folder import read_seconds
+from rollart.placement.bindings import Binding
+
+ATTEMPTS = 3
+RETRY_S = 1.0
+MAX_LIVES = 4
+
+
+class _Teacher(Protocol):
+    async def teach(self, sample: Sample) -> Teaching:
+        """Raises ServiceError."""
+        ...
+
+
+class _ScorerService:
+    """One worker of a pool: a process of ours."""
+
+    def __init__(self, run: RunFile, binding: Binding, folder: Path, launcher: Launcher, logs: Path) -> None:
+        self._launcher, self._binding, self._deadline = launcher, binding, run.engine.deadline
+        spec = {"model": str(folder.absolute()), "threads": run.engine.threads, "classes": binding.choices}
+        command = service_command(
+            "rollart.training.scorer", spec, name=binding.worker, logs=logs, threads=run.engine.threads
+        )
+        deadline = run.engine.start_deadline + read_seconds(folder)
+        self._command = replace(command, start_deadline=deadline, start_key="engine.start_deadline")
+        self._started: ServiceHandle | None = None
+        self._stack = AsyncExitStack()
+        self._client: rpc.RpcClient | None = None
+
+    async def start(self, sink: EventSink) -> None:
+        clock = asyncio.get_running_loop().time
+        began, old, request = clock(), self._started, self._binding.request()
+        if old is None:
+            self._started = await self._launcher.launch(self._command, request)
+        else:
+            self._started = await relaunch(self._launcher, self._command, request, old)
+        url = str(self._started.answer["url"])
+        self._client = await self._stack.enter_async_context(rpc.connected(url, key=self._launcher.key))
+        sink.emit(service_started("teacher", self._started.name, self._started, clock() - began))
+        sink.emit(self._binding.placed(self._started))
+
+    async def watch(self, sink: EventSink) -> None:
+        for life in range(1, MAX_LIVES + 1):
+            assert self._started is not None
+            reason = await self._started.wait()
+            self._client = None
+            await self._stack.aclose()
+            sink.emit(ServiceEnded(role="teacher", name=self._binding.worker, reason=reason))
+            if life == MAX_LIVES:
+                raise ServiceError(f"the teacher {self._binding.worker} ended {life} times; the last time: {reason}")
+            await self.start(sink)
+
+    async def stop(self) -> None:
+        await self._stack.aclose()
+        if self._started is not None:
+            await self._started.stop()
+
+    async def teach(self, sample: Sample) -> Teaching:
+        if self._client is None:
+            raise ServiceError(f"the teacher {self._binding.worker} is being started again")
+        request = ScoreRequest(sample.tokens, Column.flags(sample.mask), sample.temperature)
+        return await self._client.call("score", request, returns=Teaching, deadline=self._deadline)
+
+
+class _Endpoint:
+    """vLLM's API: `prompt_logprobs` of tokens. They are those of temperature 1."""
+
+    def __init__(self, url: str, model: str, session: aiohttp.ClientSession, deadline: float) -> None:
+        self._url, self._model, self._session = f"{url.rstrip('/')}/completions", model, session
+        self._timeout = aiohttp.ClientTimeout(total=deadline)
+
+    async def teach(self, sample: Sample) -> Teaching:
+        tokens = sample.tokens.array.tolist()
+        body = {"model": self._model, "prompt": tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        try:
+            async with self._session.post(
+                self._url, json=body, timeout=self._timeout, allow_redirects=False
+            ) as response:
+                answer = await response.json(content_type=None)
+                if response.status != 200:
+                    raise ServiceError(
+                        f"the teacher at {self._url} answered HTTP {response.status}: {str(answer)[:200]}"
+                    )
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise ServiceError(f"the teacher at {self._url} did not answer: {error or type(error).__name__}") from error
+        return Teaching(Column.floats(prompt_logprobs(answer, tokens, sample.mask.tolist())))
+
+
+def prompt_logprobs(answer: Any, tokens: Sequence[int], mask: Sequence[bool]) -> list[float]:
+    """The logprobs of the tokens where `mask` is set, from a completion of vLLM. Raises ServiceError."""
+    try:
+        rows = answer["choices"][0]["prompt_logprobs"]
+        if len(rows) != len(tokens):
+            raise ServiceError(f"the teacher returned logprobs of {len(rows)} tokens, not of {len(tokens)}")
+        return [
+            float(row[str(token)]["logprob"]) for row, token, scored in zip(rows, tokens, mask, strict=True) if scored
+        ]
+    except (KeyError, IndexError, TypeError) as error:
+        raise ServiceError(
+            f"the teacher's answer has no prompt_logprobs of the tokens, as vLLM's has: {str(answer)[:200]}"
+        ) from error
+
+
+class Teachers:
+    """Implements `rollart.core.protocols.TeacherInvoker`."""
+
+    def __init__(
+        self,
+        run: RunFile,
+        bindings: Sequence[Binding],
+        *,
+        student: Path,
+        launcher: Launcher,
+        logs: Path,
+        sink: EventSink,
+    ) -> None:
+        self._run, self._sink, self._stack = run, sink, AsyncExitStack()
+        self._endpoints = [binding for binding in bindings if binding.url]
+        self._services: dict[str, list[_ScorerService]] = {}
+        for binding in bindings:
+            if not binding.url:
+                folder = Path(str(run.pools[binding.pool].model))
+                _check_vocabulary(student, folder, binding.pool)
+                service = _ScorerService(run, binding, folder, launcher, logs)
+                self._services.setdefault(binding.pool, []).append(service)
+        self._turns: Mapping[str, cycle[_Teacher]] = {}
+
+    async def start(self) -> None:
+        session = await self._stack.enter_async_context(aiohttp.ClientSession())
+        pools: dict[str, list[_Teacher]] = {pool: list(workers) for pool, workers in self._services.items()}
+        for binding in self._endpoints:
+            endpoint = _Endpoint(
+                binding.url, str(self._run.pools[binding.pool].model), session, self._run.engine.deadline
+            )
+            pools.setdefault(binding.pool, []).append(endpoint)
+        for worker in self._workers():
+            self._stack.push_async_callback(worker.stop)
+        await asyncio.gather(*(worker.start(self._sink) for worker in self._workers()))
+        self._turns = {
+            task.name: cycle(pools[pool])
+            for task in self._run.tasks
+            if (pool := self._run.teacher_of(task)) is not None
+        }
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+    async def watch(self) -> None:
+        """Never returns; raises ServiceError when a teacher cannot be brought back."""
+        async with asyncio.TaskGroup() as group:
+            for worker in self._workers():
+                group.create_task(worker.watch(self._sink))
+            await asyncio.Event().wait()
+
+    def _workers(self) -> list[_ScorerService]:
+        return [worker for workers in self._services.values() for worker in workers]
+
+    async def teach(self, task: str, samples: Sequence[Sample]) -> tuple[Teaching, ...]:
+        turns = self._turns.get(task)
+        if turns is None:
+            return ()
+        return tuple(await asyncio.gather(*(self._teach(turns, sample) for sample in samples)))
+
+    async def _teach(self, turns: "cycle[_Teacher]", sample: Sample) -> Teaching:
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return await next(turns).teach(sample)
+            except ServiceError as error:
+                if attempt == ATTEMPTS:
+                    raise RewardFailed(f"no teaching after {attempt} attempts: {error}") from error
+                await asyncio.sleep(attempt * RETRY_S)
+        raise AssertionError
+
+
+def _check_vocabulary(student: Path, teacher: Path, pool: str) -> None:
+    """The teacher scores the tokens of the student, so they must mean the same to it."""
+    sizes = []
+    for folder in (student, teacher):
+        try:
+            sizes.append(msgspec.json.decode((folder / "config.json").read_bytes())["vocab_size"])
+        except (OSError, KeyError, msgspec.DecodeError) as error:
+            raise ConfigError(f"pools.{pool}.model: {folder} is not a Hugging Face model folder: {error}") from None
+    texts = [folder / "tokenizer.json" for folder in (student, teacher)]
+    same = all(text.is_file() for text in texts) and _vocabulary(texts[0]) == _vocabulary(texts[1])
+    if sizes[0] != sizes[1] or not same:
+        raise ConfigError(
+            f"pools.{pool}.model: {teacher} has another vocabulary than the policy, whose tokens it scores"
+        )
+
+
+def _vocabulary(path: Path) -> Any:
+    return msgspec.json.decode(path.read_bytes()).get("model", {}).get("vocab")
