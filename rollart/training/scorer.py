@@ -61,7 +61,7 @@ class Scorer:
         with self._device:
             packed = pack([r.tokens.array for r in requests], masks, [r.temperature for r in requests])
         logprobs = self._policy.logprobs(packed)[0].cpu()
-        parts = logprobs.split([int(mask.sum()) for mask in masks])
+        parts = torch.split(logprobs, [int(mask.sum()) for mask in masks])
         return [Teaching(Column.floats(part.numpy())) for part in parts]
 
 
