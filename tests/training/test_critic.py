@@ -17,7 +17,8 @@ from tiny_models import make_batch, make_sample, save_tiny
 from rollart.config import AlgorithmConfig, TrainingConfig
 from rollart.core.column import Column
 from rollart.core.errors import RollartError
-from rollart.core.types import Batch, SampleGroup, Teaching, TurnSpan
+from rollart.core.teaching import Teaching
+from rollart.core.types import Batch, SampleGroup, TurnSpan
 from rollart.training.advantages import ADVANTAGES, PlayedTokens, RewardRange, token_advantages
 from rollart.training.advantages.tokens import generalised_advantages, value_targets
 from rollart.training.block_files import BlockReader
