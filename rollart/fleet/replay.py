@@ -91,7 +91,7 @@ async def replay(
     """From version `first`, or the newest checkpoint before it, to `last`; by default as much as there is data for.
     `anyway`: on a machine that may give other weights, too. `on_version` gets each version and whether it is the same,
     None if that is not known. Ends at the first difference. Raises RollartError."""
-    run, steps = loading.load(folder / "run.yaml"), history(folder)
+    steps, run = history(folder), loading.load(folder / "run.yaml")
     end = len(steps) if last is None else last
     if not steps or end > len(steps) or end < 1:
         raise RollartError(f"{folder} has trained {len(steps)} steps, so there is no version {end} to replay")
@@ -135,7 +135,7 @@ def history(folder: Path) -> list[TrainedStep]:
                 trained = event.version
             case Published():
                 digests[event.version] = event.digests
-    if any(not taken[step].members or not details[step] for step in range(trained)):
+    if any(step not in taken or not taken[step].members or not details[step] for step in range(trained)):
         raise RollartError(f"{folder} was made by an older version of rollart, which did not log what a replay needs")
     return [TrainedStep(taken[step], details[step], digests.get(step + 1, "")) for step in range(trained)]
 

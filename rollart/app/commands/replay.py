@@ -13,9 +13,9 @@ from rollart.app.commands.common import AsJson, RunDir, console_for, guarded, pr
 def replay(
     run_dir: RunDir,
     first: Annotated[
-        int | None, typer.Option("--from", metavar="V", help="Begin at version V, or the checkpoint before it.")
+        int | None, typer.Option("--from", metavar="V", min=0, help="Begin at version V, or the checkpoint before it.")
     ] = None,
-    last: Annotated[int | None, typer.Option("--to", metavar="W", help="End at version W.")] = None,
+    last: Annotated[int | None, typer.Option("--to", metavar="W", min=1, help="End at version W.")] = None,
     anyway: Annotated[
         bool, typer.Option("--anyway", help="Also with another CPU, GPU, torch or number of threads than the run had.")
     ] = False,
