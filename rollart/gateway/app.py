@@ -67,6 +67,9 @@ class App:
         if session is None:
             reason = "this key is not known, or its episode is over" if key else "send a key: Authorization: Bearer ..."
             raise ApiError(401, reason, code="invalid_api_key")
+        exchange.known = True
+        if self._open >= self.limits.requests:  # before its body is read; counted again once it is
+            raise busy(f"the gateway has its limit of {self._open} requests under way")
         api = self._apis.get(path)
         if api is None:
             return self._listing(path)

@@ -6,7 +6,9 @@ The invariants:
 - A connection serves one request at a time, in one task, which is cancelled when the client disconnects. A client that
   sends more before it has its response is not read any further: the connection is closed after that response.
 - A request is routed when its head is complete: the body of one that will be refused is read and dropped.
-- Head and body have a size limit and a timeout, idle connections and the sending of a response a timeout.
+- Head and body have a size limit and a timeout, idle connections and the sending of a response a timeout. All bodies
+  together have a size limit, too.
+- There are at most `connections`; above that, the oldest one that has never shown a key is closed, or the new one.
 - What is written is with the operating system, or in a buffer that is small unless the response is one piece; `drained`
   waits for it.
 """
@@ -25,7 +27,7 @@ from wsgiref.handlers import format_date_time
 import httptools
 
 from rollart.core.errors import ServiceError
-from rollart.gateway.errors import ApiError, invalid
+from rollart.gateway.errors import ApiError, busy, invalid
 from rollart.gateway.limits import GatewayLimits
 
 HEAD_BYTES = 64 << 10
@@ -56,7 +58,7 @@ class Application(Protocol):
 class Exchange:
     """A request and its response: `respond` once, or `begin`, `write` any number of times, `end`."""
 
-    __slots__ = ("_connection", "begun", "body", "ended", "headers", "method", "path", "route")
+    __slots__ = ("_connection", "begun", "body", "ended", "headers", "known", "method", "path", "route")
 
     def __init__(self, connection: "Connection", method: str, path: str, headers: dict[bytes, bytes]) -> None:
         self._connection = connection
@@ -64,6 +66,7 @@ class Exchange:
         self.body = b""
         self.route: Any = None
         self.begun = self.ended = False
+        self.known = False  # its key is
 
     @property
     def ready(self) -> bool:
@@ -95,10 +98,19 @@ class Exchange:
         await self._connection.drained()
 
 
+class OpenConnections(set["Connection"]):
+    """Those of a server. `strangers` never showed a key, the oldest first; `buffered` are the bytes of all bodies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strangers: dict[Connection, None] = {}
+        self.buffered = 0
+
+
 class Connection(asyncio.Protocol):
     """`connections` are the open ones of the server."""
 
-    def __init__(self, app: Application, connections: "set[Connection]") -> None:
+    def __init__(self, app: Application, connections: OpenConnections) -> None:
         self._app, self._limits, self._connections = app, app.limits, connections
         self._loop = asyncio.get_running_loop()
         self._transport: Any = None
@@ -108,6 +120,7 @@ class Connection(asyncio.Protocol):
         self.writable.set()
         self.lost = self.closing = False  # closing: after the response that is under way
         self._ignoring = False
+        self._held = 0  # bytes of bodies
         self.chunks = True
         self._parser: Any = httptools.HttpRequestParser(self)
         self._reset()
@@ -126,11 +139,16 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
         self._connections.add(self)
-        self._set_timer(self._limits.idle_s)
+        self._connections.strangers[self] = None
+        self._set_timer(min(self._limits.head_s, self._limits.idle_s))
+        if len(self._connections) > self._limits.connections:
+            next(iter(self._connections.strangers)).abort()  # at worst this one
 
     def connection_lost(self, reason: Exception | None) -> None:
         self.lost = self.closing = True
         self._connections.discard(self)
+        self._connections.strangers.pop(self, None)
+        self._release()
         self._set_timer(None)
         self.writable.set()
         if self.task is not None:
@@ -165,6 +183,10 @@ class Connection(asyncio.Protocol):
 
     def abort(self) -> None:
         self._transport.abort()
+
+    def _release(self) -> None:
+        self._connections.buffered -= self._held
+        self._held = 0
 
     def _set_timer(self, seconds: float | None) -> None:
         """Restart the timer; None stops it."""
@@ -241,6 +263,8 @@ class Connection(asyncio.Protocol):
                 raise invalid("this server speaks HTTP/1.1 only; send no Upgrade header")
         except ApiError as error:
             self._refused = error
+        if self._exchange.known:
+            self._connections.strangers.pop(self, None)
         if self._headers.get(b"expect", b"").lower() == b"100-continue":
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -248,10 +272,16 @@ class Connection(asyncio.Protocol):
         if self._refused is not None or self._exchange is None:
             return
         self._size += len(piece)
+        self._held += len(piece)
+        self._connections.buffered += len(piece)
         self._pieces.append(piece)
         if self._size > self._limits.body_bytes:
             self._refused = self._too_large()
+        elif self._connections.buffered > self._limits.buffer_bytes:
+            self._refused = busy(f"the gateway holds {self._limits.buffer_bytes:,} bytes of requests, its limit")
+        if self._refused is not None:
             self._pieces.clear()
+            self._release()
 
     def _too_large(self) -> ApiError:
         reason = f"the body is larger than {self._limits.body_bytes:,} bytes"
@@ -275,6 +305,7 @@ class Connection(asyncio.Protocol):
             await self._app.handle(exchange)
         finally:
             self.task = None
+            self._release()
             self._next()
 
     def _next(self) -> None:
@@ -295,7 +326,7 @@ async def listening(app: Application, host: str, port: int = 0) -> AsyncIterator
         server_socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise ServiceError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another port") from error
-    connections: set[Connection] = set()
+    connections = OpenConnections()
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: Connection(app, connections), sock=server_socket, backlog=BACKLOG)
     address, number = server_socket.getsockname()[:2]

@@ -6,15 +6,20 @@ from rollart.core.types import Sampling
 from rollart.gateway.errors import ApiError, invalid
 from rollart.gateway.messages import CompletionRequest
 
+STOPS, STOP_CHARS = 64, 1000
 GREEDY = 1e-3  # a temperature below this means the likeliest token
 
 
 class GatewayLimits(Struct, frozen=True):
-    """`requests` at the same time, and timeouts: to read a request, to generate a response, for the client to read
-    what was sent, and for an idle connection."""
+    """`requests` and `connections` at the same time, bytes of one body and of all that are held, and timeouts: to show
+    a key (`head_s`), to read a request, to generate a response, for the client to read what was sent, and for an idle
+    connection."""
 
     body_bytes: int = 32 << 20
+    buffer_bytes: int = 512 << 20
     requests: int = 4096
+    connections: int = 8192
+    head_s: float = 10.0
     read_s: float = 30.0
     response_s: float = 600.0
     send_s: float = 60.0
@@ -43,6 +48,9 @@ class EpisodeLimits(Struct, frozen=True):
             raise invalid("the prompt has no tokens", "prompt")
         if room < 1:
             raise self.too_long(f"{context} tokens")
+        long = any(len(text) > STOP_CHARS for text in request.stop)
+        if long or max(len(request.stop), len(request.stop_tokens)) > STOPS:  # each is searched for in every token
+            raise invalid(f"at most {STOPS} stop strings or tokens, of at most {STOP_CHARS} characters", "stop")
         max_tokens, stop = request.max_tokens or own.max_tokens, (*stop, *request.stop_tokens)
         if self.fixed:
             max_tokens = min(max_tokens, own.max_tokens, room)

@@ -13,9 +13,10 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rollart.core.errors import RollartError, ServiceError
 from rollart.launch import with_parent
@@ -23,6 +24,7 @@ from rollart.launch.keepalive import enable_keepalive
 from rollart.launch.rpc import MAX_FRAME, Handler, application
 
 LOOPBACK = "127.0.0.1"
+KEY_S, MAX_CALLERS = 10.0, 64
 Build = Callable[[dict[str, Any]], AbstractAsyncContextManager[Mapping[str, Handler]]]
 
 
@@ -61,6 +63,7 @@ async def _serve(build: Build, spec: dict[str, Any]) -> None:
         server = _Server(
             uvicorn.Config(
                 application(handlers, spec.get("key")),
+                http=_GuardedHttp,
                 log_level="warning",
                 lifespan="off",
                 ws_max_size=MAX_FRAME,
@@ -86,6 +89,32 @@ def _listen(spec: Mapping[str, Any]) -> socket.socket:
     listener.bind((address, 0))
     listener.listen(128)
     return listener
+
+
+class _GuardedHttp(HttpToolsProtocol):
+    """A connection that is no WebSocket yet, and so has shown no key: it may be that for `KEY_S`, and the oldest makes
+    room for more than `MAX_CALLERS`."""
+
+    callers: ClassVar[dict["_GuardedHttp", None]] = {}
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.callers[self] = None
+        if len(self.callers) > MAX_CALLERS:
+            next(iter(self.callers)).close()
+        self.loop.call_later(KEY_S, self.close)
+
+    def close(self) -> None:
+        if self.callers.pop(self, self) is None:
+            self.transport.abort()
+
+    def handle_websocket_upgrade(self) -> None:
+        self.callers.pop(self, None)
+        super().handle_websocket_upgrade()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.callers.pop(self, None)
+        super().connection_lost(exc)
 
 
 class _Server(uvicorn.Server):

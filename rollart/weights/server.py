@@ -11,13 +11,15 @@ Replicas relay buckets in a tree, so that a publisher serves each bucket only a 
 first `fan_out` fetch from the publisher, each of them serves the next `fan_out`, and so on. A replica that loses its
 parent goes to the grandparent, and at last to the publisher.
 
-Invariants: nothing is served before it is final. A shard with members is held, so that its memory is not reused for
-another version, until they leave or send no heartbeat for `LEASE_S`. A request waits for at most `WAIT_S`; clients
-retry.
+Invariants: a connection has no thread before its first request has shown the key; at most `MAX_CALLERS` are that far,
+for `KEY_S`, and at most `MAX_CONNECTIONS` further. Nothing is served before it is final. A shard with members is
+held, so that its memory is not reused for another version, until they leave or send no heartbeat for `LEASE_S`. A
+request waits for at most `WAIT_S`; clients retry.
 """
 
 import contextlib
 import hmac
+import selectors
 import socket
 import struct
 import threading
@@ -38,7 +40,11 @@ from rollart.weights.store import STEM, MissingVersion, Shard, Store
 WAIT_S = 5.0
 LEASE_S = 60.0
 IDLE_S = 120.0
+KEY_S, MAX_CALLERS, MAX_CONNECTIONS, HEAD_BYTES = 10.0, 64, 1024, 8192
+PARTIAL_S = 0.05  # until the rest of a head is looked for
 LOOPBACK = "127.0.0.1"
+NO_KEY = "the key of this run is missing or wrong"
+REFUSAL = f"HTTP/1.1 401 Unauthorized\r\nConnection: close\r\nContent-Length: {len(NO_KEY)}\r\n\r\n{NO_KEY}".encode()
 OFFERS = 4
 FAN_OUT = 2
 LOCAL_RTT_US = 200
@@ -106,6 +112,10 @@ class WeightServer:
         self._thread = threading.Thread(target=self._server.serve_forever, name="weights", daemon=True)
         self._thread.start()
 
+    def admits(self, shown: bytes) -> bool:
+        """Whether this `Authorization` is the key."""
+        return self.key is None or hmac.compare_digest(shown, f"Bearer {self.key}".encode())
+
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
@@ -164,11 +174,73 @@ class _Listener(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], owner: WeightServer) -> None:
         self.owner = owner
         self._connections: set[Any] = set()
+        self._callers: dict[socket.socket, tuple[Any, float]] = {}  # address and deadline, the oldest first
+        self._selector = selectors.DefaultSelector()
+        self._stopping, self._stopped = threading.Event(), threading.Event()
         super().__init__(address, _Handler)
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        self._connections.add(request)
-        super().process_request(request, client_address)
+    def serve_forever(self, poll_interval: float = 0.5) -> None:
+        self._selector.register(self, selectors.EVENT_READ)
+        while not self._stopping.is_set():
+            # A head that came in part is looked at again later: its first part would wake us all the time.
+            partial = [caller for caller in self._callers if caller not in self._selector.get_map()]
+            ready = {key.fileobj for key, _ in self._selector.select(PARTIAL_S if partial else poll_interval)}
+            for caller in [*partial, *(each for each in self._callers if each in ready)]:
+                self._unregister(caller)
+                self._look_at(caller)
+            if self in ready:
+                self._accept()
+            self.service_actions()
+        for caller in list(self._callers):
+            self._drop(caller)
+        self._selector.close()
+        self._stopped.set()
+
+    def shutdown(self) -> None:
+        self._stopping.set()
+        self._stopped.wait(KEY_S)
+
+    def _accept(self) -> None:
+        try:
+            caller, address = self.get_request()
+        except OSError:  # it is gone already, or too many files are open
+            return
+        while len(self._callers) >= MAX_CALLERS:
+            self._drop(next(iter(self._callers)))
+        self._callers[caller] = (address, time.monotonic() + KEY_S)
+        self._selector.register(caller, selectors.EVENT_READ)
+
+    def _look_at(self, caller: socket.socket) -> None:
+        """Not read, only looked at: its thread reads the request."""
+        try:
+            head = caller.recv(HEAD_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            head = b""
+        address, _ = self._callers[caller]
+        if not head or (b"\r\n\r\n" not in head and len(head) == HEAD_BYTES):
+            self._drop(caller)
+        elif b"\r\n\r\n" in head:
+            if not self.owner.admits(_authorization(head)):
+                with contextlib.suppress(OSError):
+                    caller.send(REFUSAL, socket.MSG_DONTWAIT)
+                self._drop(caller)
+            elif len(self._connections) >= MAX_CONNECTIONS:
+                self._drop(caller)
+            else:
+                del self._callers[caller]
+                self._connections.add(caller)
+                self.process_request(caller, address)
+
+    def _unregister(self, caller: socket.socket) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(caller)
+
+    def _drop(self, caller: socket.socket) -> None:
+        self._unregister(caller)
+        self._callers.pop(caller, None)
+        caller.close()
 
     def shutdown_request(self, request: Any) -> None:
         self._connections.discard(request)
@@ -182,6 +254,9 @@ class _Listener(ThreadingHTTPServer):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def service_actions(self) -> None:
+        now = time.monotonic()
+        for caller in [each for each, (_, deadline) in self._callers.items() if deadline < now]:
+            self._drop(caller)
         self.owner.expire()
 
 
@@ -199,9 +274,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         owner = self.server.owner
-        shown = self.headers.get("Authorization", "").encode()
-        if owner.key is not None and not hmac.compare_digest(shown, f"Bearer {owner.key}".encode()):
-            return self._refuse(HTTPStatus.UNAUTHORIZED, "the key of this run is missing or wrong")
+        if not owner.admits(self.headers.get("Authorization", "").encode()):
+            return self._refuse(HTTPStatus.UNAUTHORIZED, NO_KEY)
         url = urlsplit(self.path)
         _, _, rest = url.path.partition("/")
         stem, _, what = rest.partition("/")
@@ -287,6 +361,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Requests are not logged."""
+
+
+def _authorization(head: bytes) -> bytes:
+    fields = (line.partition(b":") for line in head.split(b"\r\n\r\n")[0].split(b"\r\n")[1:])
+    return next((value.strip() for name, _, value in fields if name.strip().lower() == b"authorization"), b"")
 
 
 def _round_trip_us(connection: socket.socket) -> int:

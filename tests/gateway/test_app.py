@@ -14,7 +14,7 @@ from wire import Wire, parsed
 from rollart.core.errors import EngineFailed
 from rollart.core.protocols import TokenStream
 from rollart.core.types import Completion, GenerationRequest
-from rollart.gateway.http import Connection
+from rollart.gateway.http import Connection, OpenConnections
 from rollart.gateway.limits import GatewayLimits
 from rollart.gateway.template import ChatTemplate
 
@@ -210,7 +210,7 @@ def test_a_client_that_reads_slowly_gets_what_it_missed_in_one_piece(tiny: ChatT
     async def run() -> None:
         policy = Policy(tiny, say=lambda request: "a long answer")
         async with gateway(tiny, policy) as running:
-            await test(Wire(Connection(running.app, set())), policy)
+            await test(Wire(Connection(running.app, OpenConnections())), policy)
 
     asyncio.run(run())
 

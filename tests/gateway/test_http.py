@@ -8,7 +8,7 @@ import pytest
 from wire import Wire, parsed
 
 from rollart.gateway.errors import ApiError
-from rollart.gateway.http import HEAD_BYTES, ClientGone, Connection, Exchange
+from rollart.gateway.http import HEAD_BYTES, ClientGone, Connection, Exchange, OpenConnections
 from rollart.gateway.limits import GatewayLimits
 
 POST = b"POST /echo HTTP/1.1\r\ncontent-length: 5\r\n\r\nhello"
@@ -51,7 +51,7 @@ def with_wire(test: Callable[[Wire, Echo], Awaitable[None]], limits: GatewayLimi
     async def run() -> None:
         app = Echo(limits)
         async with asyncio.timeout(10):
-            await test(Wire(Connection(app, set())), app)
+            await test(Wire(Connection(app, OpenConnections())), app)
 
     asyncio.run(run())
 
@@ -155,7 +155,7 @@ def test_an_invalid_request_gets_a_400_and_the_connection_is_closed(sent: bytes,
 
 def test_incomplete_requests_and_idle_connections_time_out() -> None:
     async def test(wire: Wire, app: Echo) -> None:
-        silent = Wire(Connection(app, set()))
+        silent = Wire(Connection(app, OpenConnections()))
         wire.send(POST[:-1])
         await asyncio.gather(wire.ended.wait(), silent.ended.wait())
         assert wire.received.startswith(b"HTTP/1.1 408") and not silent.received

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollart.gateway.app import App
-from rollart.gateway.http import Connection
+from rollart.gateway.http import Connection, OpenConnections
 
 
 class Left(Exception):
@@ -54,7 +54,7 @@ async def post(
     app: App, path: str, body: Mapping[str, Any], key: str, *, leave_after: int | None = None
 ) -> tuple[int, Any]:
     """Status and JSON, or the list of streamed events. `leave_after` so many writes of the answer; 0: before it."""
-    wire = Wire(Connection(app, set()), leave_after or None)
+    wire = Wire(Connection(app, OpenConnections()), leave_after or None)
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nauthorization: Bearer {key}\r\ncontent-length: {len(data)}\r\n\r\n"
     wire.send(head.encode() + data)
