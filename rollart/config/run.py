@@ -211,7 +211,9 @@ class RunFile(Section):
             hint = did_you_mean(task.teacher, known) or f"; it has {', '.join(known) or 'none'}"
             message = f"the run file has no pool {task.teacher!r} of role teacher{hint}"
             raise Conflict(message, "tasks", index, "teacher")
-        if self.training.algorithm.advantage == "opd" and task.weight and self.teacher_of(task) is None:
+        own = task.algorithm is not None and "advantage" in task.algorithm.model_fields_set
+        advantage = task.algorithm.advantage if own and task.algorithm else self.training.algorithm.advantage
+        if advantage == "opd" and task.weight and self.teacher_of(task) is None:
             message = f"advantage opd learns from teachers, and task {task.name!r} has none: give it a `teacher`"
             raise Conflict(message, "tasks", index)
 

@@ -41,6 +41,13 @@ def test_the_only_teacher_teaches_all_tasks_unless_one_names_another() -> None:
     assert [run.teacher_of(task) for task in run.tasks] == ["wiser", "wise"]
 
 
+def test_a_task_with_an_advantage_of_its_own_needs_no_teacher() -> None:
+    rewarded = {**TASK, "name": "more", "algorithm": {"advantage": "grpo"}}
+    pools = {name: {"role": "teacher", "model": name} for name in ("wise", "wiser")}
+    run = run_file(tasks=[{**TASK, "teacher": "wise"}, rewarded], pools=pools)
+    assert [run.teacher_of(task) for task in run.tasks] == ["wise", None]
+
+
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
