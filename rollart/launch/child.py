@@ -61,8 +61,15 @@ class Child:
         python, mark = command.python or sys.executable, uuid.uuid4().hex
         try:
             inherited = os.environ if command.pass_env is None else variables.passed(os.environ, command.pass_env)
+        except variables.MissingVariables as error:
+            raise ServiceError(f"could not start {command.name}: {error}") from None
+        try:
             command.log.parent.mkdir(parents=True, exist_ok=True)
-            with open(command.log, "ab") as errors:  # noqa: ASYNC230 (opens at once)
+            errors = open(command.log, "ab")  # noqa: ASYNC230, SIM115 (opens at once)
+        except OSError as error:
+            raise ServiceError(f"could not start {command.name}: its log cannot be written: {error}") from error
+        with errors:
+            try:
                 process = await asyncio.create_subprocess_exec(
                     python,
                     *(word.replace("{rollart}", str(PACKAGE)) for word in command.argv),
@@ -72,10 +79,8 @@ class Child:
                     env={**inherited, **command.environment, MARK: mark},
                     start_new_session=True,
                 )
-        except variables.MissingVariables as error:
-            raise ServiceError(f"could not start {command.name}: {error}") from None
-        except OSError as error:
-            raise ServiceError(f"could not start {command.name}: {python} cannot be run: {error}") from error
+            except OSError as error:
+                raise ServiceError(f"could not start {command.name}: {python} cannot be run: {error}") from error
         child = cls(command, process, mark)
         try:
             child.answer = await child._ready(command, {**command.spec, **more})

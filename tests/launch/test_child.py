@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
+from rollart.core.errors import ServiceError
 from rollart.launch.child import Child
 from rollart.launch.launcher import WITH_PARENT, Command
 
@@ -79,3 +81,10 @@ def test_a_child_that_is_killed_while_it_starts_is_started_once_more(tmp_path: P
 
     asyncio.run(body())
     assert (tmp_path / "seen").exists()
+
+
+def test_a_log_that_cannot_be_written_is_named_as_the_cause(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("not a folder")
+    command = Command("child", ("-c", "pass"), {}, log=tmp_path / "logs" / "child.log")
+    with pytest.raises(ServiceError, match="could not start child: its log cannot be written"):
+        asyncio.run(Child.start(command, {}))
