@@ -32,7 +32,7 @@ class CommandAgent:
     def run(self, agent: dict[str, Any], endpoint: dict[str, Any], episode: dict[str, Any]) -> dict[str, Any]:
         limits, mounts = SandboxLimits(**agent["limits"]), ExtraMounts(folders=tuple(agent["mounts"]))
         files = archive_paths([(Path(agent["files"]), ".")]) if agent["files"] else b""
-        with Sandbox(files, limits, OUTPUT, mounts) as sandbox:
+        with Sandbox(files, limits, OUTPUT, mounts, agent["image"]) as sandbox:
             variables = {"ROLLART_EPISODE": json.dumps(episode), "ROLLART_REWARD": REWARD}
             if agent["path"]:
                 variables["PATH"] = ":".join([*agent["path"], VARIABLES["PATH"]])

@@ -68,6 +68,7 @@ def command_of(task: TaskConfig, agent: AgentConfig) -> dict[str, Any]:
         "mounts": [str(path.absolute()) for path in agent.mounts] + (family.mounts if family else []),
         "path": [str(family.python.parent)] if family else [],
         "limits": agent.limits,
+        "image": agent.image,
         "deadline": MAX_EPISODE_S,
     }
 

@@ -20,6 +20,7 @@ from rollart.hardware.layout import misfits
 from rollart.hardware.layout_choice import candidates, parallel_of
 from rollart.models import hub
 from rollart.placement.workload import model_config, model_shape
+from rollart.sandbox.container import container_engine
 from rollart.training.optimizers import OPTIMIZERS
 from rollart.warmup.conversations import conversations_problem
 from rollart.warmup.pairs import pairs_problem
@@ -211,11 +212,14 @@ def _missing_for_task(task: TaskConfig, remote: bool) -> Iterator[tuple[str, str
 
 
 def _missing_sandbox(task: TaskConfig) -> Iterator[tuple[str, str]]:
-    """What runs in a sandbox needs bubblewrap, and fails in every episode without it."""
+    """What runs in a sandbox needs bubblewrap, or an engine for its image, and fails in every episode without it."""
+    image = task.agent.image if task.agent is not None else task.env_args.get("image")
+    if image and container_engine() is None:
+        yield "agent" if task.agent is not None else "args", f"names the image {image}, which needs podman or docker"
     if shutil.which("bwrap") is not None:
         return
     hint = "runs in a sandbox, which needs bubblewrap; install it: `apt-get install bubblewrap`"
-    if task.agent is not None and task.agent.command:
+    if task.agent is not None and task.agent.command and not image:
         yield "agent", hint
     for key, target in (("env", task.env), ("reward", task.reward.function)):
         if target and target.partition(":")[0].startswith(SANDBOXED):

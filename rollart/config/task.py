@@ -144,6 +144,9 @@ class AgentConfig(Section):
     limits: dict[str, Positive] = Field(
         default_factory=dict, description="command: sandbox limits: " + ", ".join(SandboxLimits.__dataclass_fields__)
     )
+    image: str | None = Field(
+        None, min_length=1, description="command: an OCI image to run it in, with podman or docker; it must be there"
+    )
     deadline: Seconds | None = Field(None, description="seconds for one episode; default: rollout.trajectory_deadline")
     max_calls: Positive = Field(200, description="completions per episode; more are refused")
     max_parallel: Positive = Field(16, description="concurrent requests of one episode; more get a 429")
@@ -152,7 +155,7 @@ class AgentConfig(Section):
     def _function_or_command(self) -> "AgentConfig":
         if (self.function is None) == (self.command is None):
             raise Conflict("an agent needs either `function` or `command`", *(["command"] if self.command else []))
-        for key in ("files", "mounts", "limits"):
+        for key in ("files", "mounts", "limits", "image"):
             if self.command is None and getattr(self, key):
                 raise Conflict(f"`{key}` is for an agent with a `command`", key)
         for key in self.limits:

@@ -124,13 +124,16 @@ def listener(init: int, port: int) -> socket.socket:
 
 
 def _send_listener(to: socket.socket, user: int, owner: int, network: int, port: int) -> None:
-    """In the child, which ends here. The user that made the sandbox's namespaces may enter them."""
+    """In the child, which ends here. The user that made the sandbox's namespaces may enter them. A container that root
+    runs has no user namespace of its own."""
     try:
-        if os.geteuid() == 0:
+        shared = os.fstat(owner).st_ino == Path("/proc/self/ns/user").stat().st_ino
+        if os.geteuid() == 0 and not shared:
             os.setgroups([])
             os.setresgid(user, user, user)
             os.setresuid(user, user, user)
-        for namespace, kind in ((owner, CLONE_NEWUSER), (network, CLONE_NEWNET)):
+        entered = ((network, CLONE_NEWNET),) if shared else ((owner, CLONE_NEWUSER), (network, CLONE_NEWNET))
+        for namespace, kind in entered:
             if LIBC.setns(namespace, kind) != 0:
                 raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
         made = socket.socket()

@@ -31,6 +31,7 @@ from rollart.sandbox.bubblewrap import (
     SandboxLimits,
     image,
 )
+from rollart.sandbox.container import Container
 
 SHELL = """\
 exec 9>&2 2>/dev/null
@@ -92,7 +93,8 @@ class WorkTooBig(Exception):
 
 
 class Sandbox:
-    """Starts at once, with `archive` (a tar) unpacked in the work folder. Raises SandboxError."""
+    """Starts at once, with `archive` (a tar) unpacked in the work folder; in an OCI `image`, or else on the programs of
+    this machine. Raises SandboxError."""
 
     def __init__(
         self,
@@ -100,12 +102,13 @@ class Sandbox:
         limits: SandboxLimits = DEFAULT_LIMITS,
         output: int = 4000,
         mounts: ExtraMounts = NO_MOUNTS,
+        image: str | None = None,
     ) -> None:
         self._output = output
         self._line = b""
         self._shell, self._shell_tag = 0, ""
         self._image: tuple[str, ...] = ()
-        self._bwrap = Bubblewrap(limits, SHELL, mounts)
+        self._bwrap = Container(image, limits, SHELL, mounts) if image else Bubblewrap(limits, SHELL, mounts)
         try:
             if archive and not self.unpack(archive):
                 raise SandboxError("the files could not be unpacked in the sandbox: they are too many or too big")

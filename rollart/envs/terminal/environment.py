@@ -44,19 +44,20 @@ class Terminal:
         output: int = 4000,
         rules: bool = True,
         limits: dict[str, int] | None = None,
+        image: str | None = None,
         held_out: bool = False,
     ) -> None:
         unknown = [kind for kind in kinds if kind not in KINDS]
         if unknown or not kinds:
             raise ValueError(f"Terminal has no kind {unknown[:1] or kinds}; the kinds are {', '.join(KINDS)}")
-        if "test" in kinds and not any(Path(python).exists() for python in PYTHONS):
+        if "test" in kinds and image is None and not any(Path(python).exists() for python in PYTHONS):
             paths = " or ".join(PYTHONS)
             raise ValueError(f"the kind `test` needs a Python in the sandbox, at {paths}; install python3")
         if difficulty not in (1, 2, 3):
             raise ValueError("Terminal needs a difficulty of 1, 2 or 3")
         self.kinds, self.difficulty, self.turns, self.deadline = tuple(kinds), difficulty, turns, deadline
         self.output, self.rules, self.held_out = output, rules, held_out
-        self.limits = SandboxLimits(**(limits or {}))
+        self.limits, self.image = SandboxLimits(**(limits or {})), image
         self.problem: Problem | None = None
         self.history: list[str] = []
         self._sandbox: Sandbox | None = None
@@ -64,7 +65,7 @@ class Terminal:
     def reset(self, seed: int) -> str:
         self.close()
         self.problem, self.history = self._draw(seed), []
-        self._sandbox = Sandbox(archive(self.problem.files), self.limits, self.output)
+        self._sandbox = Sandbox(archive(self.problem.files), self.limits, self.output, image=self.image)
         rules = RULES.format(turns=self.turns, seconds=self.deadline) if self.rules else ""
         return rules + self.problem.text
 
