@@ -213,7 +213,9 @@ def _missing_for_task(task: TaskConfig, remote: bool) -> Iterator[tuple[str, str
 
 def _missing_sandbox(task: TaskConfig) -> Iterator[tuple[str, str]]:
     """What runs in a sandbox needs bubblewrap, or an engine for its image, and fails in every episode without it."""
-    image = task.agent.image if task.agent is not None else task.env_args.get("image")
+    image = task.agent.image if task.agent is not None else None
+    if task.env and task.env.partition(":")[0].startswith(SANDBOXED):
+        image = task.env_args.get("image")
     if image and container_engine() is None:
         yield "agent" if task.agent is not None else "args", f"names the image {image}, which needs podman or docker"
     if shutil.which("bwrap") is not None:
