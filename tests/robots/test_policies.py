@@ -184,11 +184,19 @@ def test_the_direction_loss_does_not_depend_on_the_speed() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0, "adaptive"])
-def test_the_dispersive_loss_pushes_rows_apart(temperature: float | str) -> None:
-    rows = torch.tensor([[[0.0], [0.1], [0.2], [5.0]]], requires_grad=True)
+def test_the_dispersive_loss_gains_nothing_from_larger_states(temperature: float | str) -> None:
+    """Else hidden states grow with every step, and drown what the policy learns."""
+    rows = torch.tensor([[[0.0, 1.0], [0.1, 0.3], [0.2, -1.0], [5.0, 0.5]]], dtype=torch.double, requires_grad=True)
     (pull,) = torch.autograd.grad(dispersive_loss(rows, temperature).sum(), rows)
-    moved = -pull[0, :, 0]
-    assert moved[0] < 0 and (moved[1:3] > moved[:2]).all()
+    assert pull.norm() > 1e-3
+    assert (pull * rows).sum().item() == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("temperature", [1.0, "adaptive"])
+def test_the_dispersive_loss_pushes_near_rows_apart(temperature: float | str) -> None:
+    rows = torch.tensor([[[-1.0], [-0.1], [0.1], [1.0]]], requires_grad=True)
+    (pull,) = torch.autograd.grad(dispersive_loss(rows, temperature).sum(), rows)
+    assert pull[0, 1].item() > 0 > pull[0, 2].item()
 
 
 def test_the_adaptive_temperature_spreads_near_rows_more_than_a_fixed_one() -> None:

@@ -73,10 +73,11 @@ def direction_loss(u: Tensor, v: Tensor) -> Tensor:
 
 def dispersive_loss(hidden: Tensor, temperature: float | str) -> Tensor:
     """log mean exp(-D / temperature) over pairs of rows, D their squared distance divided by the largest. Adaptive:
-    the temperature is the median D, so the pull does not fade when few rows are far from all others."""
+    the temperature is the median D, so the pull does not fade when few rows are far from all others. The largest has
+    a gradient: without it, larger states would lower the loss, and they would grow without end."""
     squares = hidden.square().sum(-1)
     distance = (squares[:, :, None] + squares[:, None] - 2 * hidden @ hidden.transpose(1, 2)).clamp_min(0)
-    distance = distance / distance.detach().amax((1, 2), keepdim=True).clamp_min(_TINY)
+    distance = distance / distance.amax((1, 2), keepdim=True).clamp_min(_TINY)
     if temperature == "adaptive":
         scale = distance.detach().flatten(1).median(1).values.clamp_min(_TINY)[:, None, None]
     else:
