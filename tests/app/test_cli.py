@@ -290,7 +290,7 @@ def test_a_run_that_breaks_off_has_no_traceback(
 
 
 def test_modules_in_the_current_folder_can_be_named(run_file: Path) -> None:
-    Path("own_env_in_cwd.py").write_text("class Env: ...\n")
+    Path("own_env_in_cwd.py").write_text("class Env:\n    def reset(self, seed):\n        return 'go'\n")
     run_file.write_text(RUN.replace("rollart.envs.frozen_lake:FrozenLake", "own_env_in_cwd:Env"))
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [str(Path(sys.executable).with_name("rollart")), "check", str(run_file), "--json"]

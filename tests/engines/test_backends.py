@@ -8,7 +8,7 @@ from rollart.config import PoolConfig, RunFile
 from rollart.core.errors import ConfigError
 from rollart.engines.backends import BACKENDS, Backend, Problem, start_deadline
 from rollart.fleet.engine_supervisor import engine_command
-from rollart.launch.launcher import Node
+from rollart.launch.launcher import WITH_PARENT, Node
 from rollart.placement.inventory import Inventory
 from rollart.placement.plan import plan
 from rollart.simulator import scenario
@@ -52,7 +52,7 @@ def test_an_added_backend_is_checked_and_started_by_its_row(tmp_path: Path) -> N
     node = Node("here", "", {"cpu": 8.0}, {"cpu": 8.0})
     binding, _ = plan(run, Inventory((node,), "this machine", overcommit=True)).of("policy")
     command = engine_command(run, binding, {"seed": 0, "model": str(tmp_path)}, run.device_classes(), tmp_path)
-    assert command.argv == ("-m", "their.service")
+    assert command.argv == (*WITH_PARENT, "their.service")
     assert command.spec["engines"] == 2 and command.spec["seed"] == 0
     assert start_deadline(run) == 777.0
     assert command.start_deadline == pytest.approx(777.0, abs=1.0)  # and the time to read the model's files

@@ -123,6 +123,7 @@ def test_a_package_has_the_needed_files_and_no_more(user):
         *("Dockerfile", "README.md", "main.py", "handler.py", "requirements.txt", "requirements-handler.txt"),
         *("my_rewards.py", "helpers/words.py"),
         *("rollart/__init__.py", "rollart/core/__init__.py", "rollart/core/types.py", "rollart/core/run_length.py"),
+        "rollart/core/teaching.py",
         *("rollart/core/expert_choice.py", "rollart/core/foreign.py", "rollart/core/column.py"),
         *("rollart/rewards/__init__.py", "rollart/rewards/runtime.py", "rollart/rewards/wire.py"),
     }
