@@ -72,7 +72,7 @@ def dpo(
     `training.batch_groups` pairs, and held-out episodes are played before,
     after and in between.
 
-    [dim]rollart dpo examples/pipelines/dpo.yaml --set preference.pairs=runs/guess-sample-1/samples.jsonl
+    [dim]rollart dpo examples/pipelines/dpo.yaml --set preference.pairs=runs/lake-sample-1/samples.jsonl
     rollart dpo RUN.yaml --set training.algorithm.loss=ipo --set training.algorithm.beta=0.05[/dim]
     """
     run_training("dpo", run_file, with_output(overrides, output), run_dir, resume=resume, as_json=as_json)
