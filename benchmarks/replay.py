@@ -47,14 +47,15 @@ def kill_engine(folder: Path) -> None:
 def train(steps: int, scratch: Path) -> Path:
     """The folder of a run with a lost engine and a killed controller in it."""
     run, folder = scratch / "replay.yaml", scratch / "run"
-    run.write_text(RUN.replace("STEPS", str(steps)) + "ledger: {keep: all}\n")
+    run.write_text(RUN + "ledger: {keep: all}\n")
     folder.mkdir()
-    process = start(run, folder)
+    until = "--set", f"training.steps={steps}"
+    process = start(run, folder, *until)
     wait_for(folder, process, steps // 3)
     kill_engine(folder)
     wait_for(folder, process, 2 * steps // 3)
     kill(process)
-    if start(run, folder).wait(END_DEADLINE):
+    if start(run, folder, *until).wait(END_DEADLINE):
         raise SystemExit("the resumed run failed; see controller.log")
     return folder
 

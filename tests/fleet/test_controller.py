@@ -181,7 +181,7 @@ def test_two_controllers_never_share_a_folder(run_path: Path, tmp_path: Path) ->
 
 
 def test_kills_at_random_moments_lose_nothing_and_train_nothing_twice(tmp_path: Path) -> None:
-    result = crash_and_resume(kills=3, steps=60, seed=int.from_bytes(os.urandom(2), "little"), scratch=tmp_path)
+    result = crash_and_resume(kills=3, seed=int.from_bytes(os.urandom(2), "little"), scratch=tmp_path)
     assert result["kills"] >= 1
     assert (result["lost"], result["trained_twice"], result["left_behind"]) == (0, 0, 0)
     assert result["finished"]

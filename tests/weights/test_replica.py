@@ -109,7 +109,11 @@ def test_a_wire_that_changes_every_bucket_is_given_up_and_nothing_of_it_is_loade
     publication = origin.publish(1, tensors(1))
 
     def carry(number: int) -> object:
-        return lambda total, data: bytes(byte ^ 1 for byte in data) if len(data) == 1024 else data
+        def changed(total: int, data: bytes) -> bytes:
+            inside = len(data) == 1024 and b"HTTP/1.1" not in data  # of a bucket, not its head
+            return bytes(byte ^ 1 for byte in data) if inside else data
+
+        return changed
 
     wire = Wire(origin.server.url, carry)  # type: ignore[arg-type]
     with closing(origin.server), closing(wire), closing(WeightReader(tmp_path / "far", streams=2)) as far:

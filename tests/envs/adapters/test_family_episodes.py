@@ -205,7 +205,8 @@ def test_a_frozen_policy_of_ours_can_be_the_opponent(
     async def play(url: str) -> list[tuple[Sequence[Message], Step]]:
         opponent = {"opponent": f"{ADAPTERS}.opponents:Served", "opponent_args": {"url": url, "model": "rival"}}
         args = {"game": "TicTacToe-v0", "players": 2, **opponent}
-        async with single_environment(Case("textarena", "textarena:TextArena", args).task(), CONFIG) as env:
+        task = Case("textarena", "textarena:TextArena", args).task(pass_env=["OPENAI_API_KEY"])
+        async with single_environment(task, CONFIG) as env:
             return [await episode(env, seed) for seed in range(4)]
 
     family("textarena")

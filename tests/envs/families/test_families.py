@@ -14,7 +14,7 @@ from rollart.app import preflight
 from rollart.app.cli import app
 from rollart.core import foreign, llm_client
 from rollart.core.errors import ConfigError, RollartError
-from rollart.envs import families
+from rollart.envs import families, tools
 from rollart.envs.families import install
 
 pytestmark = pytest.mark.slow
@@ -60,8 +60,9 @@ def test_every_version_of_the_catalogue_is_exact() -> None:
 def test_adapters_import_nothing_but_their_package_and_the_standard_library() -> None:
     folder = Path(families.__file__).parent.parent / "adapters"
     packages = {"gymnasium", "numpy", "reasoning_gym", "textarena", "gem", "textworld", "alfworld", "bfcl_eval", "mcp"}
-    ours = ("rollart.envs.adapters", "rollart.core.llm_client", "rollart.core.foreign")
-    for path in (*folder.glob("*.py"), Path(llm_client.__file__), Path(foreign.__file__)):
+    packages |= {"gymnasium_robotics", "metaworld"}
+    ours = ("rollart.envs.adapters", "rollart.envs.tools", "rollart.core.llm_client", "rollart.core.foreign")
+    for path in (*folder.glob("*.py"), *(Path(str(module.__file__)) for module in (llm_client, foreign, tools))):
         for module in re.findall(r"^(?:from|import) ([\w.]+)", path.read_text(), re.MULTILINE):
             top = module.partition(".")[0]
             assert top in packages | sys.stdlib_module_names or module.startswith(ours), (path, module)
