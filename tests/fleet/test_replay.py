@@ -172,7 +172,7 @@ def test_a_step_with_another_learning_rate_gives_a_difference(real: Path, monkey
         return dataclasses.replace(step, details={**step.details, "config": faster})
 
     steps = replaying.history(real)
-    monkeypatch.setattr(replaying, "history", lambda folder: [*steps[:2], *map(other, steps[2:])])
+    monkeypatch.setattr(replaying, "history", lambda folder: list(map(other, steps)))
     result = asyncio.run(replaying.replay(real))
     assert not result.identical and result.difference is not None
-    assert (result.compared, result.difference.version) == (3, 3)
+    assert result.compared == result.difference.version  # the first whose batch had anything to learn
