@@ -111,7 +111,7 @@ def uniform(folder: Path, sequences: int) -> Groups:
     return made_up(100, [draw.randint(30, 400) for _ in range(sequences)], 28, draw)
 
 
-# Each makes a model in a folder, and a batch of so many sequences for it
+# Each makes a model in a folder, and a batch for it of the given number of sequences
 WORKLOADS = {"quickstart": (quickstart, 144), "agents": (agents, 64), "uniform": (uniform, 128)}
 
 

@@ -143,7 +143,7 @@ class Watch:
         self._reasons: dict[int, str] = {}
 
     def period(self, processes: int) -> float:
-        """Seconds between two checks of so many processes."""
+        """Seconds between two checks of this number of processes."""
         return max(PERIOD_S, processes / CHECKED_PER_S)
 
     def add(self, pid: int) -> None:

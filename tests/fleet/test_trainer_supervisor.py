@@ -24,7 +24,7 @@ class Launched(Exception):
 
 
 class SmallCluster:
-    """Has room for so many ranks."""
+    """Has room for a given number of ranks."""
 
     def __init__(self, room: int) -> None:
         self._room = room

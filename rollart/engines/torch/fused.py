@@ -61,7 +61,7 @@ class Layer:
 
 @dataclass(slots=True)
 class Views:
-    """Buffers of a step of so many tokens. `qkv` and `gate_up` are whole, then in the parts that projections fill."""
+    """Buffers of a step. `qkv` and `gate_up` are whole, then in the parts that projections fill."""
 
     x: Tensor
     normed: Tensor

@@ -11,6 +11,7 @@ import ctypes.util
 import io
 import json
 import os
+from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy
@@ -25,7 +26,7 @@ NO_RENDERER = (
 )
 
 
-class ContinuousEnvironment:
+class ContinuousEnvironment(ABC):
     """Subclasses define `_reset`, `_step` and the number of `actions`; of mujoco, also its `env` and a `camera`.
 
     An episode ends `tail` steps after its first success, or after `horizon` steps. With `video`, the last reply has
@@ -97,13 +98,13 @@ class ContinuousEnvironment:
         if self.video and len(self._frames) < MAX_FRAMES:
             self._frames.append(self._frame())
 
+    @abstractmethod
     def _reset(self, seed: int) -> Any:
         """The first observation."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _step(self, command: Any) -> tuple[Any, float, bool, bool]:
         """Observation, reward, whether it succeeds now, and whether it has failed for good."""
-        raise NotImplementedError
 
     def _frame(self) -> Any:
         if self._renderer is None:
