@@ -95,14 +95,14 @@ def test_an_episode_that_hangs_fails_alone():
             await text(environment, "more")
             return await text(environment, "hang" if number == 1 else "more")
 
-        quick = EnvironmentsConfig(processes=6, reset_deadline=2, step_deadline=1, retries=0)
+        quick = EnvironmentsConfig(processes=6, reset_deadline=20, step_deadline=3, retries=0)
         async with EnvironmentPoolOf(config=quick) as environments:
             return await together(environments, 3, play)
 
     first, second, third = asyncio.run(run())
     assert [first, third] == ["0: 2", "2: 2"]
     assert isinstance(second, EnvironmentFailed)
-    assert "`step` did not return within 1 s" in str(second)
+    assert "`step` did not return within 3 s" in str(second)
 
 
 def test_an_exception_fails_its_own_episode_and_the_object_is_not_used_again():

@@ -87,7 +87,7 @@ def test_a_program_that_ends_the_check_early_fails_it():
 
 @pytest.mark.parametrize("mischief", ["mkdir x; chmod 0 x", "kill -9 -1; kill -9 $$", "exec 9>&-; set -e; false"])
 def test_mischief_costs_the_reward_but_does_not_break_the_environment(mischief):
-    environment = Terminal(kinds=["config"], deadline=2.0)
+    environment = Terminal(kinds=["config"], deadline=5.0)
     environment.reset(1)
     environment.step(mischief)
     assert environment.step("done")["info"]["success"] is False

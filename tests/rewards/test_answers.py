@@ -83,4 +83,5 @@ def test_math(action: str, answer: str, same: bool) -> None:
 )
 def test_code_passes_only_if_the_tests_ran_to_their_end(action: str, passed: bool) -> None:
     tests = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
-    assert passes_tests(episode(action, "", tests=tests), tests="tests", deadline=3.0).success is passed
+    deadline = 60.0 if passed else 3.0  # a busy machine must not fail what is right
+    assert passes_tests(episode(action, "", tests=tests), tests="tests", deadline=deadline).success is passed
