@@ -3,6 +3,7 @@
 Engines, environments, rewards and trainer are modelled (they only sleep); ledger and event log are real files. So the
 CPU time that remains is the scheduler's, the router's, the trajectory coroutines' and the event loop's own. Last line:
 `us_per_turn` at 10,000 trajectories, and `exponent`, the growth of the total with the number of trajectories.
+`tape_us_per_turn` is what `ledger.control` adds: all threads, in real time, answers of `TOKENS` tokens, without sleeps.
 """
 
 import argparse
@@ -13,21 +14,28 @@ import math
 import random
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.modelled import ModelledEngine, ModelledEnvironments, ModelledRenderer, ModelledRewards
 from rollart.core import gc_tuning
 from rollart.core.event_log import EventLog
+from rollart.core.events import NULL_SINK
 from rollart.core.schedule import Schedule
-from rollart.core.types import Sampling
+from rollart.core.types import Completion, GenerationRequest, Sampling, TokenPart
+from rollart.fleet.control_engines import RecordedRegistry
+from rollart.fleet.control_services import TapedEnvironments, TapedRenderer, TapedRewards
+from rollart.fleet.control_tape import RecordingLoop, Tape
 from rollart.rollout.engine_registry import EngineRegistry
+from rollart.rollout.engine_state import EnginePool
 from rollart.rollout.ledger import SqliteLedger
 from rollart.rollout.router import Router
 from rollart.rollout.scheduler import Scheduler
-from rollart.rollout.trajectory import RolloutTask, TrajectoryRunner
+from rollart.rollout.trajectory import Attempt, RolloutTask, TrajectoryRunner
 from rollart.simulator.clock import run
 
 TURNS = 20
+TOKENS = 64
 GROUP = 8
 
 
@@ -76,6 +84,57 @@ def measure(trajectories: int) -> float:
         return run(rollout(trajectories, Path(folder)))
 
 
+class StreamingEngine(ModelledEngine):
+    """Whose answers are one part."""
+
+    async def generate_in_parts(
+        self, request: GenerationRequest, every: int, on_part: Callable[[TokenPart], bool]
+    ) -> Completion:
+        return await self.generate(request)
+
+
+async def play(attempts: int, tape: Tape | None) -> float:
+    """CPU seconds for that many attempts, one after the other, of all threads."""
+    rng = random.Random(0)
+    engine = StreamingEngine(rng, seconds=lambda rng: 0.0, tokens=TOKENS)
+    environments = ModelledEnvironments(rng, turns=lambda rng: TURNS, step_seconds=lambda rng: 0.0)
+    rewards, renderer = ModelledRewards(rng, lambda rng: 0.0), ModelledRenderer()
+    if tape is None:
+        router = Router(EngineRegistry({"engine": engine}))
+        runner = TrajectoryRunner(environments=environments, router=router, rewards=rewards, renderer=renderer)
+    else:
+        registry = RecordedRegistry(tape, version=0, sink=NULL_SINK, on_lost=lambda name: None)
+        registry.add("engine", engine, 0, EnginePool("engine"))
+        runner = TrajectoryRunner(
+            environments=TapedEnvironments(tape, environments),
+            router=Router(registry),
+            rewards=TapedRewards(tape, rewards),
+            renderer=TapedRenderer(tape, renderer, renderer.stop),
+            sink=tape.sink(NULL_SINK),
+        )
+    task = RolloutTask("a", 1.0, TURNS, 1 << 20, Sampling())
+
+    async def all_attempts() -> None:
+        for number in range(attempts):
+            await runner.run(Attempt(f"a.{number}", task, "a", number, number, 0))
+
+    began = time.process_time()
+    await (all_attempts() if tape is None else tape.run(all_attempts, "stop"))
+    if tape is not None:
+        tape.close()
+    return time.process_time() - began
+
+
+def tape_cost(attempts: int) -> float:
+    """Microseconds a turn."""
+    with tempfile.TemporaryDirectory() as folder, asyncio.Runner(loop_factory=RecordingLoop) as runner:
+        plain = runner.run(play(attempts, None))
+        loop = runner.get_loop()
+        assert isinstance(loop, RecordingLoop)
+        loop.tape = Tape(Path(folder) / "tape")
+        return (runner.run(play(attempts, loop.tape)) - plain) / attempts / TURNS * 1e6
+
+
 def slope(points: dict[int, float]) -> float:
     """Least squares of log seconds over log trajectories."""
     xs, ys = [math.log(n) for n in points], [math.log(s) for s in points.values()]
@@ -101,6 +160,7 @@ def main() -> None:
             {
                 "us_per_turn": round(seconds[sizes[-2]] / sizes[-2] / TURNS * 1e6, 1),
                 "exponent": round(slope(seconds), 3),
+                "tape_us_per_turn": round(min(tape_cost(sizes[0] // 10) for _ in range(repeats)), 1),
                 "us_per_turn_by_trajectories": {n: round(s / n / TURNS * 1e6, 1) for n, s in seconds.items()},
             }
         )

@@ -88,6 +88,7 @@ def train(
         >>> summary = run.summary()  # doctest: +SKIP
     """
     from rollart.fleet import controller
+    from rollart.fleet.control_services import loop_factory
     from rollart.observe import curves
     from rollart.observe.exporters import EXPORTERS, ExportTarget
     from rollart.observe.metrics import Metrics
@@ -105,7 +106,8 @@ def train(
                 log.subscribe(exporter.on_event)
             attach(log, read_events(path / "events"))
 
-        _run(lambda: controller.train(run, path, stage=stage, resume=resume, on_log=watch, metrics=metrics))
+        work = lambda: controller.train(run, path, stage=stage, resume=resume, on_log=watch, metrics=metrics)  # noqa: E731
+        _run(work, loop_factory(run))
     curves.write(metrics.snapshot(), path / "curves.png")
     return RunFolder(path)
 
@@ -285,11 +287,15 @@ def simulate(
     ]
 
 
-def _run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+def _run(
+    work: Callable[[], Coroutine[Any, Any, T]],
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work())
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            return runner.run(work())
     raise RollartError(
         "an event loop is running in this thread, as in a notebook or a coroutine; "
         "call this in a thread of its own: await asyncio.to_thread(rollart.train, run)"

@@ -293,6 +293,10 @@ class LedgerConfig(Section):
         100,
         description="steps whose trained or dropped trajectories stay, to read or for `rollart replay`; all: it grows",
     )
+    control: bool = Field(
+        False,
+        description="record all that scheduler and router get from outside, for `rollart replay --control`; it grows",
+    )
 
 
 class CheckpointConfig(Section):

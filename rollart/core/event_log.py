@@ -1,4 +1,5 @@
-"""The event log: JSON lines in zstd frames, in a folder of numbered parts. Nothing else knows this format.
+"""Logs of JSON lines in zstd frames, in folders of numbered parts: the event log, and tapes of the control plane.
+Nothing else knows this format.
 
 Invariants: a frame holds whole lines and is appended with one write, so a kill loses at most the events of the last
 `FLUSH_S` seconds and can tear only the last frame, which readers leave out and the next writer removes. Parts are only
@@ -35,16 +36,14 @@ _SUFFIX = ".jsonl.zst"
 _DIGITS = 5  # of seconds: what is finer is noise, and half of the compressed log
 
 
-class EventLog:
-    """Appends to the log in the folder `path` and calls listeners."""
+class LineLog:
+    """Appends lines to the log in the folder `path`."""
 
-    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+    def __init__(self, path: Path) -> None:
         path.mkdir(exist_ok=True)
-        self._clock, self._origin = clock, clock() - _repair(path)
-        self._encode = msgspec.json.Encoder().encode
+        self._last_line = _repair(path)
         self._compress = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress
         self._lines: deque[bytes] = deque()
-        self._listeners: list[Callable[[AnyEvent], None]] = []
         self._writing, self._wake = threading.Lock(), threading.Event()
         self._error: OSError | None = None
         self._full_since: float | None = None
@@ -52,35 +51,19 @@ class EventLog:
         self._closed = False
         self._path, self._number = path, _number(_parts(path)[-1]) if _parts(path) else 1
         self._file, self._size = _open(path, self._number)
-        self._thread = threading.Thread(target=self._write_often, name="event-log", daemon=True)
+        self._thread = threading.Thread(target=self._write_often, name=path.name, daemon=True)
         self._thread.start()
 
-    def emit(self, event: AnyEvent) -> None:
-        """Raises OSError if the disk cannot be written, or was full for too long. A listener that fails is removed: a
-        view never stops a run."""
+    def append(self, line: bytes) -> None:
+        """Raises OSError if the disk cannot be written, or was full for too long."""
         if self._error is not None:
             raise self._error
-        if self._full_since is not None and not self._full_reported:
-            self._full_reported = True
-            self.emit(Warned(message=f"the disk of {self._path.parent} is full; the run goes on for {FULL_S:g} s"))
-        event.t = round(self._clock() - self._origin, _DIGITS)
-        for name in _durations(type(event)):
-            setattr(event, name, round(getattr(event, name), _DIGITS))
-        self._lines.append(self._encode(event))
+        self._lines.append(line)
         if len(self._lines) == _FRAME_LINES:
             self._wake.set()
-        for listener in list(self._listeners):
-            try:
-                listener(event)
-            except Exception as error:
-                self._listeners.remove(listener)
-                self.emit(Warned(message=f"a view of the run failed and was closed: {error!r}"))
-
-    def subscribe(self, listener: Callable[[AnyEvent], None]) -> None:
-        self._listeners.append(listener)
 
     def flush(self) -> None:
-        """Returns when everything emitted so far survives a kill. Raises OSError if the disk is full."""
+        """Returns when everything appended so far survives a kill. Raises OSError if the disk is full."""
         self._write_pending()
         if self._error is not None:
             raise self._error
@@ -133,6 +116,41 @@ class EventLog:
         self._size += len(frame)
 
 
+class EventLog(LineLog):
+    """Appends events to the log in the folder `path` and calls listeners."""
+
+    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+        super().__init__(path)
+        last = msgspec.json.decode(self._last_line, type=AnyEvent).t if self._last_line else 0.0
+        self._clock, self._origin = clock, clock() - last
+        self._encode = msgspec.json.Encoder().encode
+        self._listeners: list[Callable[[AnyEvent], None]] = []
+
+    def emit(self, event: AnyEvent) -> None:
+        """Raises OSError as `append` does. A listener that fails is removed: a view never stops a run."""
+        if self._full_since is not None and not self._full_reported and self._error is None:
+            self._full_reported = True
+            self.emit(Warned(message=f"the disk of {self._path.parent} is full; the run goes on for {FULL_S:g} s"))
+        event.t = round(self._clock() - self._origin, _DIGITS)
+        round_durations(event)
+        self.append(self._encode(event))
+        for listener in list(self._listeners):
+            try:
+                listener(event)
+            except Exception as error:
+                self._listeners.remove(listener)
+                self.emit(Warned(message=f"a view of the run failed and was closed: {error!r}"))
+
+    def subscribe(self, listener: Callable[[AnyEvent], None]) -> None:
+        self._listeners.append(listener)
+
+
+def round_durations(event: AnyEvent) -> None:
+    """As they are in the log."""
+    for name in _durations(type(event)):
+        setattr(event, name, round(getattr(event, name), _DIGITS))
+
+
 @cache
 def _durations(kind: type[Event]) -> tuple[str, ...]:
     """The fields of an event that are seconds."""
@@ -163,10 +181,13 @@ class EventReader:
 
     def read(self) -> Iterator[AnyEvent]:
         """The events written since the last call; does not wait for more."""
+        for line in self.lines():
+            if not self._starts or line.startswith(self._starts):
+                yield self._decode(line)
+
+    def lines(self) -> Iterator[bytes]:
         for frame in self._frames():
-            for line in frame.splitlines():
-                if not self._starts or line.startswith(self._starts):
-                    yield self._decode(line)
+            yield from frame.splitlines()
 
     def _frames(self) -> Iterator[bytes]:
         while (part := _part(self._path, self.position.part)).exists():
@@ -248,13 +269,12 @@ def _whole_frames(part: Path, offset: int) -> Iterator[tuple[bytes, int]]:
                 read, lines = decompressor.decompressobj(), []
 
 
-def _repair(path: Path) -> float:
-    """Remove a torn last frame; returns the time of the last event, or 0."""
+def _repair(path: Path) -> bytes:
+    """Remove a torn last frame; returns the last line, if there is one."""
     for number, part in enumerate(reversed(_parts(path))):
         *_, (last, whole) = (b"", 0), *deque(_whole_frames(part, 0), maxlen=1)
         if number == 0:
             os.truncate(part, whole)
         if last:
-            t: float = msgspec.json.decode(last.splitlines()[-1], type=AnyEvent).t
-            return t
-    return 0.0
+            return last.splitlines()[-1]
+    return b""

@@ -271,8 +271,8 @@ class StepDone(Event):
     gaps: tuple[LogprobGap, ...] = ()
 
     def __post_init__(self) -> None:
-        self.values = _finite(self.values)
-        self.tasks = {task: _finite(values) for task, values in self.tasks.items()}
+        self.values = finite(self.values)
+        self.tasks = {task: finite(values) for task, values in self.tasks.items()}
 
 
 class Published(Event):
@@ -385,7 +385,7 @@ else:  # what msgspec decodes: one of the classes above, by its `kind`
     AnyEvent = Union[tuple(Event.__subclasses__())]  # noqa: UP007
 
 
-def _finite(values: dict[str, float]) -> dict[str, float]:
+def finite(values: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in values.items() if isfinite(value)}
 
 

@@ -5,16 +5,24 @@ import contextlib
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rollart.config import RewardConfig, RunFile
 from rollart.core.errors import ConfigError, ServiceError
-from rollart.core.event_log import EventLog
-from rollart.core.events import Evaluated
+from rollart.core.events import Evaluated, EventSink, RolledBack
 from rollart.core.schedule import Schedule
 from rollart.core.types import Sampling
 from rollart.fleet.checkpoints import CheckpointEvaluator, Checkpoints
+from rollart.fleet.control_engines import RecordedRegistry
+from rollart.fleet.control_services import (
+    ControlStart,
+    TapedFleet,
+    TapedLedger,
+    recorded,
+)
+from rollart.fleet.control_tape import Tape
 from rollart.fleet.endpoint import ModelEndpoint, endpoint_runner, without_limits
 from rollart.fleet.fleet import Fleet
 from rollart.fleet.ledger_writer import LedgerWriter
@@ -25,14 +33,15 @@ from rollart.fleet.warmup import first_model
 from rollart.hardware.host_stats import HostStats
 from rollart.models.folder import atomic_folder
 from rollart.observe.metrics import Metrics
+from rollart.rollout.engine_registry import EngineRegistry
 from rollart.rollout.evaluation import Evaluator
-from rollart.rollout.ledger import Recovery, SqliteLedger
+from rollart.rollout.ledger import Ledger, Recovery, SqliteLedger
 from rollart.rollout.lockstep import Lockstep
 from rollart.rollout.phases import PhaseChanges
 from rollart.rollout.scheduler import Scheduler
 from rollart.rollout.training_loop import BatchSource, LoopPlan, TrainingLoop
 from rollart.rollout.trajectory import RolloutTask, TrajectoryRunner
-from rollart.training.client import TrainerLost, export_in_child, model_folder
+from rollart.training.client import TrainerLost, model_folder
 from rollart.warmup.pairs import Pair, PairFile
 
 _SAMPLE_SECONDS = 0.5
@@ -122,14 +131,14 @@ def rollout_tasks(run: RunFile) -> list[RolloutTask]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Training:
+class Training:
     """One run while its services are up. A lost trainer is restarted at the last checkpoint, with all trajectories that
     were ready by then."""
 
     run: RunFile
-    fleet: Fleet
-    ledger: LedgerWriter
-    log: EventLog
+    fleet: Fleet | TapedFleet
+    ledger: LedgerWriter | TapedLedger
+    log: EventSink
     checkpoints: Checkpoints
     pairs: Sequence[Pair] | None = None
     phases: PhaseChanges = field(default_factory=PhaseChanges)
@@ -137,10 +146,6 @@ class _Training:
     async def run_all(self, recovery: Recovery, model: Path) -> None:
         """Evaluate, take all steps, keep the model in `model`, evaluate again."""
         steps, episodes = self.run.training.steps, self.run.evaluation.final_episodes
-        async with background(_sample_hosts(self.fleet, self.phases, self.log)):
-            await self._run_all(recovery, model, steps, episodes)
-
-    async def _run_all(self, recovery: Recovery, model: Path, steps: int, episodes: int) -> None:
         runner = make_runner(self.run, self.fleet, self.log, self.phases)
         evaluator = CheckpointEvaluator(
             rollout_tasks(self.run),
@@ -155,7 +160,7 @@ class _Training:
                 self.fleet.supervise(trainer=False), evaluator.run(0, episodes, label="before", final=True)
             )
         await self._until_trained(evaluator, recovery)
-        await export_in_child(self.checkpoints.path(steps), model)  # even if the last evaluation fails
+        await self.fleet.export(self.checkpoints.path(steps), model)  # even if the last evaluation fails
         await supervised(self.fleet.supervise(trainer=False), evaluator.run(steps, episodes, label="after", final=True))
 
     async def _until_trained(self, evaluator: Evaluator, recovery: Recovery) -> None:
@@ -181,13 +186,16 @@ class _Training:
     async def _restart_trainer(self, version: int, reason: str) -> None:
         """A trainer that is lost again during its restart is one more loss."""
         try:
-            await self.fleet.restart_trainer(self.checkpoints.path(version) if version else None, version, reason)
+            publication = await self.fleet.restart_trainer(self.checkpoints.path(version) if version else None, version)
         except ServiceError as error:
             raise TrainerLost(str(error)) from error
+        await self.fleet.router.load(publication)
+        self.log.emit(RolledBack(version=version, reason=reason))
 
     async def _learn(self, evaluator: Evaluator, recovery: Recovery) -> None:
         run, fleet = self.run, self.fleet
         if self.pairs is not None:
+            assert isinstance(fleet, Fleet)  # without rollouts there is little to record
             source = PairSource(run, self.pairs, fleet.renderer, self.log, recovery.version)
             every = run.evaluation.every or run.training.steps  # only evaluations need new weights
             await supervised(fleet.supervise(), self._loop(source, evaluator, recovery, publish_every=every).run())
@@ -232,14 +240,43 @@ async def _train(session: Session, pairs: Sequence[Pair] | None = None) -> None:
     checkpoints.start(version)
     model = await first_model(run, directory, log)
     checkpoint = checkpoints.path(version) if version else None
-    async with Fleet(run, directory, log, model=model, version=version, checkpoint=checkpoint) as fleet:
-        with contextlib.closing(LedgerWriter(session.ledger, log.flush)) as writer:
-            training = _Training(run, fleet, writer, log, checkpoints, pairs)
-            await training.run_all(session.recovery, directory / "model")
+    with contextlib.ExitStack() as stack:
+        tape = stack.enter_context(recorded(session)) if run.ledger.control and pairs is None else None
+        registry = EngineRegistry if tape is None else partial(RecordedRegistry, tape)
+        async with Fleet(
+            run, directory, log, model=model, version=version, checkpoint=checkpoint, registry=registry
+        ) as fleet:
+            writer = stack.enter_context(contextlib.closing(LedgerWriter(session.ledger, log.flush)))
+            training = Training(run, fleet, writer, log, checkpoints, pairs)
+            async with background(_sample_hosts(fleet, training.phases, log)):
+                if tape is None:
+                    await training.run_all(session.recovery, directory / "model")
+                else:
+                    await _recorded(tape, training, fleet, session)
+
+
+async def _recorded(tape: Tape, training: Training, fleet: Fleet, session: Session) -> None:
+    """As `run_all`, with everything that the control plane gets from outside on the tape."""
+    begin = ControlStart.of(fleet)
+    taped = replace(
+        training,
+        fleet=TapedFleet(tape, fleet.router, fleet, stop=begin.stop, has=begin.has),
+        ledger=TapedLedger(tape, training.ledger),
+        log=tape.sink(session.log),
+    )
+    tape.external("start", begin)
+    try:
+        await tape.run(lambda: taped.run_all(session.recovery, session.directory / "model"), "stop")
+    finally:
+        tape.external("end")
 
 
 def make_runner(
-    run: RunFile, fleet: Fleet, log: EventLog, phases: PhaseChanges, lockstep: Lockstep | None = None
+    run: RunFile,
+    fleet: Fleet | TapedFleet,
+    log: EventSink,
+    phases: PhaseChanges,
+    lockstep: Lockstep | None = None,
 ) -> TrajectoryRunner:
     return TrajectoryRunner(
         environments=fleet.environments,
@@ -254,9 +291,7 @@ def make_runner(
     )
 
 
-def _scheduler(
-    run: RunFile, schedule: Schedule, runner: TrajectoryRunner, ledger: LedgerWriter, log: EventLog
-) -> Scheduler:
+def _scheduler(run: RunFile, schedule: Schedule, runner: TrajectoryRunner, ledger: Ledger, log: EventSink) -> Scheduler:
     return Scheduler(
         tasks=[task for task in rollout_tasks(run) if task.weight],
         schedule=schedule,
@@ -299,7 +334,7 @@ async def _prefer(session: Session) -> None:
 STAGES = {"train": _train, "sft": _fine_tune, "dpo": _prefer}
 
 
-async def _sample(scheduler: Scheduler, fleet: Fleet, log: EventLog) -> None:
+async def _sample(scheduler: Scheduler, fleet: Fleet | TapedFleet, log: EventSink) -> None:
     while True:
         agents = fleet.agents
         in_use = fleet.environments.in_use + (agents.in_use if agents else 0)
@@ -307,7 +342,7 @@ async def _sample(scheduler: Scheduler, fleet: Fleet, log: EventLog) -> None:
         await asyncio.sleep(_SAMPLE_SECONDS)
 
 
-async def _sample_hosts(fleet: Fleet, phases: PhaseChanges, log: EventLog) -> None:
+async def _sample_hosts(fleet: Fleet, phases: PhaseChanges, log: EventSink) -> None:
     """What changes whether the run trains or evaluates: phases of trajectories, the gateway, this machine."""
     stats, ticks = HostStats(), 0
     while True:

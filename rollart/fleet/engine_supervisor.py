@@ -73,12 +73,13 @@ class EngineSupervisor:
         spec: Callable[[], dict[str, Any]],
         sink: EventSink,
         logs: Path,
+        registry: Callable[..., EngineRegistry] = EngineRegistry,
     ) -> None:
         self._run, self._bindings, self._launcher, self._sink = run, bindings, launcher, sink
         self._devices, self._shape, self._spec, self._logs = devices, shape, spec, logs
         self._engines: dict[str, _Engine] = {}
         self._pools: dict[str, EnginePool] = {}
-        self.registry = EngineRegistry(version=version, sink=sink, on_lost=self._kill)
+        self.registry = registry(version=version, sink=sink, on_lost=self._kill)
 
     @property
     def clients(self) -> dict[str, EngineClient]:
@@ -104,23 +105,37 @@ class EngineSupervisor:
 
     async def register(self, publish: Callable[[], Awaitable[Publication]] | None) -> None:
         """Let the started engines serve, once all have the registry's version: engines that someone else runs may still
-        have that of an earlier run, and can be updated only with `publish`. Raises ServiceError."""
+        have that of an earlier run, and can be updated only with `publish`. One whose connection is lost meanwhile is
+        registered as lost: supervision brings it back. Raises ServiceError."""
         version = self.registry.target
-        engines = self._engines.values()
-        others = [engine for engine in engines if (await engine.client.status()).version != version]
-        if others:
-            names = " and ".join(engine.binding.worker for engine in others)
-            if publish is None:
-                raise ServiceError(f"{names} serve another version than the model's; restart them from that model")
-            await self.registry.load(await publish())
-            try:
-                await asyncio.gather(*(self.registry.catch_up(engine.client) for engine in others))
-            except EngineFailed as error:
-                raise ServiceError(
-                    f"{names} serve another version than {version} and cannot load it: {error}"
-                ) from error
-        for engine in engines:
-            self.registry.add(engine.binding.worker, engine.client, version, engine.pool)
+        lost: dict[str, str] = {}
+        others = [name for name in self._engines if await self._version(name, lost) != version]
+        if others and publish is None and not lost:
+            names = " and ".join(others)
+            raise ServiceError(f"{names} serve another version than the model's; restart them from that model")
+        if others and publish is not None:
+            self.registry.aim_at(await publish())
+            await asyncio.gather(*(self._catch_up(name, lost) for name in others if name not in lost))
+        for name, engine in self._engines.items():
+            self.registry.add(name, engine.client, version, engine.pool)
+        for name, reason in lost.items():
+            self.registry.mark_lost(name, reason)
+
+    async def _version(self, name: str, lost: dict[str, str]) -> int | None:
+        try:
+            return (await self._engines[name].client.status()).version
+        except EngineLost as error:
+            lost[name] = str(error)
+            return None
+
+    async def _catch_up(self, name: str, lost: dict[str, str]) -> None:
+        try:
+            await self.registry.catch_up(self._engines[name].client)
+        except EngineLost as error:
+            lost[name] = str(error)
+        except EngineFailed as error:
+            version = self.registry.target
+            raise ServiceError(f"{name} serves another version than {version} and cannot load it: {error}") from error
 
     async def _start(self, binding: Binding, ended: ServiceHandle | None) -> _Engine:
         """Start or connect, and report where it is."""

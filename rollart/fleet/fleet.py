@@ -2,11 +2,12 @@
 
 Invariants: everything started here ends with the `async with`, however it is left. Lost engines and hosts are restarted
 while the run goes on; a lost trainer ends `supervise` with TrainerLost, and `restart_trainer` starts it at the last
-checkpoint, with the engines at the same version.
+checkpoint.
 """
 
 import asyncio
 import shutil
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, Self
 from rollart.agents.pool import AgentPool
 from rollart.config import RunFile
 from rollart.core.event_log import EventLog
-from rollart.core.events import RolledBack, ServiceEnded
+from rollart.core.events import ServiceEnded
 from rollart.core.types import Publication
 from rollart.envs.pool import EnvironmentPool
 from rollart.fleet.engine_supervisor import EngineSupervisor
@@ -34,10 +35,11 @@ from rollart.placement.plan import PlacementPlan, plan, with_layout, with_ranks
 from rollart.placement.workload import MEASURED
 from rollart.rewards.invokers import Rewards
 from rollart.rollout.decode_lengths import DecodeLengths
+from rollart.rollout.engine_registry import EngineRegistry
 from rollart.rollout.router import Router
 from rollart.rollout.routing_policy import routing_policy
 from rollart.rollout.training_loop import published
-from rollart.training.client import TrainerClient
+from rollart.training.client import TrainerClient, export_in_child
 from rollart.weights.store import shared_folder
 
 # Expected length of a task's completions by declared affinity, as a share of max_tokens, until measured.
@@ -59,7 +61,9 @@ class Fleet:
         version: int = 0,
         checkpoint: Path | None = None,
         trainer: bool = True,
+        registry: Callable[..., EngineRegistry] = EngineRegistry,
     ) -> None:
+        self._registry = registry
         self._asked = self._run = run  # `parallel: auto` is resolved in the latter
         self._log, self._train = log, trainer
         self._model = model.absolute()
@@ -75,6 +79,7 @@ class Fleet:
         self.teachers: Teachers | None = None
         self._gateway: Gateway | None = None
         self.router: Router
+        self.priors: dict[str, float]  # expected tokens per turn of a task, until measured
         self._engines: EngineSupervisor
         self._trainer: TrainerSupervisor
 
@@ -114,7 +119,8 @@ class Fleet:
             if self._train:
                 group.create_task(self._start_trainer())
         await self._engines.register(self._publish if self._train else None)
-        self._make_router(placed)
+        self.priors = _priors(self._run, placed)
+        self.router = make_router(self._run, self._engines.registry, self.priors)
 
     def _build(self, placed: PlacementPlan, launcher: Launcher) -> None:
         run, roles = self._run, {name: pool.role for name, pool in self._run.all_pools().items()}
@@ -146,6 +152,7 @@ class Fleet:
             spec=lambda: self._spec(0),
             sink=self._log,
             logs=self._logs,
+            registry=self._registry,
         )
         self._trainer = TrainerSupervisor(
             run,
@@ -208,19 +215,6 @@ class Fleet:
         self._stack.push_async_callback(self._trainer.stop)
         await self._trainer.start()
 
-    def _make_router(self, placed: PlacementPlan) -> None:
-        run = self._run
-        self.router = Router(
-            self._engines.registry,
-            policy=routing_policy(run.routing.policy, run.routing.disaggregate),
-            affinity={
-                task.name: task.affinity if isinstance(task.affinity, str) else tuple(task.affinity)
-                for task in run.tasks
-            },
-            decode_lengths=DecodeLengths(_priors(run, placed)),
-            keeps_kv=run.engine.on_swap == "keep",
-        )
-
     # While the run goes on
 
     async def supervise(self, trainer: bool = True) -> None:
@@ -237,12 +231,14 @@ class Fleet:
                 group.create_task(self._gateway.watch())
                 group.create_task(self.agents.watch())
 
-    async def restart_trainer(self, checkpoint: Path | None, version: int, reason: str) -> None:
-        """Restart the trainer at `version` and bring the engines there. Raises ServiceError."""
+    async def restart_trainer(self, checkpoint: Path | None, version: int) -> Publication:
+        """Restart the trainer at `version`, which the engines have to load next. Raises ServiceError."""
         self._version, self._checkpoint = version, checkpoint
         await self._trainer.restart()
-        await self.router.load(await self._publish())
-        self._log.emit(RolledBack(version=version, reason=reason))
+        return await self._publish()
+
+    async def export(self, checkpoint: Path, model: Path) -> None:
+        await export_in_child(checkpoint, model)
 
     async def _publish(self) -> Publication:
         clock = asyncio.get_running_loop().time
@@ -250,6 +246,18 @@ class Fleet:
         publication = await self.trainer.publish()
         self._log.emit(published(publication, clock() - began))
         return publication
+
+
+def make_router(run: RunFile, registry: EngineRegistry, priors: Mapping[str, float]) -> Router:
+    return Router(
+        registry,
+        policy=routing_policy(run.routing.policy, run.routing.disaggregate),
+        affinity={
+            task.name: task.affinity if isinstance(task.affinity, str) else tuple(task.affinity) for task in run.tasks
+        },
+        decode_lengths=DecodeLengths(priors),
+        keeps_kv=run.engine.on_swap == "keep",
+    )
 
 
 def _priors(run: RunFile, placed: PlacementPlan) -> dict[str, float]:

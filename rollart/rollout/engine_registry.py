@@ -152,10 +152,14 @@ class EngineRegistry:
     async def load(self, publication: Publication) -> None:
         """Bring every living engine to this version, each as soon as it can. Returns when each has it, or a later one,
         or was given up."""
+        self.aim_at(publication)
+        await asyncio.gather(*(self._load(engine) for engine in list(self._engines.values())))
+
+    def aim_at(self, publication: Publication) -> None:
+        """What every engine shall have."""
         self.announce(publication)
         self.target = publication.version
         self.floor = min(self.floor, self.target)
-        await asyncio.gather(*(self._load(engine) for engine in list(self._engines.values())))
 
     def announce(self, publication: Publication) -> None:
         """It is the newest. Engines that start from now on load it: the store keeps earlier ones only for those that

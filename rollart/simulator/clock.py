@@ -14,7 +14,7 @@ class Deadlock(RuntimeError):
     """Every coroutine waits and no timer is set: in real time this program would hang."""
 
 
-class _Call(asyncio.TimerHandle):
+class Call(asyncio.TimerHandle):
     """A callback, now or at a time. Created by the million, so without the library's debugging aids."""
 
     __slots__ = ()
@@ -44,7 +44,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__()
         self._now = 0.0
         self._times: list[float] = []
-        self._due: dict[float, list[_Call]] = {}
+        self._due: dict[float, list[Call]] = {}
         self._timers = 0
         self._cancelled = 0
         self.handled = 0
@@ -53,21 +53,21 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:  # type: ignore[override]
-        call = _Call(self._now, callback, args, self, context)
+        call = Call(self._now, callback, args, self, context)
         self._ready.append(call)  # type: ignore[attr-defined]
         return call
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Any, *args: Any, context: Any = None
     ) -> asyncio.TimerHandle:
-        return self._set(_Call(self._now + delay, callback, args, self, context))
+        return self._set(Call(self._now + delay, callback, args, self, context))
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Any, *args: Any, context: Any = None
     ) -> asyncio.TimerHandle:
-        return self._set(_Call(when, callback, args, self, context))
+        return self._set(Call(when, callback, args, self, context))
 
-    def _set(self, call: _Call) -> _Call:
+    def _set(self, call: Call) -> Call:
         if (due := self._due.get(call._when)) is None:
             due = self._due[call._when] = []
             heapq.heappush(self._times, call._when)
@@ -76,7 +76,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         call._scheduled = True
         return call
 
-    def _timer_handle_cancelled(self, handle: _Call) -> None:
+    def _timer_handle_cancelled(self, handle: Call) -> None:
         self._cancelled += handle._scheduled  # one that has fired is gone already
         if self._cancelled > 1000 and self._cancelled * 2 > self._timers:
             left = {when: [call for call in due if not call._cancelled] for when, due in self._due.items()}
@@ -88,7 +88,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def _run_once(self) -> None:
         """Runs until the loop is stopped: returning after each iteration would cost more than most of them."""
-        ready: deque[_Call] = self._ready  # type: ignore[attr-defined]
+        ready: deque[Call] = self._ready  # type: ignore[attr-defined]
         while True:
             if not ready:
                 self._move_to_next_timer(ready)
@@ -107,7 +107,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             if self._stopping:  # type: ignore[attr-defined]
                 return
 
-    def _move_to_next_timer(self, ready: deque[_Call]) -> None:
+    def _move_to_next_timer(self, ready: deque[Call]) -> None:
         while not ready:
             if not self._times:
                 raise Deadlock("every coroutine waits and no timer is set")

@@ -1,11 +1,22 @@
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import uvicorn
+from world import Recorder
 
 from rollart.app import preflight
 from rollart.config import RunFile
-from rollart.fleet.engine_supervisor import engine_command, request_of
+from rollart.core.events import ServiceEnded
+from rollart.core.types import EngineStatus, LoadResult, Publication
+from rollart.fleet.engine_supervisor import EngineSupervisor, engine_command, request_of
+from rollart.hardware.roofline import ModelShape
+from rollart.launch import rpc
 from rollart.launch.launcher import WITH_PARENT, Command, Node, ResourceRequest
+from rollart.launch.local import LocalLauncher
 from rollart.placement.inventory import Inventory
 from rollart.placement.plan import plan
 
@@ -56,3 +67,71 @@ def test_each_server_that_someone_else_runs_gets_a_service_that_takes_no_device(
     made = commands(run, tmp_path)
     assert [command.spec["url"] for command, _ in made] == urls
     assert all(request.devices == ("cpu",) and request.count < 1 for _, request in made)
+
+
+@contextlib.asynccontextmanager
+async def served_engine() -> AsyncIterator[tuple[str, list[str]]]:
+    """An engine of our own that someone else runs: its URL, and what was asked of it."""
+    asked: list[str] = []
+    version = 0
+
+    async def status(_: object) -> EngineStatus:
+        asked.append("status")
+        return EngineStatus(version, *([0] * 7), busy_s=0.0)
+
+    async def load(publication: Publication) -> LoadResult:
+        nonlocal version
+        asked.append("load")
+        version = publication.version
+        return LoadResult(version)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        app = rpc.application({"status": status, "load": load})
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        serving = asyncio.create_task(server.serve(sockets=[listening]))
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}", asked
+        finally:
+            server.should_exit = True
+            await serving
+
+
+@pytest.mark.parametrize("publishes", [True, False])
+def test_an_engine_whose_connection_is_reset_before_it_serves_is_brought_back(tmp_path: Path, publishes: bool) -> None:
+    sink, version = Recorder(), 3 if publishes else 0
+
+    async def publish() -> Publication:
+        return Publication(version)
+
+    async def main() -> None:
+        async with asyncio.timeout(30), served_engine() as (url, asked):
+            run = loaded(tmp_path, f"{{role: generate, device: cpu, urls: ['{url}']}}")
+            node = Node("here", "", {"cpu": 8.0}, {"cpu": 8.0})
+            supervisor = EngineSupervisor(
+                run,
+                plan(run, Inventory((node,), "this machine", overcommit=True)).of("policy"),
+                version=version,
+                launcher=LocalLauncher(),
+                devices=run.device_classes(),
+                shape=ModelShape(dense=1000, layers=1, heads=1, kv_heads=1, head_dim=8),
+                spec=dict,
+                sink=sink,
+                logs=tmp_path,
+            )
+            await supervisor.start()
+            [(name, client)] = supervisor.clients.items()
+            client._client.fail("the connection was reset")
+            await supervisor.register(publish if publishes else None)
+            assert not supervisor.registry.has(name, client) and not supervisor.registry.empty
+            revived = supervisor.registry.revived
+            revived.clear()
+            supervising = asyncio.create_task(supervisor.supervise())
+            await revived.wait()
+            assert supervisor.registry.has(name, supervisor.clients[name])
+            assert ("load" in asked) == publishes and supervisor.registry.serving == version
+            supervising.cancel()
+            await asyncio.wait([supervising])
+            await supervisor.stop()
+
+    asyncio.run(main())
+    assert [event.reason for event in sink.of(ServiceEnded)] == ["the connection was reset"]
