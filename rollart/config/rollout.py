@@ -9,7 +9,7 @@ from rollart.core.schedule import QuarantineRule, Schedule, preset
 
 Preset = Literal["sync", "sync_plus", "one_off", "start_bound", "rollart"]
 _RULE = QuarantineRule()
-SCHEDULE_KEYS = ("alpha", "window", "extra_members", "extra_groups")
+SCHEDULE_KEYS = ("alpha", "window", "extra_members", "extra_groups", "elastic")
 
 
 class RolloutConfig(Section):
@@ -25,6 +25,12 @@ class RolloutConfig(Section):
     window: float = Field(2.0, ge=1, description="batches of groups that compete for the next batch")
     extra_members: Natural = Field(0, description="extra trajectories per group, cancelled once it is complete")
     extra_groups: Natural = Field(0, description="extra groups in flight per task")
+    elastic: float = Field(
+        1.0,
+        ge=1,
+        description="a batch grows up to this many times training.batch_groups while the trainer waits for batches, "
+        "and shrinks again; 1: every batch has batch_groups",
+    )
     retries: Natural = Field(3, description="replacements for failed members of a group, before it is dropped")
     trajectory_deadline: Seconds = Field(300.0, description="seconds for one trajectory")
 
@@ -35,10 +41,12 @@ class RolloutConfig(Section):
         for key in SCHEDULE_KEYS:
             if key not in free and getattr(self, key) != type(self).model_fields[key].default:
                 raise Conflict(f"preset {self.preset!r} has its own {key}; leave it out or choose another preset", key)
+        if self.elastic > 1 and self.alpha == 0:
+            raise Conflict("with alpha 0 the trainer waits for every batch, however large; set alpha to 1", "elastic")
         return self
 
     def schedule(self) -> Schedule:
-        return preset(self.preset, self.alpha, self.window, self.extra_members, self.extra_groups)
+        return preset(self.preset, self.alpha, self.window, self.extra_members, self.extra_groups, elastic=self.elastic)
 
 
 class SampleConfig(Section):

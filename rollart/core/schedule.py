@@ -19,6 +19,7 @@ class Schedule:
     window: float = 2.0  # batches of groups that compete for the next batch, in start order
     extra_members: int = 0
     extra_groups: int = 0
+    elastic: float = 1.0  # batches grow up to this many times their size while the trainer waits for them
 
     def within(self, oldest: int | None, version: int) -> bool:
         """Whether tokens as old as `oldest` may be trained on `version`. After a resume from an earlier checkpoint they
@@ -26,7 +27,9 @@ class Schedule:
         return oldest is None or not self.enforce or version - oldest <= self.alpha
 
 
-def preset(name: str, alpha: int, window: float, extra_members: int, extra_groups: int) -> Schedule:
+def preset(
+    name: str, alpha: int, window: float, extra_members: int, extra_groups: int, *, elastic: float = 1.0
+) -> Schedule:
     if name == "sync":
         return Schedule(alpha=0, lockstep=True, score_late=True, one_batch=True, swap_late=True, window=1.0)
     if name == "sync_plus":
@@ -36,7 +39,9 @@ def preset(name: str, alpha: int, window: float, extra_members: int, extra_group
     if name == "start_bound":
         return Schedule(alpha=alpha, enforce=False, window=alpha + 1.0)
     if name == "rollart":
-        return Schedule(alpha=alpha, window=window, extra_members=extra_members, extra_groups=extra_groups)
+        return Schedule(
+            alpha=alpha, window=window, extra_members=extra_members, extra_groups=extra_groups, elastic=elastic
+        )
     raise ValueError(f"there is no preset {name!r}")
 
 

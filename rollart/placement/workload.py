@@ -130,7 +130,7 @@ def in_flight(run: RunFile) -> int:
     """The maximum number of trajectories in the pipeline."""
     schedule = run.rollout.schedule()
     batches = 1 if schedule.one_batch else schedule.alpha + 1
-    groups = batches * run.training.batch_groups + schedule.extra_groups * len(run.tasks)
+    groups = math.ceil(batches * schedule.elastic * run.training.batch_groups) + schedule.extra_groups * len(run.tasks)
     keep = min((task.filter.keep for task in run.tasks if task.filter), default=1.0)
     size = max(task.group_size or run.training.group_size for task in run.tasks)
     return math.ceil(groups / keep) * (size + schedule.extra_members)

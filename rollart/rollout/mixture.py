@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from math import inf
 
 from rollart.core.schedule import WeightPlan
@@ -23,7 +23,7 @@ class Mixture:
         self, weights: Mapping[str, float], groups: int, plans: Mapping[str, WeightPlan] | None = None
     ) -> None:
         self._weights, self._plans = dict(weights), plans or {}
-        self._groups = groups
+        self._sizes = [(0, groups)]  # from which batch on, how many groups
         self._factors: Mapping[str, float] = {}
         self._quotas: list[dict[str, int]] = []
         self._before: list[_Standing] = []  # of each batch in _quotas
@@ -46,6 +46,12 @@ class Mixture:
             self._rewind(batch)
             self._factors = dict(factors)
 
+    def resize(self, groups: int, batch: int) -> None:
+        """From `batch` on, batches have this many groups."""
+        if groups != self._sizes[-1][1]:
+            self._rewind(batch)
+            self._sizes = [*takewhile(lambda size: size[0] < batch, self._sizes), (batch, groups)]
+
     def _rewind(self, batch: int) -> None:
         self.quota(batch)
         self._standing = self._before[batch]
@@ -65,7 +71,7 @@ class Mixture:
     def _next(self, batch: int) -> dict[str, int]:
         quota = dict.fromkeys(self._weights, 0)
         standing = self._standing = self._standing.with_shares(self._shares(batch, self._standing.counts))
-        for _ in range(self._groups):
+        for _ in range(next(groups for start, groups in reversed(self._sizes) if start <= batch)):
             task = standing.most_urgent()
             standing.counts[task] += 1
             quota[task] += 1

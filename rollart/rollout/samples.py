@@ -1,5 +1,6 @@
 """Trajectories as training samples."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
@@ -8,8 +9,9 @@ from zlib import crc32
 import msgspec
 
 from rollart.core.column import Column
+from rollart.core.events import BatchTaken
 from rollart.core.expert_choice import join
-from rollart.core.types import Outcome, Sample, SampleGroup, TokenRole, Trajectory, Turn, TurnSpan
+from rollart.core.types import Batch, Outcome, Sample, SampleGroup, TokenRole, Trajectory, Turn, TurnSpan
 from rollart.rollout.groups import Group
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -26,6 +28,22 @@ def trained_members(group: Group, samples: SampleGroup) -> dict[int, int]:
     for sample in samples.samples:
         sums[sample.owner] = crc32(_encode(sample), sums[sample.owner])
     return {trajectory.member: sums[trajectory.id] for trajectory in group.done}
+
+
+def batch_taken(step: int, groups: Sequence[Group], batch: Batch, waited: float) -> BatchTaken:
+    staleness: Counter[int] = Counter()
+    for group in groups:
+        staleness.update(max(0, step - (t.oldest if t.oldest is not None else step)) for t in group.done)
+    return BatchTaken(
+        step=step,
+        ids=[group.id for group in groups],
+        groups=Counter(group.task for group in groups),
+        trajectories=sum(len(group.done) for group in groups),
+        tokens=sum(t.total_tokens for group in groups for t in group.done),
+        waited_s=waited,
+        staleness=staleness,
+        members=[trained_members(*pair) for pair in zip(groups, batch.groups, strict=True)],
+    )
 
 
 def samples(trajectory: Trajectory) -> list[Sample]:

@@ -18,7 +18,6 @@ from statistics import fmean, pstdev
 from rollart.core.errors import RollartError
 from rollart.core.events import (
     NULL_SINK,
-    BatchTaken,
     EventSink,
     GroupDropped,
     GroupReady,
@@ -30,12 +29,13 @@ from rollart.core.events import (
 from rollart.core.schedule import QuarantineRule, Schedule
 from rollart.core.types import Batch, Outcome, SampleGroup, Trajectory
 from rollart.rollout.attempts import Attempts
+from rollart.rollout.elastic import BatchSizer
 from rollart.rollout.filters import LESS_SPREAD, Curriculum, GroupFilters
 from rollart.rollout.groups import Group
 from rollart.rollout.ledger import GroupRecord, Ledger, OpenGroup, Recovery
 from rollart.rollout.mixture import Mixture, choose_batch
 from rollart.rollout.quarantine import Fault, Quarantine
-from rollart.rollout.samples import sample_group, trained_members
+from rollart.rollout.samples import batch_taken, sample_group
 from rollart.rollout.trajectory import RolloutTask, TrajectoryRunner
 
 _QUARANTINED = "its task is quarantined"
@@ -64,6 +64,8 @@ class Scheduler:
         self.schedule, self.next = schedule, 0
         plans = {task.name: task.plan for task in tasks if task.plan}
         self.mixture = Mixture({task.name: task.weight for task in tasks}, batch_groups, plans)
+        self._sizer = BatchSizer(batch_groups, schedule.elastic, schedule.alpha)
+        self._opened = -1  # the last batch that may have groups
         self._filters = GroupFilters({task.name: task.rule for task in tasks if task.rule})
         self._curriculum = Curriculum({task.name: task.band for task in tasks if task.band})
         self._tasks = {task.name: task for task in tasks}
@@ -125,6 +127,8 @@ class Scheduler:
         self._index.update(recovery.next_index)
         self._curriculum.restore(recovery.recent)
         self.mixture.scale(self._curriculum.factors(), self.next)
+        self._sizer.restore(len(recovery.groups) // (self.schedule.alpha + 1))
+        self.mixture.resize(self._sizer.size, self.next)
         self._restore_quarantine({task: times for task, times in recovery.quarantined.items() if task in self._tasks})
         for past in recovery.groups:
             record = past.record
@@ -157,6 +161,7 @@ class Scheduler:
         last = min(self._engines.serving + self.schedule.alpha, self._steps - 1)
         if self.schedule.one_batch:
             last = min(last, self.next)
+        self._opened = max(self._opened, last)
         for task, groups in self._groups.items():
             quotas = (self.mixture.quota(batch) for batch in range(self.next, last + 1))
             limit = sum(self._filters.candidates(quota)[task] for quota in quotas)
@@ -356,26 +361,15 @@ class Scheduler:
     def _lease(self, groups: list[Group], waited: float) -> Batch:
         step = self.next
         self._ledger.lease(step, [group.id for group in groups])
-        staleness: Counter[int] = Counter()
         for group in groups:
             group.closed = True
             del self._groups[group.task][group.id]
             self._ready[group.task] -= 1
-            staleness.update(max(0, step - (t.oldest if t.oldest is not None else step)) for t in group.done)
-        self._training = sum(len(group.done) for group in groups)
         batch = Batch(step, tuple(self._to_samples(group) for group in groups))
-        self._sink.emit(
-            BatchTaken(
-                step=step,
-                ids=[group.id for group in groups],
-                groups=Counter(group.task for group in groups),
-                trajectories=self._training,
-                tokens=sum(t.total_tokens for group in groups for t in group.done),
-                waited_s=waited,
-                staleness=staleness,
-                members=[trained_members(*pair) for pair in zip(groups, batch.groups, strict=True)],
-            )
-        )
+        self._sink.emit(taken := batch_taken(step, groups, batch, waited))
+        self._training = taken.trajectories
+        self._sizer.taken(len(groups), self._now(), waited)
+        self.mixture.resize(self._sizer.size, self._opened + 1)
         self.next = step + 1
         self.mixture.scale(self._curriculum.factors(), self.next)
         self._evict()

@@ -48,6 +48,7 @@ def worlds(draw: Any) -> dict[str, Any]:
             draw(st.floats(1.0, 4.0)),
             draw(st.integers(0, 2)),
             draw(st.integers(0, 2)),
+            elastic=draw(st.sampled_from([1.0, 1.0, 1.5, 4.0])),
         ),
         "weights": {f"task{number}": weight for number, weight in enumerate(weights)},
         "batch_groups": draw(st.integers(len(weights), 6)),
@@ -119,6 +120,8 @@ def check_batches(made: World, schedule: Schedule, world: dict[str, Any]) -> Non
     seen: set[str] = set()
     for batch in batches:
         counts = Counter(group.task for group in batch.groups)
+        assert world["batch_groups"] <= counts.total() <= world["batch_groups"] * schedule.elastic
+        mixture.resize(counts.total(), batch.step)
         assert dict(counts) == {task: need for task, need in mixture.quota(batch.step).items() if need}
         for group in batch.groups:
             assert len(group.samples) == world["group_size"]
