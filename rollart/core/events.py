@@ -4,11 +4,11 @@
 """
 
 from math import isfinite
-from typing import TYPE_CHECKING, Literal, Protocol, Union
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Union
 
 import msgspec
 
-from rollart.core.types import EngineStatus, LogprobGap, Outcome
+from rollart.core.types import EngineStatus, Hop, LogprobGap, Outcome
 
 
 class Event(msgspec.Struct, tag_field="kind", tag=True, kw_only=True):
@@ -34,6 +34,7 @@ class RunStarted(Event):
     digest: str = ""
     commit: str = ""
     price: float = 0.0  # of all devices per hour; one H20 is 1
+    work: str = "train"  # or sft, dpo, sample, imitation: there is RL in the first alone
 
 
 class RunEnded(Event):
@@ -76,9 +77,7 @@ class ServiceEnded(Event):
     reason: str
 
 
-class WarmupStep(Event):
-    """Progress of the supervised start."""
-
+class WarmupStep(Event):  # of the supervised start
     step: int
     steps: int
     loss: float
@@ -139,6 +138,7 @@ class PhasesChanged(Event):
     turns, environment steps and scoring. Sampled, so short turns cost nothing and thousands of long ones one event."""
 
     phases: dict[str, list[str]]
+    pools: dict[str, list[int]] = {}  # which of "generating" each pool answers, by their places there
 
 
 class EnvironmentReset(Event):
@@ -193,13 +193,11 @@ class Scored(Event):
     seconds: float
 
 
-CANCELLED = "it was cancelled"  # the reason of a cancelled call, which is not a failure
-
-
 class RewardCalled(Event):
     """The cost of one score, successful or not. `billed_s` is what the platform charges for; `cold`: the function
     had to start first; `first_byte_s` of the last response; `hedges` are second requests."""
 
+    CANCELLED: ClassVar[str] = "it was cancelled"  # the reason of a cancelled call, which is not a failure
     trajectory: str
     task: str
     function: str
@@ -296,6 +294,8 @@ class EngineSwapped(Event):
     transport: str = ""
     recomputed: int = 0
     recompute_s: float = 0.0
+    hops: tuple[Hop, ...] = ()
+    relay: str = ""
 
 
 class EngineSample(Event):

@@ -112,8 +112,7 @@ class Completion(Struct, frozen=True):
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
     """Counters since the engine's start; `busy_s` is the time inside forward passes, and `late_s`, for an emulated
-    device, how much longer they took here than on the device. `kv_reserved` is what running and waiting requests need
-    at their maximum length; `emulated` is the emulated device, if any."""
+    device, how much longer they took here than on it. `kv_reserved`: what requests need at their maximum length."""
 
     version: int
     running: int
@@ -126,7 +125,7 @@ class EngineStatus:
     busy_s: float
     late_s: float = 0.0
     kv_reserved: int = 0
-    emulated: str = ""
+    emulated: str = ""  # the device
 
 
 class Publication(Struct, frozen=True):
@@ -142,6 +141,14 @@ class Publication(Struct, frozen=True):
     digests: dict[str, str] = {}
 
 
+class Hop(Struct, frozen=True):
+    """The part of a version that came from one URL: all of it was there `seconds` after the fetch began."""
+
+    source: str
+    bytes: int
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True)
 class LoadResult:
     """An engine's weight swap: `transfer_s` to fetch and check the weights while generation went on, and `exposed_s` in
@@ -155,6 +162,8 @@ class LoadResult:
     transport: str = ""
     recomputed: int = 0
     recompute_s: float = 0.0
+    hops: tuple[Hop, ...] = ()  # none: it was in the memory of this host
+    relay: str = ""  # the URL at which this process serves to others what it fetched
 
 
 class Turn(Struct, frozen=True, gc=False):

@@ -60,9 +60,9 @@ async def train(
 ) -> dict[str, Any]:
     """Train as the run file says, by a stage of `STAGES`, and leave everything in `directory`. `metrics` gets every
     event before the listeners of `on_log` do. Returns the summary."""
-    work = STAGES[stage]
+    steps = run.training.steps
     return await run_stage(
-        work, run, directory, steps=run.training.steps, resume=resume, on_log=on_log, metrics=metrics
+        STAGES[stage], run, directory, steps=steps, work=stage, resume=resume, on_log=on_log, metrics=metrics
     )
 
 
@@ -346,7 +346,7 @@ async def _sample_hosts(fleet: Fleet, phases: PhaseChanges, log: EventSink) -> N
     """What changes whether the run trains or evaluates: phases of trajectories, the gateway, this machine."""
     stats, ticks = HostStats(), 0
     while True:
-        phases.sample(log)
+        phases.sample(log, fleet.router.pool_of)
         if ticks % _HOST_TICKS == 0:
             log.emit(stats.sample())
             if fleet.agents is not None:

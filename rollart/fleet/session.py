@@ -45,12 +45,13 @@ async def run_stage(
     directory: Path,
     *,
     steps: int,
+    work: str = "train",
     resume: bool = False,
     on_log: OnLog | None = None,
     metrics: Metrics | None = None,
 ) -> dict[str, Any]:
-    """Carry out `stage`, of `steps` training steps, and leave everything in `directory`. `metrics` gets every event
-    before the listeners of `on_log` do. Returns the summary."""
+    """Carry out `stage`, of `steps` training steps, and leave everything in `directory`; the log calls it `work`.
+    `metrics` gets every event before the listeners of `on_log` do. Returns the summary."""
     metrics = metrics or Metrics()
     gc_tuning.collect_rarely()
     if resume:
@@ -66,7 +67,7 @@ async def run_stage(
         with event_log(directory, on_log, metrics) as log:
             trained = [recovery.version]
             log.subscribe(lambda event: trained.append(event.version) if isinstance(event, StepDone) else None)
-            log.emit(_started(run, recovery, resume, steps))
+            log.emit(_started(run, recovery, resume=resume, steps=steps, work=work))
             try:
                 with terminable():
                     await stage(Session(run, directory, log, ledger, recovery))
@@ -80,7 +81,7 @@ async def run_stage(
     return summary.write(directory, metrics.snapshot())
 
 
-def _started(run: RunFile, recovery: Recovery, resume: bool, steps: int) -> RunStarted:
+def _started(run: RunFile, recovery: Recovery, *, resume: bool, steps: int, work: str) -> RunStarted:
     return RunStarted(
         name=run.name,
         preset=run.rollout.preset,
@@ -99,6 +100,7 @@ def _started(run: RunFile, recovery: Recovery, resume: bool, steps: int) -> RunS
         digest=provenance.digest(loading.dump(run)),
         commit=provenance.commit(),
         price=provenance.price(run),
+        work=work,
     )
 
 

@@ -8,7 +8,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from rollart.observe.snapshot import Snapshot, TaskSnapshot
+from rollart.observe.snapshot import Snapshot, TaskSnapshot, words_of
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _INK, _FAINT = "#222222", "#8a8a8a"
@@ -43,7 +43,7 @@ def _panel(axes: Any, title: str) -> None:
 
 
 def _success(axes: Any, shot: Snapshot, colours: dict[str, str]) -> None:
-    _panel(axes, "Success on held-out episodes")
+    _panel(axes, f"Success on {words_of(shot.work).episodes}")
     for task in shot.tasks:
         points = task.held_out
         if points:

@@ -20,7 +20,7 @@ from rollart.observe.draw import clock, span
 from rollart.observe.metric_table import METRICS
 from rollart.observe.metrics import Metrics
 from rollart.observe.screen import screen
-from rollart.observe.snapshot import Snapshot
+from rollart.observe.snapshot import Snapshot, words_of
 
 _FRAME_S = 0.25
 _IDLE_S = 1.0
@@ -124,9 +124,9 @@ class PlainView(View):
         super().on_event(event)
         match event:
             case ev.Evaluated():
-                self._say(
-                    f"version {event.version}: {event.task} {event.success:.3f} on {event.episodes} held-out episodes"
-                )
+                run = self.metrics.run
+                where = words_of(run.work if run is not None else "train").episodes
+                self._say(f"version {event.version}: {event.task} {event.success:.3f} on {event.episodes} {where}")
             case ev.ServiceStarted():
                 self._say(f"{event.role}: {event.name} is up after {span(event.seconds)}")
             case ev.Warned():

@@ -180,6 +180,8 @@ class Metrics:
 
     def _warmup_step(self, event: ev.WarmupStep) -> None:
         self.phase, self.warmup = "warming up", (event.step, event.steps, event.loss)
+        if self.run is not None and self.run.work in ("sft", "imitation"):  # all of its training is supervised
+            self.phase, self.version = "training", event.step
 
     def _group_started(self, event: ev.GroupStarted) -> None:
         self.phase = "training"
@@ -368,6 +370,7 @@ class Metrics:
             places=tuple(self._places.values()),
             swaps=self._swaps.snapshot(),
             emulated=tuple(run.emulated),
+            work=run.work,
             environments=self._environment_use.snapshot(),
             rewards=self._reward_use.snapshot(),
         )

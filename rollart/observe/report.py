@@ -37,6 +37,7 @@ from rollart.observe.snapshot import (
     SwapSummary,
     WorkerPlacement,
     failure_ratio,
+    words_of,
 )
 
 _STAGE_STYLES = dict(zip(STAGES, ("red", "blue", "bright_black", "cyan", "magenta", "yellow", "white"), strict=True))
@@ -45,11 +46,13 @@ _STAGE_STYLES = dict(zip(STAGES, ("red", "blue", "bright_black", "cyan", "magent
 def report(shot: Snapshot, width: int = 100) -> RenderableType:
     """The whole page, at most `width` columns."""
     parts: list[RenderableType] = [_head(shot)]
+    words = words_of(shot.work)
     if any(task.held_out for task in shot.tasks):
-        parts += [Text(), _title("Success on held-out episodes"), results(shot)]
+        rows = scores(shot) if shot.work == "sample" else results(shot)
+        parts += [Text(), _title(f"Success on {words.episodes}"), rows]
     if shot.history:
         parts += [Text(), _title("Learning curves"), *_curves(shot, width)]
-        parts += [Text(), _title("Machinery during RL"), *_machinery(shot, width)]
+        parts += [Text(), _title(f"Machinery during {words.training}"), *_machinery(shot, width)]
     if shot.swaps:
         parts += [Text(), _title("New weights, while generation went on"), swaps(shot.swaps)]
     if any(point.gaps for point in shot.history):
@@ -67,7 +70,8 @@ def report(shot: Snapshot, width: int = 100) -> RenderableType:
         parts += [Text(), _title("Environments"), environments(shot.environments)]
     if shot.rewards:
         parts += [Text(), _title("Rewards"), rewards(shot.rewards)]
-    parts += [Text(), _title("Dropped, never trained"), _drops(shot)]
+    if shot.work != "imitation":  # its episodes are played to the end, or reported as unplayed
+        parts += [Text(), _title("Failed" if shot.work == "sample" else "Dropped, never trained"), _drops(shot)]
     if shot.slowest:
         parts += [Text(), _title("Slowest trajectories"), trajectories(shot.slowest)]
     parts += [Text(f"! {message}", style="yellow") for message in shot.warnings]
@@ -80,8 +84,10 @@ def _title(text: str) -> Text:
 
 def _head(shot: Snapshot) -> Text:
     resumes = f", resumed {shot.resumes} times" if shot.resumes > 1 else ", resumed once" if shot.resumes else ""
-    about = f"{shot.preset}, alpha {shot.alpha}, seed {shot.seed}"
-    state = f"{shot.phase} at step {shot.step} of {shot.steps} after {clock(shot.t)}{resumes}"
+    about = f"{shot.preset}, alpha {shot.alpha}, " if shot.work == "train" else f"{shot.work}, "
+    about = f"{about}seed {shot.seed}"
+    at = f" at step {shot.step} of {shot.steps}" if shot.steps else ""
+    state = f"{shot.phase}{at} after {clock(shot.t)}{resumes}"
     return Text.assemble((shot.name, "bold"), f" ({about}): {state}", emulation(shot))
 
 
@@ -91,8 +97,11 @@ def emulation(shot: Snapshot) -> Text:
 
 
 def results(shot: Snapshot) -> Table:
-    """Before RL, after RL, per task, with the 95% interval of the latter. Tasks that are out stay in it, with why."""
-    rows = table("task", "before RL", "after RL", "95% interval", "failures", "episodes", "unplayed")
+    """Before and after training, per task, with the 95% interval of the latter. Tasks that are out stay in it, with
+    why. Imitation is not evaluated before it begins."""
+    training = words_of(shot.work).training
+    ends = ("first", "last") if shot.work == "imitation" else (f"before {training}", f"after {training}")
+    rows = table("task", *ends, "95% interval", "failures", "episodes", "unplayed")
     out = [f"task {task.name} is out of the mixture: {task.out}" for task in shot.tasks if task.out]
     rows.caption, rows.caption_justify = Text("\n".join(out), style="bold yellow") if out else None, "left"
     for index, task in enumerate(shot.tasks):

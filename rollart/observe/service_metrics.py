@@ -77,7 +77,7 @@ class RewardMetrics:
         reward.cold += event.cold
         reward.hedged += event.hedges
         reward.retried += max(0, event.tries - 1)
-        reward.failed += event.reason not in ("", ev.CANCELLED)
+        reward.failed += event.reason not in ("", ev.RewardCalled.CANCELLED)
         reward.billed_s += event.billed_s
 
     def snapshot(self) -> tuple[RewardSummary, ...]:

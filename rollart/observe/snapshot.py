@@ -79,7 +79,9 @@ class TaskSnapshot:
 
     @property
     def before(self) -> HeldOutPoint | None:
-        return next((point for point in self.held_out if point.final), self.held_out[0] if self.held_out else None)
+        """With the most episodes: the final one of RL has a counterpart at its start, that of imitation none."""
+        whole = (point for point in self.held_out[:-1] if point.final)
+        return next(whole, self.held_out[0] if self.held_out else None)
 
     @property
     def now(self) -> HeldOutPoint | None:
@@ -231,9 +233,32 @@ class Snapshot:
     environments: tuple[EnvironmentSummary, ...] = ()
     rewards: tuple[RewardSummary, ...] = ()
     swaps: tuple[SwapSummary, ...] = ()
+    work: str = "train"
 
     def task(self, name: str) -> TaskSnapshot:
         return next(task for task in self.tasks if task.name == name)
+
+
+@dataclass(frozen=True, slots=True)
+class RunWords:
+    """What the parts of a run are called: `training` is what comes between the first evaluation and the last."""
+
+    training: str
+    episodes: str = "held-out episodes"
+
+
+WORDS = {
+    "train": RunWords("RL"),
+    "sft": RunWords("SFT"),
+    "dpo": RunWords("DPO"),
+    "sample": RunWords("sampling", "sampled episodes"),
+    "imitation": RunWords("imitation", "evaluation episodes"),
+}
+
+
+def words_of(work: str) -> RunWords:
+    """Of an event log that a later rollart wrote too."""
+    return WORDS.get(work, RunWords(work))
 
 
 def failure_ratio(task: TaskSnapshot) -> float | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rollart.config import INVOKERS, RewardConfig, RewardsConfig, TaskConfig
 from rollart.core.errors import RewardFailed, ServiceError
-from rollart.core.events import CANCELLED, EventSink, RewardCalled
+from rollart.core.events import EventSink, RewardCalled
 from rollart.core.types import Episode, RewardResult
 from rollart.rewards.caller import CallUsage
 from rollart.rewards.pool import IDLE_S, RewardPool
@@ -104,7 +104,7 @@ class Rewards:
             reason = str(error)
             raise
         except asyncio.CancelledError:
-            reason = CANCELLED
+            reason = RewardCalled.CANCELLED
             raise
         finally:
             total.add(usage, clock() - began)

@@ -222,6 +222,7 @@ def _started(run: RobotRunFile, step: int, resumed: bool) -> RunStarted:
         resumed=resumed,
         wall=time.time(),
         model=run.policy.name,
+        work="imitation",
     )
 
 

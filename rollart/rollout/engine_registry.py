@@ -224,4 +224,6 @@ def _swapped(name: str, loaded: LoadResult, version: int, seconds: float) -> Eng
         transport=loaded.transport,
         recomputed=loaded.recomputed,
         recompute_s=loaded.recompute_s,
+        hops=loaded.hops,
+        relay=loaded.relay,
     )

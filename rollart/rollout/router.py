@@ -135,7 +135,13 @@ class Router:
         self._sessions: dict[str, _CachedAt] = {}
         self._prefixes: dict[str, _CachedAt] = {}  # of conversations that are prefilled on an engine of their own
         self._first_prompts: OrderedDict[int, _CachedAt] = OrderedDict()  # a plain dict is slow to lose its first key
+        self._in_flight: dict[str, EngineState] = {}  # by session; of several requests of one, the last
         self._attempts, self._keeps_kv = attempts, keeps_kv
+
+    def pool_of(self, session: str) -> str:
+        """The pool that answers a request of this conversation now; "" if none does."""
+        engine = self._in_flight.get(session)
+        return engine.pool.name if engine is not None else ""
 
     async def load(self, publication: Publication) -> None:
         """Bring every engine to a published version, each as soon as it can."""
@@ -159,6 +165,7 @@ class Router:
             engine, began = choice.engine, now()
             tokens, max_tokens = len(rest.tokens), rest.sampling.max_tokens  # the caller's list may grow
             prefill_until = self._reserve(choice, rest, began)
+            self._in_flight[request.session] = engine
             try:
                 completion = await self._attempt(choice, rest, answer)
             except EngineFailed as error:
@@ -176,6 +183,7 @@ class Router:
                 self._decode_lengths.record(request.task, request.turn, len(whole.tokens))
                 return self._routed(choice, whole)
             finally:
+                self._in_flight.pop(request.session, None)
                 engine.release(tokens, max_tokens)
 
     async def _attempt(self, choice: RoutingChoice, rest: GenerationRequest, answer: "Answer") -> Completion:

@@ -135,7 +135,7 @@ class Simulation:
             sink=sink,
             lockstep=Lockstep() if schedule.lockstep else None,
         )
-        self._phases = runner.phases
+        self._phases, self._router = runner.phases, router
         tasks = [
             RolloutTask(
                 name=task.name,
@@ -276,7 +276,7 @@ class Simulation:
 
     async def _emit_samples(self, sink: EventSink) -> None:
         sink.emit(self._scheduler.sample(self._environments.in_use, self._environments.capacity))
-        self._phases.sample(sink)
+        self._phases.sample(sink, self._router.pool_of)
         for name, engine in self._engines.items():
             sink.emit(EngineSample.of(name, await engine.status()))
 

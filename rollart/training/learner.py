@@ -260,6 +260,7 @@ class Learner:
             micro.proximal = current.detach()
             self._claim(micro)
             totals.add_first_pass(entropy, micro)
+        current.retain_grad()
         total = current.new_zeros(())
         for number in micro.algorithms():
             stale, factor = self._correct(micro, number)
@@ -274,6 +275,7 @@ class Learner:
             if balance > 0:
                 total = total + balance * micro.weight.sum() * load.balance
         total.backward()  # type: ignore[no-untyped-call]
+        totals.add_slopes(current.grad, micro)
         return total.item()
 
     def _policy_loss(
@@ -307,7 +309,7 @@ class Learner:
             loss = loss + config.kl * of(micro.anchor) * kl
         if config.entropy > 0:
             loss = loss - config.entropy * of(micro.weight) * of(entropy)
-        totals.add_pass(outcome.clipped, kl)
+        totals.add_pass(of(micro.cell), loss, outcome.clipped, kl)
         if outcome.margins is not None:
             totals.add_pairs(outcome.margins)
         return loss.sum()

@@ -50,6 +50,13 @@ class Cells:
         numbers = [self._numbers.setdefault(cell, len(self._numbers)) for cell in cells]
         return Column.ints(np.repeat(numbers, runs))
 
+    def by_task(self) -> dict[str, list[int]]:
+        """The numbers of the cells of each task."""
+        found: dict[str, list[int]] = {}
+        for cell, number in self._numbers.items():
+            found.setdefault(cell.task, []).append(number)
+        return found
+
     def rows(self, totals: "GapTotals") -> list["GapRow"]:
         """One per cell whose sums are finite."""
         rows = []

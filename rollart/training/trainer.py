@@ -100,7 +100,7 @@ class Trainer:
             seconds=time.perf_counter() - began,
             tokens=sum(len(sample.tokens) for group in batch.groups for sample in group.samples),
             values=totals.values() | _critic_values(assessed),
-            tasks={} if self._algorithms.of_pairs else task_metrics(batch, solved),
+            tasks={} if self._algorithms.of_pairs else task_metrics(batch, solved, totals.of_tasks(cells)),
             gaps=() if self._algorithms.of_pairs else gap_table(rows),
             warnings=(*self.guard.check(batch.step, rows), *self._skipped(totals)),
         )

@@ -14,6 +14,7 @@ import xxhash
 from torch import Tensor
 
 from rollart.core.errors import RollartError
+from rollart.core.types import Hop
 from rollart.weights.manifest import ITEM_BYTES, Manifest, ShardPiece
 from rollart.weights.store import Shard
 
@@ -29,10 +30,12 @@ class CorruptWeights(RollartError):
 
 
 class LoadedVersion:
-    """`checked` says for each shard whether its buckets were checked on arrival. `transport` is how they came."""
+    """`checked` says for each shard whether its buckets were checked on arrival. `transport` is how they came, `hops`
+    where from, and `relay` the URL at which this process serves those that it fetched."""
 
     def __init__(self, shards: Sequence[Shard], *, checked: Sequence[bool], patience: float) -> None:
-        self.shards, self.transport = shards, ""
+        self.shards, self.transport, self.relay = shards, "", ""
+        self.hops: tuple[Hop, ...] = ()
         self.version = shards[0].manifest.version
         self.tensors: dict[str, Tensor] = {}
         self._checked, self._patience = checked, patience

@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from rollart.core.errors import RollartError
-from rollart.core.types import Publication
+from rollart.core.types import Hop, Publication
 from rollart.weights.loaded_version import LoadedVersion
 from rollart.weights.replica import STREAMS, Replica
 from rollart.weights.server import LOOPBACK, WeightServer
@@ -46,7 +46,7 @@ class WeightReader:
             try:
                 download.wait()
                 held.all()
-                held.transport = download.transport
+                held.transport, held.hops, held.relay = download.transport, download.hops, download.relay
                 return held
             except MissingVersion as error:
                 held.release()
@@ -112,6 +112,19 @@ class _Download:
         """How it came; shards may differ."""
         used = {replica.transport for replica in self._replicas.values() if replica.began.is_set()}
         return ", ".join(sorted(used)) or SHARED_MEMORY
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        """Where the shards that this process fetched came from."""
+        whole: dict[str, Hop] = {}
+        for each in (hop for replica in self._replicas.values() if replica.began.is_set() for hop in replica.hops):
+            known = whole.get(each.source, Hop(each.source, 0, 0.0))
+            whole[each.source] = Hop(each.source, known.bytes + each.bytes, max(known.seconds, each.seconds))
+        return tuple(whole.values())
+
+    @property
+    def relay(self) -> str:
+        return next((replica.relay for replica in self._replicas.values() if replica.began.is_set()), "")
 
     def failure(self) -> RollartError | None:
         """Why a shard that this process was fetching failed."""

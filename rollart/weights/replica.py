@@ -14,7 +14,7 @@ import msgspec
 import xxhash
 
 from rollart.core.errors import RollartError
-from rollart.core.types import Publication
+from rollart.core.types import Hop, Publication
 from rollart.weights.delta_wire import base_of
 from rollart.weights.loaded_version import CorruptWeights
 from rollart.weights.manifest import Manifest
@@ -43,7 +43,7 @@ class Replica:
         patience: float = 60.0,
     ) -> None:
         self._store, self._publication, self._shard = store, publication, shard
-        self._relay, self._streams, self._patience = relay, streams, patience
+        self.relay, self._streams, self._patience = relay, streams, patience
         self._member = uuid.uuid4().hex
         self._origin = next((url for url in publication.sources[shard] if url.startswith("http://")), "")
         if not self._origin:
@@ -58,6 +58,7 @@ class Replica:
         self._finished = 0
         self._failure: Exception | None = None
         self._receiver: FallbackReceiver | None = None
+        self.hops: tuple[Hop, ...] = ()  # known when it is over
         self.began = threading.Event()  # writing: its buckets are checked on arrival
         self.over = threading.Event()  # successfully or not
 
@@ -69,7 +70,7 @@ class Replica:
     def run(self) -> None:
         """Blocks until the shard is complete. Raises RollartError: BeingWritten if another process is fetching it."""
         try:
-            query = f"manifest?member={self._member}&relay={quote(self._relay)}"
+            query = f"manifest?member={self._member}&relay={quote(self.relay)}"
             joined = msgspec.json.decode(self._control.ask(self._origin, f"{self._path}/{query}"), type=JoinReply)
             with self._store.create(joined.manifest) as writer:
                 self.began.set()
@@ -102,6 +103,7 @@ class Replica:
                 raise self._failure
             receiver.finish()
         finally:
+            self.hops = tuple(Hop(source, *received) for source, received in receiver.received.items())
             receiver.close()
 
     def _follow(self, manifest: Manifest) -> None:

@@ -2,9 +2,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from dashboard_runs import imitation_log, sampling_log
 from rich.console import Console, RenderableType
 from sample_run import sample_run
 
+from rollart.core import events as ev
 from rollart.core.events import Quarantined, Released, RunStarted
 from rollart.core.types import LogprobGap
 from rollart.observe import curves
@@ -115,3 +117,20 @@ def test_a_task_that_is_out_at_the_end_stays_in_the_table_and_in_the_summary_wit
 def test_a_task_that_was_never_evaluated_stays_in_the_table() -> None:
     started = RunStarted(name="r", preset="rollart", alpha=1, seed=0, steps=1, tasks=["never"])
     assert "never" in text(results(measure([started])))
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        (imitation_log(), ("imitation, seed 0", "first", "last")),
+        (sampling_log(), ("sample, seed 0", "pass@4", "Failed")),
+    ],
+)
+def test_a_run_without_rl_is_not_described_in_its_words(log: list[ev.AnyEvent], said: tuple[str, ...]) -> None:
+    page = text(report(measure(log)))
+    for words in said:
+        assert words in page
+    for words in ("RL", "held-out", "alpha", "never trained"):
+        assert words not in page
+    for score in (event for event in log if isinstance(event, ev.Evaluated)):
+        assert f"{score.success:.3f}" in page

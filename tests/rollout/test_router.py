@@ -1,5 +1,6 @@
 import asyncio
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,9 +8,10 @@ from world import Recorder
 
 from benchmarks.modelled import ModelledEngine
 from rollart.core.errors import EngineFailed, EngineLost
-from rollart.core.events import Warned
+from rollart.core.events import PhasesChanged, Warned
 from rollart.core.types import Completion, EngineStatus, GenerationRequest, LoadResult, Publication, Sampling
 from rollart.rollout.engine_registry import EngineRegistry
+from rollart.rollout.phases import PhaseChanges
 from rollart.rollout.router import Routed, Router
 from rollart.simulator.clock import run
 
@@ -49,6 +51,23 @@ def test_new_conversations_spread_over_the_engines() -> None:
         return {answer.engine for answer in answers}
 
     assert run(main()) == {"x", "y"}
+
+
+def test_phases_have_the_pool_that_answers() -> None:
+    async def main() -> None:
+        router, sink, phases = make_router(x=engine()), Recorder(), PhaseChanges()
+        for id, phase in (("a", "generating"), ("b", "generating"), ("c", "stepping")):
+            phases.enter(SimpleNamespace(id=id, phase=""), phase, phase)
+        answer = asyncio.create_task(router.generate(request("b")))
+        await asyncio.sleep(0)
+        phases.sample(sink, router.pool_of)
+        (sample,) = sink.of(PhasesChanged)
+        assert sample.phases == {"generating": ["a", "b"], "stepping": ["c"]}
+        assert sample.pools == {"engine": [1]}
+        await answer
+        assert router.pool_of("b") == ""
+
+    run(main())
 
 
 def test_a_failed_request_is_retried_and_finally_reported() -> None:

@@ -28,6 +28,46 @@ def finished_run(folder: Path, seed: int = 0, steps: int = 12) -> Path:
     return folder
 
 
+def imitation_log() -> list[ev.AnyEvent]:
+    """As a robot policy leaves it: supervised steps and evaluations, nothing of RL."""
+    task, steps = "reach-v3", 200
+    started = ev.RunStarted(name="reach", preset="imitation", alpha=0, seed=0, steps=steps, tasks=[task])
+    started.work, started.model = "imitation", "meanflow"
+    log: list[ev.AnyEvent] = [started]
+    for step in range(0, steps + 1, 10):
+        log.append(ev.WarmupStep(t=step / 10, step=step, steps=steps, loss=2.0 / (1 + step)))
+        if step in (100, 200):
+            score = ev.Evaluated(t=step / 10, version=step, task=task, episodes=50, success=0.0, reward=0.0, failed=0)
+            score.success = score.reward = {100: 0.4, 200: 0.9}[step]
+            score.final = step == steps
+            log.append(score)
+    return [*log, ev.RunEnded(t=21.0, version=steps, reason="finished")]
+
+
+def sampling_log() -> list[ev.AnyEvent]:
+    """As `rollart sample` leaves it: four attempts at each of three episodes."""
+    started = ev.RunStarted(name="samples", preset="rollart", alpha=1, seed=0, steps=0, tasks=["sums"], work="sample")
+    log: list[ev.AnyEvent] = [started]
+    for number in range(12):
+        id, group = f"sample-sums-{number // 4}.{number % 4}", f"sample-sums-{number // 4}"
+        log.append(ev.TrajectoryStarted(t=number, trajectory=id, task="sums", group=group, version=0))
+        ended = ev.TrajectoryEnded(
+            t=number + 0.5,
+            trajectory=id,
+            task="sums",
+            group=group,
+            outcome=Outcome.FINISHED,
+            turns=1,
+            tokens=9,
+            seconds=0.5,
+        )
+        ended.reward, ended.success = float(number % 2), bool(number % 2)
+        log.append(ended)
+    score = ev.Evaluated(t=13, version=0, task="sums", episodes=12, success=0.5, reward=0.5, failed=0, final=True)
+    score.samples, score.passed = 4, 1.0
+    return [*log, score, ev.RunEnded(t=13, version=0, reason="finished")]
+
+
 def hostile_run(folder: Path) -> Path:
     """A run whose names, warnings and messages attack whoever shows them. One message is a line of 10 MB."""
     folder.mkdir(parents=True)

@@ -194,7 +194,7 @@ class SampleRun:
                 seconds=seconds,
                 tokens=900,
                 values={"loss": 1 / (step + 1), "entropy": 0.7},
-                tasks={},
+                tasks={task: {"entropy": 0.5 + 0.1 * number} for number, task in enumerate(self.tasks)},
                 gaps=tuple(
                     LogprobGap(task, age, 100 + 100 * step, 0.01 * age, 0.1) for task in self.tasks for age in (0, 1)
                 ),

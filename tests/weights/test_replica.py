@@ -69,9 +69,11 @@ def test_a_host_without_the_version_fetches_it_and_others_on_it_find_it_there(tm
     ):
         held = first.fetch(publication)
         assert held.transport == "http" and same(held.tensors, values)
+        assert [(hop.source, hop.bytes) for hop in held.hops] == [(origin.server.url, held.bytes)]
         assert origin.server.served == held.bytes
         beside = second.fetch(publication)
         assert beside.transport == "shared memory" and same(beside.tensors, values)
+        assert beside.hops == () and beside.relay == ""
         assert origin.server.served == held.bytes
         held.release()
         beside.release()
@@ -164,6 +166,8 @@ def test_the_publisher_is_asked_a_few_times_however_many_hosts_there_are(tmp_pat
     assert origin.server.served == FAN_OUT * held[0].bytes
     given = [server.served // held[0].bytes for host in hosts for server in host._servers.values()]
     assert max(given) <= FAN_OUT and sum(given) == len(hosts) - FAN_OUT
+    sources = [one.hops[0].source for one in held]  # each host has all of it from one place, which is in its report
+    assert sources == [origin.server.url] * FAN_OUT + [held[above].relay for above in (0, 0, 1, 1, 2)]
     for one in held:
         one.release()
     for host in hosts:

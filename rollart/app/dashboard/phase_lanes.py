@@ -60,6 +60,11 @@ class PhaseLanes(LogView):
         for phase, ids in event.phases.items():
             for id in ids:
                 self._move(id, PHASES.index(phase), event.t)
+        generating = event.phases.get("generating", [])
+        for pool, places in event.pools.items():
+            number = self.pools.number(pool)
+            for place in places:
+                self._answer(generating[place], number)
 
     def _taken(self, event: ev.BatchTaken) -> None:
         self._steps[event.step] = event.ids
@@ -96,6 +101,13 @@ class PhaseLanes(LogView):
         if live is not None and live.phase != phase:
             del self._live[id]
             live.phase, live.since = phase, t
+            self._put(live)
+
+    def _answer(self, id: str, pool: int) -> None:
+        live = self._live.get(id)
+        if live is not None and live.pool != pool:
+            del self._live[id]
+            live.pool = pool
             self._put(live)
 
     def _turn(self, event: ev.TurnDone) -> None:

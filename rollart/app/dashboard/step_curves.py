@@ -58,6 +58,7 @@ class StepCurves(LogView):
                 ev.GroupDropped: self._group_dropped,
                 ev.BatchTaken: self._batch_taken,
                 ev.StepDone: self._step,
+                ev.WarmupStep: self._supervised,
                 ev.RunStarted: lambda event: self._take_back(event.version),
                 ev.RolledBack: lambda event: self._take_back(event.version),
             }
@@ -65,7 +66,11 @@ class StepCurves(LogView):
         self._tasks: defaultdict[str, _Task] = defaultdict(_Task)
         self.wasted: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])  # trajectories and tokens by cause
         self.trained: list[dict[str, Any]] = []
+        self.losses: dict[int, float] = {}  # of supervised steps
         self._tokens: dict[str, int] = {}  # of the trainable trajectories of groups that wait to be trained
+
+    def _supervised(self, event: ev.WarmupStep) -> None:
+        self.losses[event.step] = event.loss
 
     def _group_ready(self, event: ev.GroupReady) -> None:
         if event.spread is not None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rollart.config import EngineConfig
 from rollart.core.errors import EngineFailed, RollartError
-from rollart.core.types import Completion, EngineStatus, GenerationRequest, LoadResult, Publication, TokenPart
+from rollart.core.types import Completion, EngineStatus, GenerationRequest, Hop, LoadResult, Publication, TokenPart
 from rollart.engines.client import StreamRequest
 from rollart.engines.torch.kv_cache import FetchedKV
 from rollart.engines.torch.kv_transfer import KVFetcher, KVRequest, KVServer
@@ -51,6 +51,12 @@ class LoadedWeights(Protocol):
 
     @property
     def transport(self) -> str: ...
+
+    @property
+    def hops(self) -> tuple[Hop, ...]: ...
+
+    @property
+    def relay(self) -> str: ...
 
     def release(self) -> None: ...
 
@@ -206,7 +212,14 @@ class TorchEngine:
                 before, self._held = self._held, held
             if before is not None:
                 before.release()
-            return replace(swapped, transfer_s=seconds, bytes=held.bytes, transport=held.transport)
+            return replace(
+                swapped,
+                transfer_s=seconds,
+                bytes=held.bytes,
+                transport=held.transport,
+                hops=held.hops,
+                relay=held.relay,
+            )
 
     def _fetch(self, store: WeightSource, publication: Publication) -> tuple[LoadedWeights, Weights]:
         held = store.fetch(publication)

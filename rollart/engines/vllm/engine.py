@@ -206,7 +206,9 @@ class VllmEngine:
                 exposed_s = await self._swap(version)
             finally:
                 held.release()
-            return LoadResult(version, transfer_s, exposed_s, held.bytes, held.transport)
+            return LoadResult(
+                version, transfer_s, exposed_s, held.bytes, held.transport, hops=held.hops, relay=held.relay
+            )
 
     async def _prepare(self, version: int, where: tensor_map.TensorMap) -> None:
         try:

@@ -6,6 +6,8 @@ URL names, and are checked on arrival against those checksums. The phases are th
 constructor), start, update, finish.
 """
 
+import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
@@ -20,6 +22,25 @@ T = TypeVar("T")
 
 class TransferFailed(RollartError):
     """A bucket did not come; it may be retried, with this source or another."""
+
+
+class Received:
+    """By source, the bytes that came and the seconds from the start until the last of them. Threads share it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.restart()
+
+    def restart(self) -> None:
+        self._began, self._sources = time.monotonic(), dict[str, tuple[int, float]]()
+
+    def add(self, source: str, size: int) -> None:
+        with self._lock:
+            self._sources[source] = self._sources.get(source, (0, 0.0))[0] + size, time.monotonic() - self._began
+
+    def items(self) -> list[tuple[str, tuple[int, float]]]:
+        with self._lock:
+            return list(self._sources.items())
 
 
 class Sender(Protocol):

@@ -22,7 +22,7 @@ from rollart.weights.delta import WrongDelta, decode
 from rollart.weights.delta_wire import DELTA, ENCODING, delta_request, speeds
 from rollart.weights.manifest import Manifest
 from rollart.weights.store import Shard
-from rollart.weights.transports import TransferFailed
+from rollart.weights.transports import Received, TransferFailed
 
 STRIKES = 2
 ATTEMPTS = 8
@@ -103,11 +103,13 @@ class HttpReceiver:
         self._taken: list[tuple[str, http.client.HTTPConnection]] = []
         self._path = ""
         self._manifest: Manifest
+        self.received = Received()
 
     def start(self, manifest: Manifest, data: memoryview) -> None:
         self._manifest = manifest
         self._path = path_of(manifest.version, manifest.id, manifest.shard)
         self._senders.clear()
+        self.received.restart()
 
     def update(self, bucket: int, into: memoryview) -> int:
         for blamed in self._senders.pop(bucket, ()):  # requested again: what it sent was wrong
@@ -126,6 +128,7 @@ class HttpReceiver:
                 reason = f"{source}: {str(error) or type(error).__name__}"
                 got = 0
             if got:
+                self.received.add(source, got)
                 senders.add(source)
                 have += got
             if have < len(into):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from rollart.weights.manifest import Manifest
 from rollart.weights.transports import Receiver, Sender, TransferFailed, receiver
+from rollart.weights.transports.http import HttpReceiver
 
 STRIKES = 2
 
@@ -51,10 +52,12 @@ class SenderGroup:
 class FallbackReceiver:
     """The first of `offers` that works here, with `plain` to fall back to. `transport` names what is in use."""
 
-    def __init__(self, offers: Sequence[str], plain: Receiver, deadline: float) -> None:
+    def __init__(self, offers: Sequence[str], plain: HttpReceiver, deadline: float) -> None:
         self.transport = "http"
         self._offers, self._plain, self._deadline = offers, plain, deadline
+        self.received = plain.received
         self._fast: Receiver | None = None
+        self._fast_url = ""
         self._asked: set[int] = set()
         self._strikes = 0
 
@@ -64,7 +67,7 @@ class FallbackReceiver:
             try:
                 self._fast = receiver(url, self._deadline)
                 self._fast.start(manifest, data)
-                self.transport = url.partition(":")[0]
+                self.transport, self._fast_url = url.partition(":")[0], url
                 return
             except TransferFailed as error:
                 self._give_up(error)
@@ -75,7 +78,9 @@ class FallbackReceiver:
         self._asked.add(bucket)
         if fast is not None:
             try:
-                return fast.update(bucket, into)
+                checksum = fast.update(bucket, into)
+                self.received.add(self._fast_url, len(into))
+                return checksum
             except TransferFailed as error:
                 self._strikes += 1
                 if self._strikes == STRIKES:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 from chromium import chromium
-from dashboard_runs import HOSTILE, KEY, finished_run, hostile_run, served
+from dashboard_runs import HOSTILE, KEY, finished_run, hostile_run, imitation_log, served
 from sample_run import sample_run, write_log
 
 from rollart.core import events as ev
+from rollart.core.types import Hop
 
 pytestmark = pytest.mark.slow
 WAIT_MS = 30_000
@@ -135,12 +136,54 @@ def test_a_square_of_the_now_view_opens_its_trajectory(page: Any, root: Path) ->
     ids = [f"a-{n:06d}.0" for n in range(400)]
     starts = [ev.TrajectoryStarted(t=1, trajectory=id, task="a", group=id[:-2], version=0) for id in ids]
     (root / "now-1").mkdir()
-    write_log(root / "now-1" / "events", [started, *starts, ev.PhasesChanged(t=2, phases={"generating": ids[:100]})])
+    pools = {"fast": list(range(60)), "slow": list(range(60, 100))}
+    moved = ev.PhasesChanged(t=2, phases={"generating": ids[:100]}, pools=pools)
+    write_log(root / "now-1" / "events", [started, *starts, moved])
     page.evaluate("location.hash = '#/now/now-1'")
     page.wait_for_selector("canvas[aria-label^='400 trajectories: 300 waiting, 0 resetting, 100 generating']")
-    page.locator("canvas").click(position={"x": 104, "y": 40})
+    page.wait_for_selector("canvas[aria-label$='lanes: a on not routed, a on fast, a on slow']")
+    page.get_by_role("button", name="pools", exact=True).click()
+    page.wait_for_selector("canvas[aria-label$='lanes: not routed, fast, slow']")
+    page.locator("canvas").focus()
+    page.keyboard.press("ArrowRight")
+    page.get_by_text(re.compile(r"^a-\d+\.0 · a · waiting")).wait_for()
+    page.locator("canvas").press("Enter")
     page.wait_for_url("**open=a-**")
     page.get_by_role("heading", name="Conversation").wait_for()
+
+
+def test_relays_are_in_the_tree_of_the_weights(page: Any, root: Path) -> None:
+    started = ev.RunStarted(name="tree", preset="rollart", alpha=1, seed=0, steps=9, tasks=["a"])
+    near = ev.EngineSwapped(t=3, engine="near", version=1, seconds=1, hops=(Hop("http://trainer", 9000, 0.5),))
+    near.relay = "http://near"
+    far = ev.EngineSwapped(t=4, engine="far", version=1, seconds=2, hops=(Hop("http://near", 9000, 0.25),))
+    (root / "tree-1").mkdir()
+    write_log(root / "tree-1" / "events", [started, ev.Published(t=2, version=1, seconds=0.5, bytes=9000), near, far])
+    page.evaluate("location.hash = '#/hardware/tree-1'")
+    page.get_by_text("2 engines swapped to it, 1 by way of a relay").wait_for()
+    page.get_by_text("9 kB in 500 ms, then relays it").wait_for()
+    page.locator(".branch .branch .node", has_text="far").hover()
+    page.get_by_text("9 kB from near (http://near), all there after 250 ms").wait_for()
+
+
+def test_metrics_are_filtered_and_those_of_tasks_drawn(page: Any) -> None:
+    page.evaluate("location.hash = '#/freshness/sample-1'")
+    page.get_by_role("heading", name="Loss", exact=True).wait_for()
+    page.get_by_label("Metrics that contain").fill("entropy")
+    page.get_by_role("heading", name="Loss", exact=True).wait_for(state="hidden")
+    page.get_by_role("heading", name="Entropy").wait_for()
+    page.get_by_role("button", name="Log scale").click()
+    page.get_by_role("img", name=re.compile(r"^entropy: batch 0\.7 at 12, \w+ 0\.5 at 12")).wait_for()
+
+
+def test_a_robot_policy_is_shown_without_the_words_of_rl(page: Any, root: Path) -> None:
+    (root / "reach-1").mkdir()
+    write_log(root / "reach-1" / "events", imitation_log())
+    page.evaluate("location.hash = '#/overview/reach-1'")
+    page.get_by_role("heading", name="First and last evaluation").wait_for()
+    page.get_by_role("heading", name="Supervised loss").wait_for()
+    page.get_by_text("40.0% ± 13.1").wait_for()
+    assert page.get_by_role("heading", name="Training reward").count() == 0
 
 
 def test_hostile_text_stays_text(page: Any) -> None:

@@ -4,16 +4,18 @@ import json
 import sqlite3
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from dashboard_runs import finished_run, hostile_run
+from dashboard_runs import finished_run, hostile_run, imitation_log
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_run import sample_run, write_log
 
 from rollart.app.dashboard import reader
+from rollart.app.dashboard.feed import Machines
 from rollart.app.dashboard.pace import pace
 from rollart.app.dashboard.phase_lanes import PHASES, PhaseLanes
 from rollart.app.dashboard.run_index import RunIndex
@@ -24,7 +26,7 @@ from rollart.app.dashboard.turn_table import TurnTable
 from rollart.app.dashboard.views import PUSHED, VIEWS, PushedView
 from rollart.core import events as ev
 from rollart.core.errors import RollartError
-from rollart.core.types import Outcome
+from rollart.core.types import Hop, Outcome
 from rollart.observe.metrics import measure
 
 LOG = sample_run(steps=12)
@@ -235,3 +237,61 @@ def test_the_parts_that_are_pushed_add_up_to_the_view(tmp_path: Path, view: str)
     assert seen == whole
     pushed.changes()  # no trajectory moved: this is what differs from the last time
     assert pushed.changes() == b"{}"
+
+
+def swapped(engine: str, t: float, *sources: tuple[str, int], version: int = 3, relay: str = "") -> ev.EngineSwapped:
+    hops = tuple(Hop(source, size, 0.5) for source, size in sources)
+    return ev.EngineSwapped(t=t, engine=engine, version=version, seconds=1.0, hops=hops, relay=relay)
+
+
+def test_a_version_spreads_as_a_tree_of_relays() -> None:
+    machines = Machines()
+    log = [
+        ev.Published(t=10.0, version=3, seconds=0.5, bytes=100),
+        swapped("a", 11.0, ("http://trainer", 100), relay="http://a"),
+        swapped("b", 12.0, ("http://trainer", 20), ("http://a", 80), relay="http://b"),
+        swapped("beside-b", 12.5),
+        swapped("c", 13.0, ("http://b", 100), relay="http://c"),
+        swapped("local", 10.5),
+        swapped("late", 9.0, version=2),
+        ev.Published(t=14.0, version=4, seconds=0.5),
+    ]
+    for event in log:
+        machines.fold(event)
+    found = machines.fan_out({"b": "node-b", "beside-b": "node-b", "a": "node-a", "c": "node-c"})
+
+    def shape(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        return {row["engine"]: shape(row["below"]) for row in rows}
+
+    assert found["published"]["version"] == 3  # no engine has version 4 yet
+    assert shape(found["engines"]) == {"a": {"b": {"beside-b": {}, "c": {}}}, "local": {}}
+    assert found["engines"][0]["after_s"] == 1.0
+    assert [hop["engine"] for hop in found["engines"][0]["below"][0]["hops"]] == ["", "a"]
+
+
+def test_relays_that_name_each_other_are_no_endless_tree() -> None:
+    machines = Machines()
+    machines.fold(ev.Published(t=1.0, version=3, seconds=0.5))
+    machines.fold(swapped("a", 2.0, ("http://b", 1), relay="http://a"))
+    machines.fold(swapped("b", 2.0, ("http://a", 1), relay="http://b"))
+    (root,) = machines.fan_out({})["engines"]
+    assert len(root["below"]) == 1
+
+
+def test_a_trajectory_that_generates_is_in_the_lane_of_its_pool() -> None:
+    lanes = PhaseLanes()
+    for id in ("a", "b"):
+        lanes.fold(ev.TrajectoryStarted(t=0.0, trajectory=id, task="t", group="g", version=0))
+    lanes.fold(ev.PhasesChanged(t=1.0, phases={"stepping": ["a"]}))
+    lanes.fold(ev.PhasesChanged(t=2.0, phases={"generating": ["a", "b"]}, pools={"fast": [1]}))
+    seen = lanes.since(0)
+    assert seen["pools"] == ["fast"]
+    assert {row[0]: row[3] for row in seen["rows"]} == {"a": -1, "b": 0}
+
+
+def test_imitation_has_its_loss_and_its_step_in_the_overview(tmp_path: Path) -> None:
+    write_log(tmp_path / "events", imitation_log())
+    view = VIEWS["overview"](read(tmp_path), {})
+    assert (view["step"], view["steps"], view["phase"]) == (200, 200, "finished")
+    assert view["losses"][0] == (0, 2.0)
+    assert view["about"]["work"] == "imitation"

@@ -15,10 +15,26 @@ export function niceTicks(low, high, wanted = 5) {
   return ticks;
 }
 
+// Powers of ten, and between them 2 and 5 where there is room.
+export function logTicks(low, high) {
+  const [from, to] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))], parts = to - from > 3 ? [1] : [1, 2, 5];
+  const ticks = [];
+  for (let power = from; power <= to; power++) for (const part of parts) { const value = part * 10 ** power; if (value >= low * 0.999 && value <= high * 1.001) ticks.push(value); }
+  return ticks;
+}
+
+// The moving average with weight `factor` on the past, without the pull of its first value.
+export function smoothed(points, factor) {
+  let sum = 0, weight = 0;
+  return points.filter(([, y]) => finite(y)).map(([x, y]) => { sum = sum * factor + y * (1 - factor); weight = weight * factor + 1 - factor; return [x, sum / weight]; });
+}
+
+const others = new Map(); // charts on the page by what their x axis is: a pointer over one is a line in all
+
 const finite = (value) => typeof value === "number" && Number.isFinite(value);
 
 // options: {height, label, x, format, xFormat, low, high, legend}
-// set({series: [{name, colour, points: [[x, y, low?, high?]], dots, dash, width}], refs: [{y, text}]})
+// set({series: [{name, colour, points: [[x, y, low?, high?]], dots, dash, width}], refs: [{y, text}], smooth, log})
 export function lineChart(options = {}) {
   const height = options.height || 190;
   const format = options.format || trim, xFormat = options.xFormat || trim;
@@ -29,20 +45,22 @@ export function lineChart(options = {}) {
   const off = new Set();
   let data = { series: [], refs: [] }, scale = null, at = null;
 
-  const shown = () => data.series.filter((series) => !off.has(series.name) && series.points.length);
+  const usable = (y) => finite(y) && (!data.log || y > 0);
+  const shown = () => data.series.filter((series) => !off.has(series.name) && series.points.some(([, y]) => usable(y)));
 
   function extent() {
     const xs = [], ys = (data.refs || []).map((ref) => ref.y);
     for (const series of shown()) for (const [x, y, low, high] of series.points) {
-      if (!finite(y)) continue;
+      if (!usable(y)) continue;
       xs.push(x); ys.push(y);
-      if (finite(low)) ys.push(low, high);
+      if (usable(low)) ys.push(low, high);
     }
     if (!xs.length) return null;
     let [a, b] = [Math.min(...xs), Math.max(...xs)], [c, d] = [Math.min(...ys), Math.max(...ys)];
     if (options.low !== undefined) c = Math.min(options.low, c);
     if (options.high !== undefined) d = Math.max(options.high, d);
     if (a === b) { a -= 0.5; b += 0.5; }
+    if (data.log) return [a, b, Math.min(...ys.filter(usable)) / 1.1, d * 1.1];
     if (c === 0 && d === 0) d = 1;
     if (c === d) { c -= Math.abs(c) * 0.1; d += Math.abs(d) * 0.1; }
     const pad = (d - c) * 0.06, bottom = options.low === c ? c : c - pad;
@@ -59,36 +77,42 @@ export function lineChart(options = {}) {
     if (!range) { drawing.append(svg("text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, options.empty || "no points yet")); return; }
     const [a, b, c, d] = range;
     const px = (x) => LEFT + (x - a) / (b - a) * (width - LEFT - RIGHT);
-    const py = (y) => height - BOTTOM - (y - c) / (d - c) * (height - TOP - BOTTOM);
+    const up = data.log ? (y) => Math.log(y / c) / Math.log(d / c) : (y) => (y - c) / (d - c);
+    const py = (y) => height - BOTTOM - up(y) * (height - TOP - BOTTOM);
     scale = { px, py, a, b, width };
-    for (const tick of niceTicks(c, d, Math.max(2, height / 48))) {
+    for (const tick of data.log ? logTicks(c, d) : niceTicks(c, d, Math.max(2, height / 48))) {
       drawing.append(svg("line", { class: "gridline", x1: LEFT, x2: width - RIGHT, y1: py(tick), y2: py(tick) }));
       drawing.append(svg("text", { x: LEFT - 6, y: py(tick) + 4, "text-anchor": "end" }, format(tick)));
     }
     const whole = options.integers !== false && options.xFormat === undefined;
     for (const tick of niceTicks(a, b, Math.max(3, width / 90))) {
       if (whole && !Number.isInteger(tick)) continue;
-      drawing.append(svg("text", { x: px(tick), y: height - 9, "text-anchor": "middle" }, xFormat(tick)));
+      const edge = options.x && px(tick) < LEFT + 12; // beside the name of the axis
+      drawing.append(svg("text", { x: edge ? px(tick) - 2 : px(tick), y: height - 9, "text-anchor": edge ? "start" : "middle" }, xFormat(tick)));
     }
     drawing.append(svg("line", { class: "axis", x1: LEFT, x2: width - RIGHT, y1: height - BOTTOM, y2: height - BOTTOM }));
     if (options.x) drawing.append(svg("text", { x: LEFT - 6, y: height - 9, "text-anchor": "end" }, options.x));
-    for (const ref of data.refs || []) {
+    for (const ref of (data.refs || []).filter((each) => usable(each.y))) {
       drawing.append(svg("line", { class: "ref", x1: LEFT, x2: width - RIGHT, y1: py(ref.y), y2: py(ref.y) }));
       drawing.append(svg("text", { x: LEFT + 4, y: py(ref.y) - 4 }, ref.text));
     }
-    for (const series of shown()) drawSeries(series, px, py);
+    for (const series of shown()) {
+      if (!data.smooth) { drawSeries(series, px, py); continue; }
+      drawSeries({ ...series, faint: true }, px, py);
+      drawSeries({ ...series, points: smoothed(series.points, data.smooth) }, px, py);
+    }
     if (at !== null) cross(at);
   }
 
   function drawSeries(series, px, py) {
-    const points = series.points.filter(([, y]) => finite(y));
+    const points = series.points.filter(([, y]) => usable(y));
     const path = (list) => list.map(([x, y], i) => `${i ? "L" : "M"}${px(x).toFixed(1)} ${py(y).toFixed(1)}`).join("");
-    const banded = points.filter(([, , low]) => finite(low));
+    const banded = points.filter(([, , low]) => usable(low));
     if (banded.length > 1) {
       const back = banded.map(([x, , low]) => [x, low]).reverse();
       drawing.append(svg("path", { class: "band", d: `${path(banded.map(([x, , , high]) => [x, high]))}L${path(back).slice(1)}Z`, style: { fill: series.colour } }));
     }
-    if (points.length > 1 && !series.noLine) drawing.append(svg("path", { class: "line", d: path(points), style: { stroke: series.colour, strokeDasharray: series.dash === true ? "5 4" : series.dash || "", strokeWidth: series.width || "" } }));
+    if (points.length > 1 && !series.noLine) drawing.append(svg("path", { class: "line", d: path(points), style: { stroke: series.colour, strokeDasharray: series.dash === true ? "5 4" : series.dash || "", strokeWidth: series.width || "", opacity: series.faint ? 0.25 : "" } }));
     if (series.dots || points.length === 1) for (const [x, y, low, high] of points) {
       if (finite(low)) drawing.append(svg("line", { x1: px(x), x2: px(x), y1: py(low), y2: py(high), style: { stroke: series.colour } }));
       drawing.append(svg("circle", { cx: px(x), cy: py(y), r: 3, style: { fill: series.colour } }));
@@ -100,15 +124,20 @@ export function lineChart(options = {}) {
     return `${options.label || "chart"}: ${parts.filter(Boolean).join(", ") || "no points yet"}`;
   }
 
-  function cross(x) {
+  function mark(x) {
     drawing.querySelectorAll(".cross").forEach((old) => old.remove());
+    if (scale && x !== null && x >= scale.a && x <= scale.b) drawing.append(svg("line", { class: "cross", x1: scale.px(x), x2: scale.px(x), y1: TOP, y2: height - BOTTOM }));
+  }
+  function markOthers(x) { for (const each of others.get(options.x) || []) if (each.node !== node) each.node.isConnected ? each.mark(x) : others.get(options.x).delete(each); }
+
+  function cross(x) {
     if (!scale) return;
     const near = (series) => series.points.filter(([, y]) => finite(y)).reduce((best, point) => (!best || Math.abs(point[0] - x) < Math.abs(best[0] - x) ? point : best), null);
     const found = shown().map((series) => [series, near(series)]).filter(([, point]) => point);
     if (!found.length) return;
     const anchor = found.map(([, point]) => point[0]).reduce((best, each) => (Math.abs(each - x) < Math.abs(best - x) ? each : best));
     at = anchor;
-    drawing.append(svg("line", { class: "cross", x1: scale.px(anchor), x2: scale.px(anchor), y1: TOP, y2: height - BOTTOM }));
+    mark(anchor); markOthers(anchor);
     const lines = found.filter(([, point]) => point[0] === anchor).slice(0, 12).map(([series, [, y, low, high]]) => el("div", {}, swatch(series.colour), series.name, el("b", {}, format(y) + (finite(low) ? ` (${format(low)} – ${format(high)})` : ""))));
     hover.replaceChildren(el("div", { class: "note" }, `${options.x || "x"} ${xFormat(anchor)}`), ...lines);
     hover.hidden = false;
@@ -117,7 +146,7 @@ export function lineChart(options = {}) {
     hover.style.top = "6px";
   }
 
-  function leave() { at = null; hover.hidden = true; drawing.querySelectorAll(".cross").forEach((old) => old.remove()); }
+  function leave() { at = null; hover.hidden = true; mark(null); markOthers(null); }
   drawing.addEventListener("pointermove", (event) => {
     if (!scale) return;
     const box = drawing.getBoundingClientRect();
@@ -134,6 +163,7 @@ export function lineChart(options = {}) {
     event.preventDefault();
   });
   new ResizeObserver(draw).observe(node);
+  if (options.x) others.set(options.x, (others.get(options.x) || new Set()).add({ node, mark }));
 
   function set(next) {
     data = next;

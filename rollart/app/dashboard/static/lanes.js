@@ -1,8 +1,10 @@
-// Swim lanes on a canvas: one square for each trajectory, packed into the cell of its task and phase. It moves when its
+// Swim lanes on a canvas: one square for each trajectory, packed into the cell of its lane and phase; a lane is a task, a
+// pool, or a task in a pool. It moves when its
 // phase changes. All numbers are in typed arrays, by slot; a trajectory keeps its slot while it lives. Positions are
 // computed only when something changed, in one pass without sorting; a frame only writes pixels.
 
-const GAP = 14, LABEL = 96, HEAD = 26, MOVE_MS = 260;
+const GAP = 14, LABEL = 116, HEAD = 26, MOVE_MS = 260;
+const SHORT = { waiting: "wait", resetting: "reset", generating: "gen", stepping: "step", scoring: "score", training: "train" };
 const SIZES = [16, 13, 11, 9, 8, 7, 6, 5, 4, 3, 2];
 
 export function phaseColours() {
@@ -14,7 +16,7 @@ export function phaseColours() {
 function createSlots() {
   const slots = new Map(), rows = [], free = [];
   let capacity = 0, order = new Int32Array(0), count = 0;
-  const columns = { task: Int32Array, phase: Uint8Array, at: Int32Array, x: Float32Array, y: Float32Array, fromX: Float32Array, fromY: Float32Array, moved: Float64Array };
+  const columns = { lane: Int32Array, phase: Uint8Array, at: Int32Array, x: Float32Array, y: Float32Array, fromX: Float32Array, fromY: Float32Array, moved: Float64Array };
   const all = Object.fromEntries(Object.entries(columns).map(([name, Kind]) => [name, new Kind(0)]));
 
   function grow() {
@@ -43,8 +45,9 @@ function createSlots() {
         slots.set(row[0], slot);
         all.x[slot] = NaN; all.moved[slot] = 0;
       }
-      rows[slot] = row; all.task[slot] = row[1]; all.phase[slot] = row[2];
+      rows[slot] = row; all.phase[slot] = row[2];
       last(slot);
+      return slot;
     },
     remove(id) {
       const slot = slots.get(id);
@@ -58,26 +61,41 @@ function createSlots() {
 
 export function createLanes(canvas, { onPick, onHover }) {
   const dots = createSlots(), all = dots.all;
-  let phases = [], tasks = [], width = 0, height = 0, size = 5, columns = [], bands = [], dirty = true, moving = 0, hovered = -1, atRest = true;
-  let starts = new Int32Array(1), placed = new Int32Array(0), image = null, pixels = null, base = null; // slots by cell, cells by task and phase
-  let colours = [], ink = "", soft = "", line = "", back = "", stopped = false;
+  let phases = [], names = { tasks: [], pools: [] }, by = "task", lanes = [], numbers = new Map(), width = 0, height = 0, size = 5, columns = [], bands = [], dirty = true, moving = 0, hovered = -1, atRest = true;
+  let starts = new Int32Array(1), placed = new Int32Array(0), image = null, pixels = null, base = null; // slots by cell, cells by lane and phase
+  let colours = [], ink = "", soft = "", line = "", faint = "", back = "", stopped = false;
   const context = canvas.getContext("2d", { alpha: false, willReadFrequently: true });
 
   function readTheme() {
     const style = getComputedStyle(document.documentElement), of = (name) => style.getPropertyValue(name).trim();
-    colours = phaseColours(); ink = of("--ink"); soft = of("--soft"); line = of("--line"); back = of("--card"); dirty = true;
+    colours = phaseColours(); ink = of("--ink"); soft = of("--soft"); line = of("--line"); faint = of("--hover"); back = of("--card"); dirty = true;
   }
 
+  // A lane stays once it was seen, so that nothing jumps when it is empty for a moment.
+  const keyOf = ([, task, , pool]) => (by === "task" ? `${task}` : by === "pool" ? ` ${pool}` : `${task} ${pool}`);
+  function setLane(slot) {
+    const key = keyOf(dots.rows[slot]);
+    if (!numbers.has(key)) { numbers.set(key, -1); reorder(); } else all.lane[slot] = numbers.get(key);
+  }
+  function reorder() {
+    lanes = [...numbers.keys()].map((key) => { const [task, pool] = key.split(" "); return { key, task: task === "" ? -1 : Number(task), pool: pool === undefined ? undefined : Number(pool) }; });
+    lanes.sort((p, q) => p.task - q.task || (p.pool ?? 0) - (q.pool ?? 0));
+    lanes.forEach((lane, i) => numbers.set(lane.key, i));
+    for (const slot of dots.slots.values()) { const known = numbers.get(keyOf(dots.rows[slot])); if (known !== undefined) all.lane[slot] = known; }
+  }
+  const poolName = (number) => (number < 0 ? "not routed" : names.pools[number] || "default");
+  const titles = (lane) => [lane.task < 0 ? poolName(lane.pool) : names.tasks[lane.task], lane.task >= 0 && lane.pool !== undefined ? poolName(lane.pool) : ""];
+
   function intoCells() {
-    const cells = tasks.length * phases.length, counts = new Int32Array(cells + 1);
-    dots.each((slot) => { counts[all.task[slot] * phases.length + all.phase[slot] + 1]++; });
+    const cells = lanes.length * phases.length, counts = new Int32Array(cells + 1);
+    dots.each((slot) => { counts[all.lane[slot] * phases.length + all.phase[slot] + 1]++; });
     for (let cell = 0; cell < cells; cell++) counts[cell + 1] += counts[cell];
     starts = counts;
     if (placed.length < dots.size) placed = new Int32Array(dots.size * 2);
     const next = counts.slice();
-    dots.each((slot) => { placed[next[all.task[slot] * phases.length + all.phase[slot]]++] = slot; });
+    dots.each((slot) => { placed[next[all.lane[slot] * phases.length + all.phase[slot]]++] = slot; });
   }
-  const inCell = (task, phase) => { const cell = task * phases.length + phase; return starts[cell + 1] - starts[cell]; };
+  const inCell = (lane, phase) => { const cell = lane * phases.length + phase; return starts[cell + 1] - starts[cell]; };
 
   // The largest square at which every cell has room, so that ten trajectories and twenty thousand both fill the picture.
   function layout() {
@@ -87,18 +105,18 @@ export function createLanes(canvas, { onPick, onHover }) {
     const label = narrow ? 0 : LABEL, column = (width - label) / Math.max(1, phases.length), inner = column - 10;
     columns = phases.map((_, i) => label + i * column);
     const room = Math.max(220, Math.min(560, innerHeight * 0.55));
-    const rowsAt = (px) => { const wide = Math.max(1, Math.floor(inner / px)); return tasks.map((_, task) => Math.max(1, ...phases.map((_, phase) => Math.ceil(inCell(task, phase) / wide)))); };
+    const rowsAt = (px) => { const wide = Math.max(1, Math.floor(inner / px)); return lanes.map((_, lane) => Math.max(1, ...phases.map((_, phase) => Math.ceil(inCell(lane, phase) / wide)))); };
     size = SIZES.find((px) => rowsAt(px).reduce((sum, n) => sum + n * px + GAP + (narrow ? 16 : 8), 0) <= room) || 2;
     bands = []; let top = HEAD;
-    for (const n of rowsAt(size)) { const tall = Math.max(narrow ? 34 : 30, n * size + GAP + (narrow ? 14 : 0)); bands.push([top, tall]); top += tall; }
+    for (const n of rowsAt(size)) { const tall = Math.max(narrow ? 34 : by === "both" ? 36 : 30, n * size + GAP + (narrow ? 14 : 0)); bands.push([top, tall]); top += tall; }
     height = top + 4;
     if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
       canvas.width = Math.round(width * ratio); canvas.height = Math.round(height * ratio); canvas.style.height = `${height}px`;
     }
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     const wide = Math.max(1, Math.floor(inner / size)), now = performance.now();
-    for (let task = 0, cell = 0; task < tasks.length; task++) for (let phase = 0; phase < phases.length; phase++, cell++) {
-      const left = columns[phase] + 4, above = bands[task][0] + GAP / 2 + (narrow ? 14 : 0);
+    for (let lane = 0, cell = 0; lane < lanes.length; lane++) for (let phase = 0; phase < phases.length; phase++, cell++) {
+      const left = columns[phase] + 4, above = bands[lane][0] + GAP / 2 + (narrow ? 14 : 0);
       for (let i = starts[cell]; i < starts[cell + 1]; i++) {
         const nth = i - starts[cell];
         goTo(placed[i], left + (nth % wide) * size, above + Math.floor(nth / wide) * size, now);
@@ -118,17 +136,25 @@ export function createLanes(canvas, { onPick, onHover }) {
   }
 
   // What does not move: labels and lines, kept as pixels.
+  function fit(text, room) {
+    let end = text.length;
+    while (end > 1 && context.measureText(end < text.length ? `${text.slice(0, end)}…` : text).width > room) end--;
+    return end < text.length ? `${text.slice(0, end)}…` : text;
+  }
   function drawBase() {
     context.fillStyle = back; context.fillRect(0, 0, width, height);
     context.font = "12px system-ui, sans-serif"; context.textBaseline = "middle"; context.textAlign = "left";
     const narrow = width < 560, number = (n) => n.toLocaleString("en");
     context.fillStyle = soft;
-    phases.forEach((name, phase) => context.fillText(narrow ? name.slice(0, 5) : `${name} ${number(tasks.reduce((sum, _, task) => sum + inCell(task, phase), 0))}`, columns[phase] + 4, 12));
-    bands.forEach(([top, tall], task) => {
-      context.fillStyle = line; context.fillRect(0, top, width, 1);
-      context.fillStyle = ink; context.fillText(clip(tasks[task], narrow ? 40 : 14), 2, top + (narrow ? 10 : 14));
+    phases.forEach((name, phase) => context.fillText(narrow ? SHORT[name] || name : `${name} ${number(lanes.reduce((sum, _, lane) => sum + inCell(lane, phase), 0))}`, columns[phase] + 4, 12));
+    bands.forEach(([top, tall], lane) => {
+      const [title, below] = titles(lanes[lane]), held = number(starts[(lane + 1) * phases.length] - starts[lane * phases.length]);
+      const same = lane > 0 && below && lanes[lane - 1].task === lanes[lane].task; // the name of a task stands once above its pools
+      context.fillStyle = same ? faint : line; context.fillRect(same && !narrow ? LABEL : 0, top, width, same ? 0.5 : 1);
+      context.fillStyle = ink; if (!same || narrow) context.fillText(fit(narrow && below ? `${title} · ${below}` : title, narrow ? width - 8 : LABEL - 8), 2, top + (narrow ? 10 : 13));
       context.fillStyle = soft;
-      if (!narrow && tall > 34) context.fillText(number(starts[(task + 1) * phases.length] - starts[task * phases.length]), 2, top + 29);
+      if (!narrow && below) context.fillText(fit(tall > 40 || same ? `${below} · ${held}` : below, LABEL - 10), 2, top + (same ? 13 : 27));
+      else if (!narrow && tall > 34) context.fillText(held, 2, top + 28);
     });
     image = context.getImageData(0, 0, canvas.width, canvas.height);
     pixels = new Uint32Array(image.data.buffer);
@@ -179,7 +205,7 @@ export function createLanes(canvas, { onPick, onHover }) {
     hovered = slot; canvas.style.cursor = slot >= 0 ? "pointer" : ""; atRest = false;
     onHover(slot >= 0 ? dots.rows[slot] : null);
   }
-  // Arrow keys go through the squares, by task, phase and age; up and down go to the next cell.
+  // Arrow keys go through the squares, by lane, phase and age; up and down go to the next cell.
   function step(key) {
     const total = starts[starts.length - 1], here = hovered < 0 ? -1 : placed.indexOf(hovered);
     if (!total) return;
@@ -203,16 +229,24 @@ export function createLanes(canvas, { onPick, onHover }) {
   return {
     // Rows come with the newest change first.
     set(change) {
-      phases = change.phases; tasks = change.tasks;
+      phases = change.phases; names = change;
       if (change.all) {
         const kept = new Set(change.rows.map((row) => row[0]));
         for (const id of [...dots.slots.keys()]) if (!kept.has(id)) dots.remove(id);
       }
-      for (let i = change.rows.length - 1; i >= 0; i--) dots.put(change.rows[i]);
+      for (let i = change.rows.length - 1; i >= 0; i--) setLane(dots.put(change.rows[i]));
       for (const id of change.gone) dots.remove(id);
       if (change.rows.length || change.gone.length || change.all) dirty = true;
     },
     get size() { return dots.size; },
+    names: () => lanes.map((lane) => titles(lane).filter(Boolean).join(" on ")),
+    // Lanes by "task", "pool" or "both".
+    group(how) {
+      if (how === by) return;
+      by = how; numbers = new Map();
+      for (const slot of dots.slots.values()) numbers.set(keyOf(dots.rows[slot]), -1);
+      reorder(); dirty = true;
+    },
     destroy() { stopped = true; removeEventListener("themechange", readTheme); },
   };
 }
@@ -223,4 +257,3 @@ function packed(colour) {
   return (0xff000000 | ((value & 255) << 16) | (value & 0xff00) | (value >> 16)) >>> 0;
 }
 
-const clip = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);

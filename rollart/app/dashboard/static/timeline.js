@@ -1,5 +1,8 @@
 // The timeline on a canvas: tracks of services, and below them trajectories. Far out, trajectories are areas (how many
-// were in which phase); close up, each is a lane of slices. Wheel or pinch zooms, drag moves.
+// were in which phase); close up, each is a lane of slices. Wheel or pinch zooms, drag moves, shift and drag
+// zooms to a range.
+
+import { seconds } from "./format.js";
 
 const ROW = 18, LABEL = 120, HEAD = 24, AREA = 150, LANE = 9;
 const KINDS = ["--resetting", "--generating", "--stepping", "--scoring"];
@@ -26,7 +29,7 @@ export function createTimeline(canvas, { onWindow, onPick, onHover }) {
   }
 
   function ticks() {
-    const step = [0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 600, 1800, 3600, 7200, 21600, 86400].find((s) => (high - low) / s < (width - label()) / 80) || 86400;
+    const step = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, 86400].find((s) => (high - low) / s < (width - label()) / 80) || 86400;
     const found = [];
     for (let t = Math.ceil(low / step) * step; t < high; t += step) if (t >= 0) found.push([t, step]);
     return found;
@@ -68,8 +71,10 @@ export function createTimeline(canvas, { onWindow, onPick, onHover }) {
     const top = HEAD + data.tracks.length * ROW + 14;
     if (found) drawLanes(found, top); else drawAreas(top);
     for (const notice of data.notices) if (notice.level !== "info" && notice.t >= low && notice.t <= high) { context.fillStyle = notice.level === "bad" ? theme.bad : theme.warn; context.fillRect(px(notice.t), HEAD - 4, 1.5, height); placed.push([px(notice.t) - 3, 0, 7, HEAD, notice.text]); }
+    if (dragging?.to !== undefined) { context.fillStyle = theme.ink; context.globalAlpha = 0.12; context.fillRect(px(Math.min(dragging.t, dragging.to)), 0, Math.abs(px(dragging.to) - px(dragging.t)), height); context.globalAlpha = 1; }
     context.restore();
-    data.tracks.forEach((track, i) => { context.fillStyle = label() ? theme.soft : theme.faint; context.fillText(clip(track.name, label() ? 17 : 40), 2, HEAD + i * ROW + ROW / 2); });
+    context.strokeStyle = theme.card; context.lineWidth = 3; context.lineJoin = "round"; // names stand on the slices of a narrow screen
+    data.tracks.forEach((track, i) => { const name = clip(track.name, label() ? 17 : 40), y = HEAD + i * ROW + ROW / 2; context.fillStyle = theme.soft; if (!label()) context.strokeText(name, 2, y); context.fillText(name, 2, y); });
   }
 
   function drawTrack(track, i) {
@@ -95,7 +100,7 @@ export function createTimeline(canvas, { onWindow, onPick, onHover }) {
       context.fill();
       kind.forEach((value, i) => { sums[i] += value; });
     });
-    context.fillStyle = theme.faint; context.fillText(`up to ${Math.round(most).toLocaleString("en")} trajectories in a phase at once; zoom in to see each`, label() + 4, top - 6);
+    context.fillStyle = theme.faint; context.fillText(`up to ${Math.round(most).toLocaleString("en")} trajectories at once${label() ? "; zoom in to see each" : ""}`, label() + 4, top - 6);
   }
 
   function drawLanes(found, top) {
@@ -124,16 +129,19 @@ export function createTimeline(canvas, { onWindow, onPick, onHover }) {
     event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY) ? shift((event.deltaX || event.deltaY) / width) : show(t - (t - low) * factor, t + (high - t) * factor);
   }, { passive: false });
   const shift = (share) => show(low + share * (high - low), high + share * (high - low));
-  canvas.addEventListener("pointerdown", (event) => { dragging = { x: event.clientX, low, high, moved: false }; canvas.setPointerCapture(event.pointerId); });
+  canvas.addEventListener("pointerdown", (event) => { dragging = { x: event.clientX, low, high, moved: false, select: event.shiftKey, t: at(hit(event)[1]) }; canvas.setPointerCapture(event.pointerId); });
   canvas.addEventListener("pointermove", (event) => {
-    if (dragging) { const by = (dragging.x - event.clientX) / (width - label()) * (dragging.high - dragging.low); if (Math.abs(dragging.x - event.clientX) > 3) dragging.moved = true; if (dragging.moved) show(dragging.low + by, dragging.high + by); return; }
+    if (dragging) { const by = (dragging.x - event.clientX) / (width - label()) * (dragging.high - dragging.low); if (Math.abs(dragging.x - event.clientX) > 3) dragging.moved = true;
+      if (dragging.moved && dragging.select) { dragging.to = at(hit(event)[1]); wanted = true; onHover(`${seconds(Math.abs(dragging.to - dragging.t))} selected`, Math.min(dragging.t, dragging.to)); } else if (dragging.moved) show(dragging.low + by, dragging.high + by);
+      return; }
     const [found, x] = hit(event);
     onHover(found ? found[4] : null, at(x));
   });
-  canvas.addEventListener("pointerup", (event) => { const was = dragging; dragging = null; if (was && !was.moved) { const [found] = hit(event); if (found?.[5]) onPick(found[5]); } });
+  canvas.addEventListener("pointerup", (event) => { const was = dragging; dragging = null; if (was?.select && was.moved) { show(Math.min(was.t, was.to), Math.max(was.t, was.to)); return; } if (was && !was.moved) { const [found] = hit(event); if (found?.[5]) onPick(found[5]); } });
   canvas.addEventListener("keydown", (event) => {
     const middle = (low + high) / 2, span = high - low;
-    const act = { ArrowLeft: () => shift(-0.2), ArrowRight: () => shift(0.2), "+": () => show(middle - span / 4, middle + span / 4), "=": () => show(middle - span / 4, middle + span / 4), "-": () => show(middle - span, middle + span), 0: () => show(0, end) }[event.key];
+    const zoomIn = () => show(middle - span / 4, middle + span / 4), zoomOut = () => show(middle - span, middle + span);
+    const act = { ArrowLeft: () => shift(-0.2), ArrowRight: () => shift(0.2), a: () => shift(-0.2), d: () => shift(0.2), w: zoomIn, s: zoomOut, "+": zoomIn, "=": zoomIn, "-": zoomOut, 0: () => show(0, end) }[event.key];
     if (act) { act(); event.preventDefault(); event.stopPropagation(); }
   });
   addEventListener("themechange", readTheme);

@@ -11,10 +11,10 @@ export function create(pane, { run }) {
   const busy = el("div");
   pane.append(el("div", { class: "head" }, el("h1", {}, "Hardware")), el("div", { class: "grid" }, stats,
     card("Placement", { tip: "Each worker on its node: the device class that it got, and in the tooltip what its pool wanted and why." }, map),
-    card("Engines busy", { width: "w6", tip: "Share of the time inside forward passes, by engine, over its last samples: pale is idle, strong is busy." }, busy),
-    card("Use and idle causes", { width: "w6", tip: "Over all of RL. What trajectories wait for is what keeps engines idle or full." }, idle),
+    card("Engines busy", { width: "w7", tip: "Share of the time inside forward passes, by engine, over its last samples: pale is idle, strong is busy." }, busy),
+    card("Use and idle causes", { width: "w5", tip: "Over all of RL. What trajectories wait for is what keeps engines idle or full." }, idle),
     card("Routing: task by pool", { tip: "Requests that each pool answered, the router's prediction and what they took." }, routes),
-    card("Weights: the last version", { width: "w5", tip: "From the trainer to every engine: bytes, time to fetch while generation went on, and time in which no step could run." }, tree),
+    card("Weights: the last version", { width: "w5", tip: "The tree by which it spread: from the trainer to the first hosts, and from each of them to the next. An engine is below the one that most of its bytes came from, or in whose host's memory it found them; the time is from publication to swap." }, tree),
     card("Weights: mean swap", { width: "w7", tip: "What a new version costs each engine, over all of its swaps." }, swaps), card("Rewards", { tip: "Calls of reward functions, by function and invoker." }, rewards), card("Environments", { tip: "Resets of environments, by task." }, envs)));
 
   function update(data) {
@@ -53,31 +53,39 @@ export function create(pane, { run }) {
   }
 
   function drawTree(data) {
-    const from = data.last_publication, own = data.last_swaps.filter((swap) => !from || swap.version === from.version);
-    const worst = Math.max(...data.last_swaps.map((swap) => swap.seconds), 1e-9);
-    if (!from) { tree.replaceChildren(empty("No version is published yet")); return; }
-    const nodeOf = new Map(data.places.map((place) => [place.name, place.node || (data.emulated.length ? "simulated" : "this machine")])), nodes = new Map();
-    for (const swap of data.last_swaps) { const node = nodeOf.get(swap.engine) || "unknown node"; (nodes.get(node) || nodes.set(node, []).get(node)).push(swap); }
-    const engines = (n) => `${n} ${n === 1 ? "engine" : "engines"}`;
+    const { published, engines } = data.fan_out, all = [];
+    if (!published) { tree.replaceChildren(empty("No version is published yet")); return; }
+    (function collect(rows) { for (const row of rows) { all.push(row); collect(row.below); } })(engines);
+    const worst = Math.max(...all.map((row) => row.after_s), 1e-9), relayed = all.filter((row) => row.hops.some((hop) => hop.engine)).length;
+    const many = (n) => `${n} ${n === 1 ? "engine" : "engines"}`, here = data.emulated.length ? "simulated" : "this machine";
+    const box = (row) => el("div", { class: "node", tip: wayOf(row) }, el("b", {}, row.engine), `${row.node || here} · after ${seconds(row.after_s)}`, el("div", { class: "progress" }, el("i", { style: { width: percent(row.after_s / worst) } })));
+    const crowd = (rows) => [...Map.groupBy(rows, (row) => row.node || here)].map(([node, own]) => el("div", { class: "pool" }, el("span", { class: "note" }, `${node}: ${many(own.length)}, after ${seconds(Math.min(...own.map((row) => row.after_s)))} to ${seconds(Math.max(...own.map((row) => row.after_s)))}`), el("div", { class: "squares" }, own.slice(0, 1024).map((row) => el("span", { tip: wayOf(row) }, swatch(`color-mix(in srgb, var(--generating) ${Math.round(25 + 75 * row.after_s / worst)}%, transparent)`))))));
+    // Engines without anything below them stand side by side, the others each with its branch.
+    const level = (rows) => {
+      const leaves = rows.filter((row) => !row.below.length), relays = rows.filter((row) => row.below.length);
+      return el("div", { class: "branch" }, relays.slice(0, 16).map((row) => [el("div", { class: "nodes" }, box(row), el("span", { class: "note" }, edge(row))), level(row.below)]),
+        relays.length > 16 ? el("div", { class: "note" }, `and ${relays.length - 16} more relays`) : null, leaves.length > 12 ? crowd(leaves) : leaves.length ? el("div", { class: "nodes" }, leaves.map(box)) : null);
+    };
     tree.replaceChildren(
-      el("div", { class: "nodes" }, el("div", { class: "node", tip: "Writing the version to the weight store." }, el("b", {}, `version ${from.version}`), `published in ${seconds(from.seconds)}${from.bytes ? `, ${bytes(from.bytes)}` : ""}`)),
-      el("div", { class: "note" }, own.length < data.last_swaps.length ? `↓ ${own.length} of ${engines(data.last_swaps.length)} swapped to it` : `↓ ${engines(own.length)} swapped to it`),
-      ...[...nodes].slice(0, 16).map(([node, swapped]) => el("div", { class: "branch" }, el("div", { class: "note", tip: "The node, and when the first and the last of its engines had the version, after its publication." }, `${node}: ${arrived(swapped, from)}`), el("div", { class: "nodes" }, swapped.slice(0, 16).map((swap) => el("div", { class: "node", tip: `${swap.transport || "memory"}: ${seconds(swap.transfer_s)} to fetch, ${seconds(swap.exposed_s)} without steps, ${count(swap.recomputed)} tokens of KV recomputed` }, el("b", {}, swap.engine), `version ${swap.version} · ${seconds(swap.seconds)}`, el("div", { class: "progress" }, el("i", { style: { width: percent(swap.seconds / worst) } })))), swapped.length > 16 ? el("div", { class: "note" }, `and ${engines(swapped.length - 16)} more`) : null))),
-      nodes.size > 16 ? el("div", { class: "note" }, `and ${nodes.size - 16} more nodes`) : "");
+      el("div", { class: "nodes" }, el("div", { class: "node", tip: "The trainer wrote the version to its weight store, which serves it to the first hosts." }, el("b", {}, `version ${published.version}`), `published in ${seconds(published.seconds)}${published.bytes ? `, ${bytes(published.bytes)}` : ""}`)),
+      el("div", { class: "note" }, `↓ ${all.length < data.swapping ? `${all.length} of ` : ""}${many(data.swapping)} swapped to it${relayed ? `, ${relayed} by way of a relay` : ""}`), all.length ? level(engines) : "");
   }
   return { update };
 }
 
-function arrived(swaps, from) {
-  const own = swaps.filter((swap) => swap.version === from.version).map((swap) => swap.t - from.t);
-  if (!own.length) return "still on its way";
-  const [first, last] = [Math.max(0, Math.min(...own)), Math.max(0, Math.max(...own))];
-  return own.length === 1 ? `after ${seconds(first)}` : `after ${seconds(first)} to ${seconds(last)}`;
+// What came over the last edge to an engine, and how long it took.
+function edge(row) {
+  const size = row.hops.reduce((sum, hop) => sum + hop.bytes, 0);
+  return row.hops.length ? `${bytes(size)} in ${seconds(Math.max(...row.hops.map((hop) => hop.seconds)))}, then relays it` : "in the memory of its host";
+}
+function wayOf(row) {
+  const hops = row.hops.map((hop) => `${bytes(hop.bytes)} from ${hop.engine || "the publisher"} (${hop.source}), all there after ${seconds(hop.seconds)}`);
+  return [`${row.engine}: ${row.transport || "memory"}`, ...(hops.length ? hops : ["found in the memory of its host"]), `${seconds(row.transfer_s)} to fetch and check, ${seconds(row.exposed_s)} without steps`, `${count(row.recomputed)} tokens of KV recomputed`].join("\n");
 }
 
 // A row for each engine, a cell for each sample: many engines at once, which lines cannot show.
 function heat(all) {
-  const engines = all.slice(0, 24);
+  const engines = all.slice(0, 16);
   const rows = engines.map((engine) => {
     const cells = engine.history.slice(-60);
     return [el("span", { class: "note" }, engine.engine), el("span", { class: "heat", tip: `${engine.engine}: ${percent(cells.reduce((sum, cell) => sum + cell[1], 0) / Math.max(1, cells.length))} busy from ${seconds(cells[0]?.[0])} to ${seconds(cells.at(-1)?.[0])}` }, cells.map(([, share]) => el("i", { style: { opacity: 0.08 + 0.92 * share } })))];

@@ -9,7 +9,7 @@ const KEYS = [["resetting", "environment reset"], ["generating", "generation, qu
 
 export function create(pane, { run, go, refresh }) {
   const canvas = el("canvas", { tabindex: 0, role: "img", "aria-label": "timeline; plus and minus zoom, arrows move, 0 shows all" });
-  const hover = el("span", { class: "note" }, "Wheel zooms, drag moves; with the keyboard + − ← → 0. Click a trajectory to read it."), note = el("span", { class: "sub" });
+  const hover = el("span", { class: "note" }, "Wheel zooms, drag moves, shift and drag zooms to what is selected; keys: w s or + − zoom, a d or ← → move, 0 shows all. Click a trajectory to read it."), note = el("span", { class: "sub" });
   let typing = null;
   const timeline = createTimeline(canvas, {
     onWindow: () => { clearTimeout(typing); typing = setTimeout(refresh, 120); },

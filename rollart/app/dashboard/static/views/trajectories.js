@@ -45,7 +45,7 @@ export function create(pane, context) {
     filters.replaceChildren(
       el("label", {}, "Id contains", el("input", { type: "search", class: "wide", value: query.id || "", "aria-label": "Id contains", oninput: (event) => later("id", event.target.value) })),
       select("task", "Task", plain(data.tasks)), select("outcome", "Outcome", plain(data.outcomes)), select("success", "Success", [["yes", "yes"], ["no", "no"]]),
-      select("split", "From", [["training", "training"], ["held_out", "held-out episodes"]]), select("reason", "Failure reason", plain(data.reasons)),
+      select("split", "From", [["training", "training episodes"], ["held_out", "held-out episodes"]]), select("reason", "Failure reason", plain(data.reasons)),
       ...RANGES.map(([name, label]) => el("label", {}, label, el("span", { class: "row" }, ["min", "max"].map((end) => el("input", { type: "text", inputmode: "decimal", placeholder: end, "aria-label": `${label} ${end}`, value: query[`${name}_${end}`] || "", oninput: (event) => later(`${name}_${end}`, event.target.value) }))))),
       el("button", { type: "button", onclick: () => { for (const key of Object.keys(query)) if (!["sort", "order"].includes(key)) query[key] = ""; known = ""; apply(); } }, "Clear"));
   }
