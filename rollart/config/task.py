@@ -13,6 +13,7 @@ from rollart.config.base import Conflict, ImportPath, Natural, Positive, Seconds
 from rollart.config.yaml_tree import did_you_mean
 from rollart.core.schedule import GroupRule, SuccessBand, WeightPlan
 from rollart.sandbox.bubblewrap import SandboxLimits
+from rollart.sandbox.providers import is_remote
 
 VARIABLE = r"^[A-Za-z_]\w*$"
 VariableName = Annotated[str, Field(pattern=VARIABLE)]
@@ -158,6 +159,11 @@ class AgentConfig(Section):
         for key in ("files", "mounts", "limits", "image"):
             if self.command is None and getattr(self, key):
                 raise Conflict(f"`{key}` is for an agent with a `command`", key)
+        if is_remote(self.image):
+            raise Conflict(
+                "a program in a sandbox of a service cannot reach the gateway; give it an image of podman or docker",
+                "image",
+            )
         for key in self.limits:
             if key not in SandboxLimits.__dataclass_fields__:
                 near = did_you_mean(key, list(SandboxLimits.__dataclass_fields__))

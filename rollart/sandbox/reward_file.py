@@ -8,12 +8,12 @@ from dataclasses import asdict
 from typing import Any
 
 from rollart.core.foreign import InvalidValue, parse_verdict
-from rollart.sandbox.shell import Sandbox
+from rollart.sandbox.start import ShellSandbox
 
 READ_S = 10.0
 
 
-def read_reward(sandbox: Sandbox, *paths: str, key: str = "reward") -> dict[str, Any]:
+def read_reward(sandbox: ShellSandbox, *paths: str, key: str = "reward") -> dict[str, Any]:
     """From the first of `paths` that exists: the reward, and in `info` the other values. Without a file, or with one
     that has no such number, the reward is None, and `info["no_reward"]` is the reason."""
     for path in paths:

@@ -61,6 +61,30 @@ def test_a_missing_bubblewrap_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         preflight.load_run(write(tmp_path, task))
 
 
+@pytest.mark.parametrize(
+    ("task", "variables", "reason"),
+    [
+        ({}, {"E2B_API_KEY": "k"}, r"names the image e2b://base, which needs a key; give the task `pass_env:"),
+        ({"pass_env": ["E2B_API_KEY"]}, {}, "E2B_API_KEY is not set here"),
+        ({"args": {"image": "modal://x"}}, {}, "of no known service; known are e2b://, daytona://"),
+    ],
+)
+def test_a_missing_key_of_a_sandbox_service_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: dict[str, Any], variables: dict[str, str], reason: str
+) -> None:
+    monkeypatch.delenv("E2B_API_KEY", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=reason):
+        task = {"env": "rollart.envs.terminal:Terminal", "args": {"image": "e2b://base"}, **task}
+        preflight.load_run(write(tmp_path, task))
+
+
+def test_a_command_agent_in_a_sandbox_of_a_service_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot reach the gateway"):
+        preflight.load_run(write(tmp_path, {"env": None, "agent": {"command": ["x"], "image": "e2b://base"}}))
+
+
 def test_a_run_for_other_machines_needs_no_vllm_here(tmp_path: Path) -> None:
     pools = {"engines": {"role": "generate", "engine": "vllm", "device": "H800"}}
     path = write(tmp_path, pools=pools, vllm={"python": str(tmp_path / "nowhere")})

@@ -15,6 +15,7 @@ from rollart.envs.terminal.problems import KINDS, Problem, belongs_to_held_out
 from rollart.sandbox.archive import archive
 from rollart.sandbox.bubblewrap import SandboxLimits
 from rollart.sandbox.shell import CommandResult, Sandbox, WorkTooBig
+from rollart.sandbox.start import ShellSandbox, start_sandbox
 
 RULES = (
     "You have a bash shell in a folder of your own. Answer with one command at a time, as plain text or in a ```bash "
@@ -60,12 +61,12 @@ class Terminal:
         self.limits, self.image = SandboxLimits(**(limits or {})), image
         self.problem: Problem | None = None
         self.history: list[str] = []
-        self._sandbox: Sandbox | None = None
+        self._sandbox: ShellSandbox | None = None
 
     def reset(self, seed: int) -> str:
         self.close()
         self.problem, self.history = self._draw(seed), []
-        self._sandbox = Sandbox(archive(self.problem.files), self.limits, self.output, image=self.image)
+        self._sandbox = start_sandbox(archive(self.problem.files), self.limits, self.output, image=self.image)
         rules = RULES.format(turns=self.turns, seconds=self.deadline) if self.rules else ""
         return rules + self.problem.text
 
@@ -119,7 +120,7 @@ def observation(result: CommandResult) -> str:
     return f"{output}[{result.note}]" if result.note else f"{output}[exit {result.exit_code}]"
 
 
-def verify(problem: Problem, agent: Sandbox, limits: SandboxLimits, deadline: float) -> dict[str, bool]:
+def verify(problem: Problem, agent: ShellSandbox, limits: SandboxLimits, deadline: float) -> dict[str, bool]:
     """Which checks passed. Ends the agent's sandbox. Raises SandboxError.
 
     They run in a sandbox of their own, on a copy of the agent's folder: no process or alias of the agent is there, and
