@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
+from rollart.app import images
 from rollart.config import INVOKERS, AlgorithmConfig, EnvironmentsConfig, RunFile, TaskConfig, import_check
 from rollart.config.loading import read, validated
 from rollart.config.yaml_tree import KeyPath, Tree
@@ -20,7 +22,7 @@ from rollart.hardware.layout import misfits
 from rollart.hardware.layout_choice import candidates, parallel_of
 from rollart.models import hub
 from rollart.placement.workload import model_config, model_shape
-from rollart.sandbox.container import container_engine
+from rollart.sandbox.providers import is_remote, missing_key
 from rollart.training.optimizers import OPTIMIZERS
 from rollart.warmup.conversations import conversations_problem
 from rollart.warmup.pairs import pairs_problem
@@ -212,12 +214,14 @@ def _missing_for_task(task: TaskConfig, remote: bool) -> Iterator[tuple[str, str
 
 
 def _missing_sandbox(task: TaskConfig) -> Iterator[tuple[str, str]]:
-    """What runs in a sandbox needs bubblewrap, or an engine for its image, and fails in every episode without it."""
-    image = task.agent.image if task.agent is not None else None
-    if task.env and task.env.partition(":")[0].startswith(SANDBOXED):
-        image = task.env_args.get("image")
-    if image and container_engine() is None:
-        yield "agent" if task.agent is not None else "args", f"names the image {image}, which needs podman or docker"
+    """What runs in a sandbox needs bubblewrap, an engine for its image, or a key; without it every episode fails."""
+    image = images.image_of(task)
+    where = "agent" if task.agent is not None else "args"
+    if is_remote(image):
+        if wrong := missing_key(str(image), task.pass_env, os.environ):
+            yield where, wrong
+    elif wrong := images.missing(task):
+        yield where, wrong
     if shutil.which("bwrap") is not None:
         return
     hint = "runs in a sandbox, which needs bubblewrap; install it: `apt-get install bubblewrap`"

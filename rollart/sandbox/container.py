@@ -15,6 +15,7 @@ import secrets
 import shutil
 import subprocess
 import time
+from pathlib import Path
 
 from rollart.sandbox.bubblewrap import (
     END_S,
@@ -29,13 +30,29 @@ from rollart.sandbox.bubblewrap import (
     SandboxLimits,
 )
 
-ENGINES = ("podman", "docker")
+# How each mounts a work folder that belongs to the user in the sandbox, so that tar may set its times.
+ENGINES = {
+    "podman": "--mount=type=tmpfs,destination={work},tmpfs-size={size}m,U=true,exec=true",
+    "docker": "--tmpfs={work}:size={size}m,mode=0777,exec,uid=1000,gid=1000",
+}
 INSPECT_S = 10.0
 
 
 def container_engine() -> str | None:
     """The first that is installed."""
     return next((found for name in ENGINES if (found := shutil.which(name))), None)
+
+
+def run_engine(*arguments: str, seconds: float = INSPECT_S) -> str | None:
+    """What the engine wrote; None if it failed. Raises SandboxError if there is none, or it does not answer."""
+    engine = container_engine()
+    if engine is None:
+        raise SandboxError("neither podman nor docker is installed")
+    try:
+        done = subprocess.run([engine, *arguments], capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        raise SandboxError(f"`{engine} {' '.join(arguments)}` did not end within {seconds:g} s") from None
+    return done.stdout if done.returncode == 0 else None
 
 
 class Container(Bubblewrap):
@@ -69,13 +86,14 @@ class Container(Bubblewrap):
         self.init = self._wait_for_pid()
 
     def _arguments(self) -> list[str]:
-        disk = f"size={self.limits.disk}m,mode=1777,exec"
+        work = ENGINES[Path(self._engine).name].format(work=WORK, size=self.limits.disk)
+        temporary = f"--tmpfs=/tmp:size={self.limits.disk}m,mode=1777,exec"
         variables = [f"--env={name}={value}" for name, value in VARIABLES.items() if name != "PATH"]
         folders = [f"--volume={path}:{path}:ro" for path in self._mounts.folders]
         return [
             *("--rm", "--interactive", "--pull=never", "--network=none", f"--name={self._name}", "--log-driver=none"),
             *("--user=1000:1000", "--cap-drop=all", "--security-opt=no-new-privileges", "--read-only"),
-            *(f"--tmpfs={WORK}:{disk}", f"--tmpfs=/tmp:{disk}", f"--workdir={WORK}", "--hostname=sandbox"),
+            *(work, temporary, f"--workdir={WORK}", "--hostname=sandbox"),
             *(f"--ulimit=nofile={self.limits.open_files}", f"--ulimit=nproc={self.limits.processes}"),
             *("--entrypoint=", *variables, *folders),
         ]

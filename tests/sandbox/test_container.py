@@ -1,14 +1,11 @@
 """The sandbox in a real container: an image made here from a few programs of this machine, run by podman."""
 
 import os
-import shutil
 import socket
 import subprocess
-import tarfile
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -18,57 +15,15 @@ from rollart.sandbox.bubblewrap import SandboxError, SandboxLimits, is_dead
 from rollart.sandbox.container import Container
 from rollart.sandbox.port_forward import PortForward
 from rollart.sandbox.shell import Sandbox
+from tests.support.podman import PROGRAMS, podman_image
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
-IMAGE = "localhost/rollart-test:1"
-PROGRAMS = ("bash", "cat", "head", "id", "ls", "sleep", "tar", "touch")
-ENGINE = """\
-[engine]
-runtime = "{runtime}"
-cgroup_manager = "cgroupfs"
-[containers]
-default_ulimits = ["nofile=1024:1024", "nproc=1024:1024"]
-"""
-STORAGE = '[storage]\ndriver = "vfs"\ngraphroot = "{folder}/graph"\nrunroot = "{folder}/run"\n'
 
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Podman with a store of its own, that nothing else uses, and an image in it; no registry is asked."""
-    runtime = shutil.which("runc") or shutil.which("crun")
-    if shutil.which("podman") is None or runtime is None or os.geteuid() != 0:
-        pytest.skip("needs podman, runc or crun, and root")
-    folder = tmp_path_factory.mktemp("podman")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, text in (("CONTAINERS_CONF", ENGINE), ("CONTAINERS_STORAGE_CONF", STORAGE)):
-            file = folder / name.lower()
-            file.write_text(text.format(runtime=runtime, folder=folder))
-            patch.setenv(name, str(file))
-        made = subprocess.run(["podman", "import", root_archive(folder), IMAGE], capture_output=True, text=True)
-        assert made.returncode == 0, made.stderr
-        tried = subprocess.run(["podman", "run", "--rm", "--network=none", IMAGE, "id"], capture_output=True, text=True)
-        if tried.returncode:
-            pytest.skip(f"podman cannot run containers here: {tried.stderr.strip()}")
-        yield IMAGE
-        subprocess.run(["podman", "system", "reset", "--force"], capture_output=True, timeout=60)
-
-
-def root_archive(folder: Path) -> str:
-    """A root file system of a few programs and the libraries that they load."""
-    wanted = {"/bin/sh": shutil.which("bash")}
-    for program in PROGRAMS:
-        path = os.path.realpath(str(shutil.which(program)))
-        wanted[f"/bin/{program}"] = path
-        loaded = subprocess.run(["ldd", path], capture_output=True, text=True, check=True).stdout
-        wanted |= {word: os.path.realpath(word) for word in loaded.split() if word.startswith("/")}
-    with tarfile.open(folder / "root.tar", "w") as tar:
-        for name in ("tmp", "etc", "task", "proc", "dev", "sys"):
-            entry = tarfile.TarInfo(name)
-            entry.type, entry.mode = tarfile.DIRTYPE, 0o777
-            tar.addfile(entry)
-        for name, source in wanted.items():
-            tar.add(str(source), name.lstrip("/"))
-    return str(folder / "root.tar")
+    with podman_image(tmp_path_factory.mktemp("podman")) as name:
+        yield name
 
 
 def test_commands_run_in_the_image_with_their_files_and_state(image: str) -> None:
@@ -77,6 +32,13 @@ def test_commands_run_in_the_image_with_their_files_and_state(image: str) -> Non
         assert sandbox.run("echo $x", 10).output == "3\n"
         assert set(sandbox.run("ls /bin", 10).output.split()) == {*PROGRAMS, "sh"}  # not those of this machine
         assert sandbox.run("exit_code() { return 7; }; exit_code", 10).exit_code == 7
+
+
+def test_its_files_go_out_and_into_another(image: str) -> None:
+    with Sandbox(archive({"d/a.txt": "hello\n"}), image=image) as sandbox:
+        work = sandbox.pack()
+    with Sandbox(image=image) as sandbox:
+        assert sandbox.unpack(work) and sandbox.run("cat d/a.txt", 10).output == "hello\n"
 
 
 def test_it_can_neither_write_to_the_image_nor_reach_a_network(image: str) -> None:

@@ -9,7 +9,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rollart.agents.harbor.task import HarborTask, folders, load
+from rollart.agents.harbor.container import build
+from rollart.agents.harbor.task import HarborTask, folders, load, mentions
 from rollart.agents.harbor.trial import play_and_verify
 from rollart.sandbox.archive import archive_paths
 from rollart.sandbox.bubblewrap import SandboxError, SandboxLimits
@@ -31,12 +32,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m rollart.agents.harbor", description=__doc__)
     parser.add_argument("folder", type=Path, help="a Harbor task, or a folder of them")
     parser.add_argument("--skip-run", action="store_true", help="do not run what the Dockerfiles would")
+    parser.add_argument("--container", action="store_true", help="build the Dockerfiles, and play in their images")
     parser.add_argument("--reward", default="reward", help="the name of the value to learn from")
     options = parser.parse_args()
     failed = 0
     for folder in folders(options.folder):
         try:
-            verdict = solved(load(folder, options.skip_run), SandboxLimits(), options.reward)
+            if options.container:
+                build(folder / "environment", mentions(folder))
+            task = load(folder, options.skip_run, options.container)
+            verdict = solved(task, SandboxLimits(), options.reward)
             line = verdict["info"]["no_reward"] if verdict["reward"] is None else f"reward {verdict['reward']:g}"
             good = bool(verdict.get("success"))
         except (ValueError, OSError, SandboxError) as error:

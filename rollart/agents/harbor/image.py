@@ -1,7 +1,8 @@
 """Builds a task's Dockerfile in a sandbox, as far as possible: folders, files, variables and commands.
 
 The system is this machine's own /usr, whatever FROM says, and there is no root: a RUN that installs packages fails, and
-the task with it, unless RUN is skipped because they are installed already.
+the task with it, unless RUN is skipped because they are installed already. In a container (`container.py`) the whole
+Dockerfile was built before.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollart.sandbox.archive import archive_paths
-from rollart.sandbox.bubblewrap import VARIABLES, ExtraMounts
+from rollart.sandbox.bubblewrap import VARIABLES, WORK, ExtraMounts
 from rollart.sandbox.shell import Sandbox
 
 WORKDIR = "/app"
@@ -25,6 +26,7 @@ IGNORED = {"FROM", "CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "USER", "HEALTHCHECK"
 VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)\}")
 ROOT = re.compile(r"(?<![\w./\-}])/[A-Za-z]\w*")  # the first part of an absolute path
 BUILD_S = 600.0
+SEED = "/rollart-seed"  # the folders of a container's image that a trial may write to
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,23 @@ class Image:
     variables: dict[str, str]
     steps: tuple[BuildStep, ...]
     roots: tuple[str, ...] = CONVENTION
+    container: str | None = None  # the name of a built OCI image, in which there are no steps left
 
     @property
     def mounts(self) -> ExtraMounts:
         """The folders of its root lie in the work folder, which is all that is carried to the verifier."""
-        return ExtraMounts(links=tuple((root, root[1:]) for root in self.roots))
+        return ExtraMounts(links=() if self.container else tuple((root, root[1:]) for root in self.roots))
 
     def build(self, sandbox: Sandbox) -> None:
         """Raises ValueError if a command fails."""
+        if self.container:
+            copied = sandbox.run(f"cp -a {SEED}/* {WORK}/", BUILD_S)
+            if copied.exit_code != 0:
+                raise ValueError(
+                    f"the image's folders do not fit; raise `limits: {{disk: MB}}`: {copied.output[-300:]}"
+                )
+            sandbox.run(self.enter)
+            return
         folders = " ".join(shlex.quote(folder) for _, folder in self.mounts.links)
         sandbox.run(f"mkdir -p {folders}")
         for step in self.steps:
@@ -91,8 +102,12 @@ def image_of(folder: Path, skip_run: bool = False, texts: Sequence[str] = ()) ->
             steps.append(BuildStep(command=_command(rest), enter=_enter(workdir, variables)))
         elif word not in IGNORED and word != "RUN":
             raise ValueError(f"{file} has {word}, which the sandbox does not support")
+    return Image(workdir, variables, tuple(steps), roots_of(text, texts))
+
+
+def roots_of(text: str, texts: Sequence[str]) -> tuple[str, ...]:
     named = {found[0] for each in (text, *texts) for found in ROOT.finditer(each)}
-    return Image(workdir, variables, tuple(steps), tuple(sorted({*CONVENTION, *named} - SYSTEM)))
+    return tuple(sorted({*CONVENTION, *named} - SYSTEM))
 
 
 def _enter(workdir: str, variables: dict[str, str]) -> str:

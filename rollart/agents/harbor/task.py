@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollart.agents.harbor.container import container_image
 from rollart.agents.harbor.image import Image, image_of
 
 READ = ("task.toml", "instruction.md", "environment", "environment/Dockerfile", "tests", "tests/test.sh")
@@ -29,11 +30,10 @@ class HarborTask:
         return self.folder.name
 
 
-def load(folder: Path, skip_run: bool = False) -> HarborTask:
-    """Raises ValueError if it cannot be played here, FileNotFoundError if it is incomplete."""
-    for name in READ:
-        if not (folder / name).resolve().is_relative_to(folder.resolve()):
-            raise ValueError(f"the Harbor task {folder} has {name} outside of its folder: a link must not lead there")
+def load(folder: Path, skip_run: bool = False, container: bool = False) -> HarborTask:
+    """Raises ValueError if it cannot be played here, FileNotFoundError if it is incomplete, SandboxError if it needs a
+    container and there is no engine."""
+    _refuse_links(folder)
     about = tomllib.loads((folder / "task.toml").read_text())
     unknown = [name for name in UNSUPPORTED if (folder / "environment" / name).exists()]
     servers = ["mcp_servers"] if about.get("environment", {}).get("mcp_servers") else []
@@ -43,15 +43,28 @@ def load(folder: Path, skip_run: bool = False) -> HarborTask:
         raise FileNotFoundError(f"the Harbor task {folder} has no tests/test.sh to verify it with")
     verifier = about.get("verifier", {})
     instruction = (folder / "instruction.md").read_text()
-    tests = [path.read_text(errors="replace") for path in sorted((folder / "tests").glob("*.*")) if _is_own_file(path)]
+    texts, environment = mentions(folder), folder / "environment"
     return HarborTask(
         folder=folder,
         instruction=instruction,
-        image=image_of(folder / "environment", skip_run, [instruction, *tests]),
+        image=container_image(environment, texts) if container else image_of(environment, skip_run, texts),
         agent_s=_seconds(about, "agent"),
         verifier_s=_seconds(about, "verifier"),
         variables={name: str(value) for name, value in verifier.get("env", {}).items()},
     )
+
+
+def mentions(folder: Path) -> list[str]:
+    """The texts that name the folders which a trial may write to. Raises ValueError for links that lead elsewhere."""
+    _refuse_links(folder)
+    tests = [path.read_text(errors="replace") for path in sorted((folder / "tests").glob("*.*")) if _is_own_file(path)]
+    return [(folder / "instruction.md").read_text(), *tests]
+
+
+def _refuse_links(folder: Path) -> None:
+    for name in READ:
+        if not (folder / name).resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"the Harbor task {folder} has {name} outside of its folder: a link must not lead there")
 
 
 def _is_own_file(path: Path) -> bool:

@@ -40,10 +40,11 @@ def trial(endpoint: Endpoint, episode: AgentEpisode) -> dict[str, Any]:
     """An agent with the arguments `folder` (a task, or a folder of tasks), `agent` (a command that runs in the sandbox,
     with the folder `files` at /agent; without it the policy itself works, one command per turn), `turns`, `seconds` per
     turn, `rules` (of the shell, before the instruction), `reward` (the name of the value to learn from), `limits` of
-    the sandbox, and `skip_run`."""
+    the sandbox, `skip_run`, and `container`: in the image that the Dockerfile describes, built before."""
     args = dict(episode.args)
     paths = folders(Path(args.pop("folder")))
-    task = load(paths[episode.choose([path.name for path in paths])], args.pop("skip_run", False))
+    path = paths[episode.choose([path.name for path in paths])]
+    task = load(path, args.pop("skip_run", False), args.pop("container", False))
     limits, key = SandboxLimits(**args.pop("limits", {})), args.pop("reward", "reward")
     play = play_command if "agent" in args else play_policy
     result = play_and_verify(task, limits, lambda sandbox: play(endpoint, task, sandbox, **args), key)
@@ -53,7 +54,7 @@ def trial(endpoint: Endpoint, episode: AgentEpisode) -> dict[str, Any]:
 def play_and_verify(task: HarborTask, limits: SandboxLimits, play: Play, key: str = "reward") -> dict[str, Any]:
     """The verifier's reward for what `play` did."""
     try:
-        with Sandbox(limits=limits, output=OUTPUT, mounts=task.image.mounts) as sandbox:
+        with Sandbox(limits=limits, output=OUTPUT, mounts=task.image.mounts, image=task.image.container) as sandbox:
             task.image.build(sandbox)
             info = play(sandbox)
             work = sandbox.pack()
@@ -64,7 +65,7 @@ def play_and_verify(task: HarborTask, limits: SandboxLimits, play: Play, key: st
 
 
 def verify(task: HarborTask, limits: SandboxLimits, work: bytes, key: str) -> dict[str, Any]:
-    with Sandbox(limits=limits, output=OUTPUT, mounts=task.image.mounts) as sandbox:
+    with Sandbox(limits=limits, output=OUTPUT, mounts=task.image.mounts, image=task.image.container) as sandbox:
         if not sandbox.unpack(work):
             return {"reward": None, "info": {"no_reward": "the agent's files do not fit into the verifier's sandbox"}}
         cleared = sandbox.run(CLEAR).exit_code == 0

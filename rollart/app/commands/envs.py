@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -112,6 +113,39 @@ def python(name: Name) -> None:
     [dim]$(rollart envs python openenv) -m uvicorn my_server:app[/dim]
     """
     typer.echo(families.python_of(name))
+
+
+@app.command()
+@guarded
+def images(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.yaml", exists=True, dir_okay=False, help="The run file.")],
+) -> None:
+    """Pull and build the images that a run needs on this machine.
+
+    Do it on every machine where environments or agents run, before the run:
+    nothing is pulled or built while episodes wait.
+
+    [dim]rollart envs images run.yaml[/dim]
+    """
+    from rollart.app.images import needed
+    from rollart.config.loading import load
+    from rollart.sandbox.bubblewrap import SandboxError
+
+    found = 0
+    for task in load(run_file).tasks:
+        try:
+            for image in needed(task):
+                found += 1
+                began = time.monotonic()
+                here = image.is_here()
+                if not here:
+                    image.get()
+                how = "is here" if here else f"made ready in {time.monotonic() - began:.1f} s"
+                typer.echo(f"{image.task}: {image.what} {how}")
+        except (SandboxError, ValueError, OSError) as error:
+            raise RollartError(f"{task.name}: {error}") from None
+    if not found:
+        typer.echo("no task of this run needs an image")
 
 
 @app.command()
