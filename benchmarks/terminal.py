@@ -1,11 +1,12 @@
 """What a shell in a sandbox costs: time to start it, time of a command, an episode with its verification, memory.
 
-    python benchmarks/terminal.py [--rounds 40] [--processes 20]
+    python benchmarks/terminal.py [--rounds 40] [--processes 20] [--image NAME [--pause 3]]
 
 The last line is one JSON object. Times are medians: `start_ms` until the first command could be sent, `plain_bash_ms`
 the same for a bash without a sandbox, `command_ms` of `true`, `process_ms` of a command that is a program,
 `episode_ms` of a scripted episode in this process, verification included. `mb_per_process` is the private memory of all
-that one more sandbox adds.
+that one more sandbox adds. With `--image`, which must be on this machine, `image_cold_ms` is the start of a sandbox in
+it, and `image_warm_ms` that of one whose container was started ahead, `--pause` seconds after the one before.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import psutil
 
 from rollart.envs.terminal import Terminal, player
 from rollart.sandbox.shell import Sandbox
+from rollart.sandbox.start import SandboxStarter, start_sandbox
 
 
 def median_ms(rounds: int, do: Callable[[], object]) -> float:
@@ -51,6 +53,22 @@ def starts(rounds: int) -> tuple[float, float]:
     return statistics.median(boxed) * 1000, statistics.median(plain) * 1000
 
 
+def image_starts(image: str, rounds: int, pause: float) -> dict[str, float]:
+    cold, warm = [], []
+    starter = SandboxStarter(image=image)
+    for _ in range(rounds):
+        began = time.perf_counter()
+        with start_sandbox(image=image):
+            cold.append(time.perf_counter() - began)
+        time.sleep(pause)  # the episode that the container ahead has time to start in
+        began = time.perf_counter()
+        with starter.start():
+            warm.append(time.perf_counter() - began)
+    starter.close()
+    medians = {"image_cold_ms": statistics.median(cold), "image_warm_ms": statistics.median(warm)}
+    return {name: round(value * 1000, 1) for name, value in medians.items()}
+
+
 def memory(processes: int) -> float:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     made = [Sandbox() for _ in range(processes)]
@@ -75,6 +93,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--processes", type=int, default=20)
+    parser.add_argument("--image", metavar="NAME", help="an OCI image, to measure its starts too")
+    parser.add_argument("--pause", type=float, default=3.0, help="seconds of an episode in the image")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
     options = parser.parse_args()
     if options.smoke:
@@ -94,6 +114,7 @@ def main() -> None:
                 "process_ms": round(process, 2),
                 "episode_ms": round(played, 1),
                 "mb_per_process": round(memory(options.processes), 2),
+                **(image_starts(options.image, max(2, options.rounds // 4), options.pause) if options.image else {}),
             }
         )
     )

@@ -148,6 +148,9 @@ class Bubblewrap:
         with contextlib.suppress(OSError):
             Path(f"/proc/{self.init}/oom_score_adj").write_text("1000")
 
+    def wait(self) -> None:
+        """Until it runs; this one does when it is made. Raises SandboxError."""
+
     def _pipe(self, theirs: contextlib.ExitStack, ours: int) -> tuple[int, int]:
         ends = os.pipe()
         self._ours.append(ends[ours])

@@ -56,7 +56,7 @@ def run_engine(*arguments: str, seconds: float = INSPECT_S) -> str | None:
 
 
 class Container(Bubblewrap):
-    """As `Bubblewrap`, in `image`."""
+    """As `Bubblewrap`, in `image`. It starts by itself; `wait` until it has."""
 
     def __init__(self, image: str, limits: SandboxLimits, shell: str, mounts: ExtraMounts = NO_MOUNTS) -> None:
         engine = container_engine()
@@ -83,7 +83,14 @@ class Container(Bubblewrap):
                 raise SandboxError(f"{run[0]} cannot be started: {error}") from error
         for descriptor in (self.requests, self.replies, self.output):
             os.set_blocking(descriptor, False)
-        self.init = self._wait_for_pid()
+
+    @property
+    def is_running(self) -> bool:
+        """Also while it starts."""
+        return self._process is not None and self._process.poll() is None
+
+    def wait(self) -> None:
+        self.init = self.init or self._wait_for_pid()
 
     def _arguments(self) -> list[str]:
         work = ENGINES[Path(self._engine).name].format(work=WORK, size=self.limits.disk)

@@ -94,7 +94,7 @@ class WorkTooBig(Exception):
 
 class Sandbox:
     """Starts at once, with `archive` (a tar) unpacked in the work folder; in an OCI `image`, or else on the programs of
-    this machine. Raises SandboxError."""
+    this machine. `spare` is a container that is starting already. Raises SandboxError."""
 
     def __init__(
         self,
@@ -103,13 +103,15 @@ class Sandbox:
         output: int = 4000,
         mounts: ExtraMounts = NO_MOUNTS,
         image: str | None = None,
+        spare: Container | None = None,
     ) -> None:
         self._output = output
         self._line = b""
         self._shell, self._shell_tag = 0, ""
         self._image: tuple[str, ...] = ()
-        self._bwrap = Container(image, limits, SHELL, mounts) if image else Bubblewrap(limits, SHELL, mounts)
+        self._bwrap = spare or (Container(image, limits, SHELL, mounts) if image else Bubblewrap(limits, SHELL, mounts))
         try:
+            self._bwrap.wait()
             if archive and not self.unpack(archive):
                 raise SandboxError("the files could not be unpacked in the sandbox: they are too many or too big")
             self._start_shell()

@@ -15,6 +15,7 @@ from rollart.sandbox.bubblewrap import SandboxError, SandboxLimits, is_dead
 from rollart.sandbox.container import Container
 from rollart.sandbox.port_forward import PortForward
 from rollart.sandbox.shell import Sandbox
+from rollart.sandbox.start import SandboxStarter
 from tests.support.podman import PROGRAMS, podman_image
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -82,6 +83,7 @@ def test_a_command_that_takes_too_long_is_killed_and_the_sandbox_goes_on(image: 
 
 def test_nothing_is_left_when_it_is_closed(image: str) -> None:
     container = Container(image, limits=SandboxLimits(), shell="sleep 60")
+    container.wait()
     init, name = container.init, container._name
     assert not is_dead(init)
     container.close()
@@ -89,10 +91,32 @@ def test_nothing_is_left_when_it_is_closed(image: str) -> None:
     assert is_dead(init) and name not in listed.stdout
 
 
+def test_the_next_container_is_started_ahead_and_none_is_left(image: str) -> None:
+    starter = SandboxStarter(image=image)
+    with starter.start(archive({"a.txt": "first\n"})) as first:
+        assert first.run("cat a.txt; touch mark", 10).output == "first\n"
+    spare = starter._spare
+    assert spare is not None and spare.is_running
+    with starter.start() as second:
+        assert second.run("ls", 10).output == "" and starter._spare is not spare
+        spare.kill(spare.init)
+        with pytest.raises(SandboxError):
+            second.run("ls", 10)
+    dead = starter._spare
+    assert dead is not None
+    dead.close()
+    with starter.start() as third:  # one that died ahead is replaced
+        assert third.run("echo on", 10).output == "on\n"
+    starter.close()
+    listed = subprocess.run(["podman", "ps", "--all", "--quiet"], capture_output=True, text=True)
+    assert starter._spare is None and listed.stdout == ""
+
+
 def test_it_ends_with_its_owner(image: str) -> None:
     """A killed owner closes its end of the requests, and init ends."""
     container = Container(image, limits=SandboxLimits(), shell="sleep 60")
     try:
+        container.wait()
         while container._ours:
             os.close(container._ours.pop())
         assert container._process is not None

@@ -15,7 +15,7 @@ from rollart.envs.terminal.problems import KINDS, Problem, belongs_to_held_out
 from rollart.sandbox.archive import archive
 from rollart.sandbox.bubblewrap import SandboxLimits
 from rollart.sandbox.shell import CommandResult, Sandbox, WorkTooBig
-from rollart.sandbox.start import ShellSandbox, start_sandbox
+from rollart.sandbox.start import SandboxStarter, ShellSandbox
 
 RULES = (
     "You have a bash shell in a folder of your own. Answer with one command at a time, as plain text or in a ```bash "
@@ -33,7 +33,7 @@ class Terminal:
     """1 if all checks of the problem pass at the end, otherwise 0; `info["checks"]` has each. `kinds` are equally
     likely; `output` is in bytes, `limits` are fields of `rollart.sandbox.bubblewrap.SandboxLimits`."""
 
-    reusable = True  # a reset starts a new sandbox
+    reusable = True  # a reset uses a new sandbox
 
     def __init__(
         self,
@@ -62,11 +62,12 @@ class Terminal:
         self.problem: Problem | None = None
         self.history: list[str] = []
         self._sandbox: ShellSandbox | None = None
+        self._starter = SandboxStarter(self.limits, output, image=image)
 
     def reset(self, seed: int) -> str:
-        self.close()
+        self._end_sandbox()
         self.problem, self.history = self._draw(seed), []
-        self._sandbox = start_sandbox(archive(self.problem.files), self.limits, self.output, image=self.image)
+        self._sandbox = self._starter.start(archive(self.problem.files))
         rules = RULES.format(turns=self.turns, seconds=self.deadline) if self.rules else ""
         return rules + self.problem.text
 
@@ -83,6 +84,10 @@ class Terminal:
         return {"messages": shown, "reward": 0.0, "done": False}
 
     def close(self) -> None:
+        self._end_sandbox()
+        self._starter.close()
+
+    def _end_sandbox(self) -> None:
         sandbox, self._sandbox = self._sandbox, None
         if sandbox is not None:
             sandbox.close()
