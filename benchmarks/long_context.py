@@ -3,15 +3,15 @@
 Each trial starts processes, limits their memory (RLIMIT_DATA, beyond what they had when a tiny model was trained once
 and the ranks had met), loads the model, and makes two updates: a short one, which gives Adam its moments, and one of
 two passes, each over a sequence of the given length whose tokens are all trained. A trial fails when an allocation
-does. The longest context of one rank is found by bisection; two ranks then start at four times that, with the same
-settings and the same limit for each.
+does. The longest context of one rank is found by bisection, to a twelfth; two ranks then train four times that and what
+is a little longer, with the same settings and the same limit for each.
 
 Two ranks have half of the tokens each, which alone would give twice the context. The rest is FSDP: it shards weights,
 gradients and optimizer over context-parallel ranks as well. If they take a share s of the limit on one rank, the
 ratio is about 2 (1 - s/2) / (1 - s): 2 for a small model, 4 for s = 2/3. `--share` sets s. Settings that save memory
 (`--set recompute=full`, the default here, `dtype=bfloat16`, `optimizer=adamw_8bit`) hold for both sides.
 
-`context_ratio` is the longest context that two ranks trained over the longest of one.
+`context_ratio` is the longest context that two ranks trained, of those that were tried, over the longest of one.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import resource
 import sys
 import tempfile
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -172,11 +173,14 @@ def main() -> None:
         else:
             guess = expected[0] * 3 // 4 // GRAIN * GRAIN
             alone = longest(one, guess, guess * 7 // 4 // GRAIN * GRAIN)
-            together = longest(two, 4 * alone, 5 * alone) if alone else 0
+            if not alone:
+                raise SystemExit(f"one rank trains nothing under {limit / 1e6:.0f} MB")
+            tried = takewhile(two, (alone * quarters // 4 for quarters in (16, 18, 20)))
+            together = max(tried, default=0) or longest(two, 2 * alone, 4 * alone)
     print(
         json.dumps(
             {
-                "context_ratio": round(together / alone, 2) if alone else None,
+                "context_ratio": round(together / alone, 2),
                 "context_one_rank": alone,
                 "context_two_ranks": together,
                 "predicted": expected,

@@ -43,7 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lora": {"lr": 6e-4, "lora": LORA},
     "lora bfloat16": {"lr": 6e-4, "lora": LORA, "dtype": "bfloat16"},
 }
-HELD_OUT = 48
+HELD_OUT = 24
 DEADLINE_S = 3600.0
 
 
@@ -117,8 +117,8 @@ def gap(rows: list[dict[str, float]], baseline: list[dict[str, float]]) -> float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("models/smollm2-135m"), help="its folder")
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--batch", type=int, default=16, help="sums in a step")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--batch", type=int, default=8, help="sums in a step")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", nargs="*", choices=list(SETTINGS), default=list(SETTINGS), help="settings to run")

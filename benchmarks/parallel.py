@@ -76,24 +76,24 @@ class Case:
 
 CASES = [
     Case("dense", Layout(data=2)),
-    Case("dense", Layout(context=2)),
-    Case("dense", Layout(tensor=2)),
+    Case("dense", Layout(context=2), "dpo"),
+    Case("dense", Layout(tensor=2), "topr"),
     Case("untied", Layout(tensor=2), "gspo"),
     Case("moe", Layout(data=2, expert=2), "gspo"),
-    Case("dense", Layout(data=2), empty=True),
+    Case("dense", Layout(data=2), "sapo", empty=True),
     Case("dense", Layout(context=2), "cispo", settings={"recompute": "full"}),
     Case("dense", Layout(data=2), "reinforce", settings={"recompute": "selective"}),
-    Case("dense", Layout(context=4), "gspo"),
-    Case("dense", Layout(data=2, tensor=2)),
+    Case("dense", Layout(context=4), "gspo_token"),
+    Case("dense", Layout(data=2, tensor=2), "squared"),
     Case("untied", Layout(context=2, tensor=2), "gspo", settings={"recompute": "full"}),
-    Case("dense", Layout(data=2, context=2), "cispo"),
+    Case("dense", Layout(data=2, context=2), "raft_pp"),
     Case("moe", Layout(data=4, expert=2)),
-    Case("moe", Layout(data=2, tensor=2, expert=4)),
+    Case("moe", Layout(data=2, tensor=2, expert=4), "opd"),
     Case("moe", Layout(data=2, context=2, expert=4), settings={"recompute": "full"}),
-    Case("moe", Layout(context=4, expert=2), "gspo"),
+    Case("moe", Layout(context=4, expert=2), "ipo"),
     Case("moe", Layout(data=2, tensor=2, expert=2), empty=True),
     Case("moe", Layout(data=2, context=2, tensor=2, expert=4)),
-    Case("moe", Layout(data=2, expert=2), replay=True),
+    Case("moe", Layout(data=2, expert=2), "sft", replay=True),
     Case("moe", Layout(data=2, expert=2), "gspo", empty=True, settings={"expert_balance": 0.5}),
     Case("moe", Layout(context=2, expert=2), replay=True, settings={"recompute": "full", "expert_balance": 0.5}),
     Case("moe", Layout(data=2, tensor=2, expert=4), replay=True, settings={"expert_balance": 0.5}),
@@ -135,7 +135,7 @@ def make_models(folder: Path) -> None:
 
 
 def batch(case: Case) -> list[list[TrainSample]]:
-    """Five sequences for each pass of each data-parallel rank; they mask, weigh and heat differently. The first three
+    """Six sequences for each pass of each data-parallel rank; they mask, weigh and heat differently. The first three
     begin with the same prompt."""
     draw = torch.Generator().manual_seed(3)
 
@@ -146,7 +146,7 @@ def batch(case: Case) -> list[list[TrainSample]]:
     for number in range(case.layout.data * PASSES):
         samples: list[TrainSample] = []
         prompt = numbers(0, VOCABULARY, PROMPT)
-        for length, heat in zip(numbers(PROMPT + 3, 40, 5), (0.7, 1.0, 1.0, 0.9, 1.0), strict=True):
+        for length, heat in zip(numbers(PROMPT + 3, 40, 6), (0.7, 1.0, 1.0, 0.9, 1.0, 1.0), strict=True):
             mask = [*[0] * PROMPT, 1, *numbers(0, 2, length - PROMPT - 1)]
             start = prompt if len(samples) < 3 else numbers(0, VOCABULARY, PROMPT)
             behaviour = torch.rand(sum(mask), generator=draw).neg().sub(4.0).tolist()
@@ -192,6 +192,8 @@ def accumulate_gradients(
             advantages=micro.advantage,
             sequences=micro.sequence,
             config=config.algorithm,
+            reference_logprobs=old - 0.1,
+            teacher_logprobs=micro.behaviour,
         )
         value = losses.policy_loss(loss, inputs).loss
         total = (micro.weight * (value - 0.01 * entropy)).sum()
