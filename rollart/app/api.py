@@ -27,6 +27,7 @@ from rollart.models.folder import is_adapter
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from rollart.observe.exporters import Exporter
     from rollart.simulator.result import SimulationResult
     from rollart.simulator.scenario import Scenario
 
@@ -102,7 +103,7 @@ def train(
         def watch(log: EventLog) -> None:
             target = ExportTarget(path, path.name, metrics, run.observe.prometheus_port)
             for exporter in [EXPORTERS[name](target) for name in run.observe.export]:
-                stack.callback(exporter.close)
+                stack.enter_context(_closed(exporter))
                 log.subscribe(exporter.on_event)
             attach(log, read_events(path / "events"))
 
@@ -300,6 +301,18 @@ def _run(
         "an event loop is running in this thread, as in a notebook or a coroutine; "
         "call this in a thread of its own: await asyncio.to_thread(rollart.train, run)"
     )
+
+
+@contextlib.contextmanager
+def _closed(exporter: "Exporter") -> Iterator[None]:
+    """Whatever ended the run is the error, not what follows from it when a view is closed."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            exporter.close()
+        raise
+    exporter.close()
 
 
 @contextlib.contextmanager

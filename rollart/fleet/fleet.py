@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from rollart.agents.pool import AgentPool
 from rollart.config import RunFile
+from rollart.core.errors import ServiceError
 from rollart.core.event_log import EventLog
 from rollart.core.events import ServiceEnded
 from rollart.core.types import Publication
@@ -238,7 +239,11 @@ class Fleet:
         return await self._publish()
 
     async def export(self, checkpoint: Path, model: Path) -> None:
-        await export_in_child(checkpoint, model)
+        """By the trainer, which has imported what it takes, or by a process of its own if the trainer is gone."""
+        try:
+            await self.trainer.export(checkpoint, model)
+        except ServiceError:
+            await export_in_child(checkpoint, model)
 
     async def _publish(self) -> Publication:
         clock = asyncio.get_running_loop().time

@@ -10,10 +10,10 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from rollart.app import preflight
+from rollart.app import api, preflight
 from rollart.app.cli import app
 from rollart.app.commands import common
-from rollart.core.errors import ConfigError
+from rollart.core.errors import ConfigError, RollartError
 
 TASK = {"name": "t", "env": "rollart.envs.guess_number:GuessNumber"}
 
@@ -97,7 +97,7 @@ def test_an_output_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = CliRunner().invoke(app, ["train", str(write(tmp_path)), "--output", str(tmp_path / "file")])
     assert done.exit_code == 2
-    assert "--output must be a folder" in done.output and "Traceback" not in done.output
+    assert "--output and --run-dir must be folders" in done.output and "Traceback" not in done.output
 
 
 @pytest.mark.parametrize(
@@ -115,6 +115,29 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(
     assert ended.value.exit_code == 2
     printed = capsys.readouterr().err
     assert printed.startswith("/some/folder: it failed; ") and hint in printed
+
+
+def test_a_write_to_a_full_disk_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    @common.guarded
+    def command() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(typer.Exit):
+        command()
+    assert capsys.readouterr().err.startswith("the disk of the run folder is full; make room")
+
+
+def test_a_view_that_cannot_be_closed_does_not_hide_what_ended_the_run() -> None:
+    class FullDisk:
+        def close(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def on_event(self, event: object) -> None: ...
+
+    with pytest.raises(RollartError, match="the cause"), api._closed(FullDisk()):
+        raise RollartError("the cause")
+    with pytest.raises(OSError, match="No space left"), api._closed(FullDisk()):
+        pass
 
 
 @pytest.mark.parametrize("command", ["check", "train"])

@@ -42,10 +42,10 @@ ModelDir = Annotated[
 
 _HINTS = {
     errno.ENOSPC: "; make room, or use another disk with --output",
-    errno.EACCES: "; choose a folder that you may write to with --output",
-    errno.EROFS: "; choose a folder that you may write to with --output",
-    errno.ENOTDIR: "; --output must be a folder",
-    errno.EEXIST: "; --output must be a folder",
+    errno.EACCES: "; choose a folder that you may write to with --output or --run-dir",
+    errno.EROFS: "; choose a folder that you may write to with --output or --run-dir",
+    errno.ENOTDIR: "; --output and --run-dir must be folders",
+    errno.EEXIST: "; --output and --run-dir must be folders",
 }
 
 
@@ -60,6 +60,9 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
             _print_error(str(error))
             raise typer.Exit(2) from None
         except OSError as error:
+            if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):  # a failed write has no name
+                _print_error("the disk of the run folder is full; make room, or choose another with --output")
+                raise typer.Exit(2) from None
             if error.filename is None or error.strerror is None:
                 raise
             _print_error(f"{error.filename}: {error.strerror}{_HINTS.get(error.errno or 0, '')}")
