@@ -5,6 +5,7 @@ so that a day of a run costs as much to draw as a second of it. Slices are looke
 outside the window are skipped, and what is computed for one is dropped before the next.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +15,14 @@ from rollart.app.dashboard.log_view import Columns, LogView, Names, PackedRows
 from rollart.app.dashboard.trajectory_table import TrajectoryTable
 from rollart.app.dashboard.turn_table import TurnTable
 from rollart.core import events as ev
+from rollart.core.types import Outcome
 
 KINDS = ("reset", "generate", "step", "score")
 _RESET, _GENERATE, _STEP, _SCORE = range(4)
 _MAX_SLICES = 4000
 _MAX_TRACK_SLICES = 3000
+_MAX_ALIKE = 8  # tracks that differ in the name of a worker; more are one
+_FAILURES, _FAILED = "failures", (Outcome.ENV_FAILED, Outcome.ENGINE_FAILED, Outcome.REWARD_FAILED)
 
 Slices = tuple[Columns, Columns, Columns, Columns]  # where, what, start and end
 
@@ -40,6 +44,9 @@ class TimeIndex(LogView):
                 ev.WorkStarted: self._work_started,
                 ev.Evaluated: self._evaluated,
                 ev.WarmupStep: self._warmup,
+                ev.EnvironmentLost: lambda event: self._add(_FAILURES, -1, event.t, 0.0),
+                ev.ServiceEnded: lambda event: self._add(_FAILURES, -1, event.t, 0.0),
+                ev.TrajectoryEnded: self._ended,
             }
         )
         self._table, self._turns = table, turns
@@ -54,6 +61,10 @@ class TimeIndex(LogView):
     def _work_started(self, event: ev.WorkStarted) -> None:
         if event.work == "evaluation":
             self._eval_began[event.version] = event.t
+
+    def _ended(self, event: ev.TrajectoryEnded) -> None:
+        if event.outcome in _FAILED:
+            self._add(_FAILURES, -1, event.t, 0.0)
 
     def _evaluated(self, event: ev.Evaluated) -> None:
         if event.version in self._eval_began:
@@ -82,12 +93,22 @@ class TimeIndex(LogView):
             _, kept = np.unique(where * (pixels + 2) + np.clip(pixel, -1, pixels), return_index=True)
             where, what, start, end = where[kept], what[kept], start[kept], end[kept]
         tracks = []
-        for number, name in enumerate(self._tracks):
-            mine = where == number
+        for name, numbers in self._track_names().items():
+            mine = np.isin(where, numbers)
             if mine.any():
                 slices = np.stack([start[mine], end[mine], what[mine]], axis=1)
                 tracks.append({"name": name, "slices": np.round(slices, 4).tolist()})
         return tracks
+
+    def _track_names(self) -> dict[str, list[int]]:
+        """The tracks that are drawn, and their numbers: the swaps of many engines are one track."""
+        alike = Counter(name.partition(" ")[0] for name in self._tracks)
+        found: dict[str, list[int]] = {}
+        for number, name in enumerate(self._tracks):
+            first = name.partition(" ")[0]
+            many = f"{first} ({alike[first]})" if alike[first] > _MAX_ALIKE else name
+            found.setdefault(many, []).append(number)
+        return found
 
     def _trajectory_slices(self, low: float, high: float, pixels: int) -> dict[str, Any]:
         found: list[Slices] = []

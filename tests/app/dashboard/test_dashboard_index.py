@@ -295,3 +295,13 @@ def test_imitation_has_its_loss_and_its_step_in_the_overview(tmp_path: Path) -> 
     assert (view["step"], view["steps"], view["phase"]) == (200, 200, "finished")
     assert view["losses"][0] == (0, 2.0)
     assert view["about"]["work"] == "imitation"
+
+
+def test_many_engines_swap_on_one_track_and_failures_have_one() -> None:
+    index = TimeIndex(TrajectoryTable(), TurnTable(TrajectoryTable()))
+    for number in range(20):
+        index.fold(ev.EngineSwapped(t=2.0 + number, engine=f"engine-{number}", version=1, seconds=0.5))
+    index.fold(ev.EnvironmentLost(t=3.0, task="a", call="step", reason="it hung"))
+    tracks = {track["name"]: track["slices"] for track in index.window(0.0, 30.0, 100)["tracks"]}
+    assert set(tracks) == {"swap (20)", "failures"}
+    assert len(tracks["swap (20)"]) == 20

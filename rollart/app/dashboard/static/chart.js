@@ -185,8 +185,8 @@ export function stack(parts) {
 }
 
 // Columns over a range: counts of equal bins between low and high.
-export function histogram(found, format = trim, height = 74) {
+export function histogram(found, format = trim, height = 64) {
   const most = Math.max(...found.counts, 1), width = 300, step = width / Math.max(1, found.counts.length);
   const boxes = found.counts.map((n, i) => svg("rect", { x: i * step + 0.5, width: Math.max(1, step - 1), y: 60 - 56 * n / most, height: 56 * n / most, rx: 1.5, style: { fill: "var(--c0)" } }, svg("title", {}, `${n} trajectories, ${format(found.low + (found.high - found.low) * i / found.counts.length)} to ${format(found.low + (found.high - found.low) * (i + 1) / found.counts.length)}`)));
-  return el("div", { class: "chart" }, svg("svg", { viewBox: `0 0 ${width} 74`, height, role: "img", "aria-label": "histogram", preserveAspectRatio: "none" }, ...boxes, svg("text", { x: 0, y: 72 }, format(found.low)), svg("text", { x: width, y: 72, "text-anchor": "end" }, format(found.high))));
+  return el("div", { class: "chart" }, svg("svg", { viewBox: `0 0 ${width} 60`, height, role: "img", "aria-label": "histogram", preserveAspectRatio: "none" }, ...boxes), el("div", { class: "ends" }, el("span", {}, format(found.low)), el("span", {}, format(found.high))));
 }

@@ -17,7 +17,7 @@ export function createReader(pane, { run, query, go }) {
   let mode = "logprob", data = null;
   const chat = el("div", { class: "chat" }), facts = el("div", { class: "stats" }), others = el("div"), parts = el("div"), title = el("h1", { class: "mono" }, id), sub = el("span", { class: "sub" });
   const choose = el("span", { class: "row" }, Object.entries(MODES).map(([name, tip]) => el("button", { type: "button", tip, "data-mode": name, "aria-pressed": String(name === mode), onclick: () => { mode = name; draw(); } }, name)));
-  const side = card("Group", { width: "w4" }, others);
+  const side = card("Group", { width: "w4 beside" }, others);
   pane.append(el("div", { class: "head" }, el("a", { href: `#/trajectories/${encodeURIComponent(run)}` }, "← all"), title, sub), el("div", { class: "grid" }, facts,
     el("section", { class: "card w8" }, el("header", {}, el("h2", { tip: "Messages as they were given to the model; actions token by token." }, "Conversation"), el("span", { class: "right row" }, el("span", { class: "note" }, "colour by"), choose)), chat), side));
 

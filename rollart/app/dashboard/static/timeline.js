@@ -79,12 +79,12 @@ export function createTimeline(canvas, { onWindow, onPick, onHover }) {
 
   function drawTrack(track, i) {
     const y = HEAD + i * ROW + 2;
-    context.fillStyle = theme.tracks[i % theme.tracks.length];
+    const fill = context.fillStyle = track.name === "failures" ? theme.bad : theme.tracks[i % theme.tracks.length];
     for (const [a, b, what] of track.slices) {
       const x = px(a), wide = Math.max(1.2, px(b) - x);
       context.fillRect(x, y, wide > 3 ? wide - 0.6 : wide, ROW - 5);
       placed.push([x, y, wide, ROW - 5, `${track.name}${what >= 0 ? ` ${what}` : ""}: ${((b - a) < 1 ? `${((b - a) * 1000).toFixed(1)} ms` : `${(b - a).toFixed(2)} s`)}`]);
-      if (wide > 26 && what >= 0) { context.fillStyle = "#fff"; context.fillText(String(what), Math.max(x, label()) + 4, y + 7); context.fillStyle = theme.tracks[i % theme.tracks.length]; }
+      if (wide > 26 && what >= 0) { context.fillStyle = "#fff"; context.fillText(String(what), Math.max(x, label()) + 4, y + 7); context.fillStyle = fill; }
     }
   }
 
@@ -109,7 +109,7 @@ export function createTimeline(canvas, { onWindow, onPick, onHover }) {
       for (const lane of rows.slice(0, 70)) {
         for (const row of lane.rows) {
           const x = px(row.trajectory.started), wide = Math.max(1, px(row.until) - x);
-          context.fillStyle = theme.line; context.fillRect(x, top + 1, wide - 0.5, LANE - 2);
+          context.fillStyle = row.trajectory.outcome?.endsWith("_failed") ? theme.bad : theme.line; context.fillRect(x, top + 1, wide - 0.5, LANE - 2);
           placed.push([x, top, wide, LANE, `${row.trajectory.id}: ${row.trajectory.outcome}`, row.trajectory.id]);
           for (const [kind, a, b] of row.slices) { context.fillStyle = theme.kinds[kind]; context.fillRect(px(a), top + 1, Math.max(0.7, px(b) - px(a) - 0.3), LANE - 2); }
         }

@@ -67,7 +67,7 @@ export function create(pane, context) {
 }
 
 const columns = () => [
-  { name: "run", value: (r) => el("span", { class: "row" }, swatch(r.colour), r.name) }, { name: "phase", value: (r) => r.phase }, { name: "steps", num: true, value: (r) => `${r.step} of ${r.steps}`, tip: "Optimizer steps." },
+  { name: "run", value: (r) => el("span", { class: "named" }, swatch(r.colour), r.name) }, { name: "phase", value: (r) => r.phase }, { name: "steps", num: true, value: (r) => `${r.step} of ${r.steps}`, tip: "Optimizer steps." },
   { name: "time", num: true, value: (r) => clock(r.t), tip: "Since the run began." }, { name: "time per step", num: true, tip: "Mean time between two steps.", value: (r) => (r.points.length > 1 ? seconds((r.points.at(-1).t - r.points[0].t) / (r.points.at(-1).version - r.points[0].version)) : "–") },
   { name: "tokens", num: true, value: (r) => count(r.points.at(-1)?.tokens), tip: "Tokens trained." }, { name: "preset", value: (r) => `${r.preset}, alpha ${r.alpha}` },
   { name: "held-out success", wrap: true, tip: "Of the newest evaluation, by task.", value: (r) => Object.entries(r.held_out).map(([task, points]) => (points.length ? `${task} ${percent(points.at(-1).success)}` : "")).filter(Boolean).join(", ") || "–" },

@@ -3,7 +3,7 @@
 import { get } from "../api.js";
 import { lineChart } from "../chart.js";
 import { card, colour, el, empty, table } from "../dom.js";
-import { seconds, trim } from "../format.js";
+import { percent, seconds, trim } from "../format.js";
 
 export function create(pane) {
   const grid = el("div", { class: "grid" });
@@ -32,6 +32,14 @@ function front({ file, content }) {
   ];
 }
 
+// Numbers of a simulation, with their unit and what they are; others go by their own name.
+const KNOWN = {
+  step_s: ["time of a step", seconds, "Mean time between two optimizer steps."], wait_s: ["waits for the batch", seconds, "Mean time that the trainer waits for the batch of a step."], train_s: ["training", seconds, "Mean time that the trainer works on a step."],
+  tokens_per_s: ["trained tokens/s", trim, "Tokens in the batches of all steps, per second."], answers_per_s: ["generated tokens/s", trim, "Tokens that engines sample, per second."], trajectories_per_s: ["trajectories/s", trim, "Trajectories that are trained, per second."],
+  cost_per_step: ["cost of a step", trim, "One H20 for an hour is 1."], price_per_hour: ["price per hour", trim, "Of all devices; one H20 is 1."], seconds: ["time in all", seconds, "Simulated time to the last step."], mfu: ["FLOPs used", (value) => percent(value, 1), "Model FLOPs of training, as a share of the peak of the trainer's devices."],
+};
+const named = (key) => KNOWN[key] || [key.replace("values.", "").replaceAll("_", " "), trim, "As the simulation reports it."];
+
 function sweep({ file, content }) {
   const rows = content.sweep, flat = rows.map((row) => flatten(row));
   const keys = [...new Set(flat.flatMap((row) => Object.keys(row)))], numeric = keys.filter((key) => flat.every((row) => row[key] === undefined || typeof row[key] === "number"));
@@ -39,8 +47,8 @@ function sweep({ file, content }) {
   const shown = ["step_s", "tokens_per_s", "trajectories_per_s", "cost_per_step", ...numeric].filter((key, i, all) => all.indexOf(key) === i && varied.includes(key) && numeric.includes(key)).slice(0, 4);
   const swept = keys.filter((key) => key.startsWith("values.") && varied.includes(key)), x = flat.map((row) => Number(row[swept[0]]));
   const byValue = swept.length === 1 && x.every(Number.isFinite); // else points are numbered
-  const charts = shown.map((key, i) => { const chart = lineChart({ label: key, x: byValue ? swept[0].split(".").at(-1) : "point", height: 190, format: key.endsWith("_s") && !key.includes("per") ? seconds : trim }); queueMicrotask(() => chart.set({ series: [{ name: key, colour: colour(i), dots: true, points: flat.map((row, n) => [byValue ? x[n] : n + 1, row[key]]) }] })); return card(key.replaceAll("_", " "), { width: "w6", tip: byValue ? "Over the values of the key that the sweep changes." : "One point for each row of the sweep, in the order of the table." }, chart.node); });
-  const columns = [{ name: "point", num: true, value: (r) => String(flat.indexOf(r) + 1) }, ...varied.slice(0, 10).map((key) => ({ name: key.replace("values.", "").replaceAll("_", " "), num: numeric.includes(key), value: (r) => (typeof r[key] === "number" ? trim(r[key]) : String(r[key] ?? "–")) }))];
+  const charts = shown.map((key, i) => { const chart = lineChart({ label: key, x: byValue ? swept[0].split(".").at(-1) : "point", height: 190, format: named(key)[1] }); queueMicrotask(() => chart.set({ series: [{ name: key, colour: colour(i), dots: true, points: flat.map((row, n) => [byValue ? x[n] : n + 1, row[key]]) }] })); return card(named(key)[0], { width: "w6", tip: `${named(key)[2]} ${byValue ? "Over the values of the key that the sweep changes." : "One point for each row of the sweep, in the order of the table."}` }, chart.node); });
+  const columns = [{ name: "point", num: true, value: (r) => String(flat.indexOf(r) + 1) }, ...varied.filter((key) => !swept.some((each) => each !== key && each.endsWith(`.${key}`))).slice(0, 10).map((key) => ({ name: named(key)[0], tip: named(key)[2], num: numeric.includes(key), value: (r) => (typeof r[key] === "number" ? named(key)[1](r[key]) : String(r[key] ?? "–")) }))];
   return [card(`Sweep: ${file}`, { note: `${rows.length} points` }, table(columns, flat, { label: "sweep" })), ...charts];
 }
 

@@ -21,7 +21,7 @@ export function create(pane, context) {
     return cell;
   });
   pane.append(el("div", { class: "head" }, el("h1", {}, "Trajectories"), head), el("div", { class: "grid" },
-    card("Filter", { width: "w9" }, filters), card("Rewards", { width: "w3", tip: "Rewards of the trajectories that match, those without one left out." }, rewards),
+    el("details", { class: "card w9", open: innerWidth > 720 }, el("summary", {}, el("h2", {}, "Filter")), filters), card("Rewards", { width: "w3", tip: "Rewards of the trajectories that match, those without one left out." }, rewards),
     el("section", { class: "card" }, el("div", { class: "scroll" }, el("table", { "aria-label": "trajectories" }, el("thead", {}, el("tr", {}, headings)), body)), nothing, pages)));
 
   function apply() {
