@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rollart.core.types import Publication
+from rollart.core.types import Hop, Publication
 
 
 def at(version: int) -> Publication:
@@ -18,6 +18,8 @@ class Plain:
     tensors: Mapping[str, Tensor]
     bytes: int = 0
     transport: str = "none"
+    hops: tuple[Hop, ...] = ()
+    relay: str = ""
     released: bool = False
 
     def release(self) -> None:

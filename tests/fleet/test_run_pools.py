@@ -97,6 +97,9 @@ def test_an_engine_that_someone_else_runs_serves_as_a_pool(tmp_path: Path, monke
     assert next(event.version for event in later if isinstance(event, TurnDone)) == 0  # though it was left at 3
     events = list(read_events(tmp_path / "run" / "events"))
     assert {event.engine for event in events if isinstance(event, TurnDone)} == {"partner-0"}
-    assert {event.transport for event in events if isinstance(event, EngineSwapped)} == {"http"}
+    swaps = [event for event in events if isinstance(event, EngineSwapped)]
+    assert {event.transport for event in swaps} == {"http"}
+    for swap in swaps:  # all of it from the trainer, and served to others from then on
+        assert sum(hop.bytes for hop in swap.hops) == swap.bytes and swap.relay.startswith("http://")
     assert not (tmp_path / "weights").exists()
     assert [place["node"][:7] for place in summary["places"] if place["role"] == "generate"] == ["http://"]

@@ -34,7 +34,7 @@ const others = new Map(); // charts on the page by what their x axis is: a point
 const finite = (value) => typeof value === "number" && Number.isFinite(value);
 
 // options: {height, label, x, format, xFormat, low, high, legend}
-// set({series: [{name, colour, points: [[x, y, low?, high?]], dots, dash, width}], refs: [{y, text}], smooth, log})
+// set({series: [{name, colour, points: [[x, y, low?, high?]], dots (true, or a radius), dash, width}], refs: [{y, text}], smooth, log})
 export function lineChart(options = {}) {
   const height = options.height || 190;
   const format = options.format || trim, xFormat = options.xFormat || trim;
@@ -115,7 +115,7 @@ export function lineChart(options = {}) {
     if (points.length > 1 && !series.noLine) drawing.append(svg("path", { class: "line", d: path(points), style: { stroke: series.colour, strokeDasharray: series.dash === true ? "5 4" : series.dash || "", strokeWidth: series.width || "", opacity: series.faint ? 0.25 : "" } }));
     if (series.dots || points.length === 1) for (const [x, y, low, high] of points) {
       if (finite(low)) drawing.append(svg("line", { x1: px(x), x2: px(x), y1: py(low), y2: py(high), style: { stroke: series.colour } }));
-      drawing.append(svg("circle", { cx: px(x), cy: py(y), r: 3, style: { fill: series.colour } }));
+      drawing.append(svg("circle", { cx: px(x), cy: py(y), r: series.dots > 1 ? series.dots : 3, style: { fill: series.colour } }));
     }
   }
 

@@ -22,7 +22,7 @@ function front({ file, content }) {
   const chart = lineChart({ label: "price and time", x: "price/h", format: seconds, integers: false, xFormat: trim, height: 280 });
   const point = (each) => [each.price_per_hour, each.step_s];
   const sorted = [...content.front].sort((p, q) => p.price_per_hour - q.price_per_hour);
-  queueMicrotask(() => chart.set({ series: [{ name: "Pareto front", colour: "var(--c0)", dots: true, points: sorted.map(point) }, { name: "fastest", colour: "var(--c2)", dots: true, noLine: true, points: [point(content.fastest)] }, ...(content.given ? [{ name: "as given", colour: "var(--c1)", dots: true, noLine: true, points: [point(content.given)] }] : [])] }));
+  queueMicrotask(() => chart.set({ series: [{ name: "Pareto front", colour: "var(--c0)", dots: 6, points: sorted.map(point) }, { name: "fastest", colour: "var(--c2)", dots: true, noLine: true, points: [point(content.fastest)] }, ...(content.given ? [{ name: "as given", colour: "var(--c1)", dots: true, noLine: true, points: [point(content.given)] }] : [])] }));
   const rows = [...sorted.map((each) => ({ ...each, kind: "front" })), ...(content.given ? [{ ...content.given, kind: "as given" }] : [])];
   return [
     card(`Plan: ${file}`, { note: `${content.considered} splits considered, ${content.simulated} simulated`, tip: "Each point is a plan that no other beats in both price and time of a step." }, chart.node),
@@ -34,9 +34,9 @@ function front({ file, content }) {
 
 // Numbers of a simulation, with their unit and what they are; others go by their own name.
 const KNOWN = {
-  step_s: ["time of a step", seconds, "Mean time between two optimizer steps."], wait_s: ["waits for the batch", seconds, "Mean time that the trainer waits for the batch of a step."], train_s: ["training", seconds, "Mean time that the trainer works on a step."],
-  tokens_per_s: ["trained tokens/s", trim, "Tokens in the batches of all steps, per second."], answers_per_s: ["generated tokens/s", trim, "Tokens that engines sample, per second."], trajectories_per_s: ["trajectories/s", trim, "Trajectories that are trained, per second."],
-  cost_per_step: ["cost of a step", trim, "One H20 for an hour is 1."], price_per_hour: ["price per hour", trim, "Of all devices; one H20 is 1."], seconds: ["time in all", seconds, "Simulated time to the last step."], mfu: ["FLOPs used", (value) => percent(value, 1), "Model FLOPs of training, as a share of the peak of the trainer's devices."],
+  step_s: ["step", seconds, "Mean time between two optimizer steps."], wait_s: ["batch wait", seconds, "Mean time that the trainer waits for the batch of a step."], train_s: ["training", seconds, "Mean time that the trainer works on a step."],
+  tokens_per_s: ["tokens/s", trim, "Tokens in the batches of all steps, per second."], answers_per_s: ["generated/s", trim, "Tokens that engines sample, per second."], trajectories_per_s: ["trajectories/s", trim, "Trajectories that are trained, per second."],
+  cost_per_step: ["cost per step", trim, "One H20 for an hour is 1."], price_per_hour: ["price per hour", trim, "Of all devices; one H20 is 1."], seconds: ["time in all", seconds, "Simulated time to the last step."], mfu: ["MFU", (value) => percent(value, 1), "Model FLOPs of training, as a share of the peak of the trainer's devices."],
 };
 const named = (key) => KNOWN[key] || [key.replace("values.", "").replaceAll("_", " "), trim, "As the simulation reports it."];
 
