@@ -28,11 +28,13 @@ WAIT_MS = 120_000
 MOMENTS = 60  # of a run that are looked at for a busy one
 
 
-def shoot(page: Page, view: str, run: str, path: Path, query: str = "", heading: str = "h1") -> None:
+def shoot(page: Page, view: str, run: str, path: Path, query: str = "", heading: str = "h1", top: str = "h1") -> None:
+    """`heading` is what it waits for, `top` what the picture begins with."""
     page.evaluate(f"location.hash = '#/{view}/{run}{query}'")
     page.locator(heading).first.wait_for()
     page.locator("#status:empty").wait_for(state="attached")
     page.wait_for_timeout(1500)  # moving squares come to rest
+    page.locator(top).first.evaluate("node => scrollTo(0, node.getBoundingClientRect().top + scrollY - 12)")
     page.screenshot(path=path, full_page=False)
     print(path)
 
@@ -117,6 +119,7 @@ def rest(page: Page, run: str, many: str, out: Path) -> None:
     shoot(page, "trajectories", run, out / "trajectories.png", "?sort=reward", "tr.link")
     shoot(page, "trajectories", run, out / "reader.png", f"?open={first_trajectory(page, run)}", ".tok, .empty")
     shoot(page, "freshness", run, out / "freshness.png")
+    shoot(page, "freshness", run, out / "metrics.png", heading="h2.section", top="h2.section")
     shoot(page, "hardware", many, out / "hardware.png")
     shoot(page, "compare", run, out / "compare.png")
     shoot(page, "plans", run, out / "plans.png")

@@ -48,8 +48,8 @@ export function create(pane, { run }) {
   none.hidden = true;
   const charts = new Map(), sections = new Map();
   pane.append(el("div", { class: "head" }, el("h1", {}, "Freshness and loss")), none, grid, tools, more);
-  grid.append(stats, card("Staleness by step", { width: "w6", tip: "Versions between the policy that sampled a trajectory's oldest token and the one that trained on it: mean and maximum of the batch. It never exceeds alpha." }, stale.node), card("Ages of what was trained", { width: "w6", tip: "Trajectories by the age of their oldest token." }, ages),
-    card("Thrown away, by cause", { width: "w6", tip: "Tokens of trajectories that will not be trained. A cancelled one was a surplus member, or its group was dropped." }, wasted), card("Gap between engine and trainer", { width: "w6", tip: "Mean absolute difference between the logprobs that the engine sampled with and those of the trainer, by task. Tokens of age 0 show numerics alone." }, gap.node));
+  grid.append(stats, card("Staleness by step", { width: "w6", tip: "Versions between the policy that sampled a trajectory's oldest token and the one that trained on it: mean and maximum of the batch. It never exceeds alpha." }, stale.node), card("Gap between engine and trainer", { width: "w6", tip: "Mean absolute difference between the logprobs that the engine sampled with and those of the trainer, by task. Tokens of age 0 show numerics alone." }, gap.node),
+    card("Ages of what was trained", { width: "w6", tip: "Trajectories by the age of their oldest token." }, ages), card("Thrown away, by cause", { width: "w6", tip: "Tokens of trajectories that will not be trained. A cancelled one was a surplus member, or its group was dropped." }, wasted));
 
   function update(data) {
     const untrained = ["sample", "imitation"].includes(data.about.work); // nothing in it is of RL
