@@ -26,12 +26,14 @@ def test_an_example_is_a_valid_run_file(path: Path) -> None:
     assert run.tasks
 
 
-@pytest.mark.parametrize(
-    "nodes", sorted((ROOT / "examples" / "hardware").glob("*.nodes.json")), ids=lambda path: path.name
-)
-def test_a_run_file_for_hardware_fits_its_nodes(nodes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+HARDWARE = [path for path in FILES if path.parent.name in ("hardware", "scale")]
+
+
+@pytest.mark.parametrize("run", HARDWARE, ids=lambda path: path.name)
+def test_a_run_file_for_hardware_fits_its_nodes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    run = nodes.with_name(nodes.name.replace(".nodes.json", ".yaml"))
+    own, common = run.with_suffix(".nodes.json"), run.with_name("nodes.json")
+    nodes = own if own.exists() else common
     checked = CliRunner().invoke(app, ["check", str(run), "--nodes", str(nodes)])
     assert checked.exit_code == 0, checked.output
     assert "Memory of each device" in checked.output
