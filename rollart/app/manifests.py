@@ -136,6 +136,20 @@ def _slurm_start(group: NodeGroup, het: str, nodes: str, *, first: bool) -> str:
     return f"{start}\nsleep 10  # the head must listen before the others join\n{rest}"
 
 
+def local_files(run: RunFile) -> list[str]:
+    """Files and folders under the current one that the run names: models, data, and modules of environments, agents
+    and rewards."""
+    named = [run.model.path]
+    for task in run.tasks:
+        targets = [task.env, task.player, task.reward.function, task.agent.function if task.agent else None]
+        modules = [target.partition(":")[0].partition(".")[0] for target in targets if target]
+        named += [Path(f"{module}{end}") for module in modules if module != "rollart" for end in ("", ".py")]
+        named += [Path(task.dataset.path)] if task.dataset else []
+        named += [task.agent.files] if task.agent else []
+    here = [path for path in named if path is not None and not path.is_absolute() and path.exists()]
+    return sorted({str(path) for path in here})
+
+
 def kubernetes(launched: LaunchedRun, groups: list[NodeGroup], *, shape: NodeShape, image: str, claim: str) -> str:
     """A ConfigMap with the run file and a RayJob. Nodes are chosen by the label `rollart.io/device`."""
     name = launched.run.name.lower().replace("_", "-").replace(".", "-")
@@ -176,7 +190,9 @@ def kubernetes(launched: LaunchedRun, groups: list[NodeGroup], *, shape: NodeSha
             },
         },
     }
-    return yaml.dump_all([config, job], Dumper=_Manifest, sort_keys=False, width=120)
+    files = local_files(launched.run)
+    note = f"# The image must have these files in its working directory: {', '.join(files)}\n" if files else ""
+    return note + yaml.dump_all([config, job], Dumper=_Manifest, sort_keys=False, width=120)
 
 
 class _Manifest(yaml.SafeDumper):

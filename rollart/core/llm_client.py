@@ -72,7 +72,8 @@ def _post(url: str, body: dict[str, Any], key: str, timeout: float) -> Any:
             return json.loads(response.read(MAX_RESPONSE_BYTES))
     except urllib.error.HTTPError as error:
         with error:
-            hint = "" if secret else f" (no key was sent: {key} is not set here; `pass_env: [{key}]` in the run file)"
+            how = f"set it, and for a reward or an environment also `pass_env: [{key}]`"
+            hint = "" if secret else f" (no key was sent: {key} is not set here; {how})"
             raise NoReply(f"answered HTTP {error.code}{hint}: {error.read(300)!r}") from None
     except (OSError, ValueError) as error:
         raise NoReply(f"did not reply at {url}: {error}") from error

@@ -66,7 +66,7 @@ def _snapshot(id: str, revision: str | None, *, kind: str, patterns: list[str]) 
     try:
         return Path(snapshot_download(id, **wanted, local_files_only=True))
     except (LocalEntryNotFoundError, OfflineModeIsEnabled):
-        reason = "it is not in the cache of this machine and the hub cannot be reached"
+        reason = "it is neither a folder here nor in the cache of this machine, and the hub cannot be reached"
         raise ConfigError(_missing(id, revision, reason)) from None
 
 

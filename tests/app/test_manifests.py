@@ -55,6 +55,18 @@ def test_a_pool_on_any_device_cannot_be_requested(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "pools.reading.device is auto" in result.output
 
 
+def test_the_files_that_the_image_needs_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("")
+    Path("rows.jsonl").write_text("{}\n")
+    own = {"name": "own", "env": "mine:Env", "reward": "elsewhere:reward"}
+    rows = {"name": "rows", "dataset": {"path": "rows.jsonl", "prompt": "{q}"}, "reward": "exact"}
+    Path("run.yaml").write_text(yaml.safe_dump({"name": "r", "model": {"tiny": {}}, "tasks": [own, rows]}))
+    text = written("kubernetes", "run.yaml", "--image", "i", "--claim", "c")
+    assert text.startswith("# The image must have these files in its working directory: mine.py, rows.jsonl\n")
+    assert len(list(yaml.safe_load_all(text))) == 2
+
+
 def test_the_slurm_script_is_valid_bash_and_passes_the_overrides_on(run_file: Path) -> None:
     text = written("slurm", str(run_file), "--set", "training.steps=3", "--hours", "1.5", "--partition", "big")
     subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=10)

@@ -46,7 +46,7 @@ def slurm(
 @guarded
 def kubernetes(
     run_file: RunPath,
-    image: Annotated[str, typer.Option(help="A container image with rollart and Ray; see the Dockerfile.")],
+    image: Annotated[str, typer.Option(help="A container image with rollart, Ray and the files that the run names.")],
     claim: Annotated[str, typer.Option(help="The persistent volume claim for run folders.")],
     overrides: Overrides = None,
     gpus_per_node: Gpus = 8,
@@ -56,7 +56,8 @@ def kubernetes(
 ) -> None:
     """A RayJob of KubeRay, and a ConfigMap with the run file.
 
-    Nodes are chosen by their label rollart.io/device. Never exercised on a cluster.
+    Nodes are chosen by their label rollart.io/device. Files that the run names must
+    be in the image; the first line lists them. Never exercised on a cluster.
 
     [dim]rollart launch kubernetes run.yaml --image registry/rollart --claim runs -o job.yaml[/dim]
     """

@@ -18,7 +18,10 @@ def sample(
             help="A model folder, a checkpoint or an adapter, or a name at --endpoint; default: the run's own.",
         ),
     ] = None,
-    endpoint: Annotated[str | None, typer.Option(metavar="URL", help="An OpenAI-compatible API, up to /v1.")] = None,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="An OpenAI-compatible API, up to /v1; its key is in OPENAI_API_KEY."),
+    ] = None,
     overrides: Overrides = None,
     resume: Resume = False,
     output: Output = None,

@@ -94,7 +94,10 @@ def evaluate(
     run_file: RunPath,
     model: ModelDir,
     endpoint: Annotated[
-        str | None, typer.Option(metavar="URL", help="An OpenAI-compatible API; --model is the name of a model there.")
+        str | None,
+        typer.Option(
+            metavar="URL", help="An OpenAI-compatible API, up to /v1; --model is a name there. Its key: OPENAI_API_KEY."
+        ),
     ] = None,
     overrides: Overrides = None,
     output: Output = None,
