@@ -35,7 +35,7 @@ ENGINES = {
     "podman": "--mount=type=tmpfs,destination={work},tmpfs-size={size}m,U=true,exec=true",
     "docker": "--tmpfs={work}:size={size}m,mode=0777,exec,uid=1000,gid=1000",
 }
-INSPECT_S = 10.0
+INSPECT_S, ENGINE_S = 10.0, 60.0
 
 
 def container_engine() -> str | None:
@@ -43,7 +43,7 @@ def container_engine() -> str | None:
     return next((found for name in ENGINES if (found := shutil.which(name))), None)
 
 
-def run_engine(*arguments: str, seconds: float = INSPECT_S) -> str | None:
+def run_engine(*arguments: str, seconds: float = ENGINE_S) -> str | None:
     """What the engine wrote; None if it failed. Raises SandboxError if there is none, or it does not answer."""
     engine = container_engine()
     if engine is None:

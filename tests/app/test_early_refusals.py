@@ -80,6 +80,12 @@ def test_a_missing_key_of_a_sandbox_service_is_refused(
         preflight.load_run(write(tmp_path, task))
 
 
+def test_an_image_without_an_engine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollart.app.images.container_engine", lambda: None)
+    with pytest.raises(ConfigError, match=r"needs the image debian:12, which needs podman or docker"):
+        preflight.load_run(write(tmp_path, {"env": "rollart.envs.terminal:Terminal", "args": {"image": "debian:12"}}))
+
+
 def test_a_command_agent_in_a_sandbox_of_a_service_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot reach the gateway"):
         preflight.load_run(write(tmp_path, {"env": None, "agent": {"command": ["x"], "image": "e2b://base"}}))

@@ -100,6 +100,7 @@ def test_the_next_container_is_started_ahead_and_none_is_left(image: str) -> Non
     with starter.start() as second:
         assert second.run("ls", 10).output == "" and starter._spare is not spare
         spare.kill(spare.init)
+        wait_until_dead(spare.init)
         with pytest.raises(SandboxError):
             second.run("ls", 10)
     dead = starter._spare
@@ -112,6 +113,13 @@ def test_the_next_container_is_started_ahead_and_none_is_left(image: str) -> Non
     assert starter._spare is None and listed.stdout == ""
 
 
+def wait_until_dead(pid: int) -> None:
+    deadline = time.monotonic() + 20
+    while not is_dead(pid) and time.monotonic() < deadline:
+        os.sched_yield()
+    assert is_dead(pid)
+
+
 def test_it_ends_with_its_owner(image: str) -> None:
     """A killed owner closes its end of the requests, and init ends."""
     container = Container(image, limits=SandboxLimits(), shell="sleep 60")
@@ -121,10 +129,7 @@ def test_it_ends_with_its_owner(image: str) -> None:
             os.close(container._ours.pop())
         assert container._process is not None
         container._process.kill()
-        deadline = time.monotonic() + 20
-        while not is_dead(container.init) and time.monotonic() < deadline:
-            os.sched_yield()
-        assert is_dead(container.init)
+        wait_until_dead(container.init)
     finally:
         container.close()
 
