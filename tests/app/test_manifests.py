@@ -88,7 +88,8 @@ def test_the_slurm_script_trains_on_a_cluster_of_one_node(run_file: Path, tmp_pa
         "srun": 'while [ "${1#-}" != "$1" ]; do [ "$1" = -w ] && shift; shift; done; exec "$@"',
         "hostname": "echo 10.0.0.1 10.0.0.2",
         "ray": f'echo "ray $*" >> {record}',
-        "rollart": f'echo "rollart $*" >> {record}',
+        # As the real one, it waits for the node, which is started in the background.
+        "rollart": f'until grep -qs "^ray " {record}; do sleep 0.1; done; echo "rollart $*" >> {record}',
     }.items():
         stand_in = tmp_path / "bin" / name
         stand_in.parent.mkdir(exist_ok=True)
@@ -96,7 +97,7 @@ def test_the_slurm_script_trains_on_a_cluster_of_one_node(run_file: Path, tmp_pa
         stand_in.chmod(0o755)
     script = written("slurm", str(run_file))
     variables = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "node-a"}
-    subprocess.run(["bash", "-c", script], check=True, timeout=30, env=variables)
+    subprocess.run(["bash", "-c", script], check=True, timeout=60, env=variables)
     calls = record.read_text()
     assert "ray start --head --port=6379 --labels=rollart.io/device=cpu --block" in calls
     assert f"rollart train {run_file} --set cluster=10.0.0.1:6379 --run-dir {tmp_path}/fleet-slurm" in calls
