@@ -23,8 +23,7 @@ from rollart.core.types import Batch, Example, Sample, SampleGroup, Trajectory
 from rollart.rollout.samples import samples
 from rollart.training.checkpoint import save_checkpoint
 from rollart.training.export import export_model
-from rollart.training.policy import PolicyModel
-from rollart.training.scorer import Scorer
+from rollart.training.scorer import Scorer, TeacherModel
 from rollart.training.trainer import Trainer
 from rollart.warmup.examples import batches, shuffled
 
@@ -94,7 +93,7 @@ def curve(
 
 
 def teacher_of(folder: Path) -> Teach:
-    policy = PolicyModel(folder, trained=False)
+    policy = TeacherModel(folder)
     scorer = Scorer(policy, next(policy.model.parameters()).device)
 
     def teach(sample: Sample) -> Sample:

@@ -79,7 +79,8 @@ def train(
         on_event: Called with each event as it happens, from the event loop's thread. It must return quickly; if it
             raises, the run continues without it.
         stage: `train` for RL, after the supervised training of `model.warmup` if there is one; `sft` for that training
-            alone, without engines and environments but the players': resumed as `train`, the run continues with RL.
+            alone, without engines and environments but the players': resumed as `train`, the run continues with RL;
+            `dpo` and `reward-model` for pairs of `preference`.
 
     Raises:
         RollartError: If the run cannot start, or ends early.

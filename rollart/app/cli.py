@@ -15,7 +15,7 @@ from rollart.app.commands.common import AsJson, Overrides, RunDir, RunPath, cons
 from rollart.app.commands.dashboard import dashboard
 from rollart.app.commands.export import export
 from rollart.app.commands.init import init
-from rollart.app.commands.pipelines import dpo, sample
+from rollart.app.commands.pipelines import dpo, reward_model, sample
 from rollart.app.commands.plan import plan
 from rollart.app.commands.play import play
 from rollart.app.commands.replay import replay
@@ -49,6 +49,7 @@ TRAIN, LOOK, PREPARE = "Train", "Look at a run", "Prepare"
 app.command(rich_help_panel=TRAIN)(train)
 app.command(rich_help_panel=TRAIN)(sft)
 app.command(rich_help_panel=TRAIN)(dpo)
+app.command("reward-model", rich_help_panel=TRAIN)(reward_model)
 app.command("eval", rich_help_panel=TRAIN)(evaluate)
 app.command(rich_help_panel=TRAIN)(sample)
 app.command(rich_help_panel=LOOK)(dashboard)

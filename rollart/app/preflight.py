@@ -98,7 +98,7 @@ def _senses(folder: Path) -> str:
 def try_resets(run: RunFile, *, only_bugs: bool = False) -> None:
     """One reset of each environment in its worker, if that is on this machine. Raises ConfigError with a sentence for
     each that fails; with `only_bugs`, for those that would fail again."""
-    tasks = [task for task in run.tasks if task.agent is None]
+    tasks = [task for task in run.tasks if task.agent is None and task.opponent is None]  # which is not started yet
     if run.cluster is not None or any(pool.urls for pool in run.pools_of("environment").values()) or not tasks:
         return
     if problems := asyncio.run(_failed_resets(tasks, run.environments, only_bugs)):

@@ -55,6 +55,8 @@ class CorrectionConfig(Section):
 
 
 CRITIC_ADVANTAGES = ("gae",)  # of those that rollart ships
+TOP_LOSSES = ("reverse_kl", "forward_kl", "jensen_shannon")  # over a teacher's likeliest tokens
+TEACHER_LOSSES = ("opd", *TOP_LOSSES)
 
 
 class CriticConfig(Section):
@@ -89,6 +91,9 @@ class AlgorithmConfig(Section):
         ge=0,
         description="of tasks with a teacher: weight of log teacher - log policy of each token, which is added to its "
         "advantage; `advantage: opd` is that alone",
+    )
+    teacher_top: int = Field(
+        16, ge=1, description="reverse_kl, forward_kl, jensen_shannon: how many of the teacher's likeliest tokens"
     )
     step_weight: float = Field(1.0, ge=0, description="gigpo: weight of the advantage among equal states")
     length_penalty: float = Field(
@@ -131,3 +136,8 @@ class AlgorithmConfig(Section):
         "token",
         description="the loss is a mean over all tokens, over sequences (of their mean), or over groups (of theirs)",
     )
+
+    @property
+    def likeliest(self) -> int:
+        """How many of a teacher's likeliest tokens the loss compares."""
+        return self.teacher_top if self.loss in TOP_LOSSES else 0

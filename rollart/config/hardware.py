@@ -14,6 +14,7 @@ POOL_NAME = r"^[A-Za-z][\w-]*$"
 AFFINITIES = ("auto", "prefill", "decode")
 DEFAULT_ENGINE = "torch"
 VLLM_PYTHON = "ROLLART_VLLM_PYTHON"  # of the environment
+MODEL_ROLES = ("teacher", "judge")  # whose pools have a model of their own
 DEFAULT_POOLS = {"train": "trainer", "generate": "engine", "environment": "environments"}
 
 
@@ -84,19 +85,20 @@ class DeviceConfig(Section):
 class PoolConfig(Section):
     """Workers of one role on one device class."""
 
-    role: Literal["train", "generate", "environment", "teacher"] = Field(description="what its workers do")
+    role: Literal["train", "generate", "environment", "teacher", "judge"] = Field(description="what its workers do")
     device: str | list[str] = Field("auto", description="a device class, several in order of preference, or auto")
     count: Positive = Field(1, description="train: ranks; generate: engines; environment: environment hosts")
     engine: str = Field(DEFAULT_ENGINE, description="generate: torch, the embedded engine, or vllm, vLLM servers")
     tensor_parallel: Positive = Field(1, description="vllm: devices of one node per engine")
     model: str | None = Field(
-        None, description="teacher: a model folder; with `urls`, the name of the model that is served there"
+        None, description="teacher, judge: a model folder; with `urls`, the name of the model that is served there"
     )
     urls: list[str] = Field(
         default_factory=list,
         description="generate, environment: URLs of engines or hosts that someone else runs; teacher: of vLLM's API, "
-        "up to /v1",
+        "judge: of an OpenAI-compatible one, up to /v1",
     )
+    idle: Seconds = Field(120.0, description="judge: seconds without a request after which its engines end")
     emulate: float | None = Field(
         None, gt=1, description="generate, without the device: a CPU engine paced like it, this many times slower"
     )
@@ -124,10 +126,14 @@ class PoolConfig(Section):
             raise Conflict(f"`engine` is for pools of role generate, not {self.role}", "engine")
         if self.urls and self.role == "train":
             raise Conflict("`urls` is for pools of role generate or environment, not train", "urls")
-        if self.model is not None and self.role != "teacher":
-            raise Conflict(f"`model` is for pools of role teacher, not {self.role}", "model")
-        if self.model is None and self.role == "teacher":
-            raise Conflict("a teacher needs `model`, a model folder or the name of one at its urls", "role")
+        if self.model is not None and self.role not in MODEL_ROLES:
+            raise Conflict(f"`model` is for pools of role teacher or judge, not {self.role}", "model")
+        if self.model is None and self.role in MODEL_ROLES:
+            raise Conflict(f"a {self.role} needs `model`, a model folder or the name of one at its urls", "role")
+        if "idle" in self.model_fields_set and self.role != "judge":
+            raise Conflict(f"`idle` is for pools of role judge, not {self.role}", "idle")
+        if self.role == "judge" and len(self.urls) > 1:
+            raise Conflict("a judge has one URL: put a load balancer before several servers", "urls")
         if self.emulate and self.role != "generate":
             raise Conflict(f"`emulate` is for pools of role generate, not {self.role}", "emulate")
         if self.urls and self.emulate:
@@ -136,7 +142,7 @@ class PoolConfig(Section):
             raise Conflict(f"count is {self.count}, but there are {len(self.urls)} urls; leave count out", "count")
         if self.emulate and len(self.devices) != 1:
             raise Conflict("an emulated device is always there; name one class, without fallbacks", "device")
-        if self.auto and (self.emulate or self.urls) and self.role != "teacher":
+        if self.auto and (self.emulate or self.urls) and self.role not in MODEL_ROLES:
             what = "to emulate" if self.emulate else "of the engines that someone else runs"
             raise Conflict(f"name the device class {what}", "device")
         if not self.devices or len(set(self.devices)) < len(self.devices) or (not self.auto and "auto" in self.devices):

@@ -108,4 +108,9 @@ class RewardsConfig(Section):
     workers: Positive = Field(2, description="most local processes; started when needed")
     deadline: Seconds = Field(30.0, description="seconds for one call")
     retries: Natural = Field(2, description="more attempts after a failed call")
+    group_deadline: Seconds = Field(
+        300.0,
+        description="rewards of groups: seconds that an attempt waits for the others at its episode; then those that "
+        "are there are compared",
+    )
     limits: ProcessLimitsConfig = Field(ProcessLimitsConfig(), description="of each local process")

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from rollart.config.algorithm import AlgorithmConfig
+from rollart.config.algorithm import TEACHER_LOSSES, AlgorithmConfig
 from rollart.config.base import Conflict, Natural, Section
 from rollart.config.hardware import (
     AFFINITIES,
@@ -128,6 +128,9 @@ class RunFile(Section):
                 raise Conflict(what, "tasks", index, "algorithm", key)
         return task.model_copy(update={"algorithm": merged})
 
+    def algorithm_of(self, task: TaskConfig) -> AlgorithmConfig:
+        return task.algorithm or self.training.algorithm
+
     def algorithms(self) -> list[AlgorithmConfig]:
         """That of the run, and those of tasks."""
         return [self.training.algorithm, *(task.algorithm for task in self.tasks if task.algorithm)]
@@ -205,20 +208,35 @@ class RunFile(Section):
                 *("training", "batch_groups"),
             )
 
+    def _check_judges(self, index: int, task: TaskConfig) -> None:
+        for name, place in ((task.reward.pool, ("reward", "pool")), (task.opponent, ("opponent",))):
+            if name is not None:
+                self._check_pool_of("judge", name, "tasks", index, *place)
+        if task.opponent is not None and (task.agent is not None or task.dataset is not None):
+            message = f"task {task.name!r} has no environment, so nothing plays against its `opponent`"
+            raise Conflict(message, "tasks", index, "opponent")
+
+    def _check_pool_of(self, role: str, name: str, *place: str | int) -> None:
+        known = [each for each, pool in self.pools.items() if pool.role == role]
+        if name not in known:
+            hint = did_you_mean(name, known) or f"; it has {', '.join(known) or 'none'}"
+            raise Conflict(f"the run file has no pool {name!r} of role {role}{hint}", *place)
+
     def _check_teacher(self, index: int, task: TaskConfig) -> None:
-        known = [name for name, pool in self.pools.items() if pool.role == "teacher"]
-        if task.teacher is not None and task.teacher not in known:
-            hint = did_you_mean(task.teacher, known) or f"; it has {', '.join(known) or 'none'}"
-            message = f"the run file has no pool {task.teacher!r} of role teacher{hint}"
-            raise Conflict(message, "tasks", index, "teacher")
-        own = task.algorithm is not None and "advantage" in task.algorithm.model_fields_set
-        advantage = task.algorithm.advantage if own and task.algorithm else self.training.algorithm.advantage
-        if advantage == "opd" and task.weight and self.teacher_of(task) is None:
-            message = f"advantage opd learns from teachers, and task {task.name!r} has none: give it a `teacher`"
+        if task.teacher is not None:
+            self._check_pool_of("teacher", task.teacher, "tasks", index, "teacher")
+        if not task.weight or self.teacher_of(task) is not None:
+            return
+        # A pass has samples of all tasks, and a loss that compares with teachers needs them in all.
+        losses = [each.loss for each in self.algorithms() if each.loss in TEACHER_LOSSES]
+        if losses or self.algorithm_of(task).advantage == "opd":
+            what = f"loss {losses[0]}" if losses else "advantage opd"
+            message = f"{what} learns from teachers, and task {task.name!r} has none: give it a `teacher`"
             raise Conflict(message, "tasks", index)
 
     def _check_task(self, index: int, task: TaskConfig) -> None:
         self._check_teacher(index, task)
+        self._check_judges(index, task)
         if INVOKERS[task.reward.invoker].cluster and self.cluster is None:
             what = f"invoker {task.reward.invoker} needs `cluster`, the address of a Ray cluster"
             raise Conflict(what, "tasks", index, "reward")

@@ -11,6 +11,7 @@ from pydantic_core import PydanticKnownError
 from rollart.config.algorithm import AlgorithmConfig, Band
 from rollart.config.base import Conflict, ImportPath, Natural, Positive, Seconds, Section
 from rollart.config.yaml_tree import did_you_mean
+from rollart.core.errors import ConfigError
 from rollart.core.schedule import GroupRule, SuccessBand, WeightPlan
 from rollart.sandbox.bubblewrap import SandboxLimits
 from rollart.sandbox.providers import is_remote
@@ -67,7 +68,12 @@ REWARDS = {
     "math": "rollart.rewards.answers:math",
     "code": "rollart.rewards.code:passes_tests",
     "judge": "rollart.rewards.judge:judge",
+    "pairwise": "rollart.rewards.group_judges:pairwise",
+    "ranking": "rollart.rewards.group_judges:ranking",
+    "reward_model": "rollart.rewards.reward_model:reward_model",
 }
+
+GROUP_REWARDS = ("pairwise", "ranking")
 
 
 def _reward_path(value: Any) -> Any:
@@ -81,6 +87,14 @@ class RewardConfig(Section):
         REWARDS["env_return"], description=f"module:function of an episode, or one of {', '.join(REWARDS)}"
     )
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
+    pool: str | None = Field(
+        None, description="pool of role judge whose `url` and `model` the function gets as keyword arguments"
+    )
+    group: bool | None = Field(
+        None,
+        description="the function gets all attempts at an episode at once, and compares them; default: as it is known "
+        f"of {', '.join(GROUP_REWARDS)}",
+    )
     version: str = Field("", description="refuse any other version of the function")
     invoker: Annotated[str, AfterValidator(_known_invoker)] = Field(
         "pool",
@@ -120,9 +134,20 @@ class RewardConfig(Section):
                 raise Conflict(f"`{key}` is for remote calls; the invoker {self.invoker} calls local processes", key)
         if invoker.required and getattr(self, invoker.required) is None:
             raise Conflict(f"the invoker {self.invoker} needs `{invoker.required}`", "invoker")
+        if self.of_group and invoker.transport:
+            raise Conflict(f"a reward of groups runs in local processes, not by the invoker {self.invoker}", "invoker")
+        if self.pool is not None and invoker.transport:
+            raise Conflict(f"`pool` is for local processes; the invoker {self.invoker} calls remote ones", "pool")
+        if self.pool is not None and (given := {"url", "model"} & self.args.keys()):
+            raise Conflict(f"the pool gives the function `{min(given)}`; leave it out of `args`", "args", min(given))
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise Conflict(f"url {self.url!r} must begin with http:// or https://", "url")
         return self
+
+    @property
+    def of_group(self) -> bool:
+        """Whether it compares the attempts at an episode."""
+        return self.function in map(REWARDS.get, GROUP_REWARDS) if self.group is None else self.group
 
 
 def _by_name(value: Any) -> Any:
@@ -312,6 +337,11 @@ class TaskConfig(Section):
         None,
         description="pool of role teacher that it learns from; default: the only one, if no task names any",
     )
+    opponent: str | None = Field(
+        None,
+        description="pool of role judge that plays against it: the environment gets its `url` and `model` in "
+        "`opponent_args`",
+    )
     weight: float = Field(1.0, ge=0, description="weight of the task in every batch; 0: it is only evaluated")
     schedule: Annotated[
         WeightScheduleConfig | None,
@@ -355,4 +385,9 @@ class TaskConfig(Section):
     @property
     def env_args(self) -> dict[str, Any]:
         """Keyword arguments of the environment."""
+        if self.opponent is not None and "url" not in self.args.get("opponent_args", {}):
+            raise ConfigError(
+                f"the opponent of task {self.name} is a pool, which a run starts; here, give its environment the `url` "
+                "and the `model` of one in `opponent_args`"
+            )
         return {"dataset": self.dataset.model_dump(), **self.args} if self.dataset else self.args

@@ -262,7 +262,8 @@ class TrainingConfig(Section):
 
 
 class PreferenceConfig(Section):
-    """`rollart dpo`: pairs of conversations, of which one is better. A step takes `training.batch_groups` of them."""
+    """`rollart dpo` and `rollart reward-model`: pairs of conversations, of which one is better. A step takes
+    `training.batch_groups` of them."""
 
     pairs: Path | None = Field(
         None,
@@ -272,6 +273,9 @@ class PreferenceConfig(Section):
     )
     min_margin: float = Field(0.0, ge=0, description="samples: the rewards of a pair differ by more than this")
     per_episode: Positive = Field(4, description="samples: pairs of one episode, at most")
+    held_out: float = Field(
+        0.1, ge=0, lt=1, description="reward-model: share of the pairs that is never trained, to measure with"
+    )
 
 
 class EvaluationConfig(Section):

@@ -120,6 +120,15 @@ class RewardInvoker(Protocol):
         ...
 
 
+@runtime_checkable
+class GroupRewardInvoker(Protocol):
+    """Rewards that compare the attempts at an episode with one another."""
+
+    async def score_member(self, task: str, episode: Episode, peers: int) -> RewardResult:
+        """Waits until `peers` attempts at the episode are there, and scores them together. Raises RewardFailed."""
+        ...
+
+
 class TeacherInvoker(Protocol):
     async def teach(self, task: str, samples: Sequence[Sample]) -> tuple[Teaching, ...]:
         """What the teacher of the task gives each sample; nothing if it has none. Raises RewardFailed."""

@@ -6,11 +6,13 @@ from rollart.core.column import Column
 
 
 class ScoreRequest(Struct, frozen=True):
-    """The tokens of a sample; those where `mask` is 1 are scored, as sampled at `temperature`."""
+    """The tokens of a sample; those where `mask` is 1 are scored, as sampled at `temperature`. `count`: of how many of
+    the likeliest tokens there the logprobs are wanted too."""
 
     tokens: Column
     mask: Column
     temperature: float = 1.0
+    count: int = 0
 
 
 class Teaching(Struct, frozen=True, gc=False):

@@ -166,6 +166,12 @@ class TapedRewards:
     async def score(self, task: str, episode: Episode) -> RewardResult:
         return await self._tape.call(f"score {episode.id}", RewardResult, lambda: self._real.score(task, episode))
 
+    async def score_member(self, task: str, episode: Episode, peers: int) -> RewardResult:
+        real = self._real
+        return await self._tape.call(
+            f"score {episode.id}", RewardResult, lambda: real.score_member(task, episode, peers)
+        )
+
 
 class TapedTeachers:
     def __init__(self, tape: ControlTape, real: Any) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from rollart.fleet.control_tape import Tape
 from rollart.fleet.endpoint import ModelEndpoint, endpoint_runner, without_limits
 from rollart.fleet.fleet import Fleet
 from rollart.fleet.ledger_writer import LedgerWriter
-from rollart.fleet.pairs import PairSource, for_pairs
+from rollart.fleet.pairs import PairData, PairEvaluator, PairSource, for_pairs, split_pairs
 from rollart.fleet.session import OnLog, Session, event_log, open_ledger, run_stage
 from rollart.fleet.supervision import background, root_cause, supervised, terminable
 from rollart.fleet.warmup import first_model
@@ -39,10 +38,10 @@ from rollart.rollout.ledger import Ledger, Recovery, SqliteLedger
 from rollart.rollout.lockstep import Lockstep
 from rollart.rollout.phases import PhaseChanges
 from rollart.rollout.scheduler import Scheduler
-from rollart.rollout.training_loop import BatchSource, LoopPlan, TrainingLoop
+from rollart.rollout.training_loop import BatchSource, HeldOut, LoopPlan, TrainingLoop
 from rollart.rollout.trajectory import RolloutTask, TrajectoryRunner
 from rollart.training.client import TrainerLost, model_folder
-from rollart.warmup.pairs import Pair, PairFile
+from rollart.warmup.pairs import PairFile
 
 _SAMPLE_SECONDS = 0.5
 _HOST_TICKS = 10
@@ -120,6 +119,7 @@ def rollout_tasks(run: RunFile) -> list[RolloutTask]:
             agent=task.agent is not None,
             deadline=(task.agent and task.agent.deadline) or run.rollout.trajectory_deadline,
             reward="" if task.reward.function == RewardConfig().function else task.reward.function,
+            compared=task.reward.of_group,
             numbered=task.dataset is not None,
             group_size=task.group_size or 0,
             plan=None if task.schedule is None else task.schedule.plan(),
@@ -140,30 +140,37 @@ class Training:
     ledger: LedgerWriter | TapedLedger
     log: EventSink
     checkpoints: Checkpoints
-    pairs: Sequence[Pair] | None = None
+    pairs: PairData | None = None
     phases: PhaseChanges = field(default_factory=PhaseChanges)
 
     async def run_all(self, recovery: Recovery, model: Path) -> None:
         """Evaluate, take all steps, keep the model in `model`, evaluate again."""
         steps, episodes = self.run.training.steps, self.run.evaluation.final_episodes
-        runner = make_runner(self.run, self.fleet, self.log, self.phases)
-        evaluator = CheckpointEvaluator(
-            rollout_tasks(self.run),
-            runner,
-            self.ledger,
-            self.log,
-            self.checkpoints,
-            samples=self.run.evaluation.samples,
-        )
+        evaluator, alone = self._evaluator(), self.pairs is not None and self.pairs.scored
         if recovery.version == 0:
             await supervised(
-                self.fleet.supervise(trainer=False), evaluator.run(0, episodes, label="before", final=True)
+                self.fleet.supervise(trainer=alone), evaluator.run(0, episodes, label="before", final=True)
             )
         await self._until_trained(evaluator, recovery)
         await self.fleet.export(self.checkpoints.path(steps), model)  # even if the last evaluation fails
-        await supervised(self.fleet.supervise(trainer=False), evaluator.run(steps, episodes, label="after", final=True))
+        await supervised(self.fleet.supervise(trainer=alone), evaluator.run(steps, episodes, label="after", final=True))
 
-    async def _until_trained(self, evaluator: Evaluator, recovery: Recovery) -> None:
+    def _evaluator(self) -> HeldOut:
+        run, fleet = self.run, self.fleet
+        if self.pairs is not None and self.pairs.scored:
+            assert isinstance(fleet, Fleet)
+            samples = self.pairs.samples(run, fleet.renderer)
+            return PairEvaluator(self.pairs.held_out, samples, fleet, self.log, self.checkpoints)
+        return CheckpointEvaluator(
+            rollout_tasks(run),
+            make_runner(run, fleet, self.log, self.phases),
+            self.ledger,
+            self.log,
+            self.checkpoints,
+            samples=run.evaluation.samples,
+        )
+
+    async def _until_trained(self, evaluator: HeldOut, recovery: Recovery) -> None:
         """All steps, across restarts of the trainer."""
         losses, lost = 0, None
         while True:
@@ -189,14 +196,16 @@ class Training:
             publication = await self.fleet.restart_trainer(self.checkpoints.path(version) if version else None, version)
         except ServiceError as error:
             raise TrainerLost(str(error)) from error
-        await self.fleet.router.load(publication)
+        if publication is not None:
+            await self.fleet.router.load(publication)
         self.log.emit(RolledBack(version=version, reason=reason))
 
-    async def _learn(self, evaluator: Evaluator, recovery: Recovery) -> None:
+    async def _learn(self, evaluator: HeldOut, recovery: Recovery) -> None:
         run, fleet = self.run, self.fleet
         if self.pairs is not None:
             assert isinstance(fleet, Fleet)  # without rollouts there is little to record
-            source = PairSource(run, self.pairs, fleet.renderer, self.log, recovery.version)
+            samples = self.pairs.samples(run, fleet.renderer)
+            source = PairSource(run, self.pairs.trained, samples, self.log, recovery.version)
             every = run.evaluation.every or run.training.steps  # only evaluations need new weights
             await supervised(fleet.supervise(), self._loop(source, evaluator, recovery, publish_every=every).run())
             return
@@ -211,7 +220,7 @@ class Training:
             await scheduler.stop()
 
     def _loop(
-        self, source: BatchSource, evaluator: Evaluator, recovery: Recovery, *, publish_every: int = 1
+        self, source: BatchSource, evaluator: HeldOut, recovery: Recovery, *, publish_every: int = 1
     ) -> TrainingLoop:
         run = self.run
         return TrainingLoop(
@@ -225,7 +234,7 @@ class Training:
             version=recovery.version,
             source=source,
             trainer=self.fleet.trainer,
-            router=self.fleet.router,
+            router=None if self.pairs is not None and self.pairs.scored else self.fleet.router,
             evaluator=evaluator,
             ledger=self.ledger,
             sink=self.log,
@@ -234,7 +243,7 @@ class Training:
         )
 
 
-async def _train(session: Session, pairs: Sequence[Pair] | None = None) -> None:
+async def _train(session: Session, pairs: PairData | None = None) -> None:
     run, directory, log, version = session.run, session.directory, session.log, session.recovery.version
     checkpoints = Checkpoints(directory / "checkpoints", run.checkpoint.keep, best=run.checkpoint.best)
     checkpoints.start(version)
@@ -244,7 +253,14 @@ async def _train(session: Session, pairs: Sequence[Pair] | None = None) -> None:
         tape = stack.enter_context(recorded(session)) if run.ledger.control and pairs is None else None
         registry = EngineRegistry if tape is None else partial(RecordedRegistry, tape)
         async with Fleet(
-            run, directory, log, model=model, version=version, checkpoint=checkpoint, registry=registry
+            run,
+            directory,
+            log,
+            model=model,
+            version=version,
+            checkpoint=checkpoint,
+            registry=registry,
+            rollouts=pairs is None or not pairs.scored,
         ) as fleet:
             writer = stack.enter_context(contextlib.closing(LedgerWriter(session.ledger, log.flush)))
             training = Training(run, fleet, writer, log, checkpoints, pairs)
@@ -328,10 +344,17 @@ async def _fine_tune(session: Session) -> None:
 
 async def _prefer(session: Session) -> None:
     """The training loop with pairs in place of rollouts, which only evaluations make."""
-    await _train(replace(session, run=for_pairs(session.run)), PairFile(session.run.preference))
+    await _train(replace(session, run=for_pairs(session.run)), PairData(PairFile(session.run.preference)))
 
 
-STAGES = {"train": _train, "sft": _fine_tune, "dpo": _prefer}
+async def _reward_model(session: Session) -> None:
+    """The same with a reward model in place of the policy: nothing is generated, and pairs are held out."""
+    run = session.run
+    trained, held_out = split_pairs(PairFile(run.preference), run.preference.held_out, run.seed)
+    await _train(replace(session, run=for_pairs(run, scored=True)), PairData(trained, held_out, scored=True))
+
+
+STAGES = {"train": _train, "sft": _fine_tune, "dpo": _prefer, "reward-model": _reward_model}
 
 
 async def _sample(scheduler: Scheduler, fleet: Fleet | TapedFleet, log: EventSink) -> None:

@@ -22,6 +22,7 @@ from rollart.core.events import ServiceEnded
 from rollart.core.types import Publication
 from rollart.envs.pool import EnvironmentPool
 from rollart.fleet.engine_supervisor import EngineSupervisor
+from rollart.fleet.judges import Judges, with_judges
 from rollart.fleet.teachers import Teachers
 from rollart.fleet.trainer_supervisor import TrainerSupervisor
 from rollart.gateway.client import Gateway
@@ -50,7 +51,8 @@ RESPONSE_S = 86_400.0  # the clock of the episode comes first, and stands still 
 
 class Fleet:
     """`model` is the Hugging Face folder that RL starts from. The trainer starts at `version`, from its `checkpoint`
-    unless that is 0; the engines start with `model` and get the version from the trainer."""
+    unless that is 0; the engines start with `model` and get the version from the trainer. Without `rollouts` there is
+    the trainer alone."""
 
     def __init__(
         self,
@@ -63,8 +65,9 @@ class Fleet:
         checkpoint: Path | None = None,
         trainer: bool = True,
         registry: Callable[..., EngineRegistry] = EngineRegistry,
+        rollouts: bool = True,
     ) -> None:
-        self._registry = registry
+        self._registry, self.rollouts = registry, rollouts
         self._asked = self._run = run  # `parallel: auto` is resolved in the latter
         self._log, self._train = log, trainer
         self._model = model.absolute()
@@ -74,7 +77,7 @@ class Fleet:
         self._stack = AsyncExitStack()
         self._weights = weights_folder(run, directory)
         self.renderer = ChatRenderer(model, run.model.template_args)
-        self.rewards = Rewards(run.tasks, run.rewards, log=self._logs / "rewards.log", sink=log, cluster=run.cluster)
+        self.rewards: Rewards
         self.environments: EnvironmentPool
         self.agents: AgentPool | None = None
         self.teachers: Teachers | None = None
@@ -109,7 +112,11 @@ class Fleet:
         self._stack.push_async_callback(launcher.close)
         placed = await placement_plan(self._run, launcher)
         self._asked, self._run = self._run, with_layout(self._run, placed)
+        await self._start_judges(placed, launcher)
         self._build(placed, launcher)
+        if not self.rollouts:
+            await self._start_trainer()
+            return
         async with asyncio.TaskGroup() as group:
             group.create_task(self._start_pool(self.environments))
             group.create_task(self._start_pool(self.rewards))
@@ -123,9 +130,21 @@ class Fleet:
         self.priors = _priors(self._run, placed)
         self.router = make_router(self._run, self._engines.registry, self.priors)
 
+    async def _start_judges(self, placed: PlacementPlan, launcher: Launcher) -> None:
+        """First of all: rewards and environments get their addresses."""
+        run, judging = self._run, [binding for binding in placed.bindings if binding.role == "judge"]
+        if judging and self.rollouts:
+            judges = Judges(run, judging, launcher=launcher, logs=self._logs, sink=self._log)
+            self._stack.push_async_callback(judges.close)
+            await judges.start()
+            self._run = run.model_copy(update={"tasks": [with_judges(task, judges.addresses) for task in run.tasks]})
+
     def _build(self, placed: PlacementPlan, launcher: Launcher) -> None:
         run, roles = self._run, {name: pool.role for name, pool in self._run.all_pools().items()}
         bindings = {role: [b for b in placed.bindings if roles[b.pool] == role] for role in set(roles.values())}
+        self.rewards = Rewards(
+            run.tasks, run.rewards, log=self._logs / "rewards.log", sink=self._log, cluster=run.cluster
+        )
         self._build_agents(launcher, bindings["environment"])
         if self._train and (taught := bindings.get("teacher")):
             self.teachers = Teachers(
@@ -223,6 +242,8 @@ class Fleet:
         async with asyncio.TaskGroup() as group:
             if self._train and trainer:
                 group.create_task(self._trainer.watch())
+            if not self.rollouts:
+                return
             group.create_task(self._engines.supervise())
             if self.teachers is not None:
                 group.create_task(self.teachers.watch())
@@ -232,11 +253,12 @@ class Fleet:
                 group.create_task(self._gateway.watch())
                 group.create_task(self.agents.watch())
 
-    async def restart_trainer(self, checkpoint: Path | None, version: int) -> Publication:
-        """Restart the trainer at `version`, which the engines have to load next. Raises ServiceError."""
+    async def restart_trainer(self, checkpoint: Path | None, version: int) -> Publication | None:
+        """Restart the trainer at `version`, which the engines, if there are any, have to load next. Raises
+        ServiceError."""
         self._version, self._checkpoint = version, checkpoint
         await self._trainer.restart()
-        return await self._publish()
+        return await self._publish() if self.rollouts else None
 
     async def export(self, checkpoint: Path, model: Path) -> None:
         """By the trainer, which has imported what it takes, or by a process of its own if the trainer is gone."""

@@ -34,8 +34,8 @@ MAX_LIVES = 4
 
 
 class _Teacher(Protocol):
-    async def teach(self, sample: Sample) -> Teaching:
-        """Raises ServiceError."""
+    async def teach(self, sample: Sample, count: int) -> Teaching:
+        """With `count` of its likeliest tokens. Raises ServiceError."""
         ...
 
 
@@ -82,10 +82,10 @@ class _ScorerService:
         if self._started is not None:
             await self._started.stop()
 
-    async def teach(self, sample: Sample) -> Teaching:
+    async def teach(self, sample: Sample, count: int) -> Teaching:
         if self._client is None:
             raise ServiceError(f"the teacher {self._binding.worker} is being started again")
-        request = ScoreRequest(sample.tokens, Column.flags(sample.mask), sample.temperature)
+        request = ScoreRequest(sample.tokens, Column.flags(sample.mask), sample.temperature, count)
         return await self._client.call("score", request, returns=Teaching, deadline=self._deadline)
 
 
@@ -96,9 +96,9 @@ class _Endpoint:
         self._url, self._model, self._session = f"{url.rstrip('/')}/completions", model, session
         self._timeout = aiohttp.ClientTimeout(total=deadline)
 
-    async def teach(self, sample: Sample) -> Teaching:
+    async def teach(self, sample: Sample, count: int) -> Teaching:
         tokens = sample.tokens.array.tolist()
-        body = {"model": self._model, "prompt": tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        body = {"model": self._model, "prompt": tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": count}
         try:
             async with self._session.post(
                 self._url, json=body, timeout=self._timeout, allow_redirects=False
@@ -110,22 +110,35 @@ class _Endpoint:
                     )
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise ServiceError(f"the teacher at {self._url} did not answer: {error or type(error).__name__}") from error
-        return Teaching(Column.floats(prompt_logprobs(answer, tokens, sample.mask.tolist())))
+        return prompt_logprobs(answer, tokens, sample.mask.tolist(), count)
 
 
-def prompt_logprobs(answer: Any, tokens: Sequence[int], mask: Sequence[bool]) -> list[float]:
-    """The logprobs of the tokens where `mask` is set, from a completion of vLLM. Raises ServiceError."""
+def prompt_logprobs(answer: Any, tokens: Sequence[int], mask: Sequence[bool], count: int = 0) -> Teaching:
+    """The logprobs of the tokens where `mask` is set, from a completion of vLLM, and of the `count` likeliest ones
+    there. Raises ServiceError."""
     try:
         rows = answer["choices"][0]["prompt_logprobs"]
         if len(rows) != len(tokens):
             raise ServiceError(f"the teacher returned logprobs of {len(rows)} tokens, not of {len(tokens)}")
-        return [
-            float(row[str(token)]["logprob"]) for row, token, scored in zip(rows, tokens, mask, strict=True) if scored
-        ]
-    except (KeyError, IndexError, TypeError) as error:
+        scored = [(row, str(token)) for row, token, wanted in zip(rows, tokens, mask, strict=True) if wanted]
+        logprobs = Column.floats([float(row[token]["logprob"]) for row, token in scored])
+        if not count:
+            return Teaching(logprobs)
+        top = [(int(token), float(one["logprob"])) for row, _ in scored for token, one in _ranked(row, count)]
+        ids, values = Column.ints([token for token, _ in top]), Column.floats([value for _, value in top])
+        return Teaching(logprobs, count, ids, values)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ServiceError(
             f"the teacher's answer has no prompt_logprobs of the tokens, as vLLM's has: {str(answer)[:200]}"
         ) from error
+
+
+def _ranked(row: Any, count: int) -> list[tuple[str, Any]]:
+    """The likeliest tokens; the one that was sampled may be in the row besides."""
+    best = sorted(row.items(), key=lambda item: -float(item[1]["logprob"]))[:count]
+    if len(best) < count:
+        raise ServiceError(f"the teacher returned {len(best)} of its likeliest tokens, not {count}; raise its limit")
+    return best
 
 
 class Teachers:
@@ -151,6 +164,7 @@ class Teachers:
                 service = _ScorerService(run, binding, folder, launcher, logs)
                 self._services.setdefault(binding.pool, []).append(service)
         self._turns: Mapping[str, cycle[_Teacher]] = {}
+        self._counts = {task.name: run.algorithm_of(task).likeliest for task in run.tasks}
 
     async def start(self) -> None:
         session = await self._stack.enter_async_context(aiohttp.ClientSession())
@@ -186,12 +200,13 @@ class Teachers:
         turns = self._turns.get(task)
         if turns is None:
             return ()
-        return tuple(await asyncio.gather(*(self._teach(turns, sample) for sample in samples)))
+        count = self._counts[task]
+        return tuple(await asyncio.gather(*(self._teach(turns, sample, count) for sample in samples)))
 
-    async def _teach(self, turns: "cycle[_Teacher]", sample: Sample) -> Teaching:
+    async def _teach(self, turns: "cycle[_Teacher]", sample: Sample, count: int) -> Teaching:
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return await next(turns).teach(sample)
+                return await next(turns).teach(sample, count)
             except ServiceError as error:
                 if attempt == ATTEMPTS:
                     raise RewardFailed(f"no teaching after {attempt} attempts: {error}") from error

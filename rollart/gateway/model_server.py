@@ -13,7 +13,7 @@ from rollart.config import EngineConfig
 from rollart.config.hardware import DEFAULT_ENGINE
 from rollart.core.endpoint import Endpoint
 from rollart.core.errors import ServiceError
-from rollart.core.protocols import TokenStream
+from rollart.core.protocols import Generate, TokenStream
 from rollart.core.types import Completion, GenerationRequest, Sampling
 from rollart.engines.backends import BACKENDS
 from rollart.engines.client import EngineClient
@@ -46,7 +46,6 @@ async def serve_model(
     model: Path, *, name: str, key: str, host: str, port: int, config: EngineConfig, limits: GatewayLimits
 ) -> AsyncIterator[ModelServer]:
     """Raises ServiceError if the engine or the HTTP server cannot start."""
-    template = ChatTemplate(model)
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollart-serve-")))
         launcher, classes = LocalLauncher(), (*dict.fromkeys(gpus()), "cpu")
@@ -65,11 +64,20 @@ async def serve_model(
                 return own.generate(request)
             return own.generate_in_parts(request, stream.every, lambda part: stream.on_tokens(part.tokens))
 
-        sessions = SessionTable(template, generate)
-        sessions.open(key, _limits(model))
-        app = App(template, sessions, limits, name, any_model=False)
-        url = await stack.enter_async_context(listening(app, host, port))
-        yield ModelServer(Endpoint(url, key, name), engine)
+        front = model_front(model, generate, name=name, key=key, host=host, port=port, limits=limits)
+        yield ModelServer(await stack.enter_async_context(front), engine)
+
+
+@asynccontextmanager
+async def model_front(
+    model: Path, generate: Generate, *, name: str, key: str, host: str, port: int, limits: GatewayLimits
+) -> AsyncIterator[Endpoint]:
+    """The APIs of a saved model, whose completions come from `generate`."""
+    template = ChatTemplate(model)
+    sessions = SessionTable(template, generate)
+    sessions.open(key, _limits(model))
+    async with listening(App(template, sessions, limits, name, any_model=False), host, port) as url:
+        yield Endpoint(url, key, name)
 
 
 def _limits(model: Path) -> EpisodeLimits:

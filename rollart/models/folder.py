@@ -5,6 +5,9 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from rollart.core.errors import RollartError
 
@@ -16,6 +19,15 @@ def is_model(path: Path) -> bool:
     """Whether the folder has a model and its tokenizer."""
     weights = any(path.glob("*.safetensors"))
     return weights and (path / "config.json").is_file() and (path / "tokenizer_config.json").is_file()
+
+
+def is_reward_model(folder: Path) -> bool:
+    """Whether it has a head for one number in place of that for tokens."""
+    try:
+        about = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError):
+        return False
+    return any(str(name).endswith("ForSequenceClassification") for name in about.get("architectures") or ())
 
 
 def is_adapter(path: Path) -> bool:

@@ -251,6 +251,7 @@ WORDS = {
     "train": RunWords("RL"),
     "sft": RunWords("SFT"),
     "dpo": RunWords("DPO"),
+    "reward-model": RunWords("training", "held-out pairs"),
     "sample": RunWords("sampling", "sampled episodes"),
     "imitation": RunWords("imitation", "evaluation episodes"),
 }

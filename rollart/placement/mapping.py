@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from itertools import islice, product
 
 from rollart.config import PoolConfig, RunFile, TaskConfig
+from rollart.config.hardware import MODEL_ROLES
 from rollart.core.errors import ConfigError
 from rollart.hardware.devices import DeviceClass
 from rollart.hardware.roofline import ModelShape, Roofline
@@ -67,8 +68,8 @@ class Mapper:
         for name, pool in auto.items():
             if pool.role == "environment":
                 chosen[name] = DeviceChoice(("cpu",), "environments run on CPUs")
-            elif pool.role == "teacher" and not pool.urls:
-                chosen[name] = DeviceChoice(("cpu",), "a teacher runs on CPUs unless its pool names a class")
+            elif pool.role in MODEL_ROLES and not pool.urls:
+                chosen[name] = DeviceChoice(("cpu",), f"a {pool.role} runs on CPUs unless its pool names a class")
             elif pool.role == "train":  # before generation, which has more to choose from
                 chosen[name] = self._for_training(name, pool, left)
                 left[chosen[name].devices[0]] -= pool.takes

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rollart.config import ParallelConfig, PoolConfig, RunFile
+from rollart.config.hardware import MODEL_ROLES
 from rollart.core.errors import RollartError
 from rollart.hardware.balance import balanced
 from rollart.hardware.devices import DeviceClass
@@ -165,7 +166,7 @@ def _named(
         return DeviceChoice(("cpu",), "a CPU engine, paced")
     if name not in run.pools:
         return DeviceChoice(pool.devices, "by default")
-    if pool.role == "teacher":  # a model of its own, whose size is not known here
+    if pool.role in MODEL_ROLES:  # a model of its own, whose size is not known here
         return DeviceChoice(pool.devices, "")
     needs = {each: need_of(run, pool, model, classes[each]) for each in pool.devices}
     fitting = tuple(each for each, need in needs.items() if need.fits(classes[each]))

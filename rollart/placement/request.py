@@ -10,7 +10,9 @@ from rollart.launch.launcher import Node
 from rollart.placement.inventory import Inventory
 
 # In the order of placement.
-ROLES = {"train": "rank", "generate": "engine", "environment": "environment host", "teacher": "teacher"}
+ROLES = {"train": "rank", "generate": "engine", "environment": "environment host"} | {
+    role: role for role in ("teacher", "judge")
+}
 
 
 class PlacementError(ConfigError):

@@ -6,16 +6,17 @@ failed or not, is one event. Nothing that was started outlives `close`.
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 
 from rollart.config import INVOKERS, RewardConfig, RewardsConfig, TaskConfig
-from rollart.core.errors import RewardFailed, ServiceError
+from rollart.core.errors import ConfigError, RewardFailed, ServiceError
 from rollart.core.events import EventSink, RewardCalled
 from rollart.core.types import Episode, RewardResult
 from rollart.rewards.caller import CallUsage
+from rollart.rewards.group_scores import GroupScores
 from rollart.rewards.pool import IDLE_S, RewardPool
 from rollart.rewards.remote import RemoteReward
 from rollart.rewards.transports.base import BuildTransport, CallFailed, RewardTransport
@@ -42,8 +43,8 @@ class InvokerTotals:
 
 
 class Rewards:
-    """Implements `core.protocols.RewardInvoker`. What local rewards print goes to `log`; `cluster` is the address of
-    the Ray cluster for those that run there."""
+    """Implements `core.protocols.RewardInvoker` and `GroupRewardInvoker`. What local rewards print goes to `log`;
+    `cluster` is the address of the Ray cluster for those that run there."""
 
     def __init__(
         self,
@@ -55,6 +56,11 @@ class Rewards:
         cluster: str | None = None,
         idle_s: float = IDLE_S,
     ) -> None:
+        if waiting := [task.name for task in tasks if task.reward.pool is not None and "url" not in task.reward.args]:
+            raise ConfigError(
+                f"the reward of task {waiting[0]} is judged by a pool, which a run starts; here, give its reward the "
+                "`url` and the `model` of a judge in `args`"
+            )
         self._sink = sink
         self._rewards = {task.name: task.reward for task in tasks}
         local = [task for task in tasks if not INVOKERS[task.reward.invoker].transport]
@@ -70,6 +76,7 @@ class Rewards:
                         task.reward, transport, deadline=config.deadline, retries=config.retries
                     )
                 self._remote[task.name] = shared[same]
+        self._groups = GroupScores(self._score_group, config.group_deadline)
         self.totals: defaultdict[str, InvokerTotals] = defaultdict(InvokerTotals)
 
     @property
@@ -85,6 +92,7 @@ class Rewards:
                 raise result
 
     async def close(self) -> None:
+        await self._groups.close()
         await asyncio.gather(*(part.close() for part in self._parts()))
 
     def _parts(self) -> list[RewardPool | RemoteReward]:
@@ -92,11 +100,25 @@ class Rewards:
 
     async def score(self, task: str, episode: Episode) -> RewardResult:
         """Raises RewardFailed after the last retry, never returns 0 for a failure."""
+        return await self._counted(task, episode, lambda usage: self._score(task, episode, usage))
+
+    async def score_member(self, task: str, episode: Episode, peers: int) -> RewardResult:
+        """With the other attempts at its episode, as soon as `peers` are there. Raises RewardFailed, as they all do."""
+        return await self._counted(task, episode, lambda usage: self._groups.score(task, episode, peers, usage))
+
+    async def _score_group(self, task: str, episodes: Sequence[Episode], usage: CallUsage) -> list[RewardResult]:
+        assert self._pool is not None
+        return await self._pool.score_group(task, episodes, usage)
+
+    async def _counted(
+        self, task: str, episode: Episode, work: Callable[[CallUsage], Awaitable[RewardResult]]
+    ) -> RewardResult:
+        """One event and one count, however it ends."""
         clock = asyncio.get_running_loop().time
         began, usage, reason = clock(), CallUsage(), ""
         total = self.totals[self._rewards[task].invoker]
         try:
-            result = await self._score(task, episode, usage)
+            result = await work(usage)
             total.scores += 1
             return result
         except RewardFailed as error:

@@ -83,7 +83,8 @@ class RewardPool:
         try:
             scored = await self._batches[task].batcher.call(episode)
         except BatchLost as lost:
-            return await self._score_alone(task, episode, usage, lost)
+            failure, usage.tries = lost.failure, int(lost.own)
+            return (await self._score_fresh(task, [episode], usage, failure))[0]
         usage.tries, usage.cold = 1, scored.cold
         usage.first_byte_s, usage.billed_s = scored.first_byte_s, scored.billed_s
         return scored.result
@@ -104,23 +105,30 @@ class RewardPool:
         failure = failure or CallRaised("it returned fewer results than it got episodes")
         return scored + [BatchLost(failure, own=n == 0) for n in range(len(episodes) - len(scored))]
 
-    async def _score_alone(self, task: str, episode: Episode, usage: CallUsage, lost: BatchLost) -> RewardResult:
+    async def score_group(self, task: str, episodes: Sequence[Episode], usage: CallUsage) -> list[RewardResult]:
+        """All in one call of a function that compares them. Raises RewardFailed, which is then that of all."""
+        return await self._score_fresh(task, episodes, usage, None)
+
+    async def _score_fresh(
+        self, task: str, episodes: Sequence[Episode], usage: CallUsage, failure: Exception | None
+    ) -> list[RewardResult]:
         """The other tries, each on a process of its own. A batch that was lost by another episode was none."""
         reward = self._rewards[task]
         tries = 1 + (self._config.retries if reward.retries is None else reward.retries)
-        failure, usage.tries = lost.failure, int(lost.own)
         while usage.tries < tries and not (usage.tries and isinstance(failure, CallRaised) and failure.bug):
             if usage.tries:
                 await asyncio.sleep(BACKOFF_S * 2 ** (usage.tries - 1))
             try:
                 async with self._limits[task], self._pool.claim() as claim:
-                    return await self._try_once(claim, task, episode, usage)
+                    return await self._try_once(claim, task, episodes, usage)
             except _FAILURES as error:
                 failure = error
         times = "" if usage.tries == 1 else f" {usage.tries} times; the last time"
         raise RewardFailed(f"the reward {reward.function!r} of task {task!r} failed{times}: {failure}") from failure
 
-    async def _try_once(self, claim: ProcessClaim, task: str, episode: Episode, usage: CallUsage) -> RewardResult:
+    async def _try_once(
+        self, claim: ProcessClaim, task: str, episodes: Sequence[Episode], usage: CallUsage
+    ) -> list[RewardResult]:
         """A retry gets a fresh process. Raises ProcessLost, CallRaised, ServiceError or InvalidValue."""
         clock = asyncio.get_running_loop().time
         began = taken = clock()
@@ -129,10 +137,10 @@ class RewardPool:
             await claim.acquire(fresh=usage.tries > 1)
             usage.cold = usage.cold or not claim.used
             taken = clock()
-            results, failure = await self._call(claim, task, [episode])
-            if not results:
-                raise failure or CallRaised("it returned no result")
-            return results[0]
+            results, failure = await self._call(claim, task, episodes)
+            if len(results) < len(episodes):
+                raise failure or CallRaised("it returned fewer results than it got episodes")
+            return results
         finally:
             usage.first_byte_s = clock() - began
             usage.billed_s += clock() - taken

@@ -48,6 +48,7 @@ class Attempts:
             member=member,
             seed=group.seed,
             version=version,
+            peers=group.size - len(group.done),
             on_version=partial(self._on_version, group),
             on_episode_end=self._episode_ended,
         )

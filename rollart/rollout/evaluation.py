@@ -98,4 +98,5 @@ class Evaluator:
             seed=task.episode_seed(member // self._samples, "held out"),
             version=version,
             held_out=True,
+            peers=self._samples,
         )

@@ -41,6 +41,7 @@ class SamplePlan:
                         seed=self._seed(task, number),
                         version=version,
                         held_out=self.held_out,
+                        peers=self.samples,
                     )
 
     def _seed(self, task: RolloutTask, number: int) -> int:

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Protocol
 
 from rollart.core.errors import DiskFull, RollartError
-from rollart.core.events import Checkpointed, EventSink, Published, StepDone, Warned, WorkStarted
+from rollart.core.events import Checkpointed, Evaluated, EventSink, Published, StepDone, Warned, WorkStarted
 from rollart.core.protocols import Trainer
 from rollart.core.types import Batch, Publication, StepMetrics
-from rollart.rollout.evaluation import Evaluator
 from rollart.rollout.ledger import Ledger
 from rollart.rollout.router import Router
 
@@ -45,12 +44,22 @@ class BatchSource(Protocol):
     async def prepare_swap(self, version: int) -> None: ...
 
 
+class HeldOut(Protocol):
+    """What is never trained, to measure a version with."""
+
+    async def run(
+        self, version: int, episodes: int, *, label: str = "eval", final: bool = False
+    ) -> list[Evaluated]: ...
+
+
 def published(publication: Publication, seconds: float) -> Published:
     digests = "".join(publication.digests.values())
     return Published(version=publication.version, seconds=seconds, bytes=publication.bytes, digests=digests)
 
 
 class TrainingLoop:
+    """Without a `router` there are no engines: nothing is published, and the evaluator asks the trainer."""
+
     def __init__(
         self,
         *,
@@ -58,8 +67,8 @@ class TrainingLoop:
         version: int,
         source: BatchSource,
         trainer: Trainer,
-        router: Router,
-        evaluator: Evaluator,
+        router: Router | None,
+        evaluator: HeldOut,
         ledger: Ledger,
         sink: EventSink,
         checkpoints: Path,
@@ -86,20 +95,23 @@ class TrainingLoop:
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as group:
-            swapping = group.create_task(self._swap(group))
+            swapping = None if self._router is None else group.create_task(self._swap(group, self._router))
             while self.version < self._plan.steps:
                 batch = await self._source.take_batch()
                 await self._train(batch)
+                if self._router is None:
+                    self._evaluate_if_due(group, self.version)
                 if self.version % self._plan.checkpoint_every == 0 or self.version == self._plan.steps:
                     await self._save(group)
-            await swapping
+            if swapping is not None:
+                await swapping
 
     async def _train(self, batch: Batch) -> None:
         clock = asyncio.get_running_loop().time
         self._stepping = asyncio.ensure_future(self._trainer.step(batch))
         metrics = await asyncio.shield(self._stepping)  # a run that is stopped waits for it
         self._stepped(metrics)
-        if self.version % self._plan.publish_every and self.version < self._plan.steps:
+        if self._router is None or (self.version % self._plan.publish_every and self.version < self._plan.steps):
             return
         began = clock()
         self._publication = await self._trainer.publish()
@@ -123,9 +135,9 @@ class TrainingLoop:
         for message in metrics.warnings:
             self._sink.emit(Warned(message=message))
 
-    async def _swap(self, group: asyncio.TaskGroup) -> None:
+    async def _swap(self, group: asyncio.TaskGroup, router: Router) -> None:
         """Bring the engines to the newest version again and again, and evaluate it when that is due."""
-        version = self._router.engines.target
+        version = router.engines.target
         while version < self._plan.steps:
             await self._published.wait()
             self._published.clear()
@@ -134,10 +146,10 @@ class TrainingLoop:
             await self._source.prepare_swap(publication.version)
             if publication is self._publication:  # else a newer one was published meanwhile
                 version = publication.version
-                group.create_task(self._load(group, publication))
+                group.create_task(self._load(group, router, publication))
 
-    async def _load(self, group: asyncio.TaskGroup, publication: Publication) -> None:
-        await self._router.load(publication)
+    async def _load(self, group: asyncio.TaskGroup, router: Router, publication: Publication) -> None:
+        await router.load(publication)
         self._evaluate_if_due(group, publication.version)
 
     async def _save(self, group: asyncio.TaskGroup) -> None:

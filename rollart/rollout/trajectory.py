@@ -27,6 +27,7 @@ from rollart.core.protocols import (
     AgentPool,
     ClaimedEnvironment,
     EnvironmentPool,
+    GroupRewardInvoker,
     Renderer,
     RewardInvoker,
     TeacherInvoker,
@@ -59,8 +60,9 @@ _SAMPLING = Sampling()
 @dataclass(frozen=True, slots=True)
 class RolloutTask:
     """What the control plane knows of a task. `agent`: a program runs its episodes and sends the requests. `deadline`:
-    seconds for one episode. `reward` names its reward function if other tasks may share it. `numbered`: its
-    episodes are counted, not drawn from seeds. `group_size`, if not 0, and the rules are the task's own."""
+    seconds for one episode. `reward` names its reward function if other tasks may share it; `compared`: it scores
+    the attempts at an episode together. `numbered`: its episodes are counted, not drawn from seeds. `group_size`, if
+    not 0, and the rules are the task's own."""
 
     name: str
     weight: float = 1.0
@@ -70,6 +72,7 @@ class RolloutTask:
     agent: bool = False
     deadline: float = 300.0
     reward: str = ""
+    compared: bool = False
     numbered: bool = False
     group_size: int = 0
     plan: WeightPlan | None = None
@@ -83,8 +86,8 @@ class RolloutTask:
 
 @dataclass(slots=True)
 class Attempt:
-    """A trajectory under way. `on_version` gets older and older versions of its tokens, `on_episode_end` is called
-    before the reward is computed."""
+    """A trajectory under way, one of `peers` at its episode. `on_version` gets older and older versions of its tokens,
+    `on_episode_end` is called before the reward is computed."""
 
     id: str
     task: RolloutTask
@@ -93,6 +96,7 @@ class Attempt:
     seed: int
     version: int
     held_out: bool = False
+    peers: int = 1
     on_version: Callable[[int], None] = lambda version: None
     on_episode_end: Callable[[], Awaitable[None]] | None = None
     episode_over: bool = False
@@ -340,7 +344,10 @@ class TrajectoryRunner:
             truncated=truncated,
             info=attempt.info,
         )
-        result = await self.rewards.score(attempt.task.name, episode)
+        if attempt.task.compared and isinstance(self.rewards, GroupRewardInvoker):
+            result = await self.rewards.score_member(attempt.task.name, episode, attempt.peers)
+        else:
+            result = await self.rewards.score(attempt.task.name, episode)
         self.sink.emit(Scored(trajectory=attempt.id, task=attempt.task.name, seconds=clock() - began))
         trajectory = replace(trajectory, reward=result.value, parts=result.parts, success=result.success)
         if self.teachers is None or attempt.held_out:

@@ -37,6 +37,11 @@ class Algorithm:
         return self.config.kl > 0 or self.loss in Traits.needs_reference
 
     @property
+    def of_teacher(self) -> bool:
+        """Whether its loss compares with a teacher, which says something of every group."""
+        return self.loss in Traits.needs_teacher
+
+    @property
     def keeps_all(self) -> bool:
         """Whether samples whose advantages are all 0 are trained too."""
         config = self.config
@@ -73,3 +78,8 @@ class Algorithms:
     def of_pairs(self) -> bool:
         """Whether batches are of pairs, which all tasks then are."""
         return self.all[0].loss in Traits.of_pairs
+
+    @property
+    def of_scores(self) -> bool:
+        """Whether a reward model is trained in place of a policy."""
+        return self.all[0].loss in Traits.of_scores

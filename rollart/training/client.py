@@ -35,6 +35,10 @@ class TrainerClient:
     async def step(self, batch: Batch) -> StepMetrics:
         return await self._call("step", batch, StepMetrics)
 
+    async def compare(self, batch: Batch) -> dict[str, float]:
+        """How well pairs are ranked; nothing is learnt."""
+        return await self._call("compare", batch, dict[str, float])
+
     async def imitate(self, batch: ExampleBatch) -> StepMetrics:
         """A supervised step."""
         return await self._call("imitate", batch, StepMetrics)

@@ -7,26 +7,22 @@ step, so that advantages are there when rank 0 deals the batch, and trained on t
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from msgspec import Struct
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
-from transformers import AutoConfig, AutoModelForTokenClassification
 
-from rollart.config import LoraConfig, TrainingConfig
+from rollart.config import TrainingConfig
 from rollart.core.column import Column
-from rollart.core.errors import RollartError
 from rollart.core.types import Batch
 from rollart.training.microbatch import MicroBatch
 from rollart.training.model_state import TrainedModel
 from rollart.training.optimizers import learning_rate, make_optimizer
-from rollart.training.packing import Packed, pack, split_over_ranks
-from rollart.training.policy import PolicyModel
+from rollart.training.packing import pack, split_over_ranks
 from rollart.training.ranks import Ranks
+from rollart.training.value_models import ValueModel
 
 CRITIC = "critic"
 
@@ -37,39 +33,6 @@ class ValueItem(Struct, frozen=True, array_like=True, gc=False):
     start: int
     tokens: Column
     mask: Column
-
-
-class ValueModel(PolicyModel):
-    """A decoder with a head for one number."""
-
-    tensor_plan = None
-
-    def _kind(self, folder: Path, lora: LoraConfig | None) -> tuple[Any, dict[str, Any]]:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        known = AutoModelForTokenClassification._model_mapping
-        if type(config) not in known:
-            raise RollartError(
-                f"a critic cannot be made of {config.model_type}: transformers has no head for its tokens"
-            )
-        expected = {"_keys_to_ignore_on_load_missing": ["score"], "_keys_to_ignore_on_load_unexpected": ["lm_head"]}
-        kind: Any = known[type(config)]
-        return type(kind.__name__, (kind,), {"__module__": kind.__module__, **expected}), {"num_labels": 1}
-
-    @torch.no_grad()
-    def _check(self) -> None:
-        """The head is not in the folder; it begins at 0, so nothing is worth anything yet."""
-        for parameter in self.model.score.parameters():
-            parameter.zero_()
-
-    def _outputs(self, model: Any, hidden: Tensor, targets: Tensor, temperature: Tensor | None) -> tuple[Tensor, ...]:
-        head = model.score
-        values = functional.linear(hidden.float(), head.weight.float(), head.bias.float())
-        return (values[:, 0],)
-
-    def values(self, packed: Packed) -> Tensor:
-        """Before every trained token."""
-        outputs: tuple[Tensor, ...] = self.logprobs(packed)
-        return outputs[0]
 
 
 class Critic:

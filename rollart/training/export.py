@@ -18,13 +18,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rollart.core.errors import RollartError
 from rollart.models import adapters
 from rollart.models.adapters import LinearAdapter, adapters_of
 from rollart.models.disk_names import DiskNames, cut
-from rollart.models.folder import ADAPTER_CONFIG, atomic_folder, check_space, is_adapter
+from rollart.models.folder import ADAPTER_CONFIG, atomic_folder, check_space, is_adapter, is_reward_model
 from rollart.training.block_files import FILES, BlockReader, damaged
 from rollart.training.checkpoint import CheckpointAdapters, CheckpointManifest, read_manifest
 from rollart.training.client import MANIFEST
@@ -160,8 +160,9 @@ def _merged_tensors(merge: _Merge, kind: torch.dtype) -> Iterator[dict[str, Tens
 
 
 def _empty_model(folder: Path) -> Any:
+    kind = AutoModelForSequenceClassification if is_reward_model(folder) else AutoModelForCausalLM
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+        return kind.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
 
 
 def _write_weights(folder: Path, layers: Iterable[dict[str, Tensor]]) -> None:

@@ -30,6 +30,7 @@ from rollart.training.policy import PolicyModel
 from rollart.training.ranks import Ranks
 from rollart.training.shards import Block, block, is_owner
 from rollart.training.strategy import Scorer, Strategy
+from rollart.training.value_models import RewardModel
 from rollart.weights.publish import Publisher, TensorShard
 
 POLICY = "policy"  # the kind of the weights in a checkpoint; the others are moments of the optimizer
@@ -44,12 +45,13 @@ class MiniBatch(Struct, frozen=True):
 
 class Learn(Struct, frozen=True, tag=True):
     """The updates of an epoch; all ranks have as many, with as many passes in each. `cells` is the number of cells. Not
-    `policy`: the critic alone is trained."""
+    `policy`: the critic alone is trained. Not `update`: nothing is, the losses are only measured."""
 
     step: int
     mini_batches: list[MiniBatch]
     cells: int
     policy: bool = True
+    update: bool = True
 
 
 class Assess(Struct, frozen=True, tag=True):
@@ -132,7 +134,7 @@ class Learner:
             torch.set_float32_matmul_precision("high")  # TF32 where float32 is asked for; never exercised
         self.folder, self.config, self.ranks, self._publisher = folder, config, ranks, publisher
         self.algorithms = Algorithms(config.algorithm, tasks)
-        self.policy: Strategy = PolicyModel(folder, ranks, config)
+        self.policy: Strategy = (RewardModel if self.algorithms.of_scores else PolicyModel)(folder, ranks, config)
         self.state = TrainedModel(POLICY, "", self.policy, make_optimizer(self.policy, config))
         self.critic = Critic(folder, ranks, config) if self.algorithms.needs_critic else None
         self.reference: Scorer | None = None
@@ -176,6 +178,12 @@ class Learner:
             share = self.policy.shares_prompts
             batches = [[micro_batch(items, share=share) for items in one.passes] for one in order.mini_batches]
         self._score_before(batches, totals, first=0 if order.policy else -1)
+        if not order.update:
+            with torch.no_grad():
+                for micro in (micro for micros in batches for micro in micros):
+                    self._loss(micro, totals)
+            totals.merge(self.ranks)
+            return totals
         updates = [*zip(batches, order.mini_batches, strict=True)] * self.config.epochs
         for micros, mini_batch in updates if order.policy else ():
             rate = learning_rate(self.config, order.step, self.state.updates) * mini_batch.evidence
@@ -254,13 +262,20 @@ class Learner:
 
     def _backward(self, micro: MicroBatch, totals: StepTotals) -> float:
         """Add the gradient of one micro-batch and return its share of the loss."""
+        share, logprobs = self._loss(micro, totals)
+        logprobs.retain_grad()
+        share.backward()  # type: ignore[no-untyped-call]
+        totals.add_slopes(logprobs.grad, micro)
+        return share.item()
+
+    def _loss(self, micro: MicroBatch, totals: StepTotals) -> tuple[Tensor, Tensor]:
+        """The share of one micro-batch, and the logprobs that it follows from."""
         current, entropy, top = self._scored(micro)
         first = micro.proximal is None
         if micro.proximal is None:
             micro.proximal = current.detach()
             self._claim(micro)
             totals.add_first_pass(entropy, micro)
-        current.retain_grad()
         total = current.new_zeros(())
         for number in micro.algorithms():
             stale, factor = self._correct(micro, number)
@@ -274,9 +289,7 @@ class Learner:
             totals.add_experts(load, empty=not len(micro.behaviour))
             if balance > 0:
                 total = total + balance * micro.weight.sum() * load.balance
-        total.backward()  # type: ignore[no-untyped-call]
-        totals.add_slopes(current.grad, micro)
-        return total.item()
+        return total, current
 
     def _policy_loss(
         self,

@@ -84,7 +84,7 @@ class StepTotals:
     def add_pairs(self, margins: Tensor) -> None:
         """By how much the chosen sequence of each pair is preferred."""
         self._sums["pairs"] += len(margins)
-        self._add("pair_accuracy", margins > 0)
+        self._add("pair_accuracy", (margins.sign() + 1) / 2)  # a tie is half right
         self._add("pair_margin", margins)
 
     def add_experts(self, load: ExpertLoad, *, empty: bool) -> None:

@@ -120,6 +120,21 @@ def _chunks(rows: int, columns: int) -> list[slice]:
     return [slice(at, at + size) for at in range(0, rows, size)]
 
 
+@torch.no_grad()
+def likeliest(
+    hidden: Tensor, weight: Tensor, targets: Tensor, count: int, *, bias: Tensor | None, temperature: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For every row of `hidden`: the log-probability of its target, and ids and log-probabilities of the `count`
+    likeliest tokens, [rows, count]. Without gradients."""
+    head, parts = _Head(weight, bias, None), []
+    for rows in _chunks(len(hidden), len(weight)) or [slice(0)]:
+        logprobs = head.logits(hidden[rows], None if temperature is None else temperature[rows]).log_softmax(-1)
+        top, ids = logprobs.topk(min(count, logprobs.shape[1]), -1)
+        parts.append((logprobs.gather(1, targets[rows, None])[:, 0], ids, top))
+    chosen, ids, top = (torch.cat(column) for column in zip(*parts, strict=True))
+    return chosen, ids, top
+
+
 def score(
     hidden: Tensor,
     weight: Tensor,

@@ -12,20 +12,43 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rollart.core.column import Column
 from rollart.core.teaching import ScoreRequest, Teaching
 from rollart.launch.rpc import Handler
 from rollart.launch.service import main, torch_device
-from rollart.training.packing import pack
+from rollart.training.packing import Packed, pack
 from rollart.training.policy import PolicyModel
 from rollart.training.ranks import Ranks
+from rollart.training.score import likeliest
 
 PACK_TOKENS = 8192
 
 
+class TeacherModel(PolicyModel):
+    """Frozen. It also finds the likeliest tokens."""
+
+    def __init__(self, folder: Path, ranks: Ranks | None = None) -> None:
+        self._count = 0
+        super().__init__(folder, ranks, trained=False)
+
+    def teachings(self, packed: Packed, count: int) -> tuple[Tensor, ...]:
+        """Logprobs of the scored tokens; with `count`, also ids and logprobs of the likeliest ones there."""
+        self._count = count
+        found: tuple[Tensor, ...] = self.logprobs(packed)
+        return found if count else found[:1]
+
+    def _outputs(self, model: Any, hidden: Tensor, targets: Tensor, temperature: Tensor | None) -> tuple[Tensor, ...]:
+        if not self._count:
+            return super()._outputs(model, hidden, targets, temperature)
+        head = model.get_output_embeddings()
+        bias = getattr(head, "bias", None)
+        return likeliest(hidden, head.weight, targets, self._count, bias=bias, temperature=temperature)
+
+
 class Scorer:
-    def __init__(self, policy: PolicyModel, device: torch.device) -> None:
+    def __init__(self, policy: TeacherModel, device: torch.device) -> None:
         self._policy, self._device = policy, device
         self._waiting: deque[tuple[ScoreRequest, asyncio.Future[Teaching]]] = deque()
         self._passing: asyncio.Task[None] | None = None
@@ -60,16 +83,25 @@ class Scorer:
         masks = [request.mask.array for request in requests]
         with self._device:
             packed = pack([r.tokens.array for r in requests], masks, [r.temperature for r in requests])
-        logprobs = self._policy.logprobs(packed)[0].cpu()
-        parts = torch.split(logprobs, [int(mask.sum()) for mask in masks])
-        return [Teaching(Column.floats(part.numpy())) for part in parts]
+        found = self._policy.teachings(packed, max(request.count for request in requests))
+        sizes = [int(mask.sum()) for mask in masks]
+        columns = zip(*(torch.split(column.cpu(), sizes) for column in found), strict=True)
+        return [_teaching(request.count, *parts) for request, parts in zip(requests, columns, strict=True)]
+
+
+def _teaching(count: int, logprobs: Tensor, ids: Tensor | None = None, top: Tensor | None = None) -> Teaching:
+    if not count or ids is None or top is None:
+        return Teaching(Column.floats(logprobs.numpy()))
+    ids, top = ids[:, :count], top[:, :count]
+    columns = Column.ints(ids.numpy().ravel()), Column.floats(top.numpy().ravel())
+    return Teaching(Column.floats(logprobs.numpy()), ids.shape[1], *columns)
 
 
 @asynccontextmanager
 async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
     torch.set_num_threads(spec.get("threads", 1))
     ranks = Ranks.single(torch_device("auto", spec))
-    scorer = Scorer(PolicyModel(Path(spec["model"]), ranks, trained=False), ranks.device)
+    scorer = Scorer(TeacherModel(Path(spec["model"]), ranks), ranks.device)
     yield {"score": scorer.score}
 
 

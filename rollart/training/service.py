@@ -47,7 +47,7 @@ T = TypeVar("T")
 Sources = tuple[tuple[str, ...], ...]
 SHUTDOWN_DEADLINE = 1.0
 END_GRACE = 0.5
-METHODS = ("step", "imitate", "publish", "save", "saved", "load", "export", "describe")
+METHODS = ("step", "compare", "imitate", "publish", "save", "saved", "load", "export", "describe")
 _FLAGS = ("MKL_CBWR", "MKL_DEBUG_CPU_TYPE", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "CUBLAS_WORKSPACE_CONFIG")
 
 
@@ -98,6 +98,9 @@ class TrainerService:
 
     async def step(self, batch: Batch) -> StepMetrics:
         return await self._train(lambda: self._trainer.step(batch))
+
+    async def compare(self, batch: Batch) -> dict[str, float]:
+        return await self._train(lambda: self._trainer.compare(batch))
 
     async def imitate(self, batch: ExampleBatch) -> StepMetrics:
         return await self._train(lambda: self._trainer.imitate(batch))

@@ -39,7 +39,7 @@ from rollart.training.learner import (
     Verify,
 )
 from rollart.training.logprob_gap import Cells, gap_table
-from rollart.training.metrics import StepTotals, task_metrics
+from rollart.training.metrics import PER_PAIR, StepTotals, task_metrics
 from rollart.training.microbatch import (
     Advantages,
     check_batch,
@@ -104,6 +104,18 @@ class Trainer:
             gaps=() if self._algorithms.of_pairs else gap_table(rows),
             warnings=(*self.guard.check(batch.step, rows), *self._skipped(totals)),
         )
+
+    def compare(self, batch: Batch) -> dict[str, float]:
+        """How many pairs are ranked as they should be, and by how much. Nothing is learnt."""
+        check_batch(batch)
+        advantages, solved = self._advantages(batch, None)
+        cells = Cells(batch.step)
+        orders = [
+            msgspec.structs.replace(one, update=False) for one in self._orders(batch, advantages, solved, cells, None)
+        ]
+        with self.ranks.dispatch(orders):
+            totals = self.learner.learn(orders[0])
+        return {name: value for name, value in totals.values().items() if name in PER_PAIR}
 
     def imitate(self, batch: ExampleBatch) -> StepMetrics:
         """A supervised step: cross entropy on the trained tokens, at the rate of the batch."""
@@ -193,7 +205,7 @@ class Trainer:
         advantages: dict[int, Sequence[NDArray[np.float32]]] = {}
         solved: dict[int, bool] = {}
         for algorithm, chosen, part in self._by_algorithm(batch):
-            ranges = [self.ranges[group.task] for group in part.groups]
+            ranges = [self.ranges.get(group.task, UNSEEN) for group in part.groups]
             values = None if assessed is None else assessed.of(chosen).values
             found = token_advantages(algorithm.advantage, part, ranges, algorithm.config, values)
             advantages |= zip(chosen, found[0], strict=True)
@@ -243,7 +255,10 @@ class Trainer:
                 assessed=None if assessed is None else assessed.of(members),
             )
             # Adam takes a full-sized step however small the gradient; what has little evidence should move little.
-            telling = fmean(any(row.any() for row in advantages[i]) and not solved[i] for i in members)
+            taught = [self._algorithms.of(batch.groups[i].task).of_teacher for i in members]
+            telling = fmean(
+                taught[n] or (any(row.any() for row in advantages[i]) and not solved[i]) for n, i in enumerate(members)
+            )
             evidence = telling**power
             for mine, part in zip(by_rank, passes, strict=True):
                 mine.extend([MiniBatch(part, evidence)] if part else [])

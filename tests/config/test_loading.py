@@ -102,7 +102,7 @@ def test_a_valid_file_becomes_a_run_file_with_defaults(path: Path) -> None:
         (
             "kl: 0.01",
             "loss: gppo",
-            "dpo, ipo or module:function, not 'gppo'; did you mean 'ppo'?",
+            "dpo, ipo, bradley_terry or module:function, not 'gppo'; did you mean 'ppo'?",
         ),
         (
             "kl: 0.01",

@@ -53,6 +53,10 @@ def test_a_task_with_an_advantage_of_its_own_needs_no_teacher() -> None:
     [
         ({"tasks": [{**TASK, "teacher": "wize"}]}, "no pool 'wize' of role teacher; did you mean 'wise'"),
         ({"pools": {}}, "advantage opd learns from teachers, and task 'sums' has none"),
+        (
+            {"pools": {}, "training": {"algorithm": {"loss": "reverse_kl"}}},
+            "loss reverse_kl learns from teachers, and task 'sums' has none",
+        ),
         ({"pools": {"wise": {"role": "teacher"}}}, "a teacher needs `model`"),
         ({"pools": {"wise": {"role": "generate", "model": "m"}}}, "`model` is for pools of role teacher, not generate"),
     ],
@@ -65,11 +69,22 @@ def test_a_mistake_is_a_sentence(more: dict[str, Any], sentence: str) -> None:
 def test_prompt_logprobs_of_vllm_are_those_of_the_scored_tokens() -> None:
     rows = [None, {"7": {"logprob": -1.5, "rank": 3}, "9": {"logprob": -0.1, "rank": 1}}, {"8": {"logprob": -0.5}}]
     answer = {"choices": [{"prompt_logprobs": rows}]}
-    assert prompt_logprobs(answer, [5, 7, 8], [False, True, True]) == [-1.5, -0.5]
+    teaching = prompt_logprobs(answer, [5, 7, 8], [False, True, True])
+    assert teaching.logprobs.array.tolist() == [-1.5, -0.5] and teaching.top_ids is None
     with pytest.raises(ServiceError, match="logprobs of 3 tokens, not of 2"):
         prompt_logprobs(answer, [5, 7], [False, True])
     with pytest.raises(ServiceError, match="has no prompt_logprobs"):
         prompt_logprobs({"choices": [{"text": "hello"}]}, [5], [False])
+
+
+def test_the_likeliest_tokens_of_vllm_are_ranked_without_the_sampled_one() -> None:
+    rows = [None, {"7": {"logprob": -3.0}, "9": {"logprob": -0.125}, "4": {"logprob": -2.5}}]
+    answer = {"choices": [{"prompt_logprobs": rows}]}
+    teaching = prompt_logprobs(answer, [5, 7], [False, True], 2)
+    assert teaching.count == 2 and teaching.top_ids is not None and teaching.top_logprobs is not None
+    assert teaching.top_ids.array.tolist() == [9, 4] and teaching.top_logprobs.array.tolist() == [-0.125, -2.5]
+    with pytest.raises(ServiceError, match="3 of its likeliest tokens, not 4"):
+        prompt_logprobs(answer, [5, 7], [False, True], 4)
 
 
 async def _taught_by(url: str) -> Any:
@@ -141,13 +156,16 @@ def test_an_endpoint_teaches_and_one_that_fails_is_never_a_lesson(monkeypatch: p
 @pytest.mark.slow
 def test_a_student_is_taught_by_a_model_folder_in_a_pool(tmp_path: Path) -> None:
     teacher = tiny.make(TinyModelConfig(**MODEL["tiny"]), tmp_path / "teacher", seed=5)
-    run = run_file(pools={"wise": {"role": "teacher", "model": str(teacher)}})
+    algorithm = {"advantage": "opd", "loss": "reverse_kl", "teacher_top": 3}
+    training = {"steps": 2, "batch_groups": 2, "group_size": 2, "algorithm": algorithm}
+    run = run_file(pools={"wise": {"role": "teacher", "model": str(teacher)}}, training=training)
     taught = rollart.train(run, folder=tmp_path / "run")
     assert [step.version for step in taught.events(StepDone)] == [1, 2]
     assert "teacher" in {event.role for event in taught.events(ServiceStarted)}
     for trajectory in taught.trajectories(held_out=False):
         (teaching,) = trajectory.teaching
         assert len(teaching.logprobs) == trajectory.action_tokens
+        assert teaching.count == 3 and len(teaching.top_ids or ()) == 3 * trajectory.action_tokens
     assert not any(trajectory.teaching for trajectory in taught.trajectories(held_out=True))
 
 

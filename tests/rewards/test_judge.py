@@ -16,19 +16,19 @@ EPISODE = Episode("e", "t", 1, (EpisodeTurn((Message("user", "Be kind."),), 'I a
 
 @contextmanager
 def endpoint(answer, status=200):
-    """Answers every chat completion with `answer`: text is what the model says, anything else is the whole body."""
+    """Answers every chat completion with `answer`: text is what the model says, or a function of the request that
+    returns it; anything else is the whole body."""
     seen = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             body = self.rfile.read(int(self.headers["Content-Length"]))
             seen.append((self.path, self.headers.get("Authorization"), json.loads(body)))
-            said = {"role": "assistant", "content": answer}
+            reply = answer(json.loads(body)) if callable(answer) else answer
+            said = {"role": "assistant", "content": reply}
             whole = {"choices": [{"index": 0, "message": said, "finish_reason": "stop"}]}
             data = (
-                answer
-                if isinstance(answer, bytes)
-                else json.dumps(whole if isinstance(answer, str) else answer).encode()
+                reply if isinstance(reply, bytes) else json.dumps(whole if isinstance(reply, str) else reply).encode()
             )
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))

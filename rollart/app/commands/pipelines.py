@@ -1,4 +1,4 @@
-"""`rollart sample` and `rollart dpo`: what is made from a run file beside RL."""
+"""`rollart sample`, `rollart dpo` and `rollart reward-model`: what is made from a run file beside RL."""
 
 from typing import Annotated
 
@@ -79,3 +79,28 @@ def dpo(
     rollart dpo RUN.yaml --set training.algorithm.loss=ipo --set training.algorithm.beta=0.05[/dim]
     """
     run_training("dpo", run_file, with_output(overrides, output), run_dir, resume=resume, as_json=as_json)
+
+
+@guarded
+def reward_model(
+    run_file: RunPath,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    output: Output = None,
+    run_dir: RunFolderOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a reward model on pairs of conversations, of which one is better.
+
+    The model of the run file gets a head for one number in place of that for
+    tokens, and learns to score the better conversation higher (Bradley-Terry).
+    Pairs are those of `rollart dpo`; a share of them, `preference.held_out`, is
+    never trained: how many of these are ranked right is reported before, after
+    and every `evaluation.every` steps. Nothing is generated. The folder that it
+    leaves is a reward of any task: {function: reward_model, args: {model: DIR}}.
+
+    [dim]rollart sample examples/pipelines/sample.yaml
+    rollart reward-model examples/pipelines/reward_model.yaml
+    rollart reward-model RUN.yaml --set preference.pairs=pairs.jsonl --resume[/dim]
+    """
+    run_training("reward-model", run_file, with_output(overrides, output), run_dir, resume=resume, as_json=as_json)

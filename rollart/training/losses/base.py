@@ -62,6 +62,7 @@ class Traits:
     every_sample: ClassVar[set[Loss]] = set()
     needs_reference: ClassVar[set[Loss]] = set()
     of_pairs: ClassVar[set[Loss]] = set()
+    of_scores: ClassVar[set[Loss]] = set()
     needs_teacher: ClassVar[set[Loss]] = set()
 
 
@@ -93,6 +94,12 @@ def of_pairs(function: Loss) -> Loss:
     """Marks a loss of pairs of sequences, which nothing sampled and which stay together in a pass."""
     Traits.of_pairs.add(function)
     return corrects_itself(every_sample(function))
+
+
+def of_scores(function: Loss) -> Loss:
+    """Marks a loss of pairs whose model is a reward model: it scores sequences in place of tokens."""
+    Traits.of_scores.add(function)
+    return of_pairs(function)
 
 
 def needs_teacher(function: Loss) -> Loss:

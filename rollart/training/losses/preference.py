@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rollart.core.errors import RollartError
-from rollart.training.losses.base import LOSSES, LossInputs, PolicyLoss, needs_reference, of_pairs, sum_by
+from rollart.training.losses.base import LOSSES, LossInputs, PolicyLoss, needs_reference, of_pairs, of_scores, sum_by
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,18 +29,32 @@ def ipo(inputs: LossInputs) -> PolicyLoss:
     return _over_tokens((values - 1 / (2 * inputs.config.beta)) ** 2, values, inputs)
 
 
+@LOSSES.register
+@of_scores
+def bradley_terry(inputs: LossInputs) -> PolicyLoss:
+    """-log sigmoid(score of the chosen - score of the rejected): a reward model's, whose scores are in place of
+    logprobs, one for each sequence."""
+    values = _chosen_less_rejected(sum_by(inputs.logprobs, inputs.sequences), inputs)
+    return _over_tokens(values.new_zeros(()).logaddexp(-values), values, inputs)
+
+
 def margins(inputs: LossInputs, *, mean: bool = False) -> Tensor:
     """By how much the log ratio to the reference of the chosen sequence exceeds that of the rejected, for each pair."""
     if inputs.reference_logprobs is None:
         raise RollartError(f"the loss {inputs.config.loss!r} needs the logprobs of the reference")
     ratios = sum_by(inputs.logprobs - inputs.reference_logprobs, inputs.sequences)
-    advantages = sum_by(inputs.advantages, inputs.sequences)
-    if len(ratios) % 2:
-        raise RollartError(f"the loss {inputs.config.loss!r} needs pairs, but a pass has {len(ratios)} sequences")
     if mean:
         ratios = ratios / inputs.sequences.bincount().clamp(min=1)
+    return _chosen_less_rejected(ratios, inputs)
+
+
+def _chosen_less_rejected(values: Tensor, inputs: LossInputs) -> Tensor:
+    """Of each pair, from one value for each sequence."""
+    if len(values) % 2:
+        raise RollartError(f"the loss {inputs.config.loss!r} needs pairs, but a pass has {len(values)} sequences")
+    advantages = sum_by(inputs.advantages, inputs.sequences)
     sign = (advantages[0::2] - advantages[1::2]).sign()
-    return sign * (ratios[0::2] - ratios[1::2])
+    return sign * (values[0::2] - values[1::2])
 
 
 def _over_tokens(losses: Tensor, margins: Tensor, inputs: LossInputs) -> PolicyLoss:
