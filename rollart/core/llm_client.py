@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import urllib.error
 import urllib.request
 from typing import Any
@@ -76,4 +77,5 @@ def _post(url: str, body: dict[str, Any], key: str, timeout: float) -> Any:
             hint = "" if secret else f" (no key was sent: {key} is not set here; {how})"
             raise NoReply(f"answered HTTP {error.code}{hint}: {error.read(300)!r}") from None
     except (OSError, ValueError) as error:
-        raise NoReply(f"did not reply at {url}: {error}") from error
+        shown = re.sub(r"/k/[^/]+", "/k/...", url)  # a key may be in the path
+        raise NoReply(f"did not reply at {shown}: {error}") from error
