@@ -77,10 +77,13 @@ def squared(i: LossInputs) -> Tensor:
 def margin(i: LossInputs, mean: bool) -> Tensor:
     assert i.reference_logprobs is not None
     ratios = rows(i.logprobs - i.reference_logprobs)
-    ratios = ratios.mean(1) if mean else ratios.sum(1)
+    return chosen_less_rejected(i, ratios.mean(1) if mean else ratios.sum(1))
+
+
+def chosen_less_rejected(i: LossInputs, values: Tensor) -> Tensor:
     better = rows(i.advantages)[:, 0]
     pairs = [(0, 1) if better[0] > better[1] else (1, 0), (2, 3) if better[2] > better[3] else (3, 2)]
-    return torch.stack([ratios[chosen] - ratios[rejected] for chosen, rejected in pairs])
+    return torch.stack([values[chosen] - values[rejected] for chosen, rejected in pairs])
 
 
 def dpo(i: LossInputs) -> Tensor:
@@ -89,6 +92,11 @@ def dpo(i: LossInputs) -> Tensor:
 
 def ipo(i: LossInputs) -> Tensor:
     return ((margin(i, True) - 1 / 0.6) ** 2).repeat_interleave(12)
+
+
+def bradley_terry(i: LossInputs) -> Tensor:
+    margins = chosen_less_rejected(i, rows(i.logprobs).sum(1))
+    return -torch.nn.functional.logsigmoid(margins).repeat_interleave(12)
 
 
 def opd(i: LossInputs) -> Tensor:
@@ -135,6 +143,7 @@ REFERENCES: dict[str, Callable[[LossInputs], Tensor]] = {
             squared,
             dpo,
             ipo,
+            bradley_terry,
             opd,
             reverse_kl,
             forward_kl,
