@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.in_process import GAMES, train, warm_model
+from benchmarks.in_process import GAMES, Player, train, warm_model
 from rollart.config import TrainingConfig
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -37,19 +37,20 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=24, help="training steps of 12 groups x 8 trajectories")
+    parser.add_argument("--steps", type=int, default=16, help="training steps of 9 groups x 8 trajectories")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--episodes", type=int, default=150, help="held-out episodes per task")
+    parser.add_argument("--episodes", type=int, default=100, help="held-out episodes per task")
     parser.add_argument("--only", nargs="*", default=list(ALGORITHMS), help="names of algorithms")
     parser.add_argument("--smoke", action="store_true", help="all algorithms for one step of one seed")
     arguments = parser.parse_args()
-    groups, warm = 12, 300
+    groups, warm = 9, 300
     if arguments.smoke:
         arguments.steps, arguments.seeds, arguments.episodes, groups, warm = 1, 1, 4, 3, 2
     games, began = list(GAMES.values()), time.process_time()
     table: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as directory:
         folder = warm_model(Path(directory), games, steps=warm, demonstrations=10 * warm)
+        before = Player(folder).success(games, arguments.episodes)
         for name in arguments.only:
             config = TrainingConfig.model_validate(
                 {
@@ -61,13 +62,12 @@ def main() -> None:
                 }
             )
             runs = [
-                train(folder, games, config, alpha=1, seed=seed, episodes=arguments.episodes)
+                train(folder, games, config, alpha=1, seed=seed, episodes=arguments.episodes, before=before)
                 for seed in range(arguments.seeds)
             ]
             row = {game.name: round(fmean(run.after[game.name] for run in runs), 3) for game in games}
-            before = fmean(fmean(run.before.values()) for run in runs)
-            after = fmean(row.values())
-            table[name] = {**row, "mean": round(after, 3), "before": round(before, 3)}
+            start, after = fmean(before.values()), fmean(row.values())
+            table[name] = {**row, "mean": round(after, 3), "before": round(start, 3)}
             print(f"{name:30} " + "  ".join(f"{key} {value:.3f}" for key, value in table[name].items()), flush=True)
     broken = [name for name, row in table.items() if row["mean"] <= row["before"]]
     cpu = round(time.process_time() - began, 1)

@@ -164,9 +164,17 @@ class Player:
             SampleGroup(row[0].group, row[0].task, tuple(each for one in row for each in samples(one))) for row in rows
         )
 
-    def success(self, games: Sequence[Game], episodes: int) -> dict[str, float]:
+    def held_out(self, games: Sequence[Game], episodes: int) -> tuple[dict[str, float], dict[str, float]]:
+        """Success and reward by game."""
         played = self.play([(game, HELD_OUT + n, f"held-out-{n}", 0) for game in games for n in range(episodes)], True)
-        return {game.name: fmean(bool(one.success) for one in played if one.task == game.name) for game in games}
+        by_game = {game.name: [one for one in played if one.task == game.name] for game in games}
+        return (
+            {name: fmean(bool(one.success) for one in ended) for name, ended in by_game.items()},
+            {name: fmean(one.reward or 0.0 for one in ended) for name, ended in by_game.items()},
+        )
+
+    def success(self, games: Sequence[Game], episodes: int) -> dict[str, float]:
+        return self.held_out(games, episodes)[0]
 
     def play(self, plan: Sequence[tuple[Game, int, str, int]], held_out: bool = False) -> list[Trajectory]:
         plays = []
@@ -250,10 +258,11 @@ class Player:
 
 @dataclass(frozen=True)
 class Result:
-    """Held-out success before and after, and what the steps reported."""
+    """Held-out success before and after, the reward after, and what the steps reported."""
 
     before: dict[str, float]
     after: dict[str, float]
+    rewards: dict[str, float]
     steps: list[dict[str, float]]
 
 
@@ -265,12 +274,14 @@ def train(
     alpha: int = 0,
     seed: int = 0,
     episodes: int = 200,
+    before: dict[str, float] | None = None,
 ) -> Result:
-    """`config.steps` batches, each trained `alpha` versions after it was sampled."""
+    """`config.steps` batches, each trained `alpha` versions after it was sampled. `before` is the held-out success of
+    the model, if it is known."""
     player, trainer = Player(folder), Trainer(folder, config, seed=seed)
     draw = random.Random(f"train {seed}")
     waiting: deque[tuple[SampleGroup, ...]] = deque()
-    before = player.success(games, episodes)
+    before = before or player.success(games, episodes)
     history = []
 
     def collect() -> None:
@@ -285,4 +296,4 @@ def train(
         reward = fmean(row["reward"] for row in metrics.tasks.values())
         history.append({**metrics.values, "reward": reward})
         player.load(trainer)
-    return Result(before, player.success(games, episodes), history)
+    return Result(before, *player.held_out(games, episodes), history)

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.in_process import GAMES, Game, train, warm_model
+from benchmarks.in_process import GAMES, Game, Player, train, warm_model
 from rollart.config import TrainingConfig
 
 ALPHAS: tuple[int, ...] = (0, 1, 2, 4, 8)
@@ -21,7 +21,12 @@ GAME = GAMES["column_sum"]
 
 
 def run(
-    folder: Path, game: Game, alpha: int, algorithm: dict[str, object], arguments: argparse.Namespace
+    folder: Path,
+    game: Game,
+    alpha: int,
+    algorithm: dict[str, object],
+    arguments: argparse.Namespace,
+    before: dict[str, float],
 ) -> list[float]:
     """The gain in held-out success, for each seed."""
     config = TrainingConfig.model_validate(
@@ -34,7 +39,7 @@ def run(
     )
     gains = []
     for seed in range(arguments.seeds):
-        result = train(folder, [game], config, alpha=alpha, seed=seed, episodes=arguments.episodes)
+        result = train(folder, [game], config, alpha=alpha, seed=seed, episodes=arguments.episodes, before=before)
         gains.append(result.after[game.name] - result.before[game.name])
     return gains
 
@@ -42,7 +47,7 @@ def run(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60, help="training steps, of GROUPS x 8 trajectories")
-    parser.add_argument("--groups", type=int, default=36)
+    parser.add_argument("--groups", type=int, default=24)
     parser.add_argument("--lr", type=float, default=9e-4)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--episodes", type=int, default=300, help="held-out episodes before and after")
@@ -55,11 +60,12 @@ def main() -> None:
     table: dict[str, dict[int, list[float]]] = {name: {} for name in CORRECTIONS}
     with tempfile.TemporaryDirectory() as directory:
         folder = warm_model(Path(directory), [GAME], steps=warm, demonstrations=10 * warm)
+        before = Player(folder).success([GAME], arguments.episodes)
         for alpha in alphas:
             for name, algorithm in CORRECTIONS.items():
                 if alpha == 0 and name == "none":
                     continue  # nothing is stale
-                table[name][alpha] = run(folder, GAME, alpha, algorithm, arguments)
+                table[name][alpha] = run(folder, GAME, alpha, algorithm, arguments, before=before)
                 gains = ", ".join(f"{gain:+.3f}" for gain in table[name][alpha])
                 print(f"alpha {alpha}, correction {name}: {gains}", flush=True)
     fresh = fmean(table["default"][0])
