@@ -146,7 +146,7 @@ class Training:
     async def run_all(self, recovery: Recovery, model: Path) -> None:
         """Evaluate, take all steps, keep the model in `model`, evaluate again."""
         steps, episodes = self.run.training.steps, self.run.evaluation.final_episodes
-        evaluator, alone = self._evaluator(), self.pairs is not None and self.pairs.scored
+        evaluator, alone = self._evaluator(), self._alone
         if recovery.version == 0:
             await supervised(
                 self.fleet.supervise(trainer=alone), evaluator.run(0, episodes, label="before", final=True)
@@ -154,6 +154,11 @@ class Training:
         await self._until_trained(evaluator, recovery)
         await self.fleet.export(self.checkpoints.path(steps), model)  # even if the last evaluation fails
         await supervised(self.fleet.supervise(trainer=alone), evaluator.run(steps, episodes, label="after", final=True))
+
+    @property
+    def _alone(self) -> bool:
+        """Whether there is the trainer and nothing else."""
+        return self.pairs is not None and self.pairs.scored
 
     def _evaluator(self) -> HeldOut:
         run, fleet = self.run, self.fleet
@@ -196,7 +201,7 @@ class Training:
             publication = await self.fleet.restart_trainer(self.checkpoints.path(version) if version else None, version)
         except ServiceError as error:
             raise TrainerLost(str(error)) from error
-        if publication is not None:
+        if not self._alone:
             await self.fleet.router.load(publication)
         self.log.emit(RolledBack(version=version, reason=reason))
 
@@ -234,7 +239,7 @@ class Training:
             version=recovery.version,
             source=source,
             trainer=self.fleet.trainer,
-            router=None if self.pairs is not None and self.pairs.scored else self.fleet.router,
+            router=None if self._alone else self.fleet.router,
             evaluator=evaluator,
             ledger=self.ledger,
             sink=self.log,

@@ -253,12 +253,11 @@ class Fleet:
                 group.create_task(self._gateway.watch())
                 group.create_task(self.agents.watch())
 
-    async def restart_trainer(self, checkpoint: Path | None, version: int) -> Publication | None:
-        """Restart the trainer at `version`, which the engines, if there are any, have to load next. Raises
-        ServiceError."""
+    async def restart_trainer(self, checkpoint: Path | None, version: int) -> Publication:
+        """Restart the trainer at `version`, which the engines have to load next. Raises ServiceError."""
         self._version, self._checkpoint = version, checkpoint
         await self._trainer.restart()
-        return await self._publish() if self.rollouts else None
+        return await self._publish()
 
     async def export(self, checkpoint: Path, model: Path) -> None:
         """By the trainer, which has imported what it takes, or by a process of its own if the trainer is gone."""
