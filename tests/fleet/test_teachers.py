@@ -58,7 +58,10 @@ def test_a_task_with_an_advantage_of_its_own_needs_no_teacher() -> None:
             "loss reverse_kl learns from teachers, and task 'sums' has none",
         ),
         ({"pools": {"wise": {"role": "teacher"}}}, "a teacher needs `model`"),
-        ({"pools": {"wise": {"role": "generate", "model": "m"}}}, "`model` is for pools of role teacher, not generate"),
+        (
+            {"pools": {"wise": {"role": "generate", "model": "m"}}},
+            "`model` is for pools of role teacher or judge, not generate",
+        ),
     ],
 )
 def test_a_mistake_is_a_sentence(more: dict[str, Any], sentence: str) -> None:
