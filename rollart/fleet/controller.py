@@ -23,7 +23,7 @@ from rollart.fleet.control_services import (
 )
 from rollart.fleet.control_tape import Tape
 from rollart.fleet.endpoint import ModelEndpoint, endpoint_runner, without_limits
-from rollart.fleet.fleet import Fleet
+from rollart.fleet.fleet import Fleet, make_launcher
 from rollart.fleet.ledger_writer import LedgerWriter
 from rollart.fleet.pairs import PairData, PairEvaluator, PairSource, for_pairs, split_pairs
 from rollart.fleet.session import OnLog, Session, event_log, open_ledger, run_stage
@@ -252,7 +252,12 @@ async def _train(session: Session, pairs: PairData | None = None) -> None:
     run, directory, log, version = session.run, session.directory, session.log, session.recovery.version
     checkpoints = Checkpoints(directory / "checkpoints", run.checkpoint.keep, best=run.checkpoint.best)
     checkpoints.start(version)
-    model = await first_model(run, directory, log)
+    launcher = make_launcher(run)
+    try:
+        model = await first_model(run, directory, log, launcher)
+    except BaseException:
+        await launcher.close()
+        raise
     checkpoint = checkpoints.path(version) if version else None
     with contextlib.ExitStack() as stack:
         tape = stack.enter_context(recorded(session)) if run.ledger.control and pairs is None else None
@@ -266,6 +271,7 @@ async def _train(session: Session, pairs: PairData | None = None) -> None:
             checkpoint=checkpoint,
             registry=registry,
             rollouts=pairs is None or not pairs.scored,
+            launcher=launcher,
         ) as fleet:
             writer = stack.enter_context(contextlib.closing(LedgerWriter(session.ledger, log.flush)))
             training = Training(run, fleet, writer, log, checkpoints, pairs)

@@ -289,9 +289,15 @@ def engine_command(
         full["emulate"] = {"device": asdict(devices[device]), "slowdown": slowdown}
     if binding.url:
         full["url"] = binding.url
-    command = service_command(backend.module, full, name=binding.worker, logs=logs, threads=run.engine.threads)
+    command = replace(engine_process(run, binding, logs), spec=full)
     seconds = backend.start_deadline(run) + read_seconds(Path(spec["model"]))
     return replace(command, start_deadline=seconds, start_key="engine.start_deadline")
+
+
+def engine_process(run: RunFile, binding: Binding, logs: Path) -> Command:
+    """The command of an engine, without its spec."""
+    module = backend_of(run.all_pools()[binding.pool]).module
+    return service_command(module, {}, name=binding.worker, logs=logs, threads=run.engine.threads)
 
 
 def request_of(binding: Binding) -> ResourceRequest:

@@ -21,10 +21,10 @@ from rollart.core.event_log import EventLog
 from rollart.core.events import ServiceEnded
 from rollart.core.types import Publication
 from rollart.envs.pool import EnvironmentPool
-from rollart.fleet.engine_supervisor import EngineSupervisor
+from rollart.fleet.engine_supervisor import EngineSupervisor, engine_process
 from rollart.fleet.judges import Judges, with_judges
 from rollart.fleet.teachers import Teachers
-from rollart.fleet.trainer_supervisor import TrainerSupervisor
+from rollart.fleet.trainer_supervisor import TrainerSupervisor, trainer_commands
 from rollart.gateway.client import Gateway
 from rollart.gateway.limits import GatewayLimits
 from rollart.hardware.roofline import ModelShape
@@ -52,7 +52,7 @@ RESPONSE_S = 86_400.0  # the clock of the episode comes first, and stands still 
 class Fleet:
     """`model` is the Hugging Face folder that RL starts from. The trainer starts at `version`, from its `checkpoint`
     unless that is 0; the engines start with `model` and get the version from the trainer. Without `rollouts` there is
-    the trainer alone."""
+    the trainer alone. A `launcher` that is given is closed with the fleet."""
 
     def __init__(
         self,
@@ -66,8 +66,9 @@ class Fleet:
         trainer: bool = True,
         registry: Callable[..., EngineRegistry] = EngineRegistry,
         rollouts: bool = True,
+        launcher: Launcher | None = None,
     ) -> None:
-        self._registry, self.rollouts = registry, rollouts
+        self._registry, self.rollouts, self._launcher = registry, rollouts, launcher
         self._asked = self._run = run  # `parallel: auto` is resolved in the latter
         self._log, self._train = log, trainer
         self._model = model.absolute()
@@ -108,7 +109,7 @@ class Fleet:
         remove = partial(shutil.rmtree, self._weights, ignore_errors=True)
         remove()  # a killed run may have left some
         self._stack.callback(remove)
-        launcher = make_launcher(self._run)
+        launcher = self._launcher or make_launcher(self._run)
         self._stack.push_async_callback(launcher.close)
         placed = await placement_plan(self._run, launcher)
         self._asked, self._run = self._run, with_layout(self._run, placed)
@@ -306,6 +307,20 @@ def make_launcher(run: RunFile) -> Launcher:
     from rollart.launch.ray import RayLauncher
 
     return RayLauncher(run.cluster)
+
+
+async def expect_services(run: RunFile, launcher: LocalLauncher, logs: Path) -> None:
+    """Spawn the engines and the trainer of a run whose model is still made: their imports take seconds."""
+    placed = await placement_plan(run, launcher)
+    run, pools = with_layout(run, placed), run.all_pools()
+    by_role = {
+        role: [b for b in placed.bindings if pools[b.pool].role == role and not b.url] for role in ("generate", "train")
+    }
+    for command in (
+        *(engine_process(run, binding, logs) for binding in by_role["generate"]),
+        *trainer_commands(run, by_role["train"], {}, logs),
+    ):
+        await launcher.expect(command)
 
 
 async def placement_plan(run: RunFile, launcher: Launcher) -> PlacementPlan:

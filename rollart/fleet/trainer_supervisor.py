@@ -15,7 +15,14 @@ from rollart.config import RunFile
 from rollart.core.errors import ServiceError
 from rollart.core.events import EventSink, ServiceEnded, Warned
 from rollart.launch import rpc
-from rollart.launch.launcher import Launcher, ResourceRequest, ServiceHandle, service_command, service_started
+from rollart.launch.launcher import (
+    Command,
+    Launcher,
+    ResourceRequest,
+    ServiceHandle,
+    service_command,
+    service_started,
+)
 from rollart.models.folder import read_seconds
 from rollart.placement.bindings import Binding
 from rollart.training.client import TrainerClient, TrainerLost
@@ -61,20 +68,13 @@ class TrainerSupervisor:
             "classes": self._bindings[0].choices,
         }
         folders = [Path(spec[key]) for key in ("model", "checkpoint") if spec.get(key)]
-        names = ["trainer"] if len(self._bindings) == 1 else [binding.worker for binding in self._bindings]
-        commands = [
-            service_command(
-                "rollart.training.service", spec, name=name, logs=self._logs, threads=self._run.training.threads
-            )
-            for name in names
-        ]
         commands = [
             replace(
                 command,
                 start_deadline=self._run.training.start_deadline + read_seconds(*folders),
                 start_key="training.start_deadline",
             )
-            for command in commands
+            for command in trainer_commands(self._run, self._bindings, spec, self._logs)
         ]
         request = ResourceRequest(self._bindings[0].choices, self._bindings[0].units, avoid)
         if len(commands) == 1:
@@ -163,3 +163,12 @@ class TrainerSupervisor:
         await self._stack.aclose()
         self._stack = AsyncExitStack()
         await asyncio.gather(*(started.stop() for started in self._started))
+
+
+def trainer_commands(
+    run: RunFile, bindings: Sequence[Binding], spec: Mapping[str, Any], logs: Path
+) -> Sequence[Command]:
+    """Of all ranks."""
+    names = ["trainer"] if len(bindings) == 1 else [binding.worker for binding in bindings]
+    threads = run.training.threads
+    return [service_command("rollart.training.service", spec, name=name, logs=logs, threads=threads) for name in names]

@@ -17,9 +17,11 @@ from rollart.core.errors import RollartError, ServiceError
 from rollart.core.event_log import EventLog
 from rollart.core.events import WarmupStep, Warned
 from rollart.core.seeds import seed_of
-from rollart.fleet.fleet import make_launcher, placement_plan, weights_folder
+from rollart.fleet.fleet import expect_services, make_launcher, placement_plan, weights_folder
 from rollart.fleet.supervision import root_cause, supervised
-from rollart.fleet.trainer_supervisor import TrainerSupervisor
+from rollart.fleet.trainer_supervisor import TrainerSupervisor, trainer_commands
+from rollart.launch.launcher import Launcher
+from rollart.launch.local import LocalLauncher
 from rollart.models.folder import is_model
 from rollart.placement.plan import with_layout
 from rollart.training.client import TrainerClient, TrainerLost, export_in_child, is_checkpoint
@@ -29,23 +31,26 @@ from rollart.warmup.prepare import Progress, prepare_in_child
 MAX_LOSSES = 3
 
 
-async def first_model(run: RunFile, directory: Path, log: EventLog) -> Path:
-    """The model that RL starts from: the user's folder, or `start`, which is made unless it is there."""
+async def first_model(run: RunFile, directory: Path, log: EventLog, launcher: Launcher | None = None) -> Path:
+    """The model that RL starts from: the user's folder, or `start`, which is made unless it is there. Meanwhile the
+    services that RL needs are spawned by its `launcher`."""
     start, files = directory / "start", directory / "warmup"
     if run.model.warmup is None:
         return await prepare_in_child(run, start, files, log=directory / "logs" / "prepare.log")
     if not is_model(start):
-        await warm_up(run, run.model.warmup, directory, log)
+        await warm_up(run, run.model.warmup, directory, log, launcher)
     shutil.rmtree(files, ignore_errors=True)
     return start
 
 
-async def warm_up(run: RunFile, config: WarmupConfig, directory: Path, log: EventLog) -> Path:
+async def warm_up(
+    run: RunFile, config: WarmupConfig, directory: Path, log: EventLog, launcher: Launcher | None = None
+) -> Path:
     """The model after all steps of the warmup, in `start`. What a warmup needs is in `warmup` until then."""
     start, files = directory / "start", directory / "warmup"
     warmup = _Warmup(run, config, directory.absolute(), files.absolute(), log)
     if warmup.newest() < config.steps:
-        await warmup.take_steps()
+        await warmup.take_steps(launcher)
     if not is_model(start):  # a run that was killed between the last checkpoint and its export
         await export_in_child(warmup.checkpoint(config.steps), start)
     return start
@@ -67,11 +72,12 @@ class _Warmup:
         numbers = [int(path.name) for path in self._files.glob("*") if path.name.isdigit() and is_checkpoint(path)]
         return max(numbers, default=0)
 
-    async def take_steps(self) -> None:
-        """The trainer starts while the examples are still made."""
+    async def take_steps(self, later: Launcher | None) -> None:
+        """The trainer is spawned at once, and starts while the examples are still made."""
         model: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
         examples = self._files / "examples"
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
+            await self._place_trainer(stack)
             preparing = group.create_task(
                 prepare_in_child(
                     self._run,
@@ -83,8 +89,10 @@ class _Warmup:
                 )
             )
             self._model = (await model).absolute()
-            await self._start_trainer(stack)
+            await self._trainer.start()
             await preparing
+            if isinstance(later, LocalLauncher):
+                await expect_services(self._run, later, self._logs)
             await self._until_done(StoredExamples(examples))
 
     def _on_progress(self, progress: Progress) -> None:
@@ -92,7 +100,7 @@ class _Warmup:
             what = f"{progress.left_out} of {progress.done} conversations of the warmup were left out"
             self._log.emit(Warned(message=f"{what}: no answer begins within the longest max_context of the tasks"))
 
-    async def _start_trainer(self, stack: AsyncExitStack) -> None:
+    async def _place_trainer(self, stack: AsyncExitStack) -> None:
         remove = partial(shutil.rmtree, self._weights, ignore_errors=True)
         remove()  # a killed run may have left some
         stack.callback(remove)
@@ -102,11 +110,13 @@ class _Warmup:
         self._run = with_layout(self._run, placed)
         (pool,) = self._run.pools_of("train")
         bindings = [binding for binding in placed.bindings if binding.pool == pool]
+        if isinstance(launcher, LocalLauncher):
+            for command in trainer_commands(self._run, bindings, {}, self._logs):
+                await launcher.expect(command)
         self._trainer = TrainerSupervisor(
             self._run, bindings, launcher=launcher, spec=self._spec, sink=self._log, logs=self._logs
         )
         stack.push_async_callback(self._trainer.stop)
-        await self._trainer.start()
 
     def _spec(self) -> dict[str, Any]:
         step = self.newest()

@@ -48,16 +48,17 @@ class Child:
         self.ended = asyncio.create_task(self._end(mark))
 
     @classmethod
-    async def start(cls, command: Command, more: Mapping[str, Any]) -> Self:
-        """Send it its spec and `more`, and wait until it is ready. One that is killed meanwhile, by a machine without
-        memory for instance, is started once more. Raises ServiceError."""
+    async def start(cls, command: Command, more: Mapping[str, Any], spare: Self | None = None) -> Self:
+        """Send it, or `spare`, its spec and `more`, and wait until it is ready. One that is killed meanwhile, by a
+        machine without memory for instance, is started once more. Raises ServiceError."""
         try:
-            return await cls._start(command, more)
+            return await (spare or await cls.spawn(command))._started(command, more)
         except _KilledAtStart:
-            return await cls._start(command, more)
+            return await (await cls.spawn(command))._started(command, more)
 
     @classmethod
-    async def _start(cls, command: Command, more: Mapping[str, Any]) -> Self:
+    async def spawn(cls, command: Command) -> Self:
+        """The process of a command, which waits for its spec. Raises ServiceError."""
         python, mark = command.python or sys.executable, uuid.uuid4().hex
         try:
             inherited = os.environ if command.pass_env is None else variables.passed(os.environ, command.pass_env)
@@ -81,14 +82,16 @@ class Child:
                 )
             except OSError as error:
                 raise ServiceError(f"could not start {command.name}: {python} cannot be run: {error}") from error
-        child = cls(command, process, mark)
+        return cls(command, process, mark)
+
+    async def _started(self, command: Command, more: Mapping[str, Any]) -> Self:
         try:
-            child.answer = await child._ready(command, {**command.spec, **more})
+            self.answer = await self._ready(command, {**command.spec, **more})
         except BaseException:
-            child.kill()
-            await asyncio.shield(child.ended)
+            self.kill()
+            await asyncio.shield(self.ended)
             raise
-        return child
+        return self
 
     async def _ready(self, command: Command, spec: Mapping[str, Any]) -> Mapping[str, Any]:
         assert self.process.stdin and self.process.stdout

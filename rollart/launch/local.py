@@ -1,6 +1,7 @@
 """The local launcher: commands as child processes of the controller, on the devices of this machine.
 
 CPUs may be overcommitted. A GPU belongs to one command, or to a few that requested fractions of it, until they end.
+What is expected to be launched soon can be spawned before its spec is known: its imports take seconds.
 """
 
 import asyncio
@@ -32,6 +33,7 @@ class LocalLauncher:
         self._devices = gpus() if devices is None else tuple(devices)
         self._free = [1.0] * len(self._devices)  # of each GPU
         self._children: set[Child] = set()
+        self._spares: dict[str, tuple[Command, Child]] = {}
 
     async def nodes(self) -> Sequence[Node]:
         return [self._node()]
@@ -56,7 +58,7 @@ class LocalLauncher:
         visible = {VISIBLE: ",".join(map(str, taken))} if taken else {}
         placed = replace(command, environment={**visible, **command.environment})
         try:
-            child = await Child.start(placed, {**more, "bind": LOOPBACK, "key": self.key})
+            child = await Child.start(placed, {**more, "bind": LOOPBACK, "key": self.key}, await self._spare(placed))
         except BaseException:
             self._release(taken)
             raise
@@ -65,6 +67,19 @@ class LocalLauncher:
         child.ended.add_done_callback(lambda _: self._children.discard(child))
         child.ended.add_done_callback(lambda _: self._release(taken))
         return child
+
+    async def expect(self, command: Command) -> None:
+        """Spawn the process of a command that will be launched soon, with a spec that is not known yet."""
+        if command.name not in self._spares:
+            self._spares[command.name] = command, await Child.spawn(command)
+
+    async def _spare(self, command: Command) -> Child | None:
+        """The process that was spawned for this command, unless the two differ in more than the spec."""
+        expected, spare = self._spares.pop(command.name, (None, None))
+        if expected is None or spare is None or _without_spec(expected) == _without_spec(command):
+            return spare
+        await spare.stop()
+        return None
 
     def _reserve(self, name: str, request: ResourceRequest) -> tuple[str, dict[int, float]]:
         """The class, and the fraction taken of each GPU. Raises ServiceError."""
@@ -90,7 +105,13 @@ class LocalLauncher:
 
     async def close(self) -> None:
         """Stop what is still running."""
-        await asyncio.gather(*(child.stop() for child in list(self._children)))
+        spares = [spare for _, spare in self._spares.values()]
+        self._spares.clear()
+        await asyncio.gather(*(child.stop() for child in [*self._children, *spares]))
+
+
+def _without_spec(command: Command) -> Command:
+    return replace(command, spec={}, start_deadline=0.0, start_key="")
 
 
 def free_port(address: str) -> int:

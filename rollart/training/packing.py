@@ -1,9 +1,9 @@
 """Sequence packing without cross-attention.
 
 Everything in a decoder but attention treats tokens one by one, so it runs on the real tokens of a micro-batch laid end
-to end, [1, T], with no padding. Attention alone puts them into a right-padded [rows, width] grid and back: under a
-causal mask no token sees what lies to its right, so padding never leaks and no mask is built. The function is
-registered with transformers, so any of its decoders can use it.
+to end, [1, T], with no padding. Attention alone puts them into right-padded [rows, width] bands, one for each order of
+length, and back: under a causal mask no token sees what lies to its right, so padding never leaks and no mask is built.
+The bands end to end are the grid. The function is registered with transformers, so any of its decoders can use it.
 
 A trajectory is one sequence for all its turns: history is trained once. The members of a group begin with the same
 prompt, and where attention allows it that is laid down once for all of them: the grid shows it in every row, and the
@@ -32,8 +32,9 @@ class Packed(Struct, frozen=True):
     """A micro-batch. `predict` are the flat positions whose next token is trained, `targets` those next tokens, and
     `temperature` divides the logits there (None: 1 everywhere).
 
-    `grid` holds the flat position shown in every slot of the padded grid, `slots` the slot that every flat position is
-    computed in; both are None when the sequences are of one length and the grid is the flat layout already. With shared
+    `bands` are the rows and widths of the grid's parts, the widest first. `grid` holds the flat position shown in every
+    slot, `slots` the slot that every flat position is computed in; both are None when the sequences are of one length
+    and the grid is the flat layout already. With shared
     prompts `shown` has all slots of each flat position, in its order, and where those of each begin. `starts` are the
     flat positions of the sequences, and the end of the last. `experts` are those that the engine used, [T, layers,
     choices], -1 where that is not known.
@@ -43,8 +44,7 @@ class Packed(Struct, frozen=True):
 
     tokens: Tensor
     positions: Tensor
-    rows: int
-    width: int
+    bands: tuple[tuple[int, int], ...]
     grid: Tensor | None
     slots: Tensor | None
     predict: Tensor
@@ -56,28 +56,33 @@ class Packed(Struct, frozen=True):
 
 
 def plan(lengths: Sequence[int], pack_tokens: int, rows: Sequence[int] | None = None) -> list[list[int]]:
-    """Indices of micro-batches: neighbours in length, so the grid is nearly full, each of at most `pack_tokens` slots.
-    An index stands for as many sequences as `rows` says, one if that is missing.
+    """Indices of micro-batches, from the longest sequence to the shortest, each of at most `pack_tokens` slots in the
+    bands of its grid. An index stands for as many sequences as `rows` says, one if that is missing.
 
     >>> plan([5, 90, 6, 100], 200)
     [[3, 1], [2, 0]]
     """
     batches: list[list[int]] = []
-    width = used = 0
+    width = slots = 0
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         more = 1 if rows is None else rows[index]
-        if batches and (used + more) * width <= pack_tokens and 2 * lengths[index] > width:
+        width = _band(lengths[index], width)
+        if batches and slots + more * width <= pack_tokens:
             batches[-1].append(index)
-            used += more
+            slots += more * width
         else:
             batches.append([index])
-            width, used = lengths[index], more
+            width, slots = lengths[index], more * lengths[index]
     return batches
 
 
+def _band(length: int, width: int) -> int:
+    """The width of the band for the next shorter sequence: the same, or narrower if most of a row would be padding."""
+    return width if length <= width < 2 * length else length
+
+
 def families(tokens: Sequence[NDArray[Any]], masks: Sequence[NDArray[Any]], pack_tokens: int) -> list[list[int]]:
-    """Indices of sequences that share a prompt, the longest first; those of a family fit into one micro-batch, and none
-    is less than half as long as another."""
+    """Indices of sequences that share a prompt, the longest first; those of a family fit into one micro-batch."""
     same: dict[bytes, list[int]] = {}
     for index in sorted(range(len(tokens)), key=lambda i: -len(tokens[i])):
         same.setdefault(_prompt(tokens[index], masks[index]), []).append(index)
@@ -100,7 +105,7 @@ def split_over_ranks(
     round may leave a rank without any. What is `together`, the longest first, stays in one pass.
 
     >>> split_over_ranks([5, 90, 6, 100, 7], 200, 2)
-    [[[3], [2, 0]], [[1], [4]]]
+    [[[3, 2, 0]], [[1, 4]]]
     """
     units = together or [[index] for index in range(len(lengths))]
     order = sorted(range(len(units)), key=lambda i: -lengths[units[i][0]])
@@ -144,7 +149,7 @@ def pack(
     that several sequences begin with is laid down once."""
     parts, flags = [np.asarray(each, np.int64) for each in tokens], [np.asarray(each) for each in masks]
     lengths = np.array([len(part) for part in parts])
-    rows, width = len(parts), int(lengths.max())
+    rows, (bands, firsts) = len(parts), _bands(lengths)
     whole, mask = np.concatenate(parts), np.concatenate(flags)
     begins = lengths.cumsum() - lengths
     if mask[begins].any():
@@ -154,10 +159,11 @@ def pack(
     row, column = np.arange(rows).repeat(lengths), np.arange(len(whole)) - begins.repeat(lengths)
     own = column >= borrowed[row]
     place = np.where(own, starts[row] - borrowed[row], starts[owner[row]]) + column  # in the flat layout
-    slot, trained = row * width + column, mask.nonzero()[0]
+    slot, trained = firsts[row] + column, mask.nonzero()[0]
     flat, grid, slots, shown = whole[own], None, None, None
-    if len(flat) < rows * width:
-        spread = np.zeros(rows * width, np.int64)
+    size = sum(height * width for height, width in bands)
+    if len(flat) < size or len(bands) > 1:
+        spread = np.zeros(size, np.int64)
         spread[slot] = place
         grid, slots = torch.tensor(spread), torch.tensor(slot[own])
     if len(flat) < len(whole):
@@ -169,8 +175,7 @@ def pack(
     return Packed(
         tokens=torch.tensor(flat)[None],
         positions=torch.tensor(column[own])[None],
-        rows=rows,
-        width=width,
+        bands=bands,
         grid=grid,
         slots=slots,
         predict=torch.tensor(place[trained - 1]),
@@ -179,6 +184,21 @@ def pack(
         shown=shown,
         temperature=temperature,
     )
+
+
+def _bands(lengths: NDArray[np.int64]) -> tuple[tuple[tuple[int, int], ...], NDArray[np.int64]]:
+    """The rows and widths of the bands, and the first slot of every sequence."""
+    bands: list[list[int]] = []
+    firsts = np.zeros(len(lengths), np.int64)
+    width = size = 0
+    for index in np.argsort(-lengths, kind="stable"):
+        width = _band(int(lengths[index]), width)
+        if not bands or bands[-1][1] != width:
+            bands.append([0, width])
+        bands[-1][0] += 1
+        firsts[index] = size
+        size += width
+    return tuple((rows, width) for rows, width in bands), firsts
 
 
 def _borrowed(
@@ -248,9 +268,8 @@ def packed_attention(
             key, value = (states.repeat_interleave(query.shape[1] // states.shape[1], 1) for states in (key, value))
         tokens = packed.tokens.shape[1]
         query, key, value = (context.to_heads(states, tokens) for states in (query, key, value))
-    window = None if sliding_window is None or sliding_window >= packed.width else sliding_window
     flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-    out = (_flash if flash else _in_grid)(query, key, value, packed, scaling, window)
+    out = (_flash if flash else _in_grid)(query, key, value, packed, scaling, sliding_window)
     return (out if context is None else context.to_tokens(out)), None
 
 
@@ -259,16 +278,17 @@ def _flash(
 ) -> Tensor:
     """FlashAttention on the flat layout, which cannot show a prompt twice. Never exercised: it needs a GPU."""
     assert packed.shown is None
+    width = packed.bands[0][1]
     out = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         cu_seq_q=packed.starts,
         cu_seq_k=packed.starts,
-        max_q=packed.width,
-        max_k=packed.width,
+        max_q=width,
+        max_k=width,
         scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
+        window_size=(-1 if window is None or window >= width else window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(out, Tensor)
@@ -278,32 +298,39 @@ def _flash(
 def _in_grid(
     query: Tensor, key: Tensor, value: Tensor, packed: Packed, scaling: float | None, window: int | None
 ) -> Tensor:
-    rows, width = packed.rows, packed.width
     if query.is_cuda and query.shape[1] != key.shape[1]:  # float32 with grouped heads has no kernel but the slow one
         key, value = (states.repeat_interleave(query.shape[1] // states.shape[1], 1) for states in (key, value))
 
-    def to_grid(states: Tensor, summed: bool = False) -> Tensor:
+    def to_grid(states: Tensor, summed: bool = False) -> list[Tensor]:
         flat = states.transpose(1, 2)[0]
         if packed.grid is not None:
             flat = _ToGrid.apply(flat, packed, summed)  # type: ignore[no-untyped-call]
-        return flat.reshape(rows, width, *flat.shape[1:]).transpose(1, 2)
+        parts = torch.split(flat, [rows * width for rows, width in packed.bands])
+        shaped = zip(parts, packed.bands, strict=True)
+        return [part.reshape(rows, width, *flat.shape[1:]).transpose(1, 2) for part, (rows, width) in shaped]
 
-    mask = None
-    if window is not None:
+    bands = zip(to_grid(query), to_grid(key, summed=True), to_grid(value, summed=True), strict=True)
+    outputs = [_in_band(*band, scaling, window).transpose(1, 2).flatten(0, 1) for band in bands]
+    flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    if packed.slots is not None:
+        flat = _ToFlat.apply(flat, packed.slots)  # type: ignore[no-untyped-call]
+    return flat[None]
+
+
+def _in_band(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    """[rows, heads, width, dim]."""
+    width, mask = query.shape[2], None
+    if window is not None and window < width:
         mask = torch.ones(width, width, dtype=torch.bool, device=query.device).tril().triu(1 - window)
-    out = functional.scaled_dot_product_attention(
-        to_grid(query),
-        to_grid(key, summed=True),
-        to_grid(value, summed=True),
+    return functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
         attn_mask=mask,
         is_causal=mask is None,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    flat = out.transpose(1, 2).reshape(rows * width, *out.shape[1:2], out.shape[3])
-    if packed.slots is not None:
-        flat = _ToFlat.apply(flat, packed.slots)  # type: ignore[no-untyped-call]
-    return flat[None]
 
 
 # No mask function is registered under this name, so transformers builds none.

@@ -47,6 +47,47 @@ def mirror(name: str = "mirror") -> Command:
     return Command(name, ("-c", MIRROR), {"own": 1})
 
 
+async def expected(launcher: LocalLauncher, command: Command) -> int:
+    """The process that was spawned for it."""
+    before = {child.pid for child in psutil.Process().children()}
+    await launcher.expect(command)
+    (spawned,) = {child.pid for child in psutil.Process().children()} - before
+    return spawned
+
+
+def test_what_was_expected_is_launched_in_the_process_that_was_spawned_for_it() -> None:
+    async def check(launcher: LocalLauncher) -> None:
+        spawned = await expected(launcher, replace(mirror(), spec={}))
+        started = await launcher.launch(mirror(), ResourceRequest())
+        assert (started.pid, started.answer["spec"]["own"]) == (spawned, 1)
+        again = await launcher.launch(mirror(), ResourceRequest())
+        assert again.pid != spawned
+
+    execute(check)
+
+
+def test_an_expected_process_that_was_killed_is_spawned_again() -> None:
+    async def check(launcher: LocalLauncher) -> None:
+        os.kill(await expected(launcher, mirror()), signal.SIGKILL)
+        started = await launcher.launch(mirror(), ResourceRequest())
+        assert started.answer["spec"]["own"] == 1
+
+    execute(check)
+
+
+def test_an_expected_process_of_another_kind_or_without_a_launch_is_ended() -> None:
+    async def check(launcher: LocalLauncher) -> None:
+        spawned = await expected(launcher, mirror())
+        started = await launcher.launch(replace(mirror(), environment={"OMP_NUM_THREADS": "7"}), ResourceRequest())
+        assert started.pid != spawned
+        assert not psutil.pid_exists(spawned)
+        waiting = await expected(launcher, mirror("another"))
+        await launcher.close()
+        assert not psutil.pid_exists(waiting)
+
+    execute(check)
+
+
 def test_what_a_library_prints_before_the_answer_goes_to_the_log(tmp_path: Path) -> None:
     async def check(launcher: LocalLauncher) -> None:
         chatty = "print('Welcome to libnoise 1.0')\nprint(42)\nprint('x' * 200_000)\n" + MIRROR
