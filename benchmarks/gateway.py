@@ -41,7 +41,8 @@ from rollart.config import EngineConfig, TinyModelConfig
 from rollart.core import gc_tuning
 from rollart.core.events import NULL_SINK
 from rollart.core.types import CapturedEpisode, Completion, GenerationRequest, Outcome, Sampling, Trajectory
-from rollart.engines.client import EngineClient, StreamRequest
+from rollart.engines.client import EngineClient
+from rollart.engines.contexts import StreamRequest
 from rollart.gateway.client import Gateway
 from rollart.gateway.limits import EpisodeLimits
 from rollart.launch import rpc, service
