@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from rollart.core.types import Completion, EngineStatus, TokenPart
-from rollart.engines.client import StreamRequest
+from rollart.engines.contexts import KeptContexts, StreamRequest
 from rollart.launch import service
 from rollart.launch.rpc import Handler, Stream
 
@@ -57,7 +57,8 @@ class ScriptedEngines:
 @asynccontextmanager
 async def engines(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
     made = ScriptedEngines(spec)
-    yield {"stream": made.stream, "status": made.status, "abort": made.abort}
+    contexts = KeptContexts(made.stream)
+    yield {"stream": contexts.stream, "extend": contexts.extend, "status": made.status, "abort": made.abort}
 
 
 class ScriptedEnvironments:

@@ -65,11 +65,10 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """`tokens` is the whole context; `session` names the conversation whose cached prefix may be reused. `kv_from` is
-    the address of an engine that has more of its KV: what is missing is fetched from there, not recomputed. A new
-    conversation may be a `branch_of` another, whose beginning it shares. `episode` is the attempt that it serves. The
-    expert choices of the first `experts_known` tokens are not needed: earlier completions had them. The last `resumed`
-    of the `tokens` were sampled for it by another engine: the random stream goes on after them."""
+    """`tokens` is the whole context; `session` names the conversation whose cached prefix may be reused, `kv_from` the
+    address of an engine to fetch missing KV from, `branch_of` a conversation that it begins like, `episode` the attempt
+    that it serves. The expert choices of the first `experts_known` tokens are known. The last `resumed` tokens were
+    sampled by another engine. Contexts of one `conversation`, if not 0, only grow: each begins with those before it."""
 
     id: str
     session: str
@@ -82,6 +81,7 @@ class GenerationRequest:
     episode: str = ""
     experts_known: int = 0
     resumed: int = 0
+    conversation: int = 0
 
 
 class TokenPart(Struct, frozen=True, array_like=True):

@@ -1,7 +1,6 @@
 """Client of an engine in another process, over one connection."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -9,6 +8,7 @@ from msgspec.structs import replace
 
 from rollart.core.errors import EngineFailed, EngineLost, ServiceError
 from rollart.core.types import Completion, EngineStatus, GenerationRequest, LoadResult, Publication, TokenPart
+from rollart.engines.contexts import Extended, SentContexts
 from rollart.launch import rpc
 
 T = TypeVar("T")
@@ -17,20 +17,13 @@ _part = msgspec.msgpack.Decoder(TokenPart)
 LOAD_S = 3600.0  # a missing bucket ends a load much sooner
 
 
-@dataclass(frozen=True, slots=True)
-class StreamRequest:
-    """A request whose tokens are streamed as TokenParts: the first one at once, the others in groups of `every`."""
-
-    request: GenerationRequest
-    every: int
-
-
 class EngineClient:
     """`deadline` is for one generation request; a request that misses it is cancelled at the engine too."""
 
     def __init__(self, client: rpc.RpcClient, *, deadline: float = 120.0) -> None:
         self._client = client
         self._deadline = deadline
+        self._sent = SentContexts()
 
     @property
     def url(self) -> str:
@@ -51,7 +44,13 @@ class EngineClient:
                 enough = True
                 self._client.send("abort", request.id)
 
-        completion = await self._call("stream", StreamRequest(request, every), Completion, self._deadline, on_item)
+        short = self._sent.shortened(request, every)
+        completion = None
+        if short.known:
+            completion = (await self._call("extend", short, Extended, self._deadline, on_item)).completion
+        if completion is None:
+            whole = self._sent.whole(request, every)
+            completion = await self._call("stream", whole, Completion, self._deadline, on_item)
         return replace(completion, finish="length") if enough and completion.finish == "abort" else completion
 
     async def prefill(self, request: GenerationRequest) -> int:

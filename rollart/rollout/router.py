@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import count
 
 from msgspec import Struct, structs
 
@@ -136,6 +137,7 @@ class Router:
         self._prefixes: dict[str, _CachedAt] = {}  # of conversations that are prefilled on an engine of their own
         self._first_prompts: OrderedDict[int, _CachedAt] = OrderedDict()  # a plain dict is slow to lose its first key
         self._in_flight: dict[str, EngineState] = {}  # by session; of several requests of one, the last
+        self._conversations = count(1)
         self._attempts, self._keeps_kv = attempts, keeps_kv
 
     def pool_of(self, session: str) -> str:
@@ -204,6 +206,11 @@ class Router:
             predicted_s=choice.prediction.seconds,
             prefilled_by=choice.prefill_at.name if choice.prefill_at is not None else "",
         )
+
+    def new_conversation(self) -> int:
+        """A number that no other conversation with these engines has, that of an earlier attempt of the same name
+        included."""
+        return next(self._conversations)
 
     def forget(self, session: str) -> None:
         """The conversation is over."""

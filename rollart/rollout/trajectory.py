@@ -100,6 +100,7 @@ class Attempt:
     on_version: Callable[[int], None] = lambda version: None
     on_episode_end: Callable[[], Awaitable[None]] | None = None
     episode_over: bool = False
+    conversation: int = 0
     phase: str = "waiting to start"
     verdict: Outcome | None = None
     reason: str = ""
@@ -230,6 +231,7 @@ class TrajectoryRunner:
         messages = await environment.reset(attempt.seed)
         self.sink.emit(EnvironmentReset(trajectory=attempt.id, task=attempt.task.name, seconds=clock() - began))
         context: list[int] = []
+        attempt.conversation = self.router.new_conversation()
         prompt = self._render(attempt, context, self.renderer.open, messages)
         while True:
             if prompt is None:
@@ -325,6 +327,7 @@ class TrajectoryRunner:
             ),
             episode=attempt.id,
             experts_known=0 if experts is None else experts.stop,
+            conversation=attempt.conversation,
         )
 
     def _checked(self, attempt: Attempt, routed: Routed) -> Completion:

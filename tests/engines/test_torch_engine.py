@@ -12,7 +12,7 @@ from torch import Tensor
 from rollart.config import EngineConfig
 from rollart.core.errors import EngineFailed
 from rollart.core.types import Completion
-from rollart.engines.client import StreamRequest
+from rollart.engines.contexts import StreamRequest
 from rollart.engines.torch.engine import TorchEngine
 from rollart.engines.torch.model import EngineModel
 from rollart.weights.publish import publish

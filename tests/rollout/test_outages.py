@@ -264,3 +264,23 @@ def test_requests_that_no_engine_survives_end_the_run_with_that_reason() -> None
         run(main())
     reason = caught.value.subgroup(RollartError)
     assert reason is not None and "engines failed its trajectories" in repr(reason.exceptions)
+
+
+def test_requests_of_one_conversation_only_grow_also_when_an_engine_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an engine was sent before is left out of the next request, so it must be its beginning."""
+    seen: dict[int, list[int]] = {}
+    episodes: dict[int, str] = {}
+    generate_in_parts = StreamingModel.generate_in_parts
+
+    async def recorded(engine: StreamingModel, request: GenerationRequest, *more: Any) -> Any:
+        before = seen.get(request.conversation, [])
+        assert request.tokens[: len(before)] == before
+        seen[request.conversation] = list(request.tokens)
+        assert episodes.setdefault(request.conversation, request.episode) == request.episode
+        return await generate_in_parts(engine, request, *more)
+
+    monkeypatch.setattr(StreamingModel, "generate_in_parts", recorded)
+    turns = {"turns": lambda rng: rng.randint(1, 9), "failures": 0.05}
+    play("rollart", {"engine-0": (2.0, 5.0)}, steps=6, environments=turns)
+    assert 0 not in seen
+    assert max(map(len, seen.values())) > 40

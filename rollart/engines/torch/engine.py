@@ -26,7 +26,7 @@ from torch import Tensor
 from rollart.config import EngineConfig
 from rollart.core.errors import EngineFailed, RollartError
 from rollart.core.types import Completion, EngineStatus, GenerationRequest, Hop, LoadResult, Publication, TokenPart
-from rollart.engines.client import StreamRequest
+from rollart.engines.contexts import StreamRequest
 from rollart.engines.torch.kv_cache import FetchedKV
 from rollart.engines.torch.kv_transfer import KVFetcher, KVRequest, KVServer
 from rollart.engines.torch.model import EngineModel, Weights

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rollart.config import EngineConfig, LoraConfig
+from rollart.engines.contexts import KeptContexts
 from rollart.engines.torch.engine import TorchEngine
 from rollart.engines.torch.model import EngineModel
 from rollart.engines.torch.pace import emulation_label
@@ -51,9 +52,11 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
                 key=spec.get("key"),
             )
         )
+        contexts = KeptContexts(engine.stream)
         yield {
             "generate": engine.generate,
-            "stream": engine.stream,
+            "stream": contexts.stream,
+            "extend": contexts.extend,
             "prefill": engine.prefill,
             "abort": engine.abort,
             "load": engine.load,

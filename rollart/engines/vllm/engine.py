@@ -20,7 +20,7 @@ from typing import Any
 from rollart.config import EngineConfig
 from rollart.core.errors import EngineFailed, RollartError
 from rollart.core.types import Completion, EngineStatus, GenerationRequest, LoadResult, Publication, Sampling
-from rollart.engines.client import StreamRequest
+from rollart.engines.contexts import StreamRequest
 from rollart.engines.vllm import tensor_map
 from rollart.engines.vllm.api import VllmApi
 from rollart.engines.vllm.command import ADAPTER

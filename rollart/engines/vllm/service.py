@@ -16,6 +16,7 @@ from typing import Any
 
 from rollart.config import EngineConfig
 from rollart.core.errors import RollartError, ServiceError
+from rollart.engines.contexts import KeptContexts
 from rollart.engines.vllm import tensor_map
 from rollart.engines.vllm.api import VllmApi
 from rollart.engines.vllm.engine import VllmEngine
@@ -39,9 +40,11 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
         except RollartError as error:
             print(json.dumps({"error": str(error)}), flush=True)
             raise
+        contexts = KeptContexts(engine.stream)
         yield {
             "generate": engine.generate,
-            "stream": engine.stream,
+            "stream": contexts.stream,
+            "extend": contexts.extend,
             "prefill": engine.prefill,
             "abort": engine.abort,
             "load": engine.load,
