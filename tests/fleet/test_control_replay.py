@@ -49,7 +49,7 @@ def about(mean: float, hang: float = 0.0) -> Callable[[random.Random], float]:
 @dataclass
 class World:
     name: str = "rollart"
-    steps: int = 4
+    steps: int = 6
     hang: float = 0.0
     deadline: float = 60.0
     agents: bool = False
