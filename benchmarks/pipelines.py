@@ -2,8 +2,9 @@
 
 In one process on one core (`in_process.py`), on one task, from a tiny model that imitated a clumsy player. The data is
 made by that model itself: SFT imitates its successes, DPO learns pairs of its attempts by reward. Then RL trains a
-teacher, and a student learns from it on-policy (`advantage: opd`) until it succeeds as often, within `TOLERANCE`.
-`distill_share` is the trajectories of the student over those that RL took to get there.
+teacher, and a student learns from it on-policy until it succeeds as often, within `TOLERANCE`: from the logprob of each
+sampled token (`--distill opd`), or with several updates of a batch from the teacher's likeliest tokens (`reverse_kl`,
+`forward_kl`, `jensen_shannon`). `distill_share` is the trajectories of the student over those that RL took for that.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from benchmarks.in_process import GAMES, HELD_OUT, Game, Player, warm_model
 from rollart.config import TrainingConfig, WarmupConfig
+from rollart.config.algorithm import TOP_LOSSES
 from rollart.core.column import Column
 from rollart.core.teaching import ScoreRequest
 from rollart.core.types import Batch, Example, Sample, SampleGroup, Trajectory
@@ -92,12 +94,19 @@ def curve(
             yield (step + 1) * GROUPS * MEMBERS, player.success([game], episodes)[game.name]
 
 
-def teacher_of(folder: Path) -> Teach:
+def student_of(folder: Path, loss: str, steps: int) -> Trainer:
+    if loss not in TOP_LOSSES:
+        return Trainer(folder, config(steps, 4.5e-4, advantage="opd", aggregate="group"))
+    dense = config(steps, 1e-3, advantage="opd", loss=loss, aggregate="group")
+    return Trainer(folder, dense.model_copy(update={"updates": 4, "epochs": 2}))
+
+
+def teacher_of(folder: Path, count: int) -> Teach:
     policy = TeacherModel(folder)
     scorer = Scorer(policy, next(policy.model.parameters()).device)
 
     def teach(sample: Sample) -> Sample:
-        request = ScoreRequest(sample.tokens, Column.flags(sample.mask), sample.temperature)
+        request = ScoreRequest(sample.tokens, Column.flags(sample.mask), sample.temperature, count)
         return replace(sample, teacher=scorer.score_all([request])[0])
 
     return teach
@@ -112,6 +121,7 @@ def main() -> None:
     parser.add_argument("--game", default="frozen_lake", choices=list(GAMES))
     parser.add_argument("--rl-steps", type=int, default=60, help=f"of {GROUPS} groups x {MEMBERS} trajectories")
     parser.add_argument("--distill-steps", type=int, default=30)
+    parser.add_argument("--distill", default="opd", choices=["opd", *TOP_LOSSES], help="what the student learns by")
     parser.add_argument("--sft-steps", type=int, default=60)
     parser.add_argument("--dpo-steps", type=int, default=30)
     parser.add_argument("--sampled", type=int, default=300, help=f"episodes, {MEMBERS} attempts at each")
@@ -143,9 +153,10 @@ def main() -> None:
         print("rl", rl, flush=True)
         save_checkpoint(trainer, scratch / "teacher-checkpoint").result()
         export_model(scratch / "teacher-checkpoint", scratch / "teacher")
-        student = Trainer(folder, config(options.distill_steps, 4.5e-4, advantage="opd", aggregate="group"))
-        taught = list(curve(folder, game, student, options.episodes, every, teacher_of(scratch / "teacher")))
-        print("opd", taught, flush=True)
+        student = student_of(folder, options.distill, options.distill_steps)
+        teach = teacher_of(scratch / "teacher", student.config.algorithm.likeliest)
+        taught = list(curve(folder, game, student, options.episodes, every, teach))
+        print(options.distill, taught, flush=True)
     goal = rl[-1][1] - TOLERANCE
     by_rl, by_teacher = first_at(rl, goal), first_at(taught, goal)
     share = round(by_teacher / by_rl, 3) if by_rl and by_teacher else None

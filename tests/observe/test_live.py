@@ -76,7 +76,7 @@ def test_plain_lines_come_every_ten_seconds_and_for_what_matters(tmp_path: Path)
     lines = text(console).splitlines()
     assert sum("warmup" in line for line in lines) == 2
     assert [line.split("] ")[1] for line in lines[-3:]] == [
-        "version 0: a 0.500 on 8 episodes",
+        "version 0: a 0.500 on 8 held-out episodes",
         "warning: careful",
         "ended at version 10: finished",
     ]
