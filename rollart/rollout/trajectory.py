@@ -337,14 +337,12 @@ class TrajectoryRunner:
         clock = asyncio.get_running_loop().time
         began = clock()
         self.phases.enter(attempt, "scoring", "being scored")
-        turns = tuple(EpisodeTurn(turn.messages, turn.action, turn.reward, turn.reasoning) for turn in attempt.turns)
-        truncated = trajectory.outcome is Outcome.TRUNCATED
         episode = Episode(
             id=attempt.id,
             task=attempt.task.name,
             seed=attempt.seed,
-            turns=turns,
-            truncated=truncated,
+            turns=tuple(EpisodeTurn(each.messages, each.action, each.reward, each.reasoning) for each in attempt.turns),
+            truncated=trajectory.outcome is Outcome.TRUNCATED,
             info=attempt.info,
         )
         if attempt.task.compared and isinstance(self.rewards, GroupRewardInvoker):
