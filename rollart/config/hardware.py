@@ -130,7 +130,7 @@ class PoolConfig(Section):
             raise Conflict(f"`model` is for pools of role teacher or judge, not {self.role}", "model")
         if self.model is None and self.role in MODEL_ROLES:
             raise Conflict(f"a {self.role} needs `model`, a model folder or the name of one at its urls", "role")
-        if "idle" in self.model_fields_set and self.role != "judge":
+        if self.idle != type(self).model_fields["idle"].default and self.role != "judge":
             raise Conflict(f"`idle` is for pools of role judge, not {self.role}", "idle")
         if self.role == "judge" and len(self.urls) > 1:
             raise Conflict("a judge has one URL: put a load balancer before several servers", "urls")
