@@ -380,7 +380,8 @@ async def _sample_hosts(fleet: Fleet, phases: PhaseChanges, log: EventSink) -> N
     """What changes whether the run trains or evaluates: phases of trajectories, the gateway, this machine."""
     stats, ticks = HostStats(), 0
     while True:
-        phases.sample(log, fleet.router.pool_of)
+        if fleet.rollouts:
+            phases.sample(log, fleet.router.pool_of)
         if ticks % _HOST_TICKS == 0:
             log.emit(stats.sample())
             if fleet.agents is not None:
