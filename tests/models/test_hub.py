@@ -39,7 +39,7 @@ def test_a_cached_model_is_its_snapshot(cache: Path) -> None:
 def test_a_revision_is_looked_up(cache: Path) -> None:
     made = lay_out(cache, "model", "Own/Tiny-1B", {"config.json": "{}", "model.safetensors": "x"}, ref="v2")
     assert hub.model_folder("Own/Tiny-1B", "v2", weights=True) == made
-    with pytest.raises(ConfigError, match=r"at revision v3 .* not in the cache"):
+    with pytest.raises(ConfigError, match=r"at revision v3 .* nor in the cache"):
         hub.model_folder("Own/Tiny-1B", "v3", weights=True)
 
 
@@ -51,7 +51,7 @@ def test_a_description_without_weights_is_enough_to_check_but_not_to_train(cache
 
 
 def test_a_model_that_is_nowhere_is_one_sentence(cache: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot get Own/Gone from the Hugging Face hub: it is not in the cache"):
+    with pytest.raises(ConfigError, match=r"cannot get Own/Gone from the Hugging Face hub: it is neither a folder here nor in the cache"):
         hub.model_folder("Own/Gone", None, weights=True)
 
 
