@@ -22,6 +22,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -160,8 +161,7 @@ class Bubblewrap:
     def _read_pid(self, info: int) -> int:
         text, deadline = b"", time.monotonic() + START_S
         while not text.rstrip().endswith(b"}"):
-            ready, _, _ = select.select([info], [], [], max(0.0, deadline - time.monotonic()))
-            piece = os.read(info, 4096) if ready else b""
+            piece = os.read(info, 4096) if ready([info], deadline - time.monotonic()) else b""
             if not piece:
                 raise SandboxError(
                     f"bubblewrap could not start a sandbox ({self._last_output()}), and nothing runs without one; "
@@ -176,8 +176,7 @@ class Bubblewrap:
         """Write all of it by `deadline` (of time.monotonic). Raises SandboxError."""
         rest = memoryview(request)
         while rest:
-            _, ready, _ = select.select([], [self.requests], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
+            if not ready([self.requests], deadline - time.monotonic(), select.POLLOUT):
                 raise SandboxError("the sandbox does not read its requests")
             try:
                 rest = rest[os.write(self.requests, rest[:65536]) :]
@@ -313,6 +312,14 @@ def _user() -> int | None:
 
 
 # Reads /proc; a process may end at any moment.
+
+
+def ready(descriptors: Sequence[int], seconds: float, what: int = select.POLLIN) -> set[int]:
+    """Those that can be read, or written, within some time. `select` takes no descriptor above 1023."""
+    poll = select.poll()
+    for each in descriptors:
+        poll.register(each, what)
+    return {each for each, _ in poll.poll(max(0.0, seconds) * 1000)}
 
 
 def children(pid: int) -> list[int]:

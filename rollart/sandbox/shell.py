@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import select
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from rollart.sandbox.bubblewrap import (
     SandboxError,
     SandboxLimits,
     image,
+    ready,
 )
 from rollart.sandbox.container import Container
 
@@ -187,13 +187,13 @@ class Sandbox:
 
     def _start_shell(self) -> None:
         self._drain(_discard)
-        ready, ended, end = _tag(), _tag(), time.monotonic() + START_S
+        up, ended, end = _tag(), _tag(), time.monotonic() + START_S
         # The empty line ends what an earlier shell may have left unread; the first command does nothing.
-        self._bwrap.send(f"\nshell {ended}\n{ready}\n:\0".encode(), end)
+        self._bwrap.send(f"\nshell {ended}\n{up}\n:\0".encode(), end)
         output = OutputBuffer(1000)
-        reply, _ = self._follow(output.add, (ready, ended), end)
+        reply, _ = self._follow(output.add, (up, ended), end)
         alive = self._bwrap.processes()
-        if reply is None or reply[0] != ready or len(alive) != 1:
+        if reply is None or reply[0] != up or len(alive) != 1:
             raise SandboxError(f"no shell could be started in the sandbox: {output.text()}")
         self._shell, self._shell_tag = alive[0], ended
         self._bwrap.clear(self._shell)
@@ -219,10 +219,10 @@ class Sandbox:
                     return None, reason
             if now >= end:
                 return None, ""
-            ready, _, _ = select.select([bwrap.replies, bwrap.output], [], [], max(0.0, min(check_at, end) - now))
-            if bwrap.output in ready:
+            found = ready([bwrap.replies, bwrap.output], min(check_at, end) - now)
+            if bwrap.output in found:
                 keep(self._read(bwrap.output))
-            if bwrap.replies in ready and (reply := self._reply(tags)):
+            if bwrap.replies in found and (reply := self._reply(tags)):
                 self._drain(keep)
                 return reply, ""
 
@@ -239,7 +239,7 @@ class Sandbox:
     def _drain(self, keep: Callable[[bytes], None]) -> None:
         """What was written before a reply is in the pipe by then; no more than a pipe holds."""
         for _ in range(16):
-            if not select.select([self._bwrap.output], [], [], 0)[0]:
+            if not ready([self._bwrap.output], 0.0):
                 return
             keep(self._read(self._bwrap.output))
 

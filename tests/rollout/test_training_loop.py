@@ -5,6 +5,7 @@ import random
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,10 @@ def worlds(draw: Any) -> dict[str, Any]:
 
 
 def play(schedule: Schedule, outages: Sequence[tuple[float, float]] = (), **world: Any) -> World:
-    with tempfile.TemporaryDirectory() as folder:
-        ledger = SqliteLedger.open(Path(folder) / "ledger.sqlite")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        closing(SqliteLedger.open(Path(folder) / "ledger.sqlite")) as ledger,
+    ):
 
         async def main() -> World:
             made = build(schedule, ledger, **world)
