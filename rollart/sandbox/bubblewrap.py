@@ -31,6 +31,7 @@ from rollart.sandbox import seccomp
 WORK = "/task"
 PROC = Path("/proc")
 START_S, END_S = 30.0, 10.0
+ENDED = "the sandbox ended; it may have been killed because the machine was short of memory"
 FIRST_UID, NOBODY = 0x70000000, 65534
 SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
 ETC = ("/etc/alternatives", "/etc/ld.so.cache")  # links to commands and libraries; nothing secret
@@ -217,7 +218,10 @@ class Bubblewrap:
     def _alive(self) -> int:
         """Processes inside but init: the sandbox's own /proc misses no stopped one, but its ids are not ours."""
         inside = Path(f"/proc/{self.init}/root/proc")
-        return sum(not is_dead(int(entry.name), inside) for entry in inside.iterdir() if entry.name.isdecimal()) - 1
+        try:
+            return sum(not is_dead(int(entry.name), inside) for entry in inside.iterdir() if entry.name.isdecimal()) - 1
+        except OSError:
+            raise SandboxError(ENDED) from None
 
     def kill(self, pid: int) -> None:
         """If it is the shell, init kills all the others."""

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rollart.sandbox.bubblewrap import (
+    ENDED,
     NO_MOUNTS,
     WORK,
     Bubblewrap,
@@ -246,7 +247,7 @@ class Sandbox:
     def _read(self, descriptor: int) -> bytes:
         piece = os.read(descriptor, PIECE)
         if not piece:
-            raise SandboxError("the sandbox ended; it may have been killed because the machine was short of memory")
+            raise SandboxError(ENDED)
         return piece
 
     def _broken(self, output: OutputBuffer, files: int) -> str:
