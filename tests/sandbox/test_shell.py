@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import psutil
@@ -133,14 +134,16 @@ def test_it_dies_with_its_owner_however_that_ends():
     script = (
         "import os, signal, time; from rollart.sandbox.shell import Sandbox; s = Sandbox()\n"
         "s._bwrap.resume(s._shell); s._bwrap.send(b'tag\\nsleep 1000\\0', time.monotonic() + 20)\n"
-        "while len(s.processes) < 3: pass\n"
-        "print(*s.processes, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+        "while len(found := s.processes) < 3: pass\n"
+        "print(*found, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     owner = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     pids = [int(pid) for pid in owner.stdout.split()]
     assert len(pids) == 3  # init, the shell and what it runs
-    alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    assert not psutil.wait_procs(alive, timeout=30)[1]
+    end = time.monotonic() + 30
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not any(map(psutil.pid_exists, pids))
 
 
 def open_files():
