@@ -5,7 +5,6 @@ import random
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +72,8 @@ def worlds(draw: Any) -> dict[str, Any]:
 
 
 def play(schedule: Schedule, outages: Sequence[tuple[float, float]] = (), **world: Any) -> World:
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        closing(SqliteLedger.open(Path(folder) / "ledger.sqlite")) as ledger,
-    ):
+    with tempfile.TemporaryDirectory() as folder:
+        ledger = SqliteLedger.open(Path(folder) / "ledger.sqlite")
 
         async def main() -> World:
             made = build(schedule, ledger, **world)
