@@ -4,15 +4,22 @@ The embedded engine samples conversations of two turns, whose prompts share a pr
 trainer scores them in float32 and in bfloat16. Per pair: mean and largest gap of the logprobs of sampled tokens, the
 same with replay, and the share of choices of experts in which the two differ by themselves. `gap_ratio` is the mean gap
 without replay over that with it, engine bfloat16 and trainer float32.
+
+Then `runs`: whole training runs of the same model with engines in bfloat16, embedded and vLLM (`make vllm`), without
+and with `training.replay_experts`: the mean gap that their steps reported, and the share of tokens whose experts were
+replayed. Without a Python with vLLM, its two are left out.
 """
 
 import argparse
 import json
 import os
 import random
+import subprocess
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,16 +27,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from torch import Tensor
 
-from rollart.config import EngineConfig, TrainingConfig
+from benchmarks.scratch import scratch_folder
+from rollart.config import EngineConfig, RunFile, TrainingConfig, VllmConfig, loading
 from rollart.core.column import Column
+from rollart.core.event_log import read_events
+from rollart.core.events import StepDone
 from rollart.core.expert_choice import join
 from rollart.core.types import Completion, GenerationRequest, Sampling
 from rollart.engines.torch.model import EngineModel
 from rollart.engines.torch.stepper import Stepper
+from rollart.models import tiny
 from rollart.training.microbatch import MicroBatch, TrainSample, micro_batch
 from rollart.training.policy import PolicyModel
 
-VOCABULARY = 512
+VOCABULARY = len(tiny.SPECIAL) + len(tiny.CHARACTERS)
+CONTEXT = 512
+RUN_DEADLINE_S = 900.0  # half a minute alone
 
 
 def make_model(folder: Path) -> None:
@@ -44,11 +57,14 @@ def make_model(folder: Path) -> None:
         num_hidden_layers=6,
         num_attention_heads=8,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=32,  # the smallest that vLLM has on CPUs
         num_experts=32,
         num_experts_per_tok=4,
         moe_intermediate_size=96,
         norm_topk_prob=True,
+        max_position_embeddings=CONTEXT,
+        pad_token_id=tiny.SPECIAL.index(tiny.PAD),
+        eos_token_id=tiny.SPECIAL.index(tiny.END),
         tie_word_embeddings=False,
     )
     model = Qwen3MoeForCausalLM(config)
@@ -56,6 +72,7 @@ def make_model(folder: Path) -> None:
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, 0.0, parameter.shape[-1] ** -0.5)
     model.save_pretrained(folder)
+    tiny.tokenizer(CONTEXT).save_pretrained(folder)
 
 
 def generate(stepper: Stepper, asked: list[GenerationRequest]) -> list[Completion]:
@@ -154,11 +171,59 @@ def compare(folder: Path, samples: list[TrainSample], dtype: str) -> dict[str, A
     }
 
 
+def trained(model: Path, scratch: Path, engine: str, replay: bool, steps: int) -> dict[str, Any]:
+    """What the steps of a run report, as a user starts it."""
+    run = RunFile.model_validate(
+        {
+            "name": "experts",
+            "model": {"path": str(model)},
+            "vllm": {"start_deadline": RUN_DEADLINE_S},
+            "tasks": [
+                {
+                    "name": "talk",
+                    "env": "benchmarks.paced:Shaped",
+                    "args": {"turns": 3, "characters": 40},
+                    "reward": "benchmarks.waiting_reward:letters",
+                    "max_turns": 3,
+                    "max_context": 320,
+                    "sampling": {"max_tokens": 32},
+                }
+            ],
+            "pools": {"policy": {"role": "generate", "device": "cpu", "engine": engine}},
+            "engine": {"dtype": "bfloat16", "kv_megabytes": 64, "max_batch": 32},
+            "training": {"steps": steps, "batch_groups": 4, "group_size": 4, "lr": 1e-5, "replay_experts": replay},
+            "environments": {"processes": 16},
+            "evaluation": {"every": 0, "final_episodes": 2},
+            "checkpoint": {"every": steps},
+        }
+    )
+    file, folder = scratch / "run.yaml", scratch / f"{engine}-{replay}"
+    file.write_text(loading.dump(run))
+    command = [sys.executable, "-m", "rollart.app.cli", "train", str(file), "--run-dir", str(folder), "--json"]
+    with open(scratch / f"{folder.name}.log", "wb") as log:
+        subprocess.run(command, stdout=log, stderr=log, timeout=RUN_DEADLINE_S, check=True)
+    done = [event.values for event in read_events(folder / "events", StepDone)]
+    means = {key: fmean(values[key] for values in done) for key in ("logprob_gap", "experts_replayed")}
+    return {"engine": engine, "replay": replay, "steps": len(done)} | means
+
+
+def runs(model: Path, steps: int, engines: list[str]) -> list[dict[str, Any]]:
+    rows = []
+    with scratch_folder("experts") as scratch:
+        for engine in engines:
+            for replay in (False, True):
+                rows.append(trained(model, scratch, engine, replay, steps))
+                print(rows[-1], file=sys.stderr, flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="two short conversations")
+    parser.add_argument("--steps", type=int, default=6, help="of each run")
+    parser.add_argument("--smoke", action="store_true", help="two short conversations, and runs of two steps")
     arguments = parser.parse_args()
-    count, tokens = (2, 16) if arguments.smoke else (16, 64)
+    count, tokens, steps = (2, 16, 2) if arguments.smoke else (16, 64, arguments.steps)
+    engines = ["torch"] if arguments.smoke or not VllmConfig().interpreter().exists() else ["torch", "vllm"]
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -170,7 +235,8 @@ def main() -> None:
                 {"engine": engine, "trainer": trainer} | compare(folder, samples, trainer)
                 for trainer in ("float32", "bfloat16")
             ]
-    print(json.dumps({"gap_ratio": rows[0]["gap"] / rows[0]["gap_replayed"], "pairs": rows}))
+        ratio = rows[0]["gap"] / rows[0]["gap_replayed"]
+        print(json.dumps({"gap_ratio": ratio, "pairs": rows, "runs": runs(folder, steps, engines)}))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 from rollart.app import preflight
 from rollart.config import TinyModelConfig
 from rollart.core.event_log import read_events
-from rollart.core.events import EngineSwapped, Placed, TurnDone
+from rollart.core.events import EngineSwapped, Placed, StepDone, TurnDone
 from rollart.fleet import controller as controller
 from rollart.launch.launcher import ResourceRequest, service_command
 from rollart.launch.local import LocalLauncher
@@ -28,7 +28,7 @@ tasks:
   - {name: reader, env: "benchmarks.paced:Shaped", args: {turns: 3, characters: 40}, max_turns: 3, max_context: 200,
      sampling: {max_tokens: 3}}
   - {name: writer, env: "benchmarks.paced:Shaped", args: {turns: 1, characters: 10}, max_context: 60,
-     sampling: {max_tokens: 24}}
+     reward: "benchmarks.waiting_reward:letters", sampling: {max_tokens: 24}}
 training: {steps: 3, batch_groups: 4, group_size: 4}
 environments: {processes: 16}
 evaluation: {every: 0, final_episodes: 2}
@@ -36,10 +36,18 @@ checkpoint: {every: 2}
 """
 
 
-def train(folder: Path, more: str) -> dict[str, Any]:
+def train(folder: Path, more: str, *changes: str) -> dict[str, Any]:
     path = folder / "run.yaml"
     path.write_text(RUN + more)
-    return asyncio.run(controller.train(preflight.load_run(path, []), folder / "run"))
+    return asyncio.run(controller.train(preflight.load_run(path, list(changes)), folder / "run"))
+
+
+def test_a_mixture_is_trained_with_the_experts_that_its_engine_used(tmp_path: Path) -> None:
+    changes = ("model.tiny.architecture=qwen3_moe", "training.replay_experts=true", "training.steps=2")
+    assert train(tmp_path, "", *changes)["version"] == 2
+    steps = [event.values for event in read_events(tmp_path / "run" / "events", StepDone)]
+    assert all(values["experts_replayed"] > 0.9 for values in steps)  # not the last token of a conversation
+    assert steps[0]["logprob_gap"] < 1e-4  # all of version 0; later ones are stale too
 
 
 def test_a_mixed_emulated_fleet_with_ranks_and_disaggregate_trains(tmp_path: Path) -> None:

@@ -69,6 +69,8 @@ def arguments(spec: Mapping[str, Any]) -> list[str]:
         options |= {"--max-loras": 1, "--max-lora-rank": min(size for size in LORA_RANKS if size >= lora["rank"])}
     if spec.get("record_experts"):
         flags.append("--enable-return-routed-experts")
+        if on_cpu(spec):
+            flags.append("--no-async-scheduling")  # `inside/rollart_experts.py` follows each step
     if spec.get("kv_transfer"):
         options["--kv-transfer-config"] = json.dumps(_connector(on_cpu(spec)))
     return [*flags, *(str(word) for option in options.items() for word in option)]
@@ -84,7 +86,8 @@ def environment(spec: Mapping[str, Any]) -> dict[str, str]:
         "PYTHONPATH": str(INSIDE),
     }
     if spec.get("record_experts"):
-        settings["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # only this one returns them
+        # vLLM itself returns them from its second model runner only, which needs Triton.
+        settings |= {"ROLLART_RECORD_EXPERTS": "1"} if on_cpu(spec) else {"VLLM_USE_V2_MODEL_RUNNER": "1"}
     if on_cpu(spec):
         # Engines share the cores; compiling takes longer than it saves in eager mode.
         settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}

@@ -56,8 +56,6 @@ def _unfit(run: RunFile, pool: PoolConfig) -> str | None:
     size = int(config.get("head_dim") or config.get("hidden_size", 0) // heads)
     if pool.devices == ("cpu",) and size and size not in CPU_HEADS:
         return f"vLLM on CPUs needs heads of size {', '.join(map(str, CPU_HEADS))}; those of the model have {size}"
-    if pool.devices == ("cpu",) and run.training.replay_experts:
-        return "vLLM on CPUs does not return the experts that it used; set training.replay_experts to false"
     if heads % pool.tensor_parallel:
         return f"the model's {heads} attention heads cannot be split over tensor_parallel {pool.tensor_parallel}"
     return None

@@ -57,7 +57,8 @@ def test_logprobs_are_asked_for_as_sampled_and_the_users_arguments_come_last(tmp
 def test_a_server_whose_experts_are_replayed_returns_them(tmp_path: Path) -> None:
     recording = spec(tmp_path, record_experts=True)
     assert "--enable-return-routed-experts" in arguments(recording)
-    assert environment(recording)["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert environment(recording)["ROLLART_RECORD_EXPERTS"] == "1"
+    assert environment(recording | {"classes": ["H20"]})["VLLM_USE_V2_MODEL_RUNNER"] == "1"
     assert "--enable-return-routed-experts" not in arguments(spec(tmp_path))
 
 
@@ -109,7 +110,6 @@ def test_a_python_that_has_no_vllm_is_named_with_what_to_do(tmp_path: Path, pyth
         ("vllm.python=/nowhere/python", "there is no Python at /nowhere/python; `make vllm`"),
         ("model.tiny.heads=4", "those of the model have 16"),
         ("pools.policy.tensor_parallel=3", "cannot be split over tensor_parallel 3"),
-        ("training.replay_experts=true", "vLLM on CPUs does not return the experts that it used"),
         ("pools.policy.engine=torch", ""),
         ("vllm.container=podman run x", ""),
         ('pools.policy.urls=["http://10.0.0.1:8000"]', ""),

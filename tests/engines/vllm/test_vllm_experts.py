@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_fleet import MOE, NEEDS_VLLM, PYTHON, START_S, Versions, fronted, request, settings
+from vllm_fleet import MOE, NEEDS_VLLM, START_S, Versions, fronted, request, settings
 
 from rollart.core.expert_choice import ChoiceShape, ExpertChoices
 from rollart.core.types import Completion, GenerationRequest
@@ -34,12 +34,7 @@ def agreement(network: Any, asked: GenerationRequest, made: Completion) -> float
     return float((got.sort(-1).values == expected.sort(-1).values).all(-1).float().mean())
 
 
-@pytest.mark.skipif(
-    not any(PYTHON.parent.parent.glob("lib*/python*/site-packages/triton")),
-    reason="vLLM returns experts from its second model runner only, which needs Triton",
-)
 def test_a_server_returns_the_experts_of_every_token_whatever_is_cached(tmp_path: Path) -> None:
-    """Never exercised: vLLM for CPUs comes without Triton."""
     versions = Versions.made(tmp_path, MOE)
     first = request("a", [5 + at % 50 for at in range(80)], max_tokens=12, seed=1)
 

@@ -1,7 +1,7 @@
 """Our code in vLLM's workers: new weights or adapters, read straight from shared memory.
 
 Loaded by vLLM's own Python, which has nothing else of ours: so only the standard library and torch. Its folder holds
-nothing else, because it is put on that Python's path.
+only what that Python needs, because it is put on its path.
 
 Invariants: `rollart_prepare` changes nothing that generation uses, and fails if a file cannot be read, so a worker that
 cannot see the weights keeps the old ones; `rollart_swap` is only called while generation is paused. The files stay open
