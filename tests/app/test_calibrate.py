@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from rollart.app.cli import app
@@ -8,6 +9,7 @@ from rollart.simulator.scenario import Scenario, load
 from rollart.simulator.simulation import simulate
 
 
+@pytest.mark.slow
 def test_a_run_becomes_a_scenario_that_simulates_and_a_picture_of_the_fits(tmp_path: Path) -> None:
     scenario = Scenario.model_validate(
         {

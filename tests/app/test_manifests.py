@@ -104,6 +104,7 @@ def test_the_slurm_script_trains_on_a_cluster_of_one_node(run_file: Path, tmp_pa
     assert "--resume" not in calls
 
 
+@pytest.mark.slow
 def test_the_kubernetes_manifests_have_valid_pods_and_the_run_file(run_file: Path) -> None:
     validate = pytest.importorskip("kubernetes_validate")
     text = written("kubernetes", str(run_file), "--image", "registry/rollart:1", "--claim", "runs")

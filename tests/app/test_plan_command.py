@@ -25,6 +25,7 @@ def scenario(tmp_path: Path) -> Path:
     return tmp_path / "scenario.yaml"
 
 
+@pytest.mark.slow
 def test_a_plan_is_printed_drawn_and_written(scenario: Path, tmp_path: Path) -> None:
     best, picture = tmp_path / "best.yaml", tmp_path / "plan.png"
     asked = ["--budget", "25", "--steps", "1", "--per-level", "1", "--workers", "1", "--json"]

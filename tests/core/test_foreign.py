@@ -94,6 +94,7 @@ GATES: dict[str, tuple[Callable[[Any], Any], Callable[[random.Random], Any]]] = 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GATES)
 def test_ten_thousand_hostile_answers_pass_as_values_that_can_be_kept_or_are_refused_with_a_reason(name: str) -> None:
     gate, make = GATES[name]

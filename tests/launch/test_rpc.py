@@ -49,6 +49,7 @@ def with_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[T
     return execute
 
 
+@pytest.mark.slow
 def test_a_message_larger_than_any_frame_arrives_in_parts_while_others_go_on(
     with_service: Callable[[Test], None],
 ) -> None:

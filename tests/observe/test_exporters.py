@@ -84,6 +84,7 @@ def test_every_ended_trajectory_is_a_trace_whose_turns_are_its_children() -> Non
     assert sum(span.name == "step" for span in found) == 6
 
 
+@pytest.mark.slow
 def test_wandb_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")

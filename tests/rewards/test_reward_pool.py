@@ -63,6 +63,7 @@ def test_a_reward_that_cannot_be_computed_is_a_failure_and_never_a_number(functi
         asyncio.run(score(function, **info))
 
 
+@pytest.mark.slow
 def test_a_reward_that_hangs_fails_at_its_deadline_and_its_worker_is_replaced():
     async def run():
         config = RewardsConfig(workers=1, deadline=0.3, retries=0)

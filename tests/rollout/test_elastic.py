@@ -125,6 +125,7 @@ simulate:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_trainer_waits_for_a_twentieth_of_the_time_at_most(tmp_path: Path, seed: int) -> None:
     (tmp_path / "waiting.yaml").write_text(SLOW_WEIGHTS)

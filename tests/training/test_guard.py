@@ -152,6 +152,7 @@ def test_a_temperature_that_the_trainer_knows_is_no_fault(tmp_path: Path) -> Non
     assert loop.warnings == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.5, 0.8, 1.25, 2.0])
 def test_a_wrong_temperature_is_named_with_its_factor(tmp_path: Path, temperature: float) -> None:
     loop = Loop(tmp_path, temperature=temperature)

@@ -28,6 +28,7 @@ def warm(trainer: Trainer, examples: list[Example], config: WarmupConfig = CONFI
     return [trainer.imitate(batch).values["loss"] for batch in batches(examples, config, 0, first)]
 
 
+@pytest.mark.slow
 def test_it_learns_what_the_masks_show(tmp_path: Path) -> None:
     trainer = Trainer(save_tiny(tmp_path / "model"), TrainingConfig())
     losses = warm(trainer, EXAMPLES)

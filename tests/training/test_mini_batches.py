@@ -141,6 +141,7 @@ def logprobs(trainer: Trainer, sample: Sample) -> Column:
     return Column.floats(values.float().numpy())
 
 
+@pytest.mark.slow
 def test_bfloat16_learns_like_float32_and_its_gap_is_rounding(folder: Path) -> None:
     full, half = likelihoods(folder), likelihoods(folder, dtype="bfloat16")
     assert full[0] - full[1] > 20

@@ -77,6 +77,7 @@ def test_two_readers_of_one_host_bring_a_version_there_once(tmp_path: Path) -> N
     origin.server.close()
 
 
+@pytest.mark.slow
 def test_the_reader_needs_little_of_what_rollart_needs() -> None:
     """It runs inside other programs, whose environments are their own."""
     script = "import sys, rollart.weights.reader; print(*sys.modules)"

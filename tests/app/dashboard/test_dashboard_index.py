@@ -199,6 +199,7 @@ def test_looking_changes_nothing_in_the_folder(tmp_path: Path) -> None:
     assert {path: data for path, data in after.items() if data} == {path: data for path, data in before.items() if data}
 
 
+@pytest.mark.slow
 def test_results_are_shown_before_the_log_is_read_to_its_end(tmp_path: Path) -> None:
     index = RunIndex(finished_run(tmp_path / "sample-1", steps=400))
     seen = []
