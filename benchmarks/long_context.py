@@ -145,7 +145,7 @@ def predicted(sizes: dict[str, Any], config: TrainingConfig, ranks: int, limit: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--share", type=float, default=0.75, help="of the limit that weights and optimizer take on one")
+    parser.add_argument("--share", type=float, default=0.85, help="of the limit that weights and optimizer take on one")
     parser.add_argument("--set", dest="settings", action="append", default=[], help="key=value of `training`")
     parser.add_argument("--smoke", action="store_true", help="a smaller model, and no bisection")
     arguments = parser.parse_args()
