@@ -7,12 +7,14 @@ end below their start.
 
 import argparse
 import json
-import tempfile
 import time
+from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.cells import add_options, kept_cells
 from benchmarks.in_process import GAMES, Player, train, warm_model
 from rollart.config import TrainingConfig
 
@@ -35,43 +37,71 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 
 
+def cell(
+    folder: Path, algorithm: dict[str, Any], options: argparse.Namespace, before: dict[str, float], seed: int
+) -> dict[str, float]:
+    """Held-out success by task after training."""
+    config = TrainingConfig.model_validate(
+        {
+            "steps": options.steps,
+            "batch_groups": options.groups,
+            "lr": options.lr,
+            "critic": {"lr": 1e-3, "epochs": 2},
+            "algorithm": {"aggregate": "group", **algorithm},
+        }
+    )
+    games = list(GAMES.values())
+    return train(folder, games, config, alpha=1, seed=seed, episodes=options.episodes, before=before).after
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=16, help="training steps of 9 groups x 8 trajectories")
+    parser.add_argument("--steps", type=int, default=16, help="training steps of GROUPS groups x 8 trajectories")
+    parser.add_argument("--groups", type=int, default=9)
+    parser.add_argument("--lr", type=float, default=4.5e-4)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--episodes", type=int, default=100, help="held-out episodes per task")
-    parser.add_argument("--only", nargs="*", default=list(ALGORITHMS), help="names of algorithms")
+    parser.add_argument("--only", nargs="*", default=list(ALGORITHMS), choices=list(ALGORITHMS), metavar="NAME")
     parser.add_argument("--smoke", action="store_true", help="all algorithms for one step of one seed")
-    arguments = parser.parse_args()
-    groups, warm = 9, 300
-    if arguments.smoke:
-        arguments.steps, arguments.seeds, arguments.episodes, groups, warm = 1, 1, 4, 3, 2
+    add_options(parser)
+    options = parser.parse_args()
+    warm = 300
+    if options.smoke:
+        options.steps, options.seeds, options.episodes, options.groups, warm = 1, 1, 4, 3, 2
     games, began = list(GAMES.values()), time.process_time()
     table: dict[str, dict[str, float]] = {}
-    with tempfile.TemporaryDirectory() as directory:
-        folder = warm_model(Path(directory), games, steps=warm, demonstrations=10 * warm)
-        before = Player(folder).success(games, arguments.episodes)
-        for name in arguments.only:
-            config = TrainingConfig.model_validate(
-                {
-                    "steps": arguments.steps,
-                    "batch_groups": groups,
-                    "lr": 4.5e-4,
-                    "critic": {"lr": 1e-3, "epochs": 2},
-                    "algorithm": {"aggregate": "group", **ALGORITHMS[name]},
-                }
-            )
-            runs = [
-                train(folder, games, config, alpha=1, seed=seed, episodes=arguments.episodes, before=before)
-                for seed in range(arguments.seeds)
-            ]
-            row = {game.name: round(fmean(run.after[game.name] for run in runs), 3) for game in games}
-            start, after = fmean(before.values()), fmean(row.values())
-            table[name] = {**row, "mean": round(after, 3), "before": round(start, 3)}
-            print(f"{name:30} " + "  ".join(f"{key} {value:.3f}" for key, value in table[name].items()), flush=True)
-    broken = [name for name, row in table.items() if row["mean"] <= row["before"]]
-    cpu = round(time.process_time() - began, 1)
-    print(json.dumps({"algorithms": len(table), "broken": broken, "cpu_seconds": cpu, "table": table}))
+    with kept_cells("algorithms", options) as cells:
+        folder = warm_model(cells.folder / f"games-{warm}", games, steps=warm, demonstrations=10 * warm)
+        fixed = {name: getattr(options, name) for name in ("steps", "groups", "lr", "episodes")} | {"warm": warm}
+        before = cells.get(lambda: Player(folder).success(games, options.episodes), start=True, **fixed)
+        rows: dict[str, list[dict[str, float]]] = {name: [] for name in options.only}
+        for seed, name in product(range(options.seeds), options.only):
+            algorithm = ALGORITHMS[name]
+            run = partial(cell, folder, algorithm, options, before, seed)
+            if (after := cells.get(run, algorithm=algorithm, seed=seed, **fixed)) is not None:
+                rows[name].append(after)
+                print(
+                    f"{name:30} seed {seed}  " + "  ".join(f"{key} {value:.3f}" for key, value in after.items()),
+                    flush=True,
+                )
+    for name, runs in rows.items():
+        if runs:
+            row = {game.name: round(fmean(run[game.name] for run in runs), 3) for game in games}
+            table[name] = {**row, "mean": round(fmean(row.values()), 3), "seeds": len(runs)}
+    start = round(fmean(before.values()), 3) if before else None
+    broken = [name for name, row in table.items() if start is not None and row["mean"] <= start]
+    print(
+        json.dumps(
+            {
+                "algorithms": len(table),
+                "broken": broken,
+                "before": before and {**before, "mean": start},
+                "table": table,
+                "missing": len(cells.missing),
+                "cpu_seconds": round(time.process_time() - began, 1),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -281,7 +281,7 @@ def train(
     player, trainer = Player(folder), Trainer(folder, config, seed=seed)
     draw = random.Random(f"train {seed}")
     waiting: deque[tuple[SampleGroup, ...]] = deque()
-    before = before or player.success(games, episodes)
+    before = player.success(games, episodes) if before is None else before
     history = []
 
     def collect() -> None:

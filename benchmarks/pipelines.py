@@ -2,20 +2,23 @@
 
 In one process on one core (`in_process.py`), on one task, from a tiny model that imitated a clumsy player. The data is
 made by that model itself: SFT imitates its successes, DPO learns pairs of its attempts by reward. Then RL trains a
-teacher, and a student learns from it on-policy until it succeeds as often, within `TOLERANCE`: from the logprob of each
-sampled token (`--distill opd`), or with several updates of a batch from the teacher's likeliest tokens (`reverse_kl`,
-`forward_kl`, `jensen_shannon`). `distill_share` is the trajectories of the student over those that RL took for that.
+teacher, and a student learns from it on-policy until it succeeds as often, within `TOLERANCE`: with several updates of
+a batch from the teacher's likeliest tokens (`--distill reverse_kl`, which we recommend, `forward_kl`,
+`jensen_shannon`), or from the logprob of each sampled token (`opd`). `distill_share` is the trajectories of the student
+by the recommended loss over those that RL took for that.
 """
 
 import argparse
 import json
 import random
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from benchmarks.cells import add_options, kept_cells
 from benchmarks.in_process import GAMES, HELD_OUT, Game, Player, warm_model
 from rollart.config import TrainingConfig, WarmupConfig
 from rollart.config.algorithm import TOP_LOSSES
@@ -30,8 +33,10 @@ from rollart.training.trainer import Trainer
 from rollart.warmup.examples import batches, shuffled
 
 TOLERANCE = 0.02
+RECOMMENDED = "reverse_kl"
 GROUPS, MEMBERS = 12, 8
 Teach = Callable[[Sample], Sample]
+Curve = list[tuple[int, float]]  # trajectories and held-out success
 
 
 def config(steps: int, lr: float, **algorithm: object) -> TrainingConfig:
@@ -112,62 +117,99 @@ def teacher_of(folder: Path, count: int) -> Teach:
     return teach
 
 
-def first_at(points: list[tuple[int, float]], goal: float) -> int | None:
+def first_at(points: Curve, goal: float) -> int | None:
     return next((trajectories for trajectories, found in points if found >= goal), None)
+
+
+def made_by(folder: Path, game: Game, episodes: int) -> list[Trajectory]:
+    plan = [(game, seed, f"{game.name}-{seed}", member) for seed in range(episodes) for member in range(MEMBERS)]
+    return Player(folder).play(plan)
+
+
+def improved(folder: Path, game: Game, options: argparse.Namespace) -> dict[str, float]:
+    """Held-out success of the start, and of what it learns from its own attempts."""
+    found = {"start": Player(folder).success([game], options.episodes)[game.name]}
+    made = made_by(folder, game, options.sampled)
+    if any(one.success for one in made):
+        found["sft"] = sft(folder, game, made, options.sft_steps, options.episodes)
+    if len({one.reward for one in made}) > 1:
+        found["dpo"] = dpo(folder, game, made, options.dpo_steps, options.episodes)
+    return found
+
+
+def taught_by_rewards(folder: Path, game: Game, options: argparse.Namespace, teacher: Path) -> Curve:
+    """The curve of RL, whose last policy is left in `teacher`."""
+    trainer = Trainer(folder, config(options.rl_steps, 4.5e-4, aggregate="group"))
+    points = list(curve(folder, game, trainer, options.episodes, options.every))
+    checkpoint = teacher.with_name(f"{teacher.name}-checkpoint")
+    save_checkpoint(trainer, checkpoint).result()
+    export_model(checkpoint, teacher)
+    return points
+
+
+def taught_by_model(folder: Path, game: Game, options: argparse.Namespace, teacher: Path, loss: str) -> Curve:
+    student = student_of(folder, loss, options.distill_steps)
+    teach = teacher_of(teacher, student.config.algorithm.likeliest)
+    return list(curve(folder, game, student, options.episodes, options.every, teach))
+
+
+def shares(rl: Curve, taught: dict[str, Curve]) -> dict[str, Any]:
+    """Trajectories until the teacher's success, less `TOLERANCE`, by RL and by each way to distil."""
+    goal = rl[-1][1] - TOLERANCE
+    by_rl = first_at(rl, goal)
+    by_teacher = {loss: first_at(points, goal) for loss, points in taught.items()}
+    share = {loss: round(count / by_rl, 3) if by_rl and count else None for loss, count in by_teacher.items()}
+    return {
+        "teacher": round(rl[-1][1], 3),
+        "student": {loss: round(points[-1][1], 3) for loss, points in taught.items()},
+        "rl_trajectories": by_rl,
+        "distill_trajectories": by_teacher,
+        "distill_shares": share,
+        "distill_share": share.get(RECOMMENDED),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--game", default="frozen_lake", choices=list(GAMES))
     parser.add_argument("--rl-steps", type=int, default=60, help=f"of {GROUPS} groups x {MEMBERS} trajectories")
-    parser.add_argument("--distill-steps", type=int, default=30)
-    parser.add_argument("--distill", default="opd", choices=["opd", *TOP_LOSSES], help="what the student learns by")
+    parser.add_argument("--distill-steps", type=int, default=24)
+    parser.add_argument("--distill", nargs="*", default=[RECOMMENDED, "opd"], choices=["opd", *TOP_LOSSES])
+    parser.add_argument("--every", type=int, default=3, help="steps between evaluations")
     parser.add_argument("--sft-steps", type=int, default=60)
     parser.add_argument("--dpo-steps", type=int, default=30)
     parser.add_argument("--sampled", type=int, default=300, help=f"episodes, {MEMBERS} attempts at each")
     parser.add_argument("--episodes", type=int, default=300, help="held out")
     parser.add_argument("--smoke", action="store_true", help="a step of each")
+    add_options(parser)
     options = parser.parse_args()
     warm = 300
     if options.smoke:
-        options.rl_steps = options.distill_steps = options.sft_steps = options.dpo_steps = 1
+        options.rl_steps = options.distill_steps = options.sft_steps = options.dpo_steps = options.every = 1
         options.sampled, options.episodes, warm = 4, 4, 2
-    every, began = 1 if options.smoke else 3, time.process_time()
-    game, found = GAMES[options.game], {}
-    with tempfile.TemporaryDirectory() as directory:
-        scratch = Path(directory)
-        folder = warm_model(scratch, [game], steps=warm, demonstrations=10 * warm)
-        player = Player(folder)
-        found["start"] = player.success([game], options.episodes)[game.name]
-        plan = [
-            (game, seed, f"{game.name}-{seed}", member) for seed in range(options.sampled) for member in range(MEMBERS)
-        ]
-        made = player.play(plan)
-        if any(one.success for one in made):
-            found["sft"] = sft(folder, game, made, options.sft_steps, options.episodes)
-        if len({one.reward for one in made}) > 1:
-            found["dpo"] = dpo(folder, game, made, options.dpo_steps, options.episodes)
+    game, began = GAMES[options.game], time.process_time()
+    with kept_cells("pipelines", options) as cells:
+        folder = warm_model(cells.folder / f"{game.name}-{warm}", [game], steps=warm, demonstrations=10 * warm)
+        fixed = {"game": game.name, "warm": warm, "episodes": options.episodes, "every": options.every}
+        own = {name: getattr(options, name) for name in ("sampled", "sft_steps", "dpo_steps")}
+        found = cells.get(lambda: improved(folder, game, options), stage="own data", **own, **fixed)
         print(json.dumps(found), flush=True)
-        trainer = Trainer(folder, config(options.rl_steps, 4.5e-4, aggregate="group"))
-        rl = list(curve(folder, game, trainer, options.episodes, every))
+        teacher = cells.folder / f"teacher-{game.name}-{warm}-{options.rl_steps}"
+        by = {"rl_steps": options.rl_steps, **fixed}
+        rl = cells.get(lambda: taught_by_rewards(folder, game, options, teacher), stage="rl", **by)
         print("rl", rl, flush=True)
-        save_checkpoint(trainer, scratch / "teacher-checkpoint").result()
-        export_model(scratch / "teacher-checkpoint", scratch / "teacher")
-        student = student_of(folder, options.distill, options.distill_steps)
-        teach = teacher_of(scratch / "teacher", student.config.algorithm.likeliest)
-        taught = list(curve(folder, game, student, options.episodes, every, teach))
-        print(options.distill, taught, flush=True)
-    goal = rl[-1][1] - TOLERANCE
-    by_rl, by_teacher = first_at(rl, goal), first_at(taught, goal)
-    share = round(by_teacher / by_rl, 3) if by_rl and by_teacher else None
+        taught = {}
+        for loss in options.distill:
+            run = partial(taught_by_model, folder, game, options, teacher, loss)
+            points = cells.get(run, stage="distill", loss=loss, steps=options.distill_steps, **by)
+            print(loss, points, flush=True)
+            if points is not None:
+                taught[loss] = points
     result = {
-        **{name: round(value, 3) for name, value in found.items()},
-        "teacher": round(rl[-1][1], 3),
-        "student": round(taught[-1][1], 3),
-        "rl_trajectories": by_rl,
-        "distill_trajectories": by_teacher,
-        "distill_share": share,
-        "curves": {"rl": rl, "distill": taught},
+        **{name: round(value, 3) for name, value in (found or {}).items()},
+        **(shares(rl, taught) if rl else {}),
+        "curves": {"rl": rl, **taught},
+        "missing": len(cells.missing),
         "cpu_seconds": round(time.process_time() - began, 1),
     }
     print(json.dumps(result))

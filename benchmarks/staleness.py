@@ -8,11 +8,14 @@ gain at alpha 0, averaged over the seeds.
 
 import argparse
 import json
-import tempfile
+from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
-from benchmarks.in_process import GAMES, Game, Player, train, warm_model
+from benchmarks.cells import add_options, kept_cells
+from benchmarks.in_process import GAMES, Player, train, warm_model
 from rollart.config import TrainingConfig
 
 ALPHAS: tuple[int, ...] = (0, 1, 2, 4, 8)
@@ -20,28 +23,21 @@ CORRECTIONS: dict[str, dict[str, object]] = {"none": {"correction": []}, "defaul
 GAME = GAMES["column_sum"]
 
 
-def run(
-    folder: Path,
-    game: Game,
-    alpha: int,
-    algorithm: dict[str, object],
-    arguments: argparse.Namespace,
-    before: dict[str, float],
-) -> list[float]:
-    """The gain in held-out success, for each seed."""
+def gain(
+    folder: Path, algorithm: dict[str, object], options: argparse.Namespace, before: float, *, alpha: int, seed: int
+) -> float:
+    """In held-out success."""
     config = TrainingConfig.model_validate(
         {
-            "steps": arguments.steps,
-            "batch_groups": arguments.groups,
-            "lr": arguments.lr,
+            "steps": options.steps,
+            "batch_groups": options.groups,
+            "lr": options.lr,
             "algorithm": {"aggregate": "group", **algorithm},
         }
     )
-    gains = []
-    for seed in range(arguments.seeds):
-        result = train(folder, [game], config, alpha=alpha, seed=seed, episodes=arguments.episodes, before=before)
-        gains.append(result.after[game.name] - result.before[game.name])
-    return gains
+    known = {GAME.name: before}
+    result = train(folder, [GAME], config, alpha=alpha, seed=seed, episodes=options.episodes, before=known)
+    return result.after[GAME.name] - before
 
 
 def main() -> None:
@@ -51,29 +47,57 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=9e-4)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--episodes", type=int, default=300, help="held-out episodes before and after")
-    parser.add_argument("--smoke", action="store_true", help="a few steps of one seed at alpha 0 and 2, in seconds")
-    arguments = parser.parse_args()
-    alphas, warm = ALPHAS, 300
-    if arguments.smoke:
-        arguments.steps, arguments.groups, arguments.seeds, arguments.episodes = 2, 2, 1, 8
-        alphas, warm = (0, 4), 2
-    table: dict[str, dict[int, list[float]]] = {name: {} for name in CORRECTIONS}
-    with tempfile.TemporaryDirectory() as directory:
-        folder = warm_model(Path(directory), [GAME], steps=warm, demonstrations=10 * warm)
-        before = Player(folder).success([GAME], arguments.episodes)
-        for alpha in alphas:
-            for name, algorithm in CORRECTIONS.items():
-                if alpha == 0 and name == "none":
-                    continue  # nothing is stale
-                table[name][alpha] = run(folder, GAME, alpha, algorithm, arguments, before=before)
-                gains = ", ".join(f"{gain:+.3f}" for gain in table[name][alpha])
-                print(f"alpha {alpha}, correction {name}: {gains}", flush=True)
-    fresh = fmean(table["default"][0])
-    kept = {
-        name: {alpha: round(fmean(gains) / fresh, 3) if fresh else None for alpha, gains in row.items()}
-        for name, row in table.items()
+    parser.add_argument("--alphas", type=int, nargs="*", default=ALPHAS)
+    parser.add_argument("--corrections", nargs="*", default=list(CORRECTIONS), choices=list(CORRECTIONS))
+    parser.add_argument("--smoke", action="store_true", help="a few steps of one seed at alpha 0 and 4, in seconds")
+    add_options(parser)
+    options = parser.parse_args()
+    warm = 300
+    if options.smoke:
+        options.steps, options.groups, options.seeds, options.episodes = 2, 2, 1, 8
+        options.alphas, warm = (0, 4), 2
+    table: dict[str, dict[int, list[float]]] = {name: {} for name in options.corrections}
+    with kept_cells("staleness", options) as cells:
+        folder = warm_model(cells.folder / f"{GAME.name}-{warm}", [GAME], steps=warm, demonstrations=10 * warm)
+        fixed = {name: getattr(options, name) for name in ("steps", "groups", "lr", "episodes")} | {"warm": warm}
+        before = cells.get(lambda: Player(folder).success([GAME], options.episodes)[GAME.name], start=True, **fixed)
+        for alpha, name in product(options.alphas, options.corrections):
+            if alpha == 0 and name == "none":
+                continue  # nothing is stale
+            algorithm = CORRECTIONS[name]
+            rows = [
+                cells.get(
+                    partial(gain, folder, algorithm, options, before, alpha=alpha, seed=seed),
+                    algorithm=algorithm,
+                    alpha=alpha,
+                    seed=seed,
+                    **fixed,
+                )
+                for seed in range(options.seeds)
+            ]
+            table[name][alpha] = [row for row in rows if row is not None]
+            gains = ", ".join(f"{row:+.3f}" for row in table[name][alpha])
+            print(f"alpha {alpha}, correction {name}: {gains}", flush=True)
+    print(json.dumps({"start": before, **summary(table), "missing": len(cells.missing)}))
+
+
+def summary(table: dict[str, dict[int, list[float]]]) -> dict[str, Any]:
+    """Gains over that of fresh data, for the seeds that both have."""
+    fresh = table.get("default", {}).get(0, [])
+    kept: dict[str, dict[int, float]] = {name: {} for name in table}
+    for name, row in table.items():
+        for alpha, gains in row.items():
+            if (both := min(len(gains), len(fresh))) and (base := sum(fresh[:both])):
+                kept[name][alpha] = round(sum(gains[:both]) / base, 3)
+    return {
+        "gain_at_alpha_0": round(fmean(fresh), 4) if fresh else None,
+        "gains": {
+            name: {alpha: [round(one, 3) for one in gains] for alpha, gains in row.items()}
+            for name, row in table.items()
+        },
+        "kept": kept,
+        "kept_at_alpha_4": kept.get("default", {}).get(4),
     }
-    print(json.dumps({"gain_at_alpha_0": round(fresh, 4), "kept": kept, "kept_at_alpha_4": kept["default"][4]}))
 
 
 if __name__ == "__main__":

@@ -2,24 +2,29 @@
 
 In one process on one core (`in_process.py`), every token one version old. The task is a row of doors: each turn shows
 two numbers, naming the larger opens the door, and an open door is rewarded at once. No turn depends on another, so an
-estimator that gives every turn the advantage of its episode trains each action on the luck of the others. Doors are the
-same for all members of a group, whatever they did: states come back, as `gigpo` needs. `doors` is the mean share of
-doors opened in held-out episodes, over the seeds; `gain` is that less the share of `grpo`, with its standard error.
+estimator that gives every turn the advantage of its episode trains each action on the luck of the others: of n doors,
+an action's own reward is 1/n of the variance of what it is trained on. Doors are the same for all members of a group,
+whatever they did: states come back, as `gigpo` needs. The start is a model that learnt to name one of the two, no more.
+`doors` is the mean share of doors opened in held-out episodes, over the seeds; `gain` is that less the share of `grpo`,
+seed by seed, with its 95% interval.
 """
 
 import argparse
 import json
 import random
-import tempfile
 import time
+from functools import partial
+from math import isnan
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
-from benchmarks.in_process import Game, train, warm_model
+from benchmarks.cells import add_options, kept_cells
+from benchmarks.in_process import Game, Player, train, warm_model
 from rollart.config import TrainingConfig
+from rollart.simulator.result import interval
 
-DOORS = 6
+DOORS = 14
 DISCOUNT = 0.3  # of later doors, which an action does not change
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -59,43 +64,70 @@ def player(env: Doors, rng: random.Random, *, skill: float) -> str:
     return str(max(numbers) if rng.random() < skill else rng.choice(numbers))
 
 
-GAME = Game("doors", Doors, player, skill=0.1, turns=DOORS, tokens=4, context=200)
+GAME = Game("doors", Doors, player, skill=0.0, turns=DOORS, tokens=4, context=500)
+
+
+def cell(folder: Path, algorithm: dict[str, Any], options: argparse.Namespace, seed: int) -> float:
+    """The share of doors opened in held-out episodes after training."""
+    config = TrainingConfig.model_validate(
+        {
+            "steps": options.steps,
+            "batch_groups": options.groups,
+            "lr": options.lr,
+            "algorithm": {"aggregate": "group", **algorithm},
+        }
+    )
+    run = train(folder, [GAME], config, alpha=1, seed=seed, episodes=options.episodes, before={})
+    return run.rewards[GAME.name]
+
+
+def summary(gains: list[float]) -> dict[str, Any]:
+    """The mean gain, and its 95% interval by Student's t."""
+    mean, half = interval(gains)
+    ends = None if isnan(half) else [round(mean - half, 3), round(mean + half, 3)]
+    return {"mean": round(mean, 3), "interval": ends}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20, help="training steps of 8 groups x 8 trajectories")
+    parser.add_argument("--steps", type=int, default=20, help="training steps of GROUPS x 8 trajectories")
+    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--lr", type=float, default=4.5e-4)
+    parser.add_argument("--warm", type=int, default=120, help="supervised steps on the player who guesses")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--episodes", type=int, default=150, help="held out")
     parser.add_argument("--smoke", action="store_true", help="one step of one seed")
-    arguments = parser.parse_args()
-    groups, warm = 8, 200
-    if arguments.smoke:
-        arguments.steps, arguments.seeds, arguments.episodes, groups, warm = 1, 1, 4, 2, 2
+    add_options(parser)
+    options = parser.parse_args()
+    if options.smoke:
+        options.steps, options.seeds, options.episodes, options.groups, options.warm = 1, 1, 4, 2, 2
     began, shares = time.process_time(), {}
-    with tempfile.TemporaryDirectory() as directory:
-        folder = warm_model(Path(directory), [GAME], steps=warm, demonstrations=5 * warm)
+    with kept_cells("turn_credit", options) as cells:
+        folder = warm_model(
+            cells.folder / f"doors-{options.warm}", [GAME], steps=options.warm, demonstrations=5 * options.warm
+        )
+        fixed = {name: getattr(options, name) for name in ("steps", "groups", "lr", "warm", "episodes")}
+        start = cells.get(lambda: Player(folder).held_out([GAME], options.episodes)[1][GAME.name], start=True, **fixed)
         for name, algorithm in ALGORITHMS.items():
-            config = TrainingConfig.model_validate(
-                {
-                    "steps": arguments.steps,
-                    "batch_groups": groups,
-                    "lr": 4.5e-4,
-                    "algorithm": {"aggregate": "group", **algorithm},
-                }
-            )
             runs = [
-                train(folder, [GAME], config, alpha=1, seed=seed, episodes=arguments.episodes)
-                for seed in range(arguments.seeds)
+                cells.get(partial(cell, folder, algorithm, options, seed), algorithm=algorithm, seed=seed, **fixed)
+                for seed in range(options.seeds)
             ]
-            shares[name] = [run.rewards[GAME.name] for run in runs]
-            print(f"{name:14}" + " ".join(f"{share:.3f}" for share in shares[name]), flush=True)
-    result: dict[str, Any] = {"doors": {name: round(fmean(row), 3) for name, row in shares.items()}, "gain": {}}
-    for name in ("turn_returns", "gigpo"):
-        gains = [one - other for one, other in zip(shares[name], shares["grpo"], strict=True)]
-        error = stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else None
-        result["gain"][name] = [round(fmean(gains), 3), None if error is None else round(error, 3)]
-    print(json.dumps({**result, "cpu_seconds": round(time.process_time() - began, 1)}))
+            if None not in runs:
+                shares[name] = runs
+                print(f"{name:14}" + " ".join(f"{share:.3f}" for share in runs), flush=True)
+    result = {
+        "start": None if start is None else round(start, 3),
+        "doors": {name: round(fmean(row), 3) for name, row in shares.items()},
+        "gain": {
+            name: summary([one - other for one, other in zip(row, shares["grpo"], strict=True)])
+            for name, row in shares.items()
+            if name != "grpo"
+        },
+        "missing": len(cells.missing),
+        "cpu_seconds": round(time.process_time() - began, 1),
+    }
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Every run file and scenario that we ship can be loaded."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,9 @@ import yaml
 from typer.testing import CliRunner
 
 from rollart.app.cli import app
+from rollart.config import TinyModelConfig
 from rollart.config.loading import load as load_run_file
+from rollart.models import tiny
 from rollart.robots.comparison import load as load_comparison
 from rollart.robots.imitation import load as load_robot_run
 from rollart.simulator.scenario import load as load_scenario
@@ -37,6 +41,28 @@ def test_a_run_file_for_hardware_fits_its_nodes(run: Path, monkeypatch: pytest.M
     checked = CliRunner().invoke(app, ["check", str(run), "--nodes", str(nodes)])
     assert checked.exit_code == 0, checked.output
     assert "Memory of each device" in checked.output
+
+
+PIPELINES = [path for path in FILES if path.parent.name == "pipelines"]
+
+
+@pytest.mark.parametrize("run", PIPELINES, ids=lambda path: path.name)
+def test_a_pipeline_passes_its_check_after_the_commands_before_it(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder that has what they leave: models, and samples of which some are better."""
+    monkeypatch.chdir(tmp_path)
+    model = tiny.make(TinyModelConfig(hidden=32, layers=1, heads=2, kv_heads=1, context=512), tmp_path / "model", 0)
+    for place in ("models/smollm2-135m", "runs/lake-sample-1/start", "runs/quickstart-1/model"):
+        shutil.copytree(model, tmp_path / place)
+    asked = {"role": "user", "content": "S.."}
+    lines = [
+        {"episode": "1", "messages": [asked, {"role": "assistant", "content": text}], "reward": reward}
+        for text, reward in (("up", 0.0), ("down", 1.0))
+    ]
+    (tmp_path / "runs/lake-sample-1/samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    checked = CliRunner().invoke(app, ["check", str(run), "--no-trial"])
+    assert checked.exit_code == 0, checked.output
 
 
 def test_examples_were_found() -> None:

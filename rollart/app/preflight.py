@@ -63,6 +63,10 @@ def _missing(run: RunFile, tree: Tree, need_model: bool, only_task: str | None, 
     elif need_model and run.model.path and (senses := _senses(run.model.path)):
         what = f"{run.model.id or run.model.path} is a multimodal model (its config.json has `{senses}`)"
         yield f"{tree.place(('model',))}: model: {what}; rollart trains models of text only"
+    for name, pool in run.pools.items() if need_model and here else ():
+        if pool.model and not pool.urls and not (Path(pool.model) / "config.json").is_file():
+            where = f"{tree.place(('pools', name, 'model'))}: pools.{name}.model {pool.model!r}"
+            yield f"{where} is not a Hugging Face model folder; a {pool.role} behind an API needs `urls`"
     if wrong := _impossible_layout(run):
         yield f"{tree.place(('training', 'parallel'))}: training.parallel: {wrong}"
     warmup = run.model.warmup

@@ -46,6 +46,14 @@ def test_a_model_that_sees_or_hears_is_refused(tmp_path: Path) -> None:
         preflight.load_run(write(tmp_path, model={"path": str(tmp_path)}))
 
 
+@pytest.mark.parametrize("role", ["teacher", "judge"])
+def test_a_pool_whose_model_is_not_there_is_refused_unless_an_api_serves_it(tmp_path: Path, role: str) -> None:
+    pool = {"role": role, "model": "runs/none"}
+    with pytest.raises(ConfigError, match=rf"pools.wise.model 'runs/none' is not a Hugging Face .* a {role} behind an"):
+        preflight.load_run(write(tmp_path, pools={"wise": pool}))
+    preflight.load_run(write(tmp_path, pools={"wise": {**pool, "urls": ["http://localhost:1/v1"]}}))
+
+
 def test_other_systems_are_told_what_works_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollart.app.cli.sys.platform", "darwin")
     shown = CliRunner().invoke(app, ["check", "no-such-file.yaml"])
