@@ -139,7 +139,7 @@ def improved(folder: Path, game: Game, options: argparse.Namespace) -> dict[str,
 
 def taught_by_rewards(folder: Path, game: Game, options: argparse.Namespace, teacher: Path) -> Curve:
     """The curve of RL, whose last policy is left in `teacher`."""
-    trainer = Trainer(folder, config(options.rl_steps, 4.5e-4, aggregate="group"))
+    trainer = Trainer(folder, config(options.rl_steps, options.lr, aggregate="group"))
     points = list(curve(folder, game, trainer, options.episodes, options.every))
     checkpoint = teacher.with_name(f"{teacher.name}-checkpoint")
     save_checkpoint(trainer, checkpoint).result()
@@ -150,7 +150,7 @@ def taught_by_rewards(folder: Path, game: Game, options: argparse.Namespace, tea
 def taught_by_model(folder: Path, game: Game, options: argparse.Namespace, teacher: Path, loss: str) -> Curve:
     student = student_of(folder, loss, options.distill_steps)
     teach = teacher_of(teacher, student.config.algorithm.likeliest)
-    return list(curve(folder, game, student, options.episodes, options.every, teach))
+    return list(curve(folder, game, student, options.episodes, options.distill_every, teach))
 
 
 def shares(rl: Curve, taught: dict[str, Curve]) -> dict[str, Any]:
@@ -171,37 +171,41 @@ def shares(rl: Curve, taught: dict[str, Curve]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--game", default="frozen_lake", choices=list(GAMES))
-    parser.add_argument("--rl-steps", type=int, default=60, help=f"of {GROUPS} groups x {MEMBERS} trajectories")
+    parser.add_argument("--game", default="column_sum", choices=list(GAMES))
+    parser.add_argument("--rl-steps", type=int, default=100, help=f"of {GROUPS} groups x {MEMBERS} trajectories")
+    parser.add_argument("--lr", type=float, default=4.5e-4, help="of RL")
     parser.add_argument("--distill-steps", type=int, default=24)
     parser.add_argument("--distill", nargs="*", default=[RECOMMENDED, "opd"], choices=["opd", *TOP_LOSSES])
-    parser.add_argument("--every", type=int, default=3, help="steps between evaluations")
+    parser.add_argument("--every", type=int, default=5, help="steps of RL between evaluations")
+    parser.add_argument("--distill-every", type=int, default=2, help="steps of distillation between evaluations")
     parser.add_argument("--sft-steps", type=int, default=60)
     parser.add_argument("--dpo-steps", type=int, default=30)
     parser.add_argument("--sampled", type=int, default=300, help=f"episodes, {MEMBERS} attempts at each")
-    parser.add_argument("--episodes", type=int, default=300, help="held out")
+    parser.add_argument("--episodes", type=int, default=1000, help="held out")
     parser.add_argument("--smoke", action="store_true", help="a step of each")
     add_options(parser)
     options = parser.parse_args()
     warm = 300
     if options.smoke:
-        options.rl_steps = options.distill_steps = options.sft_steps = options.dpo_steps = options.every = 1
+        options.rl_steps = options.distill_steps = options.sft_steps = options.dpo_steps = 1
+        options.every = options.distill_every = 1
         options.sampled, options.episodes, warm = 4, 4, 2
     game, began = GAMES[options.game], time.process_time()
     with kept_cells("pipelines", options) as cells:
         folder = warm_model(cells.folder / f"{game.name}-{warm}", [game], steps=warm, demonstrations=10 * warm)
-        fixed = {"game": game.name, "warm": warm, "episodes": options.episodes, "every": options.every}
+        fixed = {"game": game.name, "warm": warm, "episodes": options.episodes}
         own = {name: getattr(options, name) for name in ("sampled", "sft_steps", "dpo_steps")}
         found = cells.get(lambda: improved(folder, game, options), stage="own data", **own, **fixed)
         print(json.dumps(found), flush=True)
-        teacher = cells.folder / f"teacher-{game.name}-{warm}-{options.rl_steps}"
-        by = {"rl_steps": options.rl_steps, **fixed}
+        teacher = cells.folder / f"teacher-{game.name}-{warm}-{options.rl_steps}-{options.lr}"
+        by = {"rl_steps": options.rl_steps, "lr": options.lr, "every": options.every, **fixed}
         rl = cells.get(lambda: taught_by_rewards(folder, game, options, teacher), stage="rl", **by)
         print("rl", rl, flush=True)
         taught = {}
         for loss in options.distill:
             run = partial(taught_by_model, folder, game, options, teacher, loss)
-            points = cells.get(run, stage="distill", loss=loss, steps=options.distill_steps, **by)
+            own = {"steps": options.distill_steps, "distill_every": options.distill_every}
+            points = cells.get(run, stage="distill", loss=loss, **own, **by)
             print(loss, points, flush=True)
             if points is not None:
                 taught[loss] = points

@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=24)
     parser.add_argument("--lr", type=float, default=9e-4)
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--episodes", type=int, default=300, help="held-out episodes before and after")
+    parser.add_argument("--episodes", type=int, default=1500, help="held-out episodes before and after")
     parser.add_argument("--alphas", type=int, nargs="*", default=ALPHAS)
     parser.add_argument("--corrections", nargs="*", default=list(CORRECTIONS), choices=list(CORRECTIONS))
     parser.add_argument("--smoke", action="store_true", help="a few steps of one seed at alpha 0 and 4, in seconds")
