@@ -173,7 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--game", default="column_sum", choices=list(GAMES))
     parser.add_argument("--rl-steps", type=int, default=100, help=f"of {GROUPS} groups x {MEMBERS} trajectories")
-    parser.add_argument("--lr", type=float, default=4.5e-4, help="of RL")
+    parser.add_argument("--lr", type=float, default=9e-4, help="of RL")
     parser.add_argument("--distill-steps", type=int, default=24)
     parser.add_argument("--distill", nargs="*", default=[RECOMMENDED, "opd"], choices=["opd", *TOP_LOSSES])
     parser.add_argument("--every", type=int, default=5, help="steps of RL between evaluations")
