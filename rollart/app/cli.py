@@ -233,7 +233,7 @@ def timeline(
     path = output or Path(f"{run_dir.resolve().name}-timeline.json")
     run = RunFolder(run_dir)
     typer.echo(f"reading the event log of {run_dir}", err=True)
-    records = trace.write(run.events(), path, limit)
+    records = trace.write(run.events(*trace.KINDS), path, limit)
     typer.echo(f"{path}: {records} records; open it in https://ui.perfetto.dev")
 
 

@@ -2,6 +2,7 @@
 
 Trajectories are packed into lanes: one takes the first lane of its task that is free and releases it when it ends, so
 there are only as many lanes as there were trajectories at once. Within a track, slices nest or follow, never cross.
+The slices of a trajectory are made when they are written: of a long run, only the last ones are.
 """
 
 import heapq
@@ -14,9 +15,16 @@ from typing import Any
 import msgspec
 
 from rollart.core import events as ev
+from rollart.core import gc_tuning
 
 Record = dict[str, Any]
 
+KINDS = (
+    *(ev.RunStarted, ev.TrajectoryStarted, ev.EnvironmentReset, ev.TurnDone, ev.Scored, ev.TrajectoryEnded),
+    *(ev.EngineSample, ev.PipelineSample, ev.ServiceStarted, ev.WarmupStep, ev.BatchTaken, ev.StepDone, ev.Published),
+    *(ev.Checkpointed, ev.EngineSwapped, ev.Evaluated, ev.Warned, ev.Quarantined, ev.Released, ev.RunEnded),
+)
+"""The events that a trace shows; others need not be decoded."""
 _CONTROL, _ENGINES, _FIRST_TASK = 1, 2, 10
 
 
@@ -56,14 +64,55 @@ class Lanes:
         heapq.heappush(self.free, lane)
 
 
+Inside = ev.EnvironmentReset | ev.TurnDone | ev.Scored
+_TURN = ("turn", "engine", "version", "prompt", "cached", "tokens", "queue_s")
+
+
 @dataclass(slots=True)
-class Open:
-    """A trajectory that has not ended yet."""
+class TracedTrajectory:
+    """A trajectory in its lane, with what happened inside it and, once it has ended, when and how."""
 
     lanes: Lanes
-    track: Track
+    lane: int
     started: ev.TrajectoryStarted
-    inner: list[Record] = field(default_factory=list)
+    inside: list[Inside] = field(default_factory=list)
+    t: float = 0.0
+    ended: ev.TrajectoryEnded | None = None
+
+    @property
+    def events(self) -> int:
+        return 1 + len(self.inside)
+
+    def slices(self) -> list[Record]:
+        """The whole first, then its parts."""
+        began = _us(self.started.t)
+        track = Track(self.lanes.pid, self.lane, began)
+        parts = [part for event in self.inside for part in self._parts(track, event)]
+        args = {"outcome": "lost"} if self.ended is None else msgspec.to_builtins(self.ended)
+        whole = _slice(
+            pid=track.pid,
+            tid=track.tid,
+            name=f"{self.started.trajectory} {args['outcome']}",
+            begin=began,
+            end=max(_us(self.t), track.free),
+            args={"version": self.started.version, **args},
+        )
+        return [whole, *parts]
+
+    def _parts(self, track: Track, event: Inside) -> Iterator[Record]:
+        match event:
+            case ev.TurnDone():
+                acted = event.t - event.env_s
+                args = {key: getattr(event, key) for key in _TURN}
+                yield track.slice("generate", acted - event.generate_s, acted, **args)
+                yield track.slice("env step", acted, event.t, turn=event.turn)
+            case ev.EnvironmentReset():
+                began = event.t - event.seconds
+                if _us(began) > track.free:
+                    yield track.slice("wait for an environment", self.started.t, began)
+                yield track.slice("reset", began, event.t)
+            case ev.Scored():
+                yield track.slice("score", event.t - event.seconds, event.t)
 
 
 def _slice(pid: int, tid: int, name: str, begin: int, end: int, args: dict[str, object]) -> Record:
@@ -71,34 +120,35 @@ def _slice(pid: int, tid: int, name: str, begin: int, end: int, args: dict[str, 
 
 
 class Timeline:
-    """Feed it the events in order; `records` yields what each one adds to the trace."""
+    """Feed it the events in order; `add` returns what each one adds to the trace: records, and trajectories that
+    ended."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, Lanes] = {}
         self._tracks: dict[tuple[int, str], Track] = {}
-        self._open: dict[str, Open] = {}
+        self._open: dict[str, TracedTrajectory] = {}
         self._warming: float | None = None
         self._engines = "engines"
 
-    def records(self, event: ev.AnyEvent) -> Iterator[Record]:
+    def add(self, event: ev.AnyEvent) -> Iterable[Record | TracedTrajectory]:
         match event:
-            case ev.RunStarted(emulated=emulated) if emulated:
-                self._engines = f"engines (EMULATED: {', '.join(emulated)})"
+            case ev.TurnDone() | ev.EnvironmentReset() | ev.Scored():
+                if (trajectory := self._open.get(event.trajectory)) is not None:
+                    trajectory.inside.append(event)
+                return ()
             case ev.TrajectoryStarted():
-                yield from self._begin(event)
-            case ev.EnvironmentReset() | ev.TurnDone() | ev.Scored():
-                self._inside(event)
+                return self._begin(event)
             case ev.TrajectoryEnded():
-                yield from self._end(event.trajectory, event.t, msgspec.to_builtins(event))
+                return self._end(event.trajectory, event.t, event)
             case ev.EngineSample() | ev.PipelineSample():
-                yield from self._count(event)
+                return self._count(event)
             case _:
-                yield from self._machinery(event)
+                return self._machinery(event)
 
-    def close(self, t: float) -> Iterator[Record]:
+    def close(self, t: float) -> Iterator[TracedTrajectory]:
         """What was still running at `t`: the run was killed or stopped there."""
         for name in list(self._open):
-            yield from self._end(name, t, {"outcome": "lost"})
+            yield from self._end(name, t)
 
     def _lanes(self, task: str) -> tuple[Lanes, list[Record]]:
         if task in self._tasks:
@@ -114,54 +164,19 @@ class Timeline:
         process = {_CONTROL: "trainer", _ENGINES: self._engines}[pid]
         return track, [_name("process_name", pid, 0, process), _name("thread_name", pid, track.tid, name)]
 
-    def _begin(self, event: ev.TrajectoryStarted) -> Iterator[Record]:
+    def _begin(self, event: ev.TrajectoryStarted) -> list[Record]:
         lanes, new = self._lanes(f"{event.task} (held out)" if event.held_out else event.task)
-        yield from new
-        before = lanes.made
-        track = Track(lanes.pid, lanes.take(), _us(event.t))
-        if lanes.made > before:
-            yield _name("thread_name", lanes.pid, track.tid, f"lane {track.tid}")
-        self._open[event.trajectory] = Open(lanes, track, event)
+        before, lane = lanes.made, lanes.take()
+        self._open[event.trajectory] = TracedTrajectory(lanes, lane, event)
+        return [*new, _name("thread_name", lanes.pid, lane, f"lane {lane}")] if lanes.made > before else new
 
-    def _inside(self, event: ev.EnvironmentReset | ev.TurnDone | ev.Scored) -> None:
-        trajectory = self._open.get(event.trajectory)
-        if trajectory is None:
-            return
-        track, inner = trajectory.track, trajectory.inner
-        match event:
-            case ev.EnvironmentReset():
-                began = event.t - event.seconds
-                if _us(began) > track.free:
-                    inner.append(track.slice("wait for an environment", trajectory.started.t, began))
-                inner.append(track.slice("reset", began, event.t))
-            case ev.Scored():
-                inner.append(track.slice("score", event.t - event.seconds, event.t))
-            case ev.TurnDone():
-                acted = event.t - event.env_s
-                args = {
-                    key: getattr(event, key)
-                    for key in ("turn", "engine", "version", "prompt", "cached", "tokens", "queue_s")
-                }
-                inner.append(track.slice("generate", acted - event.generate_s, acted, **args))
-                inner.append(track.slice("env step", acted, event.t, turn=event.turn))
-
-    def _end(self, name: str, t: float, args: dict[str, object]) -> Iterator[Record]:
+    def _end(self, name: str, t: float, event: ev.TrajectoryEnded | None = None) -> Iterable[TracedTrajectory]:
         trajectory = self._open.pop(name, None)
         if trajectory is None:
-            return
-        track, began = trajectory.track, _us(trajectory.started.t)
-        end = max(_us(t), track.free)
-        label = f"{name} {args['outcome']}"
-        yield _slice(
-            pid=track.pid,
-            tid=track.tid,
-            name=label,
-            begin=began,
-            end=end,
-            args={"version": trajectory.started.version, **args},
-        )
-        yield from trajectory.inner
-        trajectory.lanes.release(track.tid)
+            return ()
+        trajectory.t, trajectory.ended = t, event
+        trajectory.lanes.release(trajectory.lane)
+        return (trajectory,)
 
     def _count(self, event: ev.EngineSample | ev.PipelineSample) -> Iterator[Record]:
         if isinstance(event, ev.PipelineSample):
@@ -173,11 +188,14 @@ class Timeline:
             yield _counter(_ENGINES, f"{event.engine} requests", event.t, load)
             yield _counter(_ENGINES, f"{event.engine} KV MB", event.t, {"MB": round(event.kv_bytes / 1e6, 3)})
 
-    def _machinery(self, event: ev.AnyEvent) -> Iterator[Record]:
+    def _machinery(self, event: ev.AnyEvent) -> Iterator[Record | TracedTrajectory]:
         match event:
-            case ev.RunStarted(resumed=True):
-                yield from self.close(event.t)
-                yield _instant("resumed", event.t, {"version": event.version})
+            case ev.RunStarted():
+                if event.emulated:
+                    self._engines = f"engines (EMULATED: {', '.join(event.emulated)})"
+                if event.resumed:
+                    yield from self.close(event.t)
+                    yield _instant("resumed", event.t, {"version": event.version})
             case ev.ServiceStarted():
                 yield from self._put(_CONTROL, f"start {event.name}", f"start {event.name}", event.t, event.seconds)
             case ev.WarmupStep():
@@ -231,29 +249,55 @@ def _instant(name: str, t: float, args: dict[str, object]) -> Record:
     return {"ph": "i", "s": "g", "pid": _CONTROL, "tid": 0, "name": name, "ts": _us(t), "args": args}
 
 
-def trace(log: Iterable[ev.AnyEvent]) -> Iterator[Record]:
+def _traced(log: Iterable[ev.AnyEvent]) -> Iterator[Record | TracedTrajectory]:
     timeline = Timeline()
     last = 0.0
     for event in log:
         last = event.t
-        yield from timeline.records(event)
+        yield from timeline.add(event)
     yield from timeline.close(last)
+
+
+def trace(log: Iterable[ev.AnyEvent]) -> Iterator[Record]:
+    for each in _traced(log):
+        if isinstance(each, TracedTrajectory):
+            yield from each.slices()
+        else:
+            yield each
 
 
 def write(log: Iterable[ev.AnyEvent], path: Path, limit: int = 100_000) -> int:
     """Write the trace with the last `limit` slices of trajectories, and return how many records it has."""
     encode = msgspec.json.Encoder().encode
-    number, slices = 0, deque[bytes](maxlen=limit)
-    with open(path, "wb") as file:
-        file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
-        for record in trace(log):
-            if record["ph"] == "X" and record["pid"] >= _FIRST_TASK:
-                slices.append(encode(record))
-            else:
-                file.write((b",\n" if number else b"") + encode(record))
-                number += 1
-        for line in slices:
-            file.write((b",\n" if number else b"") + line)
+    number, last, events = 0, deque[TracedTrajectory](), 0
+    with gc_tuning.disabled(), open(path, "wb") as file:  # what is kept has no reference cycles
+
+        def put(record: Record) -> None:
+            nonlocal number
+            file.write((b",\n" if number else b"") + encode(record))
             number += 1
+
+        file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
+        for each in _traced(log):
+            if not isinstance(each, TracedTrajectory):
+                put(each)
+                continue
+            last.append(each)
+            events += each.events
+            while events - last[0].events >= limit:  # an event is at least one slice
+                events -= last.popleft().events
+        for record in _last_slices(last, limit):
+            put(record)
         file.write(b"\n]}\n")
     return number
+
+
+def _last_slices(trajectories: Iterable[TracedTrajectory], limit: int) -> list[Record]:
+    made: list[list[Record]] = []
+    left = limit
+    for trajectory in reversed(list(trajectories)):
+        if left <= 0:
+            break
+        made.append(trajectory.slices())
+        left -= len(made[-1])
+    return [record for slices in reversed(made) for record in slices][-limit:]

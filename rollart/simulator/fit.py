@@ -19,6 +19,7 @@ from rollart.simulator.measurements import MeasuredGeneration, MeasuredStep
 from rollart.simulator.scenario import EnginePace, TrainPace
 
 Array = NDArray[np.float64]
+Integral = Callable[[Array], Array]
 
 CLOSE = 0.05  # maximum distance between the distribution functions of formula and data
 ALIKE = 0.03  # maximum relative distance between their means: throughput follows from means
@@ -139,7 +140,7 @@ def engine(generations: Sequence[MeasuredGeneration], trainings: Sequence[Measur
     scale = seconds.sum() / expected.sum() if expected.sum() > 0 else 1.0
     fixed, token, context = (_digits(float(part) * scale) for part in parts)
     pace = EnginePace(fixed=fixed, token=token, context=context)
-    return EngineFit(pace, contention, [float(each) for each in expected * scale], [float(each) for each in seconds])
+    return EngineFit(pace, contention, (expected * scale).tolist(), seconds.tolist())
 
 
 def trainer(trainings: Sequence[MeasuredStep], contention: float, shares: Sequence[float]) -> TrainPace:
@@ -165,7 +166,9 @@ def _speed(contention: float, overlap: Array) -> Array:
 def busy_shares(trainings: Sequence[MeasuredStep], generations: Iterable[MeasuredGeneration]) -> list[float]:
     """The share of each training step in which engines worked."""
     working = _covered([(each.began, each.ended) for each in generations])
-    return [(working(step.ended) - working(step.began)) / max(_EDGE, step.ended - step.began) for step in trainings]
+    began, ended = np.array([(step.began, step.ended) for step in trainings]).reshape(-1, 2).T
+    shares: list[float] = ((working(ended) - working(began)) / np.maximum(_EDGE, ended - began)).tolist()
+    return shares
 
 
 def _design(
@@ -174,32 +177,37 @@ def _design(
     """For each generation its passes, the tokens computed and the KV read by its engine meanwhile; its seconds; and the
     share of them in which training went on."""
     training = _covered([(step.began, step.ended) for step in trainings])
-    rows, seconds, overlap = [], [], []
+    rows, seconds, overlap = [np.empty((0, 3))], [np.empty(0)], [np.empty(0)]
     for name in sorted({each.engine for each in generations}):
-        mine = [each for each in generations if each.engine == name and each.ended > each.began and each.tokens]
+        mine = np.array(
+            [
+                (each.began, each.first, each.ended, each.new, each.tokens, each.context)
+                for each in generations
+                if each.engine == name and each.ended > each.began and each.tokens
+            ]
+        ).reshape(-1, 6)
+        began, _, ended, new, tokens, _ = mine.T
         computed, read = _work(mine)
-        for each in mine:
-            passes = each.tokens + math.ceil(each.new / chunk) - 1
-            rows.append((passes, computed(each.ended) - computed(each.began), read(each.ended) - read(each.began)))
-            took = each.ended - each.began
-            seconds.append(took)
-            overlap.append((training(each.ended) - training(each.began)) / took)
-    return np.array(rows, dtype=float).reshape(-1, 3), np.array(seconds), np.array(overlap)
+        passes = tokens + np.ceil(new / chunk) - 1
+        rows.append(np.column_stack([passes, computed(ended) - computed(began), read(ended) - read(began)]))
+        seconds.append(ended - began)
+        overlap.append((training(ended) - training(began)) / (ended - began))
+    return np.concatenate(rows), np.concatenate(seconds), np.concatenate(overlap)
 
 
-def _work(generations: Sequence[MeasuredGeneration]) -> tuple[Callable[[float], float], Callable[[float], float]]:
-    """Tokens that an engine has computed, and KV that it has read, up to a time."""
-    computed, read = [], []
-    for each in generations:
-        first = max(each.first, each.began + _EDGE)
-        computed.append((each.began, first, float(each.new)))
-        if each.tokens > 1 and each.ended > first:
-            computed.append((first, each.ended, float(each.tokens - 1)))
-            read.append((first, each.ended, float((each.tokens - 1) * each.context)))
-    return _integral(computed), _integral(read)
+def _work(generations: Array) -> tuple[Integral, Integral]:
+    """Tokens that an engine has computed, and KV that it has read, up to a time. Rows as in `_design`."""
+    began, first, ended, new, tokens, context = generations.T
+    first = np.maximum(first, began + _EDGE)
+    decoded = (tokens > 1) & (ended > first)
+    decoding = first[decoded], ended[decoded]
+    after = tokens[decoded] - 1
+    prefilled = np.column_stack([began, first, new])
+    computed = np.concatenate([prefilled, np.column_stack([*decoding, after])])
+    return _integral(computed), _integral(np.column_stack([*decoding, after * context[decoded]]))
 
 
-def _covered(spans: Sequence[tuple[float, float]]) -> Callable[[float], float]:
+def _covered(spans: Sequence[tuple[float, float]]) -> Integral:
     """Seconds up to a time that lie in any of the spans."""
     joined: list[list[float]] = []
     for began, ended in sorted(spans):
@@ -207,25 +215,28 @@ def _covered(spans: Sequence[tuple[float, float]]) -> Callable[[float], float]:
             joined[-1][1] = max(joined[-1][1], ended)
         else:
             joined.append([began, ended])
-    return _integral([(began, ended, ended - began) for began, ended in joined if ended > began])
+    return _integral(np.array([(began, ended, ended - began) for began, ended in joined if ended > began]))
 
 
-def _integral(flows: Sequence[tuple[float, float, float]]) -> Callable[[float], float]:
-    """The integral up to a time of amounts that each flow evenly over an interval."""
-    if not flows:
-        return lambda t: 0.0
-    began, ended, amount = (np.array(column) for column in zip(*flows, strict=True))
+def _integral(flows: Array) -> Integral:
+    """The integral up to a time of amounts that each flow evenly over an interval: rows of begin, end and amount."""
+    if not len(flows):
+        return np.zeros_like
+    began, ended, amount = flows.T
     at = np.concatenate([began, ended])
     rates = np.concatenate([amount / (ended - began), -amount / (ended - began)])
     order = np.argsort(at, kind="stable")
     at, rate = at[order], np.cumsum(rates[order])
     total = np.concatenate([[0.0], np.cumsum(rate[:-1] * np.diff(at))])
-    return lambda t: float(np.interp(t, at, total))
+    return lambda t: np.interp(t, at, total)
 
 
 def _paced(columns: Array, seconds: Array) -> tuple[Array, float]:
     """Seconds of a pass, of a token and of a token of KV, and the squared error. KV counts only where it
     clearly improves the fit, as a small part of the computing: else it would stand in for the pass."""
+    # A few rows that have the same squared errors.
+    reduced = np.asarray(np.linalg.qr(np.column_stack([columns, seconds]), mode="r"))
+    columns, seconds = reduced[:, :-1], reduced[:, -1]
     simple = np.append(_positive(columns[:, :2], seconds), 0.0)
     full = _positive(columns, seconds)
     simple_error, full_error = (float(np.square(columns @ parts - seconds).sum()) for parts in (simple, full))

@@ -8,13 +8,20 @@ only one step.
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from rollart.core import events as ev
-from rollart.core import run_folder
+from rollart.core import gc_tuning, run_folder
 from rollart.core.errors import RollartError
 from rollart.core.event_log import read_events
 from rollart.core.types import Outcome
+
+_KINDS: tuple[type[ev.Event], ...] = (
+    *(ev.TurnDone, ev.TrajectoryStarted, ev.EnvironmentReset, ev.Scored, ev.TrajectoryEnded),
+    *(ev.BatchTaken, ev.StepDone, ev.Published, ev.EngineSwapped, ev.Placed),
+)
 
 
 @dataclass(slots=True)
@@ -27,8 +34,7 @@ class TaskMeasurements:
     failed: Counter[str] = field(default_factory=Counter)
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredGeneration:
+class MeasuredGeneration(NamedTuple):
     """One request on an engine: admitted at `began`, `new` tokens prefilled until `first`, then decoded until `ended`;
     `context` tokens at its end."""
 
@@ -65,10 +71,11 @@ class RunMeasurements:
 def measure(folder: Path) -> RunMeasurements:
     """From a run folder. Raises RollartError if it holds no run, or one that trained nothing."""
     log = run_folder.events_of(folder)
-    done = [event.t for event in read_events(log, ev.Published)]
+    done = [event.t for event in islice(read_events(log, ev.Published), 2)]
     reader = _Reader(since=done[0] if len(done) > 1 else 0.0)
-    for event in read_events(log):
-        reader.read(event)
+    with gc_tuning.disabled():  # what is kept has no reference cycles
+        for event in read_events(log, *_KINDS):
+            reader.read(event)
     if not reader.measurements.trainings or not any(log.values["turns"] for log in reader.measurements.tasks.values()):
         raise RollartError(f"the run in {folder} has not trained a step; there is nothing to calibrate on")
     return reader.measurements
@@ -122,7 +129,8 @@ class _Reader:
                 self.measurements.devices[event.pool] = event.device
 
     def _log(self, task: str) -> TaskMeasurements:
-        return self.measurements.tasks.setdefault(task, TaskMeasurements())
+        tasks = self.measurements.tasks
+        return tasks[task] if task in tasks else tasks.setdefault(task, TaskMeasurements())
 
     def _turn(self, event: ev.TurnDone) -> None:
         trajectory = self._open.get(event.trajectory)

@@ -60,6 +60,21 @@ def test_every_trajectory_and_every_part_of_it_is_there(tmp_path: Path) -> None:
     assert {"wait", "step 40", "publish 40", "checkpoint 40", "swap to 40", "warmup"} <= set(names)
 
 
+@pytest.mark.parametrize("limit", [1, 50, 777])
+def test_of_a_long_run_the_last_slices_are_written(tmp_path: Path, limit: int) -> None:
+    log = sample_run(steps=10)
+    whole = list(trace(log))
+    names = {record["pid"]: record["args"]["name"] for record in whole if record["name"] == "process_name"}
+    inside = [record for record in whole if record["ph"] == "X" and names[record["pid"]] not in ("trainer", "engines")]
+    assert len(inside) > limit
+
+    write(log, tmp_path / "trace.json", limit)
+
+    written = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    others = [record for record in whole if record not in inside]
+    assert written == [*others, *inside[-limit:]]
+
+
 def test_a_killed_run_closes_what_was_open() -> None:
     log = sample_run(steps=10)
     killed = log[: len(log) // 2]
