@@ -41,8 +41,10 @@ class RolloutConfig(Section):
         for key in SCHEDULE_KEYS:
             if key not in free and getattr(self, key) != type(self).model_fields[key].default:
                 raise Conflict(f"preset {self.preset!r} has its own {key}; leave it out or choose another preset", key)
-        if self.elastic > 1 and self.alpha == 0:
-            raise Conflict("with alpha 0 the trainer waits for every batch, however large; set alpha to 1", "elastic")
+        try:
+            self.schedule()
+        except ValueError as error:
+            raise Conflict(str(error), "elastic") from None
         return self
 
     def schedule(self) -> Schedule:

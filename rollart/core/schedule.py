@@ -30,6 +30,7 @@ class Schedule:
 def preset(
     name: str, alpha: int, window: float, extra_members: int, extra_groups: int, *, elastic: float = 1.0
 ) -> Schedule:
+    """Raises ValueError if there is no such preset, or batches cannot grow."""
     if name == "sync":
         return Schedule(alpha=0, lockstep=True, score_late=True, one_batch=True, swap_late=True, window=1.0)
     if name == "sync_plus":
@@ -39,6 +40,8 @@ def preset(
     if name == "start_bound":
         return Schedule(alpha=alpha, enforce=False, window=alpha + 1.0)
     if name == "rollart":
+        if elastic > 1 and alpha == 0:
+            raise ValueError("with alpha 0 the trainer waits for every batch, however large; set alpha to 1")
         return Schedule(
             alpha=alpha, window=window, extra_members=extra_members, extra_groups=extra_groups, elastic=elastic
         )

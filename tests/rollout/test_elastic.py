@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from rollart.config.rollout import RolloutConfig
 from rollart.core.event_log import read_events
 from rollart.core.events import BatchTaken
+from rollart.core.schedule import preset
 from rollart.rollout.elastic import TOLERATED, BatchSizer
 from rollart.rollout.mixture import Mixture
 from rollart.simulator.scenario import load
@@ -147,3 +148,5 @@ def test_the_trainer_waits_for_a_twentieth_of_the_time_at_most(tmp_path: Path, s
 def test_without_staleness_a_batch_cannot_grow() -> None:
     with pytest.raises(ValidationError, match="with alpha 0 the trainer waits for every batch"):
         RolloutConfig(alpha=0, elastic=2.0)
+    with pytest.raises(ValueError, match="with alpha 0 the trainer waits for every batch"):
+        preset("rollart", 0, 2.0, 0, 0, elastic=2.0)

@@ -41,14 +41,15 @@ def worlds(draw: Any) -> dict[str, Any]:
     failures = st.sampled_from([0.0, 0.0, 0.02, 0.1])
     most = draw(st.integers(1, 8))
     weights = draw(st.lists(st.floats(0.2, 5.0), min_size=1, max_size=3))
+    alpha = draw(st.integers(0, 3))
     return {
         "schedule": preset(
             draw(st.sampled_from(PRESETS)),
-            draw(st.integers(0, 3)),
+            alpha,
             draw(st.floats(1.0, 4.0)),
             draw(st.integers(0, 2)),
             draw(st.integers(0, 2)),
-            elastic=draw(st.sampled_from([1.0, 1.0, 1.5, 4.0])),
+            elastic=draw(st.sampled_from([1.0, 1.0, 1.5, 4.0])) if alpha else 1.0,
         ),
         "weights": {f"task{number}": weight for number, weight in enumerate(weights)},
         "batch_groups": draw(st.integers(len(weights), 6)),

@@ -187,8 +187,9 @@ def test_the_command_prints_one_object_and_leaves_a_run_folder(file: Path, tmp_p
     assert answer["seeds"] == [0, 1] and answer["interval"]["step_s"] > 0
     shown = CliRunner().invoke(app, ["show", answer["folder"], "--json"])
     assert json.loads(shown.stdout)["steps"] == 4
-    drawn = CliRunner().invoke(app, ["timeline", answer["folder"]])
+    drawn = CliRunner().invoke(app, ["timeline", answer["folder"], "-o", str(tmp_path / "timeline.json")])
     assert drawn.exit_code == 0
+    assert json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
 
 
 def test_a_run_file_that_trains_can_be_simulated_as_it_is() -> None:

@@ -29,7 +29,7 @@ def init(
 ) -> None:
     """Write a small project that trains at once: run file, code, tests, README.
 
-    quickstart: three games that ship with rollart, ten minutes.
+    quickstart: three games that ship with rollart, five minutes.
     env: an environment class of your own. tools: one with tools for the policy.
     agent: a program that drives itself. dataset: questions and answers in a file, with a reward function.
     The last four train a tiny model in minutes; none needs a download.
