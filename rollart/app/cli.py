@@ -200,9 +200,13 @@ def trajectory(
 
     run, console = RunFolder(run_dir), Console(highlight=False)
     if id is None:
-        from rollart.observe.report import trajectories
+        from rollart.observe.draw import number, span, table
 
-        console.print(trajectories(run.snapshot().examples))
+        rows = table("trajectory", "outcome", "reward", "turns", "tokens", "time")
+        for row in run.latest():
+            figures = (number(row.reward), str(row.turns), str(row.tokens), span(row.seconds))
+            rows.add_row(row.id, row.outcome, *figures)
+        console.print(rows)
         return
     from rollart.core.events import TrajectoryStarted, TurnDone
     from rollart.observe.conversation import conversation

@@ -17,7 +17,7 @@ from rollart.core.events import AnyEvent, Event
 from rollart.core.types import Trajectory
 from rollart.observe.snapshot import Snapshot, StepPoint
 from rollart.observe.summary import snapshot_of, summarise
-from rollart.rollout.ledger import SqliteLedger
+from rollart.rollout.ledger import SqliteLedger, TrajectoryRow
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Event)
@@ -108,6 +108,11 @@ class RunFolder:
         """The trajectory whose id is, or starts with, `id`. Raises RollartError if there is none, or several."""
         with self._ledger() as ledger:
             return ledger.trajectory(id)
+
+    def latest(self, count: int = 3) -> list[TrajectoryRow]:
+        """Of each task, the last trajectories in the ledger that succeeded, and the last that did not."""
+        with self._ledger() as ledger:
+            return ledger.latest(count)
 
     def _ledger(self) -> contextlib.closing[SqliteLedger]:
         return contextlib.closing(SqliteLedger.open_readonly(self.path / "ledger.sqlite"))

@@ -50,8 +50,10 @@ def _turn(index: int, turn: Turn, event: ev.TurnDone | None) -> Iterator[Rendera
     if event:
         notes.append(f"cached {event.cached} of {event.prompt}")
     notes.append(f"env {span(turn.env_s)}")
-    line = Text("  " + " · ".join(note for note in notes if note), style="dim")
-    yield line if turn.reward is None else line.append(f" · reward {turn.reward:g}", style="bold")
+    line = Text(" · ".join(note for note in notes if note), style="dim")
+    if turn.reward is not None:
+        line.append(f" · reward {turn.reward:g}", style="bold")
+    yield Padding(line, (0, 0, 0, 2))
 
 
 def _message(role: str, content: str) -> Iterator[RenderableType]:

@@ -364,7 +364,6 @@ class Metrics:
             values=self.history[-1].values if self.history else {},
             history=tuple(self.history),
             slowest=tuple(ended for _, _, ended in sorted(self._slowest, reverse=True)),
-            examples=tuple(each for task in self.tasks.values() for each in (*task.good, *task.bad)),
             warnings=tuple(self.warnings),
             routes=self._routes.snapshot(),
             places=tuple(self._places.values()),

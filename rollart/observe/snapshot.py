@@ -225,7 +225,6 @@ class Snapshot:
     values: dict[str, float]
     history: tuple[StepPoint, ...] = field(repr=False)
     slowest: tuple[EndedTrajectory, ...]
-    examples: tuple[EndedTrajectory, ...]
     warnings: tuple[str, ...]
     routes: tuple[RouteSummary, ...] = ()
     places: tuple[WorkerPlacement, ...] = ()

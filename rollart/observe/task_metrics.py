@@ -1,12 +1,10 @@
 """What one task did, trajectory by trajectory."""
 
-from collections import Counter, deque
+from collections import Counter
 
 from rollart.core import events as ev
 from rollart.observe.aggregates import MovingMean
 from rollart.observe.snapshot import AGENT, STAGES, EndedTrajectory, HeldOutPoint, TaskSnapshot
-
-_EXAMPLES = 3
 
 
 class TaskMetrics:
@@ -20,8 +18,6 @@ class TaskMetrics:
         self.stages = dict.fromkeys(STAGES, 0.0)
         self.since_step: list[float] = []
         self.agent: Counter[str] = Counter()
-        self.good: deque[EndedTrajectory] = deque(maxlen=_EXAMPLES)
-        self.bad: deque[EndedTrajectory] = deque(maxlen=_EXAMPLES)
 
     def agent_played(self, event: ev.AgentPlayed) -> None:
         for name in AGENT:
@@ -51,7 +47,6 @@ class TaskMetrics:
                 self.since_step.append(event.reward)
             if event.success is not None:
                 self.success.add(event.success)
-            (self.good if event.success else self.bad).append(ended)
         return ended
 
     def snapshot(self) -> TaskSnapshot:

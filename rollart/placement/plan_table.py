@@ -67,11 +67,11 @@ def _nodes(bindings: list[Binding]) -> str:
 
 
 def _tasks(plan: PlacementPlan) -> Table:
-    rows = table("task", "environments", "affinity", "tokens per turn", "pool", "about")
+    rows = table("task", "environments", "affinity", "prompt : decoded", "pool", "about")
     for task in plan.tasks:
         about = f"{task.shape.kind}, {task.shape.source}"
         up_to = f"up to {task.environments}"
-        rows.add_row(task.task, up_to, task.affinity, str(task.shape), _split(task.pools), about)
+        rows.add_row(task.task, up_to, task.affinity, task.shape.ratio, _split(task.pools), about)
     return rows
 
 

@@ -45,6 +45,11 @@ class WorkloadShape:
             return "decode-heavy"
         return "prefill-heavy" if self.prompt >= 2 * self.decode else "mixed"
 
+    @property
+    def ratio(self) -> str:
+        """Prompt to decoded tokens."""
+        return f"{_rounded(self.prompt)} : {_rounded(self.decode)}"
+
     def __str__(self) -> str:
         return f"{_rounded(self.prompt)} prompt : {_rounded(self.decode)} decoded"
 

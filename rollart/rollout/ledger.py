@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, Self
+from typing import Literal, NamedTuple, Protocol, Self
 
 import msgspec
 import zstandard
@@ -39,6 +39,17 @@ create table if not exists trajectories (
 );
 create index if not exists trajectories_by_group on trajectories (grp);
 """
+
+
+class TrajectoryRow(NamedTuple):
+    """A trajectory in the ledger, in a list."""
+
+    id: str
+    outcome: str
+    reward: float | None
+    turns: int
+    tokens: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,12 +270,23 @@ class SqliteLedger:
         ).fetchall()
         if not rows:
             raise RollartError(
-                f"no trajectory's id starts with {prefix!r}; `rollart show` lists some, and those of steps older than"
-                " ledger.keep were deleted"
+                f"no trajectory's id starts with {prefix!r}; `rollart trajectory RUN_DIR` lists some, and those of"
+                " steps older than ledger.keep were deleted"
             )
         if len(rows) == 2 and rows[0][0] != prefix:
             raise RollartError(f"several ids start with {prefix!r}, for instance {rows[0][0]} and {rows[1][0]}")
         return self._decode(rows[0][1])
+
+    def latest(self, count: int) -> list[TrajectoryRow]:
+        """Of each task, the last ones that succeeded and the last ones that did not."""
+        kind = "partition by task, coalesce(success, 0) order by started desc, id"
+        rows = self._db.execute(
+            "select id, outcome, reward, turns, tokens, seconds from ("
+            f"select *, row_number() over ({kind}) as place from trajectories where trainable"
+            ") where place <= ? order by task, coalesce(success, 0) desc, place",
+            (count,),
+        )
+        return [TrajectoryRow(*row) for row in rows]
 
     def trajectories(self, task: str | None = None, held_out: bool | None = None) -> Iterator[Trajectory]:
         """In order of their start; of one task, or of evaluations or training only."""

@@ -171,6 +171,7 @@ def test_a_trajectory_is_found_by_the_beginning_of_its_id(run_dir: Path) -> None
     for words in ("P _ G", "Right", "reward 1", "version 0", "started 0:02 into the run"):
         assert words in text
     missing = rollart_command("trajectory", run_dir, "nope")
+    assert "`rollart trajectory RUN_DIR` lists some" in missing.stderr
     assert (missing.exit_code, len(missing.stderr.splitlines())) == (2, 1)
 
 

@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rollart.core.errors import RollartError
@@ -24,6 +25,16 @@ def path(tmp_path: Path) -> Path:
 
 def test_a_trajectory_comes_back_as_it_was(path: Path) -> None:
     assert SqliteLedger.open_readonly(path).trajectory("g1.1") == trajectory("g1", 1)
+
+
+def test_the_latest_are_listed_by_success_and_failures_are_left_out(path: Path) -> None:
+    ledger = SqliteLedger.open(path)
+    for member, success in enumerate((True, False, None, True)):
+        ledger.add(msgspec.structs.replace(trajectory("more", member), success=success, started_s=10.0 + member))
+    ledger.add(msgspec.structs.replace(trajectory("more", 9, Outcome.ENV_FAILED), started_s=99.0))
+
+    assert [row.id for row in ledger.latest(2)] == ["more.3", "more.0", "more.2", "more.1"]
+    assert len(ledger.latest(100)) == 10
 
 
 def test_leases_without_a_checkpoint_are_open_again_after_a_crash(path: Path) -> None:
