@@ -11,7 +11,7 @@ from rich.text import Text
 _LEVELS = "▁▂▃▄▅▆▇█"
 _FILLS = "━░═▒┅▓▪"  # of the parts of a bar, which must differ without colour too
 _TEXT_COLUMNS = {"task", "trajectory", "role", "name", "reason", "outcome", "about", "device", "mostly"}
-_TEXT_COLUMNS |= {"by", "pool", "node", "affinity", "tokens per turn", "part"}
+_TEXT_COLUMNS |= {"by", "pool", "node", "affinity", "part"}
 TASK_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 

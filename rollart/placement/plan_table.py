@@ -67,7 +67,7 @@ def _nodes(bindings: list[Binding]) -> str:
 
 
 def _tasks(plan: PlacementPlan) -> Table:
-    rows = table("task", "environments", "affinity", "prompt : decoded", "pool", "about")
+    rows = table("task", "processes", "affinity", "in : out", "pool", "about")
     for task in plan.tasks:
         about = f"{task.shape.kind}, {task.shape.source}"
         up_to = f"up to {task.environments}"
