@@ -210,10 +210,11 @@ def main() -> None:
     parser.add_argument("--trajectories", type=int, default=Load().trajectories, help="in flight")
     parser.add_argument("--turns", type=int, default=Load().turns)
     parser.add_argument("--prompt", type=int, default=Load().prompt, help="tokens before the first turn")
+    parser.add_argument("--delay", type=float, default=Load().delay, help="mean seconds of an answer and of a step")
     parser.add_argument("--profile", action="store_true", help="where the time goes, by file, in a further run")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
     options = parser.parse_args()
-    load = Load(options.trajectories, options.turns, options.prompt)
+    load = Load(options.trajectories, options.turns, options.prompt, delay=options.delay)
     if options.smoke:
         load, options.engines = Load(16, 3, 100, 20, 40, 0.01), [2, 4]
     gc_tuning.collect_rarely()  # as every run does

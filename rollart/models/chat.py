@@ -170,7 +170,8 @@ class ChatRenderer:
         return tuple(Message(message.role, self._special.sub(_break_token, message.content)) for message in messages)
 
     def _encode(self, text: str) -> list[int]:
-        tokens: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        # Half the time of `encode`, which also computes where in the text each token is.
+        tokens: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return tokens
 
     def _render(self, messages: Sequence[Message]) -> str:

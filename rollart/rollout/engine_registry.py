@@ -86,7 +86,8 @@ class EngineRegistry:
             pool = next((pool for pool in self.pools if pool.name == "engine"), None) or EnginePool("engine")
         if pool not in self.pools:
             self.pools = (*self.pools, pool)
-        self._engines[name] = engine = EngineState(name, pool, client, version, isinstance(client, StreamingEngine))
+        streaming = client if isinstance(client, StreamingEngine) else None
+        self._engines[name] = engine = EngineState(name, pool, client, version, streaming)
         self._count(version, 1)
         pool.engines.append(engine)
 

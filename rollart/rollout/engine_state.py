@@ -4,7 +4,7 @@ import asyncio
 import math
 from dataclasses import dataclass, field
 
-from rollart.core.protocols import Engine
+from rollart.core.protocols import Engine, StreamingEngine
 from rollart.hardware.devices import CATALOGUE
 from rollart.hardware.roofline import ModelShape, Roofline
 from rollart.rollout.prediction import Predictor
@@ -30,7 +30,7 @@ class EngineState:
     pool: "EnginePool"
     client: Engine
     version: int
-    streams: bool = False
+    streaming: StreamingEngine | None = None  # the client, if it can stream
     alive: bool = True
     draining: bool = False
     open: int = 0

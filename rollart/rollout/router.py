@@ -18,7 +18,7 @@ from itertools import count
 from msgspec import Struct, structs
 
 from rollart.core.errors import EngineFailed, EngineLost
-from rollart.core.protocols import StreamingEngine, TokenStream
+from rollart.core.protocols import TokenStream
 from rollart.core.run_length import fingerprint, lowest
 from rollart.core.types import Completion, GenerationRequest, Publication, TokenPart
 from rollart.rollout.decode_lengths import DecodeLengths
@@ -190,11 +190,9 @@ class Router:
 
     async def _attempt(self, choice: RoutingChoice, rest: GenerationRequest, answer: "Answer") -> Completion:
         sent = rest if choice.prefill_at is None else await self._prefill(choice.prefill_at, rest)
-        client = choice.engine.client
-        if not choice.engine.streams:
-            return await client.generate(sent)
-        assert isinstance(client, StreamingEngine)
-        return await client.generate_in_parts(sent, answer.every, answer.on_part)
+        if (streaming := choice.engine.streaming) is None:
+            return await choice.engine.client.generate(sent)
+        return await streaming.generate_in_parts(sent, answer.every, answer.on_part)
 
     @staticmethod
     def _routed(choice: RoutingChoice, completion: Completion) -> Routed:
