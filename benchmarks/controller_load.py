@@ -7,26 +7,26 @@ the controller's process, its threads included; those of the load generator are 
 
 Last line: `turns_per_s`, turns per CPU second of the controller, at the most engines; `ms_per_turn` for each number of
 engines and `flat`, the largest of them over the first; `start_s` and `start_cpu_s` to connect to that many; memory;
-with `--profile`, where the CPU time goes.
+with `--profile`, the milliseconds of CPU that each part of a turn takes, in a further run.
 """
 
 import argparse
 import asyncio
-import cProfile
 import json
 import os
-import pstats
 import resource
+import selectors
 import subprocess
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import wraps
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -115,7 +115,68 @@ async def connect_engines(stack: AsyncExitStack, url: str, key: str, count: int)
     return dict(await asyncio.gather(*map(connect, range(count))))
 
 
-async def play(load: Load, engines: int, urls: tuple[str, str], key: str, folder: Path) -> dict[str, float]:
+# Whose CPU time `--profile` counts; none calls another. The rest of a turn is asyncio and everything that is short.
+PARTS: dict[str, list[tuple[type, str]]] = {
+    "tokenizing observations": [(ChatRenderer, "_encode")],
+    "reading answers": [(ChatRenderer, "read")],
+    "routing": [(Router, "_choose"), (Router, "_reserve"), (Router, "_record")],
+    "packing requests": [(rpc._Outbox, "put")],
+    "sending": [(asyncio.selector_events._SelectorSocketTransport, "write")],  # type: ignore[attr-defined]
+    "receiving": [(asyncio.selector_events._SelectorSocketTransport, "_read_ready")],  # type: ignore[attr-defined]
+    "polling sockets": [(selectors.EpollSelector, "select")],
+    "events": [(EventLog, "emit"), (EventLog, "_write_pending")],
+    "ledger": [(SqliteLedger, "add")],
+    "batches": [(Scheduler, "_lease")],
+}
+
+
+class PartTimes:
+    """CPU seconds of all threads within `PARTS`. It is entered before there are connections: they keep their methods.
+    Only what runs within `counting` counts."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self._counts = False
+        self._patches = ExitStack()
+
+    def __enter__(self) -> "PartTimes":
+        for part, methods in PARTS.items():
+            for owner, name in methods:
+                timed = self._timed(part, getattr(owner, name))
+                self._patches.enter_context(patch.object(owner, name, timed))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patches.close()
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        self._counts = True
+        yield
+        self._counts = False
+
+    def _timed(self, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                if self._counts:
+                    self.seconds[part] += time.thread_time() - began
+
+        return timed
+
+    def per_turn(self, result: Mapping[str, float]) -> dict[str, float]:
+        """Milliseconds of each part, and of the rest."""
+        parts = {part: 1e3 * seconds / result["turns"] for part, seconds in self.seconds.items()}
+        rest = {"everything else": result["ms_per_turn"] - sum(parts.values())}
+        return {part: round(ms, 3) for part, ms in (parts | rest).items()}
+
+
+async def play(
+    load: Load, engines: int, urls: tuple[str, str], key: str, folder: Path, times: PartTimes | None = None
+) -> dict[str, float]:
     task = TaskConfig.model_validate({"name": "load", "env": "scripted:Environment", "isolation": "process"})
     config = EnvironmentsConfig(processes=load.trajectories, hedges=0, warm=0, reset_deadline=300, step_deadline=300)
     folder.mkdir()
@@ -149,7 +210,8 @@ async def play(load: Load, engines: int, urls: tuple[str, str], key: str, folder
         )
         began, cpu = time.monotonic(), time.process_time()
         async with asyncio.timeout(1_800):
-            batch = await scheduler.take_batch()
+            with times.counting() if times is not None else nullcontext():
+                batch = await scheduler.take_batch()
         took = time.process_time() - cpu
         turns = sum(len(sample.turns) for group in batch.groups for sample in group.samples)
         assert turns == load.trajectories // GROUP * GROUP * load.turns
@@ -164,21 +226,9 @@ async def play(load: Load, engines: int, urls: tuple[str, str], key: str, folder
         }
 
 
-def by_module(profile: cProfile.Profile) -> dict[str, float]:
-    """Shares of the time spent in the functions of each file, the largest first. The profiler slows Python code down,
-    so what C code does is more than it looks."""
-    times: defaultdict[str, float] = defaultdict(float)
-    for (file, _, name), (_, _, own, _, _) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
-        parts = Path(file).parts
-        times["/".join(parts[-2:]) if parts and file != "~" else name] += own
-    total = sum(own for name, own in times.items() if "select.epoll" not in name)
-    largest = sorted(times.items(), key=lambda item: -item[1])
-    return {name: round(own / total, 3) for name, own in largest if "select.epoll" not in name and own > 0.01 * total}
-
-
 def measure(load: Load, counts: list[int], profile: bool) -> dict[str, Any]:
     results: dict[int, dict[str, float]] = {}
-    modules: dict[str, float] = {}
+    parts: dict[str, float] = {}
     key = "load"
     os.environ[KEY] = key
     with scratch_folder("controller_load") as scratch:
@@ -191,16 +241,16 @@ def measure(load: Load, counts: list[int], profile: bool) -> dict[str, Any]:
                 results[count] = asyncio.run(play(load, count, urls, key, scratch / str(count)))
                 print(count, "engines", json.dumps(results[count]), flush=True)
             if profile:
-                profiler = cProfile.Profile()
-                profiler.runcall(asyncio.run, play(load, counts[0], urls, key, scratch / "profile"))
-                modules = by_module(profiler)
+                with PartTimes() as times:
+                    profiled = asyncio.run(play(load, counts[0], urls, key, scratch / "profile", times))
+                parts = times.per_turn(profiled)
     first, last = results[counts[0]], results[counts[-1]]
     return {
         "turns_per_s": round(1e3 / last["ms_per_turn"]),
         "mean_context": load.mean_context,
         "flat": round(max(result["ms_per_turn"] for result in results.values()) / first["ms_per_turn"], 2),
         "engines": {count: {name: round(value, 3) for name, value in r.items()} for count, r in results.items()},
-        **({"profile": modules} if profile else {}),
+        **({"profile": parts} if profile else {}),
     }
 
 
@@ -211,12 +261,12 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=Load().turns)
     parser.add_argument("--prompt", type=int, default=Load().prompt, help="tokens before the first turn")
     parser.add_argument("--delay", type=float, default=Load().delay, help="mean seconds of an answer and of a step")
-    parser.add_argument("--profile", action="store_true", help="where the time goes, by file, in a further run")
+    parser.add_argument("--profile", action="store_true", help="what each part of a turn costs, in a further run")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
     options = parser.parse_args()
     load = Load(options.trajectories, options.turns, options.prompt, delay=options.delay)
     if options.smoke:
-        load, options.engines = Load(16, 3, 100, 20, 40, 0.01), [2, 4]
+        load, options.engines, options.profile = Load(16, 3, 100, 20, 40, 0.01), [2, 4], True
     gc_tuning.collect_rarely()  # as every run does
     print(json.dumps(measure(load, options.engines, options.profile)))
 

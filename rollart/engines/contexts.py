@@ -57,7 +57,9 @@ class SentContexts:
         self._sent[request.conversation] = len(request.tokens)
         if len(self._sent) > MAX_CONVERSATIONS:
             self._sent.popitem(last=False)
-        return replace(whole, request=replace(request, tokens=request.tokens[known:]), known=known) if known else whole
+        if not known:
+            return whole
+        return StreamRequest(replace(request, tokens=request.tokens[known:]), every, whole.name, known)
 
 
 class KeptContexts:

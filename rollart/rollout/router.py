@@ -28,7 +28,7 @@ from rollart.rollout.episode_clock import EpisodeClock
 from rollart.rollout.routing_policy import MeasuredPolicy, RoutingChoice, RoutingPolicy, RoutingQuery, Why
 
 _FIRST_PROMPTS = 4096
-PART_TOKENS = 32  # at most as many are sampled again after the loss of an engine
+PART_TOKENS = 128  # at most as many are sampled again after the loss of an engine
 
 
 class Routed(Struct):
