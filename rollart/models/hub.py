@@ -71,4 +71,7 @@ def _snapshot(id: str, revision: str | None, *, kind: str, patterns: list[str]) 
 
 
 def _missing(id: str, revision: str | None, reason: str) -> str:
-    return f"cannot get {id}{f' at revision {revision}' if revision else ''} from the Hugging Face hub: {reason}"
+    what = f"cannot get {id}{f' at revision {revision}' if revision else ''} from the Hugging Face hub: {reason}"
+    if "smollm2-135m" in id.lower():
+        what += "; `rollart models smollm2 models/smollm2-135m` makes a folder of it without the hub"
+    return what

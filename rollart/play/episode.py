@@ -302,7 +302,7 @@ class EpisodeRunner:
         if not self._turns:
             raise RollartError(
                 f"the first observation of task {self.task.name!r} leaves no room for an action in max_context "
-                f"{self.task.max_context}"
+                f"{self.task.max_context}; the chat template, the tools and a system prompt count too"
             )
         episode = Episode(
             id="play",

@@ -297,11 +297,11 @@ class TrajectoryRunner:
 
     def _no_room(self, attempt: Attempt, messages: tuple[Message, ...]) -> Outcome:
         """If not even the first action has room, there is nothing to train on."""
-        characters = sum(len(message.content) for message in messages)
-        what = f"an observation of {characters:,} characters leaves no room for an action in max_context "
-        what += str(attempt.task.max_context)
+        task, characters = attempt.task, sum(len(message.content) for message in messages)
+        room = f"no room for an action of {task.sampling.max_tokens} tokens in max_context {task.max_context}"
+        what = f"an observation of {characters:,} characters leaves {room}"
         if not attempt.turns:
-            raise EnvironmentFailed(f"task {attempt.task.name} begins with {what}")
+            raise EnvironmentFailed(f"task {task.name}: {what}; the chat template, tools and system prompt count too")
         return self._truncated(attempt, f"because {what}")
 
     def _truncated(self, attempt: Attempt, why: str) -> Outcome:

