@@ -234,7 +234,7 @@ def outcome(path: Path, lines: list[str]) -> str:
     return ""
 
 
-any_path = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+any_path = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @any_path

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sample_run import sample_run, write_log
 
@@ -59,7 +59,6 @@ def test_time_goes_on_across_a_resume(tmp_path: Path) -> None:
     assert [event.t for event in read_events(path)] == [5.0, 6.0]
 
 
-@settings(deadline=None)
 @given(cut=st.integers(min_value=1), garbage=st.binary(max_size=40))
 def test_a_torn_frame_is_left_out_and_removed_before_more_is_written(
     tmp_path_factory: pytest.TempPathFactory, cut: int, garbage: bytes

@@ -3,7 +3,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from served_engines import served
 from tiny_decoders import decoder, request, twin, worst
@@ -16,8 +16,6 @@ from rollart.engines.torch.engine import TorchEngine
 from rollart.engines.torch.model import EngineModel
 from rollart.launch import rpc
 from rollart.launch.rpc import Stream
-
-any_pace = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # of the machine
 
 
 def asked(conversation: int, tokens: list[int]) -> GenerationRequest:
@@ -60,7 +58,6 @@ turns = st.lists(
 )
 
 
-@any_pace
 @given(turns, st.integers(0, 60))
 def test_an_engine_always_sees_the_whole_context(said: list[tuple[int, int, list[int]]], limit: int) -> None:
     """Two clients, three conversations each and requests that belong to none, however little the engine may keep."""

@@ -155,7 +155,7 @@ class Client:
                     body["token_ids"] += [*answer["choices"][0]["token_ids"], 17]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(seed=st.integers(0, 10**6), behaviours=st.lists(st.sampled_from(BEHAVIOURS), min_size=1, max_size=14))
 def test_every_trained_token_was_sampled_in_its_context(
     template: ChatTemplate, seed: int, behaviours: list[str]
@@ -193,7 +193,7 @@ def test_every_trained_token_was_sampled_in_its_context(
     assert captured.counts.undelivered + len(captured.turns) <= len(sampler.seen)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10**6), turns=st.integers(2, 10))
 def test_a_conversation_that_is_only_continued_is_one_segment(template: ChatTemplate, seed: int, turns: int) -> None:
     rng = Random(seed)

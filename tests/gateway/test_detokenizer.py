@@ -38,7 +38,7 @@ def streamed(template: ChatTemplate, tokens: list[int], detokenizer: Incremental
     return sent
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(seed=st.integers(0, 10**6), text=SAID, stops=st.lists(st.text("ab{<€", min_size=1, max_size=3), max_size=2))
 def test_what_is_sent_is_a_prefix_of_the_final_text(
     template: ChatTemplate, seed: int, text: str, stops: list[str]

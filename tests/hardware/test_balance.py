@@ -1,7 +1,7 @@
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollart.hardware.balance import balanced
@@ -15,7 +15,6 @@ def last_to_end(seconds: Seconds, shares: Seconds) -> float:
     return max(sum(seconds[task].get(pool, 0) * shares[task].get(pool, 0) for task in seconds) for pool in pools)
 
 
-@settings(deadline=None)  # a busy machine is no failure
 @given(st.fixed_dictionaries({task: st.fixed_dictionaries({"x": times, "y": times}) for task in ("a", "b")}))
 def test_the_split_ends_nearly_as_early_as_the_best_one(seconds: Seconds) -> None:
     parts = [part / 50 for part in range(51)]

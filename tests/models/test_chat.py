@@ -56,7 +56,7 @@ def whole(path: Path, turns: list[EpisodeTurn]) -> list[int]:
 
 @pytest.mark.parametrize("name", ["tiny", "chatml", "trimming"])
 @given(system=st.none() | TEXT, rounds=st.lists(ROUND, min_size=1, max_size=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_increments_add_up_to_the_whole_conversation(
     folders: dict[str, Path], renderers: dict[str, ChatRenderer], name: str, system: str | None, rounds: list
 ) -> None:
@@ -74,7 +74,7 @@ def test_increments_add_up_to_the_whole_conversation(
 
 @pytest.mark.parametrize("name", ["tiny", "chatml"])
 @given(text=TEXT)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_an_action_reads_as_it_was_written(renderers: dict[str, ChatRenderer], name: str, text: str) -> None:
     readable = "".join(letter for letter in text if letter in tiny.CHARACTERS)
     assert renderers[name].text(renderers[name].action(readable)) == readable
@@ -125,7 +125,7 @@ def test_every_stop_token_of_the_folder_is_honoured(tmp_path: Path) -> None:
     assert ChatRenderer(tmp_path).stop == (0, 9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from(["tiny", "chatml", "trimming"]),
     st.lists(

@@ -19,7 +19,7 @@ def trained_on(log: list[ev.AnyEvent]) -> list[ev.TrajectoryEnded]:
     return [event for event in of(log, ev.TrajectoryEnded) if not event.held_out]
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(seed=st.integers(0, 99), steps=st.integers(1, 25))
 def test_the_fold_agrees_with_plain_recomputation(seed: int, steps: int) -> None:
     log = sample_run(seed=seed, steps=steps)

@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -17,10 +17,7 @@ from rollart.rollout.mixture import Mixture
 from rollart.simulator.scenario import load
 from rollart.simulator.simulation import simulate
 
-any_pace = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # of the machine
 
-
-@any_pace
 @given(
     st.integers(1, 500),
     st.floats(1.0, 8.0),
@@ -39,7 +36,6 @@ def test_a_batch_keeps_between_its_own_size_and_the_largest(
             assert sizer.size == groups
 
 
-@any_pace
 @given(st.integers(20, 500), st.integers(1, 4), st.floats(1.0, 6.0), st.floats(0.1, 10.0))
 def test_sizes_grow_just_until_training_takes_as_long_as_making_a_batch(
     groups: int, alpha: int, needed: float, per_group: float
@@ -72,7 +68,6 @@ def test_a_wait_that_is_over_is_forgotten() -> None:
     assert sizer.size == 10
 
 
-@any_pace
 @given(
     st.lists(st.floats(0.01, 100), min_size=1, max_size=6),
     st.lists(st.integers(1, 40), min_size=1, max_size=20),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_training_loop import check_nothing_leaks, check_outcomes, play, worlds
 from world import World
@@ -175,7 +175,7 @@ def filtered_worlds(draw: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80)
 @given(filtered_worlds())
 def test_filtered_batches_keep_mixture_size_and_staleness(world: dict[str, Any]) -> None:
     schedule = world.pop("schedule")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_training_loop import PRESETS, check_nothing_leaks, check_outcomes, play, worlds
 from world import World, build
@@ -88,7 +88,7 @@ def check_mixture(made: World, weights: dict[str, float], groups: int, steps: in
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(worlds(), st.floats(0.0, 20.0), st.floats(0.5, 200.0), st.integers(0, 6), st.floats(0.5, 20.0))
 def test_every_random_world_keeps_the_invariants_while_a_task_fails(
     world: dict[str, Any], begin: float, lasts: float, retries: int, wait: float

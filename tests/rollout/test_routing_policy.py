@@ -86,7 +86,7 @@ RULES = [
 
 
 @pytest.mark.parametrize(("name", "disaggregate"), RULES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(state=states())
 def test_a_request_goes_only_where_it_may_and_somewhere_if_it_can(
     name: str, disaggregate: Any, state: tuple[list[EnginePool], RoutingQuery]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from world import World, build
 
@@ -89,7 +89,7 @@ def play(schedule: Schedule, outages: Sequence[tuple[float, float]] = (), **worl
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150)
 @given(worlds())
 def test_every_random_world_keeps_the_invariants(world: dict[str, Any]) -> None:
     schedule = world.pop("schedule")
@@ -283,7 +283,7 @@ def test_one_task_that_cannot_be_played_does_not_cost_the_last_evaluation_of_the
     run(main())
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(worlds(), st.lists(st.floats(0.1, 30.0), min_size=1, max_size=4))
 def test_stops_at_any_moment_lose_nothing_and_train_nothing_twice(world: dict[str, Any], stops: list[float]) -> None:
     """Abandon the control plane mid-way, as a kill would, and go on from the ledger; several times."""

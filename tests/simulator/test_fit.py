@@ -2,7 +2,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.predict import scaled
@@ -59,7 +59,6 @@ def test_equal_numbers_become_one_number_and_no_numbers_become_zero() -> None:
     assert fit.distribution([]) == 0.0
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(1e-4, 1e4), min_size=20, max_size=200))
 def test_no_fit_draws_outside_the_measured_range(values: list[float]) -> None:
     draw = draw_of(fit.distribution(values))
@@ -83,7 +82,6 @@ def test_values_that_were_cut_short_count_as_longer() -> None:
     assert fit.uncut([3.0, 1.0], []) == [3.0, 1.0]
 
 
-@settings(deadline=None)
 @given(st.floats(0.1, 10))
 def test_a_scaled_spread_has_the_scaled_mean(factor: float) -> None:
     distribution = Distribution(lognormal=LogNormal(median=2.0, sigma=0.5), max=20.0)

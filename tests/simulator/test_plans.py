@@ -28,7 +28,7 @@ def scenario(**more: Any) -> Scenario:
     )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(budget=st.floats(0, 400), max_devices=st.dictionaries(st.sampled_from(["H800", "H20"]), st.integers(0, 64)))
 def test_no_split_exceeds_the_budget_or_the_available_devices(budget: float, max_devices: dict[str, int]) -> None:
     for plan in splits(scenario(), budget, ["H800", "H20"], max_devices):

@@ -4,7 +4,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.config import RunFile, loading
@@ -41,7 +41,7 @@ TRAINING = st.fixed_dictionaries(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=500, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=500)
 @given(
     model=st.sampled_from(["qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b", "qwen3-235b-a22b"]),
     trainer=st.sampled_from(KINDS),

@@ -50,7 +50,7 @@ def buckets(draw: st.DrawFn) -> tuple[bytes, bytes, int]:
     return base.tobytes(), new.tobytes(), item
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(buckets())
 def test_whatever_changed_comes_back_bit_for_bit(bucket: tuple[bytes, bytes, int]) -> None:
     base, new, item = bucket
@@ -60,7 +60,7 @@ def test_whatever_changed_comes_back_bit_for_bit(bucket: tuple[bytes, bytes, int
         assert applied(delta, base) == new
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.sampled_from(list(DTYPES)),
     st.lists(st.floats(width=32, allow_nan=True, allow_infinity=True), min_size=1, max_size=50),
@@ -96,7 +96,7 @@ def test_small_updates_leave_most_high_bytes_alone() -> None:
     assert delta is not None and len(delta) < 0.6 * len(raw(new))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, 255), st.data())
 def test_a_damaged_delta_never_passes(at: int, flip: int, data: st.DataObject) -> None:
     base = torch.randn(3000).to(torch.bfloat16)

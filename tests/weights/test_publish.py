@@ -29,7 +29,7 @@ def test_tensors_larger_than_a_chunk_and_a_bucket_are_whole(tmp_path: Path) -> N
         held.release()
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     st.lists(
         st.tuples(st.integers(1, 300), st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool])),

@@ -1,7 +1,7 @@
 import asyncio
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollart.core.errors import ServiceError
@@ -52,7 +52,6 @@ def test_an_added_host_takes_over_its_share_and_a_removed_one_leaves_its_own():
     assert asyncio.run(run()) == ([2, 2, 2], [3, 3])
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.sampled_from(["acquire", "acquire", "release", "cancel", "release and cancel", "die", "restart"]),

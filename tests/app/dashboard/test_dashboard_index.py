@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from dashboard_runs import finished_run, hostile_run, imitation_log
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sample_run import sample_run, write_log
 
@@ -85,7 +85,6 @@ def test_a_filter_that_is_still_being_typed_or_unknown_is_no_error(index: RunInd
     assert index.table.page({"task": "no such task"}, 0, 5)["matching"] == 0
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, len(LOG)), max_size=6))
 def test_a_page_that_takes_changes_at_any_time_sees_what_one_that_begins_now_sees(stops: list[int]) -> None:
     lanes, seen, change, at = PhaseLanes(), dict[str, tuple[object, ...]](), 0, 0
@@ -122,7 +121,6 @@ def test_a_trajectory_is_in_one_phase_at_a_time_until_its_step_is_done() -> None
     assert set(PHASES) >= {phase for phase, _ in phases}
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 90), st.floats(0, 30)), min_size=1, max_size=20), st.integers(64, 900))
 def test_areas_of_the_timeline_have_the_time_of_the_slices(slices: list[tuple[float, float]], pixels: int) -> None:
     """However the window is cut into buckets, the time in each phase adds up."""
