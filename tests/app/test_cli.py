@@ -79,7 +79,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 def test_help_groups_the_commands_and_teaches_by_example() -> None:
     text = rollart_command("--help").output
-    for words in ("Train", "Look at a run", "Prepare", "trajectory", "rollart train examples/quickstart.yaml"):
+    for words in ("Train", "Look at a run", "Prepare", "trajectory", "rollart init quickstart"):
         assert words in text
     for command in ("train", "sft", "eval", "sample", "dpo", "check", "schema", "show", "trajectory", "timeline"):
         assert f"rollart {command}" in rollart_command(command, "--help").output
