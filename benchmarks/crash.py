@@ -48,18 +48,21 @@ TRAINING_S = 1.5  # from the first group until the kill, on average
 LEFT_S = 10.0
 LAST_STEPS = 4
 
-RUN = """
-name: crash
+SMALL = """
 model: {tiny: {hidden: 64, layers: 2, context: 256}}
 tasks:
   - {name: guess_number, env: "rollart.envs.guess_number:GuessNumber", max_turns: 4, max_context: 200,
      sampling: {max_tokens: 6}}
   - {name: frozen_lake, env: "rollart.envs.frozen_lake:FrozenLake", max_turns: 4, max_context: 200,
      sampling: {max_tokens: 3}}
-rollout: {extra_members: 1}
-training: {steps: 100000, batch_groups: 6, group_size: 4}
-evaluation: {every: 0, final_episodes: 2}
-checkpoint: {every: 2}
+"""
+RUN = f"""
+name: crash
+{SMALL}
+rollout: {{extra_members: 1}}
+training: {{steps: 100000, batch_groups: 6, group_size: 4}}
+evaluation: {{every: 0, final_episodes: 2}}
+checkpoint: {{every: 2}}
 """
 
 

@@ -4,9 +4,14 @@ Prints, on its last line: `first_paint_s` from opening the page until the overvi
 that has not seen the run; `complete_s` until every event is read; `server_mb`, the server's peak of resident memory;
 `live_lag_ms_p50` and `_p95` from an event to the pixel that shows it; `now_fps`, frames per second of the Now view with
 20,000 trajectories that all change their phase twice a second, through the log, and `now_frame_ms_p95`; and
-`run_slowdown`, the CPU time of a rollout with a watcher over that of the same one without, minus 1, alternating in one
-run: the server is stopped in every other part, and reads what it missed in the next. `watcher_cpu` is the server's CPU
-time over that of the rollout. Needs chromium and playwright.
+`run_slowdown`: in one real training run, the CPU time that all processes of the run (controller, engine, trainer,
+environments) spend per trained trajectory while it is watched, over that while it is not, minus 1. The watcher, a
+server and a client that streams the view Now, is stopped in every other span, in turns, and reads what it missed in the
+next. CPU time, because wall time on a busy machine measures the neighbours; one run, because starts differ more than a
+watcher costs; from step to step, without overlap (`sync_plus`) and with a learning rate near 0, so that spans do the
+same work. It is the median over the pairs of spans, and `run_slowdown_error` its standard error, which grows with other
+load on the machine; `run_cpu_ms` is the CPU time of a trajectory without a watcher, `watcher_cpu` the server's CPU
+time over that of the run. Needs chromium and playwright.
 """
 
 import argparse
@@ -27,128 +32,27 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from benchmarks import control_plane
+import numpy as np
+import psutil
+
+from benchmarks import crash
+from benchmarks.synthetic_run import TASKS, synthetic
 from rollart.app.dashboard.phase_lanes import PHASES
 from rollart.core import events as ev
-from rollart.core.event_log import EventLog
-from rollart.core.types import Outcome
-from rollart.simulator.clock import run
+from rollart.core.event_log import EventLog, EventReader
 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 FLAGS += ["--disable-sync", "--disable-dev-shm-usage"]
-TASKS = ("frozen_lake", "swe", "webshop", "column_sum")
-TURNS, GROUP = 10, 8
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def synthetic(folder: Path, turns: int, batch: int = 512) -> int:
-    """A finished run with that many turns; returns the number of its steps."""
-    folder.mkdir(parents=True)
-    clock, rng = Clock(), random.Random(0)
-    log = EventLog(folder / "events", clock)
-    steps = max(2, turns // TURNS // batch)
-    log.emit(ev.RunStarted(name="big", preset="rollart", alpha=1, seed=0, steps=steps, tasks=list(TASKS), wall=1.7e9))
-    for step in range(steps):
-        ids = _rollout(log, clock, rng, step, batch)
-        log.emit(_taken(step, ids, batch))
-        clock.now += 4.0
-        values = {"loss": rng.gauss(0.1, 0.02), "grad_norm": rng.random(), "entropy": 1 / (1 + step / 50)}
-        log.emit(ev.StepDone(version=step + 1, seconds=3.8, tokens=batch * 900, values=values, tasks={}))
-        log.emit(ev.Published(version=step + 1, seconds=0.2, bytes=10**9))
-        for engine in range(4):
-            log.emit(ev.EngineSwapped(engine=f"engine-{engine}", version=step + 1, seconds=0.8, bytes=10**9))
-        if step % 20 == 0:
-            for task in TASKS:
-                success = 1 - 0.8 ** (1 + step / 20)
-                result = ev.Evaluated(version=step, task=task, episodes=100, success=success, reward=0.5, failed=0)
-                log.emit(result)
-    log.emit(ev.RunEnded(version=steps, reason="finished"))
-    log.close()
-    return steps
-
-
-def _taken(step: int, ids: list[str], batch: int) -> ev.BatchTaken:
-    return ev.BatchTaken(
-        step=step,
-        ids=ids,
-        groups=dict.fromkeys(TASKS, 1),
-        trajectories=batch,
-        tokens=batch * 900,
-        waited_s=1.0,
-        staleness={0: batch // 2, 1: batch - batch // 2},
-    )
-
-
-def _rollout(log: EventLog, clock: Clock, rng: random.Random, step: int, batch: int) -> list[str]:
-    """The trajectories of one batch, a turn of each after the other; returns the ids of their groups."""
-    names = [(f"s{step:06d}-{n // GROUP:04d}", n % GROUP, TASKS[n // GROUP % len(TASKS)]) for n in range(batch)]
-    for group, member, task in names:
-        id = f"{group}.{member}"
-        log.emit(ev.TrajectoryStarted(trajectory=id, task=task, group=group, version=max(0, step - member % 2)))
-        log.emit(ev.EnvironmentReset(trajectory=id, task=task, seconds=0.2))
-        clock.now += 0.001
-    for turn in range(TURNS):
-        for number, (group, member, task) in enumerate(names):
-            clock.now += 0.0008
-            log.emit(
-                ev.TurnDone(
-                    trajectory=f"{group}.{member}",
-                    task=task,
-                    turn=turn,
-                    engine=f"engine-{number % 4}",
-                    prompt=200 * (turn + 1),
-                    cached=200 * turn,
-                    tokens=40,
-                    version=step,
-                    queue_s=rng.random() * 0.05,
-                    generate_s=rng.random(),
-                    env_s=rng.random() * 0.5,
-                    pool="h20",
-                    why="lowest predicted time",
-                )
-            )
-        log.emit(ev.PipelineSample(running=batch, scoring=0, ready=0, training=0, environments=batch, processes=batch))
-        for engine in range(4):
-            log.emit(_engine_sample(f"engine-{engine}", clock.now, step))
-    for group, member, task in names:
-        clock.now += 0.0005
-        log.emit(_ended(f"{group}.{member}", group, task, rng))
-    return sorted({group for group, _, _ in names})
-
-
-def _engine_sample(engine: str, t: float, version: int) -> ev.EngineSample:
-    return ev.EngineSample(
-        engine=engine,
-        version=version,
-        running=100,
-        waiting=4,
-        kv_bytes=10**9,
-        prefilled=1000,
-        generated=1000,
-        busy_s=t * 0.8,
-        kv_budget=4 * 10**9,
-    )
-
-
-def _ended(id: str, group: str, task: str, rng: random.Random) -> ev.TrajectoryEnded:
-    return ev.TrajectoryEnded(
-        trajectory=id,
-        task=task,
-        group=group,
-        outcome=Outcome.FINISHED,
-        turns=TURNS,
-        tokens=900,
-        seconds=8.0,
-        reward=rng.random(),
-        success=rng.random() > 0.5,
-    )
+TRAINING = f"""
+name: watched
+{crash.SMALL}
+rollout: {{preset: sync_plus}}
+training: {{steps: 1000000, batch_groups: 6, group_size: 4, lr: 1.0e-9}}  # learning would change what a step costs
+evaluation: {{every: 0, final_episodes: 2}}
+checkpoint: {{every: 1000000}}
+"""
+SPAN_S, SAMPLE_S = 2.0, 0.1
+STEPS_S = STOP_S = 60.0
 
 
 @contextmanager
@@ -273,26 +177,87 @@ def _every(seconds: float, times: int) -> Iterator[None]:
         yield
 
 
-def slowdown(root: Path, trajectories: int, rounds: int) -> dict[str, float]:
-    """The rollout's own CPU time, watched and not, in turns; the watcher is a real server with a client."""
-    folder = root / "watched-1"
-    folder.mkdir()
-    run(control_plane.rollout(trajectories, folder))  # imports and caches
-    ratios, spent = [], 0.0
-    with _watcher(root, folder.name) as pid:
-        before = _cpu_s(pid)
-        for number in range(rounds):
-            took = {}
-            for watched in (number % 2 == 0, number % 2 == 1):
-                os.kill(pid, signal.SIGCONT if watched else signal.SIGSTOP)
-                (folder / "ledger.sqlite").unlink()
-                took[watched] = run(control_plane.rollout(trajectories, folder))
-            ratios.append(took[True] / took[False])
-            spent += sum(took.values())
+def slowdown(root: Path, spans: int, span_s: float) -> dict[str, float]:
+    """One real training run; its watcher, a real server with a client, is stopped in every other span of it."""
+    costs: dict[bool, list[float]] = {True: [], False: []}
+    with _training(root) as run, _watcher(root, run.folder.name) as pid:
+        before, began = _cpu_s(pid), run.cpu_s()
+        for number in range(spans):
+            watched = number % 4 in (0, 3)  # in both orders: the run may change slowly
+            os.kill(pid, signal.SIGCONT if watched else signal.SIGSTOP)
+            costs[watched].append(run.span(span_s))
         os.kill(pid, signal.SIGCONT)
-        time.sleep(1.0)  # what is left to read belongs to the rollouts too
-        watcher = _cpu_s(pid) - before
-    return {"run_slowdown": median(ratios) - 1, "watcher_cpu": watcher / spent}
+        time.sleep(1.0)  # what is left to read belongs to the run too
+        watcher, spent = _cpu_s(pid) - before, run.cpu_s() - began
+    ratios = [watched / alone for watched, alone in zip(costs[True], costs[False], strict=True)]
+    middle = median(ratios)
+    spread = 1.4826 * median(abs(ratio - middle) for ratio in ratios)  # as a standard deviation
+    return {
+        "run_slowdown": middle - 1,
+        "run_slowdown_error": 1.2533 * spread / len(ratios) ** 0.5,
+        "run_trajectories": run.trained,
+        "run_cpu_ms": 1000 * median(costs[False]),
+        "watcher_cpu": watcher / spent,
+    }
+
+
+class Training:
+    """A run, and what its steps cost."""
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
+        self.folder, self.trained = folder, 0
+        self._process = psutil.Process(process.pid)
+        self._reader = EventReader(folder / "events", ev.RunStarted, ev.BatchTaken, ev.StepDone)
+        self._wall, self._taken = 0.0, 0
+
+    def cpu_s(self) -> float:
+        processes = (self._process, *self._process.children(recursive=True))
+        return sum(_cpu_s(each.pid, ended=True) for each in processes)
+
+    def span(self, seconds: float) -> float:
+        """CPU seconds per trained trajectory, from the first to the last step that ends in the next `seconds`."""
+        began, samples, steps = time.time(), list[tuple[float, float]](), list[tuple[float, int]]()
+        while len(steps) < 3 or time.time() < began + seconds:
+            if time.time() > began + seconds + STEPS_S:
+                raise SystemExit(f"the run made no three steps in {seconds + STEPS_S:g} s")
+            samples.append((time.time(), self.cpu_s()))
+            time.sleep(SAMPLE_S)
+            steps += [(t, trained) for t, trained in self._steps() if began <= t]
+        steps = [(t, trained) for t, trained in steps if t <= samples[-1][0]]
+        times, spent = np.array(samples).T
+        first, last = np.interp([steps[0][0], steps[-1][0]], times, spent)
+        trained = sum(count for _, count in steps[1:])
+        self.trained += trained
+        return float(last - first) / trained
+
+    def _steps(self) -> Iterator[tuple[float, int]]:
+        """When each step since the last call ended, and its trajectories."""
+        for event in self._reader.read():
+            match event:
+                case ev.RunStarted():
+                    self._wall = event.wall - event.t
+                case ev.BatchTaken():
+                    self._taken = event.trajectories
+                case ev.StepDone():
+                    yield self._wall + event.t, self._taken
+
+
+@contextmanager
+def _training(root: Path) -> Iterator[Training]:
+    """Yields when it trains."""
+    file, folder = root / "watched.yaml", root / "watched-1"
+    file.write_text(TRAINING)
+    folder.mkdir()
+    process = crash.start(file, folder)
+    try:
+        crash.Lives(folder).wait_for_rollout(process)
+        yield Training(process, folder)
+        process.send_signal(signal.SIGINT)
+        process.wait(STOP_S)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
 
 
 @contextmanager
@@ -318,16 +283,20 @@ def _watcher(root: Path, name: str) -> Iterator[int]:
             client.wait()
 
 
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def _cpu_s(pid: int, *, ended: bool = False) -> float:
+    """Of a process and, with `ended`, of those of its children that are no more."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except FileNotFoundError:  # it ended just now: its parent has its time
+        return 0.0
+    return sum(int(field) for field in fields[11 : 15 if ended else 13]) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="20,000 turns, a few samples: does it run?")
     parser.add_argument("--turns", type=int, default=1_000_000, help="turns of the big run")
-    parser.add_argument("--rounds", type=int, default=15, help="pairs of rollouts with and without a watcher")
+    parser.add_argument("--spans", type=int, default=64, help="of the training run, half of them with a watcher")
     args = parser.parse_args()
     try:
         import playwright
@@ -336,7 +305,7 @@ def main() -> None:
     if playwright is None or not (shutil.which("chromium") or shutil.which("google-chrome")):
         print(json.dumps({"skipped": "chromium or playwright is missing: `make chromium`"}))
         return
-    turns, live, rounds = (20_000, 3, 1) if args.smoke else (args.turns, 40, args.rounds)
+    turns, live, spans = (20_000, 3, 2) if args.smoke else (args.turns, 40, args.spans)
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         began = time.perf_counter()
@@ -347,7 +316,7 @@ def main() -> None:
         lags = lag(root, live)
         found |= {"live_lag_ms_p50": median(lags), "live_lag_ms_p95": quantiles(lags, n=20)[-1]}
         found |= frames(root, 20_000, 2.0 if args.smoke else 6.0)
-        found |= slowdown(root, 40 if args.smoke else 400, rounds)
+        found |= slowdown(root, spans, SPAN_S)
     print(json.dumps({name: round(value, 4) for name, value in found.items()}))
 
 
