@@ -3,7 +3,9 @@ scripted engines and environments in other processes (`benchmarks.scripted_servi
 
 Every connection is one engine or one environment. A trajectory has `turns` turns; its context grows from `prompt`
 tokens by `observation` + `answer` a turn, with a vocabulary of 50,000. Rewards are modelled. Counted are CPU seconds of
-the controller's process, its threads included; those of the load generator are not.
+the controller's process, its threads included; those of the load generator are not. Answers and steps take `delay`
+seconds, so short that the controller is busy: the less there is to do, the more a turn costs, because every message
+wakes it up, and engines are sampled all the time.
 
 Last line: `turns_per_s`, turns per CPU second of the controller, at the most engines; `ms_per_turn` for each number of
 engines and `flat`, the largest of them over the first; `start_s` and `start_cpu_s` to connect to that many; memory;
@@ -41,6 +43,7 @@ from rollart.core.schedule import Schedule
 from rollart.core.types import Sampling
 from rollart.engines.client import EngineClient
 from rollart.envs.pool import EnvironmentPool
+from rollart.fleet.engine_supervisor import EngineSampler
 from rollart.fleet.ledger_writer import LedgerWriter
 from rollart.launch import rpc
 from rollart.models.chat import ChatRenderer
@@ -63,7 +66,7 @@ class Load:
     prompt: int = 8_000
     observation: int = 450
     answer: int = 200
-    delay: float = 0.5
+    delay: float = 0.1
 
     @property
     def mean_context(self) -> int:
@@ -113,6 +116,12 @@ async def connect_engines(stack: AsyncExitStack, url: str, key: str, count: int)
         return f"engine-{number}", client
 
     return dict(await asyncio.gather(*map(connect, range(count))))
+
+
+async def cancel_all(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 # Whose CPU time `--profile` counts; none calls another. The rest of a turn is asyncio and everything that is short.
@@ -190,9 +199,13 @@ async def play(
         stack.push_async_callback(environments.close)
         await environments.start()
         start_s, start_cpu_s = time.monotonic() - began, time.process_time() - cpu
+        registry = EngineRegistry(clients, sink=log)
+        sampler = EngineSampler(registry, log)
+        sampling = [asyncio.create_task(sampler.sample(*engine)) for engine in clients.items()]
+        stack.push_async_callback(cancel_all, sampling)
         runner = TrajectoryRunner(
             environments=environments,
-            router=Router(EngineRegistry(clients, sink=log)),
+            router=Router(registry),
             renderer=ChatRenderer(folder.parent / "tokenizer"),
             rewards=ModelledRewards(Random(0), seconds=lambda rng: 0.0),
             sink=log,

@@ -15,6 +15,7 @@ from typing import Any
 from rollart.config import RunFile
 from rollart.core.errors import EngineFailed, EngineLost, ServiceError
 from rollart.core.events import EngineSample, EventSink, ServiceEnded, Warned
+from rollart.core.protocols import Engine
 from rollart.core.types import Publication
 from rollart.engines.backends import backend_of
 from rollart.engines.client import EngineClient
@@ -36,7 +37,7 @@ from rollart.placement.plan import acts_as
 from rollart.rollout.engine_registry import EngineRegistry
 from rollart.rollout.engine_state import EnginePool
 
-SAMPLE_S = 1.0
+SAMPLE_S, SAMPLES_PER_S = 1.0, 100.0
 SETTLED_S = 60.0  # an engine that lived this long can start
 MAX_SHORT_LIVES = 3
 MAX_RESTARTS = 30  # attempts to bring one engine back
@@ -55,6 +56,37 @@ class _Engine:
     since: float
     short_lives: int = 0
     stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+
+class EngineSampler:
+    """Asks engines for their status, each about every `SAMPLE_S` seconds, but all together at most `SAMPLES_PER_S`: of
+    thousands, each is asked less often, so that the controller is not busy with that alone."""
+
+    def __init__(self, registry: EngineRegistry, sink: EventSink) -> None:
+        self._registry, self._sink = registry, sink
+        self._next = 0.0  # when the next engine may be asked
+
+    async def sample(self, name: str, client: Engine) -> None:
+        """Returns when the engine is lost, which the registry then knows."""
+        while True:
+            await self._wait_for_turn()
+            try:
+                status = await client.status()
+            except EngineLost:
+                self._registry.mark_lost(name, "its connection was lost")
+                return
+            except EngineFailed as error:
+                self._sink.emit(Warned(message=f"{name} did not report its status: {error}"))
+            else:
+                self._registry.update_status(name, status)
+                self._sink.emit(EngineSample.of(name, status))
+            await asyncio.sleep(SAMPLE_S)
+
+    async def _wait_for_turn(self) -> None:
+        now = asyncio.get_running_loop().time()
+        turn = max(now, self._next)
+        self._next = turn + 1 / SAMPLES_PER_S
+        await asyncio.sleep(turn - now)
 
 
 class EngineSupervisor:
@@ -80,6 +112,7 @@ class EngineSupervisor:
         self._engines: dict[str, _Engine] = {}
         self._pools: dict[str, EnginePool] = {}
         self.registry = registry(version=version, sink=sink, on_lost=self._kill)
+        self._sampler = EngineSampler(self.registry, sink)
 
     @property
     def clients(self) -> dict[str, EngineClient]:
@@ -109,7 +142,8 @@ class EngineSupervisor:
         registered as lost: supervision brings it back. Raises ServiceError."""
         version = self.registry.target
         lost: dict[str, str] = {}
-        others = [name for name in self._engines if await self._version(name, lost) != version]
+        versions = await asyncio.gather(*(self._version(name, lost) for name in self._engines))
+        others = [name for name, served in zip(self._engines, versions, strict=True) if served != version]
         if others and publish is None and not lost:
             names = " and ".join(others)
             raise ServiceError(f"{names} serve another version than the model's; restart them from that model")
@@ -218,7 +252,7 @@ class EngineSupervisor:
             engine = self._engines[name]
             if not self.registry.has(name, engine.client):  # supervision ended while it was being restarted
                 engine.started.kill()
-            sampling = asyncio.create_task(self._sample(name, engine.client))
+            sampling = asyncio.create_task(self._sampler.sample(name, engine.client))
             try:
                 reason = await engine.started.wait()
             finally:
@@ -260,20 +294,6 @@ class EngineSupervisor:
         if not self._engines:
             raise ServiceError(f"no engine is left; {name}: {reason}")
         self._sink.emit(Warned(message=f"the run goes on without engine {name}: {reason}"))
-
-    async def _sample(self, name: str, client: EngineClient) -> None:
-        while True:
-            try:
-                status = await client.status()
-            except EngineLost:
-                self.registry.mark_lost(name, "its connection was lost")
-                return
-            except EngineFailed as error:
-                self._sink.emit(Warned(message=f"{name} did not report its status: {error}"))
-            else:
-                self.registry.update_status(name, status)
-                self._sink.emit(EngineSample.of(name, status))
-            await asyncio.sleep(SAMPLE_S)
 
 
 def engine_command(

@@ -1,24 +1,29 @@
 import asyncio
 import contextlib
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from random import Random
 
 import pytest
 import uvicorn
 from world import Recorder
 
+from benchmarks.modelled import ModelledEngine
 from rollart.app import preflight
 from rollart.config import RunFile
 from rollart.core.events import ServiceEnded
 from rollart.core.types import EngineStatus, LoadResult, Publication
-from rollart.fleet.engine_supervisor import EngineSupervisor, engine_command, request_of
+from rollart.fleet.engine_supervisor import SAMPLES_PER_S, EngineSampler, EngineSupervisor, engine_command, request_of
 from rollart.hardware.roofline import ModelShape
 from rollart.launch import rpc
 from rollart.launch.launcher import WITH_PARENT, Command, Node, ResourceRequest
 from rollart.launch.local import LocalLauncher
 from rollart.placement.inventory import Inventory
 from rollart.placement.plan import plan
+from rollart.rollout.engine_registry import EngineRegistry
+from rollart.simulator import clock
 
 RUN = """
 model: {tiny: {hidden: 64, layers: 2, heads: 2, kv_heads: 1, context: 256}}
@@ -135,3 +140,33 @@ def test_an_engine_whose_connection_is_reset_before_it_serves_is_brought_back(tm
 
     asyncio.run(main())
     assert [event.reason for event in sink.of(ServiceEnded)] == ["the connection was reset"]
+
+
+class CountedEngine(ModelledEngine):
+    def __init__(self, name: str, asked: Counter[str]) -> None:
+        super().__init__(Random(0))
+        self._name, self._asked = name, asked
+
+    async def status(self) -> EngineStatus:
+        self._asked[self._name] += 1
+        return await super().status()
+
+
+@pytest.mark.parametrize(("engines", "seconds", "fewest", "most"), [(2, 10, 9, 10), (1500, 32, 2, 3)])
+def test_thousands_of_engines_are_sampled_less_often_but_all_of_them(
+    engines: int, seconds: int, fewest: int, most: int
+) -> None:
+    asked: Counter[str] = Counter()
+
+    async def sampled() -> None:
+        clients = {name: CountedEngine(name, asked) for name in map(str, range(engines))}
+        sampler = EngineSampler(EngineRegistry(clients), Recorder())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:
+                for name, client in clients.items():
+                    group.create_task(sampler.sample(name, client))
+
+    clock.run(sampled())
+    assert len(asked) == engines
+    assert fewest <= min(asked.values()) and max(asked.values()) <= most
+    assert asked.total() <= seconds * SAMPLES_PER_S + 1
