@@ -201,8 +201,8 @@ async def play(
         start_s, start_cpu_s = time.monotonic() - began, time.process_time() - cpu
         registry = EngineRegistry(clients, sink=log)
         sampler = EngineSampler(registry, log)
-        sampling = [asyncio.create_task(sampler.sample(*engine)) for engine in clients.items()]
-        stack.push_async_callback(cancel_all, sampling)
+        samples = [asyncio.create_task(sampler.sample(*engine)) for engine in clients.items()]
+        stack.push_async_callback(cancel_all, samples)
         runner = TrajectoryRunner(
             environments=environments,
             router=Router(registry),
