@@ -100,7 +100,8 @@ def results(shot: Snapshot) -> Table:
     """Before and after training, per task, with the 95% interval of the latter. Tasks that are out stay in it, with
     why. Imitation is not evaluated before it begins."""
     training = words_of(shot.work).training
-    ends = ("first", "last") if shot.work == "imitation" else (f"before {training}", f"after {training}")
+    short = len(training) <= 4  # longer headers leave no room for the names of tasks at 80 columns
+    ends = (f"before {training}", f"after {training}") if short else ("first", "last")
     rows = table("task", *ends, "95% interval", "failures", "episodes", "unplayed")
     out = [f"task {task.name} is out of the mixture: {task.out}" for task in shot.tasks if task.out]
     rows.caption, rows.caption_justify = Text("\n".join(out), style="bold yellow") if out else None, "left"

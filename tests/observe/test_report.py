@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -53,8 +54,10 @@ def test_any_beginning_of_a_log_can_be_shown() -> None:
             assert "sample" in text(report(metrics.snapshot(), 80))
 
 
-def test_the_results_are_before_and_after() -> None:
-    rows = [line.split() for line in text(results(measure(sample_run(steps=10)))).splitlines()]
+@pytest.mark.parametrize("work", ["train", "dpo", "reward-model"])
+def test_the_results_are_before_and_after(work: str) -> None:
+    shot = replace(measure(sample_run(steps=10)), work=work)
+    rows = [line.split() for line in text(results(shot)).splitlines()]
     low, high = (f"{end:.2f}" for end in wilson(0.986, 8))
     assert ["frozen_lake", "0.100", "0.986", low, "to", high, "x", "0.02", "8", "0"] in rows
 
