@@ -14,9 +14,10 @@ THOUGHT = re.compile(r"^.*</think>", re.DOTALL)
 
 
 def exact(episode: Episode, *, pattern: str = "", ignore_case: bool = True) -> RewardResult:
-    """The same text, but for white space and case. What is compared is the last match of `pattern` (its first group, if
-    it has one); without a pattern, the text in `<answer>` tags or `\\boxed{}`, or all of it."""
-    given, right = final_text(episode, pattern), " ".join(str(episode.info["answer"]).split())
+    """The same text, but for white space, case and a full stop at the end. What is compared is the last match of
+    `pattern` (its first group, if it has one); without a pattern, the text in `<answer>` tags or `\\boxed{}`, or all
+    of it."""
+    given, right = _stopless(final_text(episode, pattern)), _stopless(" ".join(str(episode.info["answer"]).split()))
     same = given.casefold() == right.casefold() if ignore_case else given == right
     return RewardResult(float(same), success=same)
 
@@ -59,6 +60,10 @@ def final_text(episode: Episode, pattern: str = "") -> str:
         if found := list(each.finditer(text)):
             return " ".join(found[-1][1 if each.groups else 0].split())
     return "" if pattern else " ".join(text.split())
+
+
+def _stopless(text: str) -> str:
+    return text.removesuffix(".") or text
 
 
 def last_number(text: str) -> float | None:

@@ -23,7 +23,7 @@ from rollart.core.types import Batch, ExampleBatch, StepMetrics
 from rollart.training.advantages import UNSEEN, Assessed, RewardRange, token_advantages, token_targets
 from rollart.training.algorithms import Algorithm
 from rollart.training.critic import explained_variance, plan_values
-from rollart.training.guard import Guard, coarser
+from rollart.training.guard import REPEAT_STEPS, Guard, coarser
 from rollart.training.learner import (
     Assess,
     Gather,
@@ -51,6 +51,7 @@ from rollart.training.ranks import Ranks
 from rollart.weights.publish import Publisher, tensor_digests
 
 _Digests = dict[str, list[tuple[int, int]]]
+FLAT_STEP = 2  # of every REPEAT_STEPS: whether rewards differ at all
 IMITATION_VALUES = ("loss", "grad_norm", "lr", "skipped")
 
 
@@ -102,7 +103,7 @@ class Trainer:
             values=totals.values() | _critic_values(assessed),
             tasks={} if self._algorithms.of_pairs else task_metrics(batch, solved, totals.of_tasks(cells)),
             gaps=() if self._algorithms.of_pairs else gap_table(rows),
-            warnings=(*self.guard.check(batch.step, rows), *self._skipped(totals)),
+            warnings=(*self.guard.check(batch.step, rows), *self._skipped(totals), *self._flat_rewards(batch)),
         )
 
     def compare(self, batch: Batch) -> dict[str, float]:
@@ -192,6 +193,18 @@ class Trainer:
         made = totals.values()["updates"]
         done = f"stopped after {made:g} updates" if made else "left the weights alone"
         return (f"step {self.version} {done}: its loss or gradient is not finite",)
+
+    def _flat_rewards(self, batch: Batch) -> Iterator[str]:
+        """Early in a run, and again while it lasts: a reward that nothing earns teaches nothing."""
+        if batch.step % REPEAT_STEPS != FLAT_STEP or self._algorithms.of_pairs:
+            return
+        others = {sample.task for group in batch.groups for sample in group.samples if sample.teacher or sample.imitate}
+        for task in sorted({group.task for group in batch.groups} - others):
+            if (seen := self.ranges[task]).low == seen.high:
+                yield (
+                    f"all trajectories of task {task} got the same reward so far, {seen.low:g}, so there is nothing "
+                    "to learn from it: read some with `rollart trajectory RUN_DIR`"
+                )
 
     def _by_algorithm(self, batch: Batch) -> Iterator[tuple[Algorithm, list[int], Batch]]:
         """Each one that has groups in the batch, their places, and a batch of them alone."""

@@ -24,6 +24,9 @@ def episode(action: str, answer: object, **row: object) -> Episode:
         ("<think>Paris or Rome?</think>Rome", "Rome", True),
         ("<think>Rome", "Rome", False),
         ("Rome, I think", "Rome", False),
+        ("Rome.", "rome", True),
+        ("Rome", "Rome.", True),
+        ("", ".", False),
         ("", "Rome", False),
     ],
 )

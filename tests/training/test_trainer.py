@@ -175,6 +175,21 @@ def test_a_batch_with_nothing_to_learn_leaves_the_weights_alone(folder: Path) ->
     assert metrics.values["updates"] == 0.0
 
 
+def test_rewards_that_never_differ_are_reported(folder: Path) -> None:
+    subject = trainer(folder, lr=1e-3)
+    said = [subject.step(make_batch(step, [[0.5, 0.5], [0.5, 0.5]])).warnings for step in range(4)]
+    about = [[sentence for sentence in sentences if "the same reward" in sentence] for sentences in said]
+    assert [len(sentences) for sentences in about] == [0, 0, 1, 0]
+    assert "trajectories of task t got the same reward so far, 0.5" in about[2][0]
+
+
+def test_rewards_that_differed_once_are_not_reported(folder: Path) -> None:
+    subject = trainer(folder, lr=1e-3)
+    rewards = [[0.5, 0.0]], [[0.5, 0.5]], [[0.5, 0.5]]
+    said = [subject.step(make_batch(step, each)).warnings for step, each in enumerate(rewards)]
+    assert not any("same reward" in sentence for sentences in said for sentence in sentences)
+
+
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_a_step_that_is_not_finite_is_skipped_and_says_so(folder: Path, poison: float) -> None:
     subject = trainer(folder)
