@@ -254,7 +254,8 @@ class EpisodeRunner:
         while True:
             self._observe(messages)
             if len(self._context) + self.task.sampling.max_tokens > self.task.max_context:
-                why, truncated = f"truncated: max_context ({self.task.max_context} tokens) has no room left", True
+                room = f"room left for an action of {self.task.sampling.max_tokens}"
+                why, truncated = f"truncated: max_context ({self.task.max_context} tokens) has no {room}", True
                 break
             action = await self.player.act(len(self._turns), self._context, opening)
             if action is None:
@@ -270,7 +271,8 @@ class EpisodeRunner:
                 why, truncated = self._why(step)
                 break
         result = await self._score(run, truncated, info)
-        self.view.show_end(why, result)
+        size = f"; {len(self._context)} tokens in all" if self.renderer else ""
+        self.view.show_end(f"{why}{size}", result)
         return result
 
     def _observe(self, messages: Sequence[Message]) -> None:

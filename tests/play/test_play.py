@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -98,6 +99,8 @@ def test_ctrl_c_ends_at_once_and_leaves_no_process(run_file: Path) -> None:
 def test_tokens_are_shown_as_the_model_of_the_run_would_see_them(run_file: Path) -> None:
     _, text, _ = play(run_file, "guess", "--player", "scripted", "--tokens")
     assert "4:'<|user|>'" in text and "5:'<|assistant|>'" in text and "2:'<|im_end|>'" in text
+    parts = [int(size) for size in re.findall(r"(\d+) tokens: ", text)]
+    assert f"; {sum(parts)} tokens in all; reward" in text
 
 
 @pytest.mark.slow
@@ -114,7 +117,7 @@ def test_the_limits_of_the_task_end_it_with_their_name(run_file: Path) -> None:
     run_file.write_text(RUN.replace("MAX_TURNS", "2"))
     assert "truncated after 2 turns: max_turns; reward" in play(run_file, "guess", typed="0\n0\n")[1]
     _, text, _ = play(run_file, "guess", "--tokens", "--set", "tasks.guess.max_context=20", typed="0\n0\n")
-    assert "truncated: max_context (20 tokens) has no room left" in text
+    assert "truncated: max_context (20 tokens) has no room left for an action of" in text
 
 
 @pytest.mark.parametrize(
