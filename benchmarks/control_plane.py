@@ -2,7 +2,8 @@
 
 Engines, environments, rewards and trainer are modelled (they only sleep); ledger and event log are real files. So the
 CPU time that remains is the scheduler's, the router's, the trajectory coroutines' and the event loop's own. Last line:
-`us_per_turn` at 10,000 trajectories, and `exponent`, the growth of the total with the number of trajectories.
+`us_per_turn` at 10,000 trajectories, `vs_asyncio`, how many bare switches of as many tasks that takes, and `exponent`,
+the growth of the total with the number of trajectories.
 `tape_us_per_turn` is what `ledger.control` adds: all threads, in real time, answers of `TOKENS` tokens, without sleeps.
 """
 
@@ -135,6 +136,22 @@ def tape_cost(attempts: int) -> float:
         return (runner.run(play(attempts, loop.tape)) - plain) / attempts / TURNS * 1e6
 
 
+def bare_switch(tasks: int) -> float:
+    """CPU seconds that asyncio alone takes to switch to a task by a timer, of which there are as many as tasks."""
+    rng = random.Random(0)
+
+    async def sleeper() -> None:
+        for _ in range(TURNS):
+            await asyncio.sleep(1e-3 * rng.random())
+
+    async def all_sleepers() -> None:
+        await asyncio.gather(*(sleeper() for _ in range(tasks)))
+
+    began = time.process_time()
+    asyncio.run(all_sleepers())
+    return (time.process_time() - began) / tasks / TURNS
+
+
 def slope(points: dict[int, float]) -> float:
     """Least squares of log seconds over log trajectories."""
     xs, ys = [math.log(n) for n in points], [math.log(s) for s in points.values()]
@@ -155,10 +172,12 @@ def main() -> None:
         seconds[trajectories] = min(measure(trajectories) for _ in range(repeats))
         each = seconds[trajectories] / trajectories / TURNS * 1e6
         print(f"{trajectories:6} trajectories: {seconds[trajectories]:6.2f} CPU s, {each:5.1f} us per turn", flush=True)
+    per_turn = seconds[sizes[-2]] / sizes[-2] / TURNS
     print(
         json.dumps(
             {
-                "us_per_turn": round(seconds[sizes[-2]] / sizes[-2] / TURNS * 1e6, 1),
+                "us_per_turn": round(per_turn * 1e6, 1),
+                "vs_asyncio": round(per_turn / min(bare_switch(sizes[-2]) for _ in range(repeats)), 1),
                 "exponent": round(slope(seconds), 3),
                 "tape_us_per_turn": round(min(tape_cost(sizes[0] // 10) for _ in range(repeats)), 1),
                 "us_per_turn_by_trajectories": {n: round(s / n / TURNS * 1e6, 1) for n, s in seconds.items()},
