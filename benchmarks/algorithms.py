@@ -56,11 +56,11 @@ def cell(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=16, help="training steps of GROUPS groups x 8 trajectories")
+    parser.add_argument("--steps", type=int, default=60, help="training steps of GROUPS groups x 8 trajectories")
     parser.add_argument("--groups", type=int, default=9)
     parser.add_argument("--lr", type=float, default=4.5e-4)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--episodes", type=int, default=100, help="held-out episodes per task")
+    parser.add_argument("--episodes", type=int, default=300, help="held-out episodes per task")
     parser.add_argument("--only", nargs="*", default=list(ALGORITHMS), choices=list(ALGORITHMS), metavar="NAME")
     parser.add_argument("--smoke", action="store_true", help="all algorithms for one step of one seed")
     add_options(parser)
