@@ -2,10 +2,10 @@
 
 In one process on one core (`in_process.py`), on one task, from a tiny model that imitated a clumsy player. The data is
 made by that model itself: SFT imitates its successes, DPO learns pairs of its attempts by reward. Then RL trains a
-teacher, and a student learns from it on-policy until it succeeds as often, within `TOLERANCE`: with several updates of
-a batch from the teacher's likeliest tokens (`--distill reverse_kl`, which we recommend, `forward_kl`,
-`jensen_shannon`), or from the logprob of each sampled token (`opd`). `distill_share` is the trajectories of the student
-by the recommended loss over those that RL took for that.
+teacher, and a student learns from it on-policy until it succeeds as often, within `TOLERANCE`: from the logprob of each
+sampled token (`--distill opd`, which we recommend), or with several updates of a batch from the teacher's likeliest
+tokens (`reverse_kl`, `forward_kl`, `jensen_shannon`). `distill_share` is the trajectories of the student by the
+recommended way over those that RL took for that.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from rollart.training.trainer import Trainer
 from rollart.warmup.examples import batches, shuffled
 
 TOLERANCE = 0.02
-RECOMMENDED = "reverse_kl"
+RECOMMENDED = "opd"
 GROUPS, MEMBERS = 12, 8
 Teach = Callable[[Sample], Sample]
 Curve = list[tuple[int, float]]  # trajectories and held-out success
@@ -171,17 +171,17 @@ def shares(rl: Curve, taught: dict[str, Curve]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--game", default="column_sum", choices=list(GAMES))
-    parser.add_argument("--rl-steps", type=int, default=100, help=f"of {GROUPS} groups x {MEMBERS} trajectories")
-    parser.add_argument("--lr", type=float, default=9e-4, help="of RL")
+    parser.add_argument("--game", default="frozen_lake", choices=list(GAMES))
+    parser.add_argument("--rl-steps", type=int, default=60, help=f"of {GROUPS} groups x {MEMBERS} trajectories")
+    parser.add_argument("--lr", type=float, default=4.5e-4, help="of RL")
     parser.add_argument("--distill-steps", type=int, default=24)
-    parser.add_argument("--distill", nargs="*", default=[RECOMMENDED, "opd"], choices=["opd", *TOP_LOSSES])
-    parser.add_argument("--every", type=int, default=5, help="steps of RL between evaluations")
-    parser.add_argument("--distill-every", type=int, default=2, help="steps of distillation between evaluations")
+    parser.add_argument("--distill", nargs="*", default=[RECOMMENDED, "reverse_kl"], choices=["opd", *TOP_LOSSES])
+    parser.add_argument("--every", type=int, default=3, help="steps of RL between evaluations")
+    parser.add_argument("--distill-every", type=int, default=3, help="steps of distillation between evaluations")
     parser.add_argument("--sft-steps", type=int, default=60)
     parser.add_argument("--dpo-steps", type=int, default=30)
     parser.add_argument("--sampled", type=int, default=300, help=f"episodes, {MEMBERS} attempts at each")
-    parser.add_argument("--episodes", type=int, default=1000, help="held out")
+    parser.add_argument("--episodes", type=int, default=300, help="held out")
     parser.add_argument("--smoke", action="store_true", help="a step of each")
     add_options(parser)
     options = parser.parse_args()
