@@ -310,7 +310,16 @@ def enter_own_world() -> None:
             env=os.environ | {OWN_WORLD: str(scratch)},
             check=False,
         )
+    sweep_faketime()
     sys.exit(again.returncode)
+
+
+def sweep_faketime() -> None:
+    """Remove the shared memory of libfaketime whose process was killed."""
+    for path in Path("/dev/shm").glob("*faketime_s*_*"):
+        owner = path.name.rpartition("_")[2]
+        if owner.isdigit() and not Path("/proc", owner).exists():
+            path.unlink(missing_ok=True)
 
 
 def main() -> None:
