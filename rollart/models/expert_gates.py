@@ -72,8 +72,8 @@ def _probe(kind: type, config: Any) -> tuple[int, int, bool] | None:
     """The numbers of experts and choices, and whether their weights are normalised; None if it computes otherwise."""
     try:
         gate = kind(config)
-        for weight in gate.parameters():
-            weight.copy_(torch.linspace(-1, 1, weight.numel()).sin().view_as(weight))
+        for weight in gate.parameters():  # small: where all weight is on the chosen ones, both ways are the same
+            weight.copy_(torch.linspace(-1, 1, weight.numel()).sin().view_as(weight) / config.hidden_size)
         states = torch.linspace(-2, 3, 3 * config.hidden_size).cos().view(3, config.hidden_size)
         logits, weights, chosen = gate(states)
         probabilities = logits.float().softmax(-1)
