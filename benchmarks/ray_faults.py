@@ -152,11 +152,12 @@ def cluster_of(devices: Sequence[str]) -> Iterator[tuple[Cluster, dict[str, list
         cluster.shutdown()
 
 
-def train(run: RunFile, scratch: Path, see: Callable[[AnyEvent], None]) -> None:
-    """The run as a user starts it, in `scratch`; `see` gets its events as they are written."""
+def train(run: RunFile, scratch: Path, see: Callable[[AnyEvent], None], inside: Sequence[str] = ()) -> None:
+    """The run as a user starts it, in `scratch`; `see` gets its events as they are written. `inside` is a command that
+    starts it elsewhere."""
     folder, file = scratch / "run", scratch / "run.yaml"
     file.write_text(loading.dump(run))
-    command = [sys.executable, "-m", "rollart.app.cli", "train", str(file), "--run-dir", str(folder), "--json"]
+    command = [*inside, sys.executable, "-m", "rollart.app.cli", "train", str(file), "--run-dir", str(folder), "--json"]
     with open(scratch / "out", "wb") as out, open(scratch / "log", "wb") as log:
         process = subprocess.Popen(command, stdout=out, stderr=log)
     try:
