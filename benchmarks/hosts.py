@@ -49,6 +49,13 @@ def _output(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
 
 
+def _succeeds(*command: str) -> bool:
+    try:
+        return not subprocess.run(command, check=False, capture_output=True, timeout=30).returncode
+    except subprocess.TimeoutExpired:
+        return False
+
+
 def inside(host: str, *command: str) -> list[str]:
     return ["ip", "netns", "exec", host, *command]
 
@@ -94,7 +101,7 @@ class Cluster:
     def _wait_for(self, nodes: int) -> None:
         look = f"import ray; ray.init('{address(HEAD)}:{PORT}'); exit(len(ray.nodes()) < {nodes})"
         deadline = time.monotonic() + START_S
-        while subprocess.run(inside(HEAD, sys.executable, "-c", look), check=False, capture_output=True).returncode:
+        while not _succeeds(*inside(HEAD, sys.executable, "-c", look)):
             if time.monotonic() > deadline:
                 raise SystemExit(f"no {nodes} nodes of Ray within {START_S:g} s; see {self._scratch}")
             time.sleep(1)
@@ -105,7 +112,10 @@ class Cluster:
 
     def leave(self, host: str) -> None:
         """All processes of the host are killed, and those that they start meanwhile."""
+        deadline = time.monotonic() + 30
         while pids := _output("ip", "netns", "pids", host).split():
+            if time.monotonic() > deadline:
+                raise SystemExit(f"processes {pids} of {host} cannot be killed")
             for pid in map(int, pids):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -212,7 +222,7 @@ def enter_own_world() -> bool:
     """Start again with a network and mounts of its own. False where that is not allowed."""
     private = ["unshare", "--net", "--mount"]
     tools = all(shutil.which(tool) for tool in ("unshare", "ip", "tc", "nft"))
-    if not tools or subprocess.run([*private, "true"], check=False, capture_output=True).returncode:
+    if not tools or not _succeeds(*private, "true"):
         return False
     with scratch_folder("hosts") as scratch:
         command = [*private, sys.executable, "-m", "benchmarks.hosts", *sys.argv[1:]]
