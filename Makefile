@@ -11,7 +11,7 @@ TEST_EXTRAS := $(EXTRAS),nixl,mooncake,smollm2
 export HF_HUB_OFFLINE = 1
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: quickstart smollm2 terminal robots check test smoke test-envs test-agents test-frameworks test-vllm lint docs lock install vllm trl sandbox chromium rdma clean help
+.PHONY: quickstart smollm2 terminal robots check test fuzz smoke test-envs test-agents test-frameworks test-vllm lint docs lock install vllm trl sandbox chromium rdma clean help
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 18
@@ -35,6 +35,9 @@ check: install lint  ## style, types and fast tests (under three minutes)
 
 test: $(VENV)/.smollm2 sandbox rdma chromium  ## all tests that need no other environment (under 20 minutes)
 	$(BIN)/pytest -m "not benchmark" -n 2
+
+fuzz: install  ## the properties on examples that nobody has seen; a failure prints how to repeat it
+	$(BIN)/pytest -m hypothesis --hypothesis-profile="new examples" -n 2
 
 smoke: install  ## every benchmark in its smallest size
 	$(BIN)/pytest -m benchmark
