@@ -7,7 +7,6 @@ trainer was lost, gives the weights of one that was not.
 
 import asyncio
 import shutil
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from rollart.core.seeds import seed_of
 from rollart.fleet.fleet import expect_services, make_launcher, placement_plan, weights_folder
 from rollart.fleet.supervision import root_cause, supervised
 from rollart.fleet.trainer_supervisor import TrainerSupervisor, trainer_commands
-from rollart.launch.launcher import Launcher, Node
+from rollart.launch.launcher import Launcher
 from rollart.launch.local import LocalLauncher
 from rollart.models.folder import is_model
 from rollart.placement.plan import with_layout
@@ -30,7 +29,6 @@ from rollart.warmup.examples import StoredExamples, batches
 from rollart.warmup.prepare import Progress, prepare_in_child
 
 MAX_LOSSES = 3
-MOST_THREADS = 4  # of a rank, unless the run file has more: in tiny models they would wait for each other
 
 
 async def first_model(run: RunFile, directory: Path, log: EventLog, launcher: Launcher | None = None) -> Path:
@@ -113,7 +111,6 @@ class _Warmup:
         (pool,) = self._run.pools_of("train")
         bindings = [binding for binding in placed.bindings if binding.pool == pool]
         if isinstance(launcher, LocalLauncher):
-            self._run = _with_all_cores(self._run, await launcher.nodes(), len(bindings))
             for command in trainer_commands(self._run, bindings, {}, self._logs):
                 await launcher.expect(command)
         self._trainer = TrainerSupervisor(
@@ -172,14 +169,6 @@ class _Warmup:
             self._log.emit(Warned(message=problem))
         elif old:
             shutil.rmtree(self.checkpoint(old))
-
-
-def _with_all_cores(run: RunFile, nodes: Sequence[Node], ranks: int) -> RunFile:
-    """Nothing else computes before there are engines: the ranks share the cores of their machine."""
-    cores = sum(int(node.total.get("cpu", 0)) for node in nodes)
-    threads = max(run.training.threads, min(MOST_THREADS, cores // ranks))
-    training = run.training.model_copy(update={"threads": threads})
-    return run.model_copy(update={"training": training})
 
 
 def _without_reference(run: RunFile) -> RunFile:
