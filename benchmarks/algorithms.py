@@ -45,6 +45,7 @@ def cell(
         {
             "steps": options.steps,
             "batch_groups": options.groups,
+            "optimizer": "muon",
             "lr": options.lr,
             "critic": {"lr": 1e-3, "epochs": 2},
             "algorithm": {"aggregate": "group", **algorithm},
@@ -58,7 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60, help="training steps of GROUPS groups x 8 trajectories")
     parser.add_argument("--groups", type=int, default=9)
-    parser.add_argument("--lr", type=float, default=4.5e-4)
+    parser.add_argument("--lr", type=float, default=1.5e-3, help="of Muon, that of the quickstart")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--episodes", type=int, default=300, help="held-out episodes per task")
     parser.add_argument("--only", nargs="*", default=list(ALGORITHMS), choices=list(ALGORITHMS), metavar="NAME")
@@ -71,7 +72,8 @@ def main() -> None:
     games, began = list(GAMES.values()), time.process_time()
     table: dict[str, dict[str, float]] = {}
     with kept_cells("algorithms", options) as cells:
-        folder = warm_model(cells.folder / f"games-{warm}", games, steps=warm, demonstrations=10 * warm)
+        name = cells.folder / f"games-{warm}-muon"
+        folder = warm_model(name, games, steps=warm, demonstrations=10 * warm, optimizer="muon", lr=1e-2)
         fixed = {name: getattr(options, name) for name in ("steps", "groups", "lr", "episodes")} | {"warm": warm}
         before = cells.get(lambda: Player(folder).success(games, options.episodes), start=True, **fixed)
         rows: dict[str, list[dict[str, float]]] = {name: [] for name in options.only}

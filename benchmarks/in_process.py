@@ -90,7 +90,16 @@ def messages_of(reply: Any) -> tuple[Message, ...]:
     return (Message("user", said),) if isinstance(said, str) and said else ()
 
 
-def warm_model(folder: Path, games: Sequence[Game], *, steps: int, demonstrations: int, seed: int = 0) -> Path:
+def warm_model(
+    folder: Path,
+    games: Sequence[Game],
+    *,
+    steps: int,
+    demonstrations: int,
+    seed: int = 0,
+    optimizer: str = "adamw",
+    lr: float = 3e-3,
+) -> Path:
     """A tiny model that imitated the players of the games, made once in `folder`."""
     if (folder / "warm" / "config.json").exists():
         return folder / "warm"
@@ -103,8 +112,8 @@ def warm_model(folder: Path, games: Sequence[Game], *, steps: int, demonstration
         for number in range(demonstrations):
             tokens, mask = conversation_tokens(renderer, demonstration(game, env, number))
             examples.append(Example(tokens, mask))
-    trainer = Trainer(source, TrainingConfig(), seed=seed)
-    for batch in batches(examples, WarmupConfig(steps=steps, batch=48, lr=3e-3), seed=seed):
+    trainer = Trainer(source, TrainingConfig.model_validate({"optimizer": optimizer}), seed=seed)
+    for batch in batches(examples, WarmupConfig(steps=steps, batch=48, lr=lr), seed=seed):
         trainer.imitate(batch)
     save_checkpoint(trainer, folder / "checkpoint").result()
     export_model(folder / "checkpoint", folder / "warm")

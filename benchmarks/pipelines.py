@@ -2,10 +2,10 @@
 
 In one process on one core (`in_process.py`), on one task, from a tiny model that imitated a clumsy player. The data is
 made by that model itself: SFT imitates its successes, DPO learns pairs of its attempts by reward. Then RL trains a
-teacher, and a student learns from it on-policy until it succeeds as often, within `TOLERANCE`: from the logprob of each
-sampled token (`--distill opd`, which we recommend), or with several updates of a batch from the teacher's likeliest
-tokens (`reverse_kl`, `forward_kl`, `jensen_shannon`). `distill_share` is the trajectories of the student by the
-recommended way over those that RL took for that.
+teacher, and a student learns from it on-policy until it succeeds as often, within `TOLERANCE`: from the teacher's
+likeliest tokens, with several updates of a batch and a falling learning rate (`--distill jensen_shannon`, which we
+recommend, `reverse_kl`, `forward_kl`), or from the logprob of each sampled token (`opd`). `distill_share` is the
+trajectories of the student by the recommended way over those that RL took for that.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from rollart.training.trainer import Trainer
 from rollart.warmup.examples import batches, shuffled
 
 TOLERANCE = 0.02
-RECOMMENDED = "opd"
+RECOMMENDED = "jensen_shannon"
 GROUPS, MEMBERS = 12, 8
 Teach = Callable[[Sample], Sample]
 Curve = list[tuple[int, float]]  # trajectories and held-out success
@@ -61,7 +61,7 @@ def sft(folder: Path, game: Game, made: list[Trajectory], steps: int, episodes: 
     return success(folder, trainer, game, episodes)
 
 
-def dpo(folder: Path, game: Game, made: list[Trajectory], steps: int, episodes: int) -> float:
+def dpo(folder: Path, game: Game, made: list[Trajectory], options: argparse.Namespace) -> float:
     """The best attempt at an episode against the worst, and so on, as `rollart dpo` pairs them."""
     by_episode: dict[str, list[Trajectory]] = {}
     for one in made:
@@ -71,11 +71,11 @@ def dpo(folder: Path, game: Game, made: list[Trajectory], steps: int, episodes: 
         order = sorted(attempts, key=lambda one: -(one.reward or 0.0))
         outside_in = list(zip(order, reversed(order), strict=True))[: len(order) // 2]
         pairs += [(best, worst) for best, worst in outside_in if (best.reward or 0.0) > (worst.reward or 0.0)]
-    trainer = Trainer(folder, config(steps, 3e-4, loss="dpo", beta=0.1, aggregate="sequence", evidence_power=0.0))
-    drawn = shuffled(len(pairs), 48, 0)
-    for step in range(steps):
+    own = {"loss": "dpo", "beta": 0.1, "aggregate": "sequence", "evidence_power": 0.0}
+    trainer, drawn = Trainer(folder, config(options.dpo_steps, options.dpo_lr, **own)), shuffled(len(pairs), 48, 0)
+    for step in range(options.dpo_steps):
         trainer.step(Batch(step, tuple(_pair(step, number, *pairs[number]) for number in next(drawn))))
-    return success(folder, trainer, game, episodes)
+    return success(folder, trainer, game, options.episodes)
 
 
 def _pair(step: int, number: int, best: Trajectory, worst: Trajectory) -> SampleGroup:
@@ -103,7 +103,8 @@ def student_of(folder: Path, loss: str, steps: int) -> Trainer:
     if loss not in TOP_LOSSES:
         return Trainer(folder, config(steps, 4.5e-4, advantage="opd", aggregate="group"))
     dense = config(steps, 1e-3, advantage="opd", loss=loss, aggregate="group")
-    return Trainer(folder, dense.model_copy(update={"updates": 4, "epochs": 2}))
+    several = {"updates": 4, "epochs": 2, "lr_schedule": "linear", "lr_end": 0.1}
+    return Trainer(folder, dense.model_copy(update=several))
 
 
 def teacher_of(folder: Path, count: int) -> Teach:
@@ -133,7 +134,7 @@ def improved(folder: Path, game: Game, options: argparse.Namespace) -> dict[str,
     if any(one.success for one in made):
         found["sft"] = sft(folder, game, made, options.sft_steps, options.episodes)
     if len({one.reward for one in made}) > 1:
-        found["dpo"] = dpo(folder, game, made, options.dpo_steps, options.episodes)
+        found["dpo"] = dpo(folder, game, made, options)
     return found
 
 
@@ -174,14 +175,17 @@ def main() -> None:
     parser.add_argument("--game", default="frozen_lake", choices=list(GAMES))
     parser.add_argument("--rl-steps", type=int, default=60, help=f"of {GROUPS} groups x {MEMBERS} trajectories")
     parser.add_argument("--lr", type=float, default=4.5e-4, help="of RL")
-    parser.add_argument("--distill-steps", type=int, default=24)
-    parser.add_argument("--distill", nargs="*", default=[RECOMMENDED, "reverse_kl"], choices=["opd", *TOP_LOSSES])
+    parser.add_argument("--distill-steps", type=int, default=15)
+    parser.add_argument(
+        "--distill", nargs="*", default=[RECOMMENDED, "reverse_kl", "opd"], choices=["opd", *TOP_LOSSES]
+    )
     parser.add_argument("--every", type=int, default=3, help="steps of RL between evaluations")
     parser.add_argument("--distill-every", type=int, default=3, help="steps of distillation between evaluations")
     parser.add_argument("--sft-steps", type=int, default=60)
     parser.add_argument("--dpo-steps", type=int, default=30)
+    parser.add_argument("--dpo-lr", type=float, default=1e-4)
     parser.add_argument("--sampled", type=int, default=300, help=f"episodes, {MEMBERS} attempts at each")
-    parser.add_argument("--episodes", type=int, default=300, help="held out")
+    parser.add_argument("--episodes", type=int, default=1000, help="held out")
     parser.add_argument("--smoke", action="store_true", help="a step of each")
     add_options(parser)
     options = parser.parse_args()
@@ -194,7 +198,7 @@ def main() -> None:
     with kept_cells("pipelines", options) as cells:
         folder = warm_model(cells.folder / f"{game.name}-{warm}", [game], steps=warm, demonstrations=10 * warm)
         fixed = {"game": game.name, "warm": warm, "episodes": options.episodes}
-        own = {name: getattr(options, name) for name in ("sampled", "sft_steps", "dpo_steps")}
+        own = {name: getattr(options, name) for name in ("sampled", "sft_steps", "dpo_steps", "dpo_lr")}
         found = cells.get(lambda: improved(folder, game, options), stage="own data", **own, **fixed)
         print(json.dumps(found), flush=True)
         teacher = cells.folder / f"teacher-{game.name}-{warm}-{options.rl_steps}-{options.lr}"
