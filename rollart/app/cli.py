@@ -200,13 +200,9 @@ def trajectory(
 
     run, console = RunFolder(run_dir), Console(highlight=False)
     if id is None:
-        from rollart.observe.draw import number, span, table
+        from rollart.observe.report import trajectory_list
 
-        rows = table("trajectory", "outcome", "reward", "turns", "tokens", "time")
-        for row in run.latest():
-            figures = (number(row.reward), str(row.turns), str(row.tokens), span(row.seconds))
-            rows.add_row(row.id, row.outcome, *figures)
-        console.print(rows)
+        console.print(trajectory_list(run.latest()))
         return
     from rollart.core.events import TrajectoryStarted, TurnDone
     from rollart.observe.conversation import conversation

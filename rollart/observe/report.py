@@ -2,8 +2,9 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -285,21 +286,44 @@ def routing(routes: Sequence[RouteSummary]) -> Group:
     return Group(*parts)
 
 
+class ListedTrajectory(Protocol):
+    """What a list says of a trajectory, wherever it is from: the event log or the ledger."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def outcome(self) -> str: ...
+    @property
+    def reward(self) -> float | None: ...
+    @property
+    def turns(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+
+
+_TRAJECTORY = ("trajectory", "outcome", "reward", "turns", "tokens", "time")
+
+
+def _figures(row: ListedTrajectory) -> tuple[str, ...]:
+    return row.id, row.outcome, number(row.reward), str(row.turns), str(row.tokens), span(row.seconds)
+
+
+def trajectory_list(found: Iterable[ListedTrajectory]) -> Table:
+    """One row each."""
+    rows = table(*_TRAJECTORY)
+    for each in found:
+        rows.add_row(*_figures(each))
+    return rows
+
+
 def trajectories(ended: Sequence[EndedTrajectory]) -> Table:
-    """One row each, with the stage that took longest."""
-    rows = table("trajectory", "outcome", "reward", "turns", "tokens", "time", "mostly")
+    """The same, with the stage that took longest."""
+    rows = table(*_TRAJECTORY, "mostly")
     for each in ended:
         stage, seconds = max(each.stages.items(), key=lambda item: item[1])
-        mostly = f"{stage} {percent(seconds / max(each.seconds, 1e-9))}"
-        rows.add_row(
-            each.id,
-            each.outcome,
-            number(each.reward),
-            str(each.turns),
-            str(each.tokens),
-            span(each.seconds),
-            mostly,
-        )
+        rows.add_row(*_figures(each), f"{stage} {percent(seconds / max(each.seconds, 1e-9))}")
     return rows
 
 
