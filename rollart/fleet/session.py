@@ -23,6 +23,7 @@ from rollart.fleet import provenance
 from rollart.fleet.supervision import root_cause, terminable
 from rollart.observe import summary
 from rollart.observe.metrics import Metrics
+from rollart.observe.snapshot import words_of
 from rollart.rollout.ledger import Recovery, SqliteLedger
 
 OnLog = Callable[[EventLog], None]
@@ -88,7 +89,7 @@ def _started(run: RunFile, recovery: Recovery, *, resume: bool, steps: int, work
         alpha=run.rollout.schedule().alpha,
         seed=run.seed,
         steps=steps,
-        tasks=[task.name for task in run.tasks],
+        tasks=[task.name for task in run.tasks if words_of(work).plays],
         version=recovery.version,
         resumed=resume,
         wall=time.time(),

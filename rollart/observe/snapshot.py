@@ -240,17 +240,19 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class RunWords:
-    """What the parts of a run are called: `training` is what comes between the first evaluation and the last."""
+    """What the parts of a run are called: `training` is what comes between the first evaluation and the last. `plays`:
+    it plays the tasks of its run file, if only to evaluate."""
 
     training: str
     episodes: str = "held-out episodes"
+    plays: bool = True
 
 
 WORDS = {
     "train": RunWords("RL"),
     "sft": RunWords("SFT"),
     "dpo": RunWords("DPO"),
-    "reward-model": RunWords("training", "held-out pairs"),
+    "reward-model": RunWords("training", "held-out pairs", plays=False),
     "sample": RunWords("sampling", "sampled episodes"),
     "imitation": RunWords("imitation", "evaluation episodes"),
 }

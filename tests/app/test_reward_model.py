@@ -68,6 +68,7 @@ def test_a_reward_model_learns_to_rank_and_rl_learns_from_its_scores(pairs: Path
     ranked = [found.success for found in judge.events(Evaluated) if found.final]
     assert ranked[0] == 0.5 and ranked[-1] > 0.9, "all tie before the first step; most held-out pairs are right at last"
     assert {event.role for event in judge.events(ServiceStarted)} == {"train"}, "nothing is generated"
+    assert [task.name for task in judge.snapshot().tasks] == ["pairs"], "no task was played"
 
     function = {"function": "reward_model", "args": {"model": str(judge.model)}}
     rl = {"steps": 12, "batch_groups": 8, "group_size": 8, "lr": 1e-2}
