@@ -5,6 +5,7 @@ with the policy, about as far as it usually does. Each cause of a disagreement h
 
 - top-k or top-p: the engine's logprob is never below the trainer's, because it leaves out part of the vocabulary;
 - temperature: the gap is proportional to logprob + entropy, with one factor for all tokens;
+- drift: the same or any other gap of older tokens alone, in a task whose fresh tokens agreed before;
 - KV of older weights: only tokens that continue a conversation begun by older weights disagree;
 - a version label: fresh tokens disagree from the start of a conversation on, or it is the older ones that agree.
 """
@@ -32,6 +33,7 @@ STANDARD_ERRORS = 3.0  # by which a mean must exceed that limit: it may be one o
 # Share of the squared gaps that one temperature factor must explain: more if the policy has moved as well.
 FACTOR_SHARE, FACTOR_SHARE_STALE = 0.7, 0.9
 MIN_LOG_FACTOR = 0.09  # a policy that becomes more certain looks like a slightly lower temperature
+MIN_LOG_DRIFT = 0.4  # a policy that changes by half its temperature within a few updates is no longer learning
 REPEAT_STEPS = 50
 
 
@@ -52,10 +54,12 @@ class Diagnosis:
 
 
 class GuardState(Struct, frozen=True):
-    """For a checkpoint: usual gaps by task and age, and the last step at which each cause was reported for a task."""
+    """For a checkpoint: usual gaps by task and age, the last step at which each cause was reported for a task, and the
+    tasks whose fresh tokens agreed."""
 
     usual: tuple[tuple[str, int, tuple[float, ...]], ...] = ()
     reported: tuple[tuple[Cause, str, int], ...] = ()
+    agreed: tuple[str, ...] = ()
 
 
 def coarser(*dtypes: str) -> str:
@@ -69,13 +73,14 @@ class Guard:
         self._noise = NOISE[dtype]
         self._usual: dict[tuple[str, int], deque[float]] = defaultdict(lambda: deque(maxlen=HISTORY))
         self._reported: dict[tuple[Cause, str], int] = {}
+        self._agreed: set[str] = set()
 
     def check(self, step: int, rows: Sequence[GapRow]) -> tuple[str, ...]:
         """Warnings about what is new, or still wrong after REPEAT_STEPS."""
         warnings = []
         for task in sorted({row.cell.task for row in rows}):
             mine = [row for row in rows if row.cell.task == task]
-            diagnosis = diagnose(mine, self._noise) or next(self._drifted(mine), None)
+            diagnosis = self._diagnosis(task, mine)
             for row in _by_age(mine):
                 self._usual[task, row.cell.age].append(row.mean)
             if diagnosis is None or step - self._reported.get((diagnosis.cause, task), -REPEAT_STEPS) < REPEAT_STEPS:
@@ -88,6 +93,7 @@ class Guard:
         return GuardState(
             tuple((task, age, tuple(means)) for (task, age), means in self._usual.items() if means),
             tuple((cause, task, step) for (cause, task), step in self._reported.items()),
+            tuple(sorted(self._agreed)),
         )
 
     def restore(self, state: GuardState) -> None:
@@ -95,6 +101,18 @@ class Guard:
         for task, age, means in state.usual:
             self._usual[task, age].extend(means)
         self._reported = {(cause, task): step for cause, task, step in state.reported}
+        self._agreed = set(state.agreed)
+
+    def _diagnosis(self, task: str, rows: Sequence[GapRow]) -> Diagnosis | None:
+        """Sampling settings do not change in the middle of a run: what was right for fresh tokens is right for older
+        ones, so it is the policy that moved."""
+        fresh = [row for row in rows if row.cell.age == 0]
+        if sum(row.tokens for row in fresh) >= MIN_TOKENS and all(row.mean <= self._noise for row in fresh):
+            self._agreed.add(task)
+        found = diagnose(rows, self._noise)
+        if found is not None and found.row.cell.age > 0 and task in self._agreed:
+            found = _sharpened(found.row)
+        return found or next(self._drifted(rows), None)
 
     def _drifted(self, rows: Sequence[GapRow]) -> Iterator[Diagnosis]:
         for row in _by_age(rows):
@@ -135,9 +153,8 @@ def _sampling_rule(rows: Sequence[GapRow], noise: float, share: float, min_token
             "does not; set the task's top_k to 0 and top_p to 1"
         )
         return Diagnosis(Cause.CUT, row.cell.task, row, reason)
-    explained = row.gap_slope**2 > share * row.slope_slope * row.gap_gap
-    if explained and abs(row.gap_slope) > MIN_LOG_FACTOR * row.slope_slope:
-        factor = math.exp(-row.gap_slope / row.slope_slope)
+    factor = _temperature_factor(row, share)
+    if factor is not None and abs(math.log(factor)) > MIN_LOG_FACTOR:
         reason = (
             f"as if the engine sampled at {factor:.2g} times the temperature given to the trainer: check the "
             "task's sampling.temperature, and that the engine returns logprobs after temperature (vLLM: "
@@ -145,6 +162,26 @@ def _sampling_rule(rows: Sequence[GapRow], noise: float, share: float, min_token
         )
         return Diagnosis(Cause.TEMPERATURE, row.cell.task, row, reason)
     return None
+
+
+def _temperature_factor(row: GapRow, share: float) -> float | None:
+    """Of the engine's temperature over the trainer's, if it explains that share of the squared gaps."""
+    if row.gap_slope**2 <= share * row.slope_slope * row.gap_gap:
+        return None
+    return math.exp(-row.gap_slope / row.slope_slope)
+
+
+def _sharpened(row: GapRow) -> Diagnosis | None:
+    """A policy that became far more or less certain within the age of its tokens."""
+    factor = _temperature_factor(row, FACTOR_SHARE_STALE)
+    if factor is None or abs(math.log(factor)) <= MIN_LOG_DRIFT:
+        return None
+    what = "certain, which leaves it few answers to learn from" if factor > 1 else "random"
+    reason = (
+        f"and tokens of the newest weights agreed before: the last updates made the policy far more {what} (as a "
+        f"temperature of {1 / factor:.2g} would); lower training.lr, or raise training.batch_groups"
+    )
+    return Diagnosis(Cause.DRIFT, row.cell.task, row, reason)
 
 
 def _other_weights(fresh: Sequence[GapRow], stale: Sequence[GapRow], noise: float) -> Diagnosis:

@@ -280,6 +280,22 @@ def test_a_policy_that_gets_surer_of_itself_is_no_temperature() -> None:
         assert bool(Guard().check(0, [gaps])) == named
 
 
+@pytest.mark.parametrize(("factor", "words"), [(2.6, "far more certain"), (0.5, "far more random"), (1.3, None)])
+def test_a_policy_that_collapses_is_not_taken_for_a_wrong_temperature(factor: float, words: str | None) -> None:
+    leans, tokens, slope = 1000.0, 1000, -math.log(factor)
+    gaps = GapRow(Cell("t", 1, False), tokens, 0.05 * tokens, 0.3, -0.2, slope * leans, leans, slope**2 * leans)
+    guard = Guard()
+    assert not guard.check(0, [row(age=0, mean=1e-6)])
+    resumed = Guard()
+    resumed.restore(msgspec.json.decode(msgspec.json.encode(guard.state()), type=GuardState))
+    for each in (guard, resumed):
+        warnings = each.check(1, [gaps])
+        assert [warning.partition(":")[0] for warning in warnings] == (["drift"] if words else [])
+        assert all(str(words) in warning and "lower training.lr" in warning for warning in warnings)
+    (unknown,) = Guard().check(1, [gaps])
+    assert unknown.startswith("temperature"), "no fresh token of the task ever agreed"
+
+
 def test_a_handful_of_older_tokens_all_off_to_one_side_is_no_cut_vocabulary() -> None:
     for tokens, named in ((100, False), (1000, True)):
         gaps = replace(row(age=1, mean=0.1, tokens=tokens), lowest=0.01)
