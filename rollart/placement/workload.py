@@ -190,6 +190,15 @@ def longest_context(run: RunFile) -> int:
     return max(task.max_context for task in run.tasks)
 
 
+def _most_tokens(run: RunFile) -> int:
+    """That an update can learn from at once. Agents rewrite their history, and then an episode is several sequences."""
+    if any(task.agent for task in run.tasks):
+        return run.training.pack_tokens
+    groups = math.ceil(run.rollout.schedule().elastic * run.training.batch_groups / run.training.updates)
+    sequences = groups * max(task.group_size or run.training.group_size for task in run.tasks)
+    return max(sequences, run.model.warmup.batch if run.model.warmup else 0) * longest_context(run)
+
+
 def setup_of(run: RunFile) -> TrainingSetup:
     """All but the layout."""
     training, lora = run.training, run.training.lora
@@ -199,7 +208,7 @@ def setup_of(run: RunFile) -> TrainingSetup:
         recompute=training.recompute,
         offload=training.offload,
         optimizer=training.optimizer,
-        pack_tokens=training.pack_tokens,
+        pack_tokens=min(training.pack_tokens, _most_tokens(run)),
         longest=longest_context(run),
         reference=any(each.kl > 0 for each in run.algorithms()),
         critic=any(each.advantage in CRITIC_ADVANTAGES for each in run.algorithms()),

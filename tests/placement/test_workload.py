@@ -12,7 +12,7 @@ from rollart.core.events import TurnDone
 from rollart.launch.launcher import Node
 from rollart.placement.inventory import Inventory
 from rollart.placement.plan import plan
-from rollart.placement.workload import measured_shapes
+from rollart.placement.workload import measured_shapes, setup_of
 
 
 def turn(trajectory: str, turn: int, prompt: int, tokens: int) -> TurnDone:
@@ -49,3 +49,23 @@ def test_the_plan_of_a_run_that_names_it_has_the_measured_shape(run_dir: Path) -
         for more in ({}, {"measured": str(run_dir)})
     ]
     assert sources == ["estimated", "measured"]
+
+
+@pytest.mark.parametrize(
+    ("training", "rollout", "tokens"),
+    [
+        ({"batch_groups": 4, "group_size": 8}, {}, 4 * 8 * 128),
+        ({"batch_groups": 4, "group_size": 8, "updates": 2}, {}, 2 * 8 * 128),
+        ({"batch_groups": 4, "group_size": 8}, {"elastic": 1.5}, 6 * 8 * 128),
+        ({"batch_groups": 64, "group_size": 8}, {}, 8192),
+        ({"batch_groups": 4, "group_size": 8, "pack_tokens": 1000}, {}, 1000),
+    ],
+)
+def test_a_pass_has_no_more_tokens_than_an_update(
+    training: dict[str, int], rollout: dict[str, float], tokens: int
+) -> None:
+    task = {"name": "a", "env": "a:B", "max_context": 128}
+    given: dict[str, Any] = {"model": {"tiny": {}}, "tasks": [task], "training": training, "rollout": rollout}
+    assert setup_of(RunFile.model_validate(given)).tokens == tokens
+    agents = given | {"tasks": [{"name": "a", "agent": "a:b", "max_context": 128}]}
+    assert setup_of(RunFile.model_validate(agents)).tokens == training.get("pack_tokens", 8192), "several sequences"
