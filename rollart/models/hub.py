@@ -12,6 +12,7 @@ from rollart.core.errors import ConfigError
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 DESCRIPTION = ["*.json", "*.jinja", "*.model", "*.txt"]  # everything that `rollart check` reads, and the tokenizer
 WEIGHTS = ["*.safetensors"]
+WITHOUT_HUB = {"smollm2-135m": "`rollart models smollm2 models/smollm2-135m`"}  # by name, the command that makes it
 TABLES = (".parquet", ".jsonl", ".json", ".csv")
 
 
@@ -72,6 +73,5 @@ def _snapshot(id: str, revision: str | None, *, kind: str, patterns: list[str]) 
 
 def _missing(id: str, revision: str | None, reason: str) -> str:
     what = f"cannot get {id}{f' at revision {revision}' if revision else ''} from the Hugging Face hub: {reason}"
-    if "smollm2-135m" in id.lower():
-        what += "; `rollart models smollm2 models/smollm2-135m` makes a folder of it without the hub"
-    return what
+    without_hub = WITHOUT_HUB.get(id.rpartition("/")[2].lower().removesuffix("-instruct"))
+    return f"{what}; {without_hub} makes a folder of it without the hub" if without_hub else what
