@@ -28,7 +28,6 @@ from rollart.warmup.conversations import conversations_problem
 from rollart.warmup.pairs import pairs_problem
 
 T = TypeVar("T")
-USUAL_LR = ((1e9, 2e-5), (2e10, 3e-6), (float("inf"), 1e-6))  # of RL, by parameters
 SANDBOXED = ("rollart.envs.terminal", "rollart.rewards.execution")  # modules whose code runs in a sandbox
 
 
@@ -53,6 +52,9 @@ def load_run(
     problems = list(_missing(run, tree, need_model, only_task, here=here))
     if problems:
         raise ConfigError("\n".join(problems))
+    if need_model and run.model.path and "lr" not in (tree.value.get("training") or {}):
+        lr = run.training.usual_lr(model_shape(run).parameters)
+        run = run.model_copy(update={"training": run.training.model_copy(update={"lr": lr})})
     return run
 
 
@@ -149,7 +151,7 @@ def advice(run: RunFile) -> Iterator[str]:
     if run.model.tiny or not run.model.path:
         return
     parameters = model_shape(run).parameters
-    usual = next(lr for size, lr in USUAL_LR if parameters <= size) * (10 if run.training.lora else 1)
+    usual = run.training.usual_lr(parameters)
     if run.training.lr > 10 * usual:
         what = (
             f"adapters of a model of {parameters:.2g}"

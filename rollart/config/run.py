@@ -20,6 +20,7 @@ from rollart.config.hardware import (
 from rollart.config.rollout import EnvironmentsConfig, RewardsConfig, RolloutConfig, SampleConfig
 from rollart.config.task import INVOKERS, TaskConfig
 from rollart.config.training import (
+    UNKNOWN_SIZE,
     CheckpointConfig,
     EvaluationConfig,
     LedgerConfig,
@@ -104,9 +105,9 @@ class RunFile(Section):
 
     @model_validator(mode="after")
     def _learning_rate_by_model(self) -> "RunFile":
-        """The default of a tiny model would ruin a pretrained one."""
+        """The default of a tiny model would ruin a pretrained one. `app.preflight` knows the size of that."""
         if self.model.tiny is None and "lr" not in self.training.model_fields_set:
-            lr = 1e-4 if self.training.lora is not None else 1e-5
+            lr = self.training.usual_lr(UNKNOWN_SIZE)
             object.__setattr__(self, "training", self.training.model_copy(update={"lr": lr}))  # it is frozen
         return self
 

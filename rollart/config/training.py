@@ -1,5 +1,6 @@
 """`model`, `training`, `evaluation` and `checkpoint`: the policy and how it is trained."""
 
+import math
 import re
 from importlib.resources import files
 from pathlib import Path
@@ -13,6 +14,10 @@ from rollart.config.base import Conflict, Natural, Positive, Seconds, Section, T
 from rollart.config.yaml_tree import did_you_mean
 from rollart.hardware.layout import Layout
 
+# Learning rates at which RL usually works, by the number of parameters of a pretrained model; its adapters take more.
+USUAL_LR = ((3e8, 2e-5), (1e9, 1e-5), (2e10, 3e-6), (math.inf, 1e-6))
+UNKNOWN_SIZE = 1e9
+ADAPTER_LR = 10
 MODELS: dict[str, dict[str, int]] = yaml.safe_load((files("rollart.config") / "models.yaml").read_text())
 
 
@@ -183,8 +188,9 @@ class TrainingConfig(Section):
     lr: float = Field(
         1e-3,
         gt=0,
-        description="peak learning rate; default: 1e-3 for a tiny model, 1e-5 for a pretrained one, 1e-4 for its "
-        "adapters; updates of Muon are scaled to the size of AdamW's",
+        description="peak learning rate; default: 1e-3 for a tiny model; for a pretrained one by its parameters, 2e-5 "
+        "up to 0.3 billion, 1e-5 up to 1, 3e-6 up to 20, then 1e-6, and ten times that for its adapters; updates of "
+        "Muon are scaled to the size of AdamW's",
     )
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="how the learning rate falls from `lr` at the first step to `lr_end` at the last"
@@ -259,6 +265,10 @@ class TrainingConfig(Section):
             message = f"transport must be http, nixl or mooncake://host:port, not {self.transport!r}"
             raise Conflict(message, "transport")
         return self
+
+    def usual_lr(self, parameters: float) -> float:
+        """Of a pretrained model of that size."""
+        return next(lr for size, lr in USUAL_LR if parameters <= size) * (ADAPTER_LR if self.lora is not None else 1)
 
 
 class PreferenceConfig(Section):

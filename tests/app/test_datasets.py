@@ -106,12 +106,36 @@ def test_the_default_learning_rate_is_that_of_the_kind_of_model(
     assert load(tmp_path / "run.yaml").training.lr == lr
 
 
-def test_a_learning_rate_that_would_ruin_a_pretrained_model_is_mentioned(tmp_path: Path) -> None:
+def pretrained(folder: Path, **changes: int) -> Path:
+    """The description of a model of 8 billion parameters."""
     config = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
-    config |= {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    (tmp_path / "run.yaml").write_text(f"model: {tmp_path / 'model'}\ntasks: [{{name: a, env: 'a:B'}}]\n")
+    config |= {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256} | changes
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "training", "lr"),
+    [
+        ({}, "{}", 3e-6),
+        ({}, "{lora: {}}", 3e-5),
+        ({}, "{lr: 1.0e-7}", 1e-7),
+        ({"hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 1536, "vocab_size": 49152}, "{}", 2e-5),
+    ],
+)
+def test_the_default_learning_rate_of_a_pretrained_model_is_that_of_its_size(
+    tmp_path: Path, changes: dict[str, int], training: str, lr: float
+) -> None:
+    model, task = pretrained(tmp_path / "model", **changes), "{name: a, env: 'rollart.envs.addition:Addition'}"
+    (tmp_path / "run.yaml").write_text(f"model: {model}\ntraining: {training}\ntasks: [{task}]\n")
+    run = preflight.load_run(tmp_path / "run.yaml", weights=False)
+    assert run.training.lr == pytest.approx(lr)
+    assert list(preflight.advice(run)) == []
+
+
+def test_a_learning_rate_that_would_ruin_a_pretrained_model_is_mentioned(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"model: {pretrained(tmp_path / 'model')}\ntasks: [{{name: a, env: 'a:B'}}]\n")
     assert list(preflight.advice(load(tmp_path / "run.yaml"))) == []
     (line,) = preflight.advice(load(tmp_path / "run.yaml", ["training.lr=1e-3"]))
     assert "training.lr is 0.001; a pretrained model of 8e+09 parameters usually learns at about 3e-06" in line
