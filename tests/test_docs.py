@@ -50,14 +50,14 @@ def test_every_key_of_the_run_file_has_a_meaning() -> None:
     missing = []
     for section in sections:
         for name, field in section.model_fields.items():
-            inner = [found for found in _sections(field.annotation) if found not in sections]
+            inner = [found for found in sections_of(field.annotation) if found not in sections]
             sections += inner
-            if not field.description and not _sections(field.annotation):
+            if not field.description and not sections_of(field.annotation):
                 missing.append(f"{section.__name__}.{name}")
     assert missing == []
 
 
-def _sections(annotation: object) -> list[type[BaseModel]]:
+def sections_of(annotation: object) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [found for part in get_args(annotation) for found in _sections(part)]
+    return [found for part in get_args(annotation) for found in sections_of(part)]

@@ -15,6 +15,7 @@ AFFINITIES = ("auto", "prefill", "decode")
 DEFAULT_ENGINE = "torch"
 VLLM_PYTHON = "ROLLART_VLLM_PYTHON"  # of the environment
 MODEL_ROLES = ("teacher", "judge")  # whose pools have a model of their own
+ENGINE_ROLES = ("generate", "judge")
 DEFAULT_POOLS = {"train": "trainer", "generate": "engine", "environment": "environments"}
 
 
@@ -88,7 +89,7 @@ class PoolConfig(Section):
     role: Literal["train", "generate", "environment", "teacher", "judge"] = Field(description="what its workers do")
     device: str | list[str] = Field("auto", description="a device class, several in order of preference, or auto")
     count: Positive = Field(1, description="train: ranks; generate: engines; environment: environment hosts")
-    engine: str = Field(DEFAULT_ENGINE, description="generate: torch, the embedded engine, or vllm, vLLM servers")
+    engine: str = Field(DEFAULT_ENGINE, description="generate, judge: torch, the embedded engine, or vllm, its servers")
     tensor_parallel: Positive = Field(1, description="vllm: devices of one node per engine")
     model: str | None = Field(
         None, description="teacher, judge: a model folder; with `urls`, the name of the model that is served there"
@@ -122,8 +123,8 @@ class PoolConfig(Section):
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> "PoolConfig":
-        if self.engine != DEFAULT_ENGINE and self.role != "generate":
-            raise Conflict(f"`engine` is for pools of role generate, not {self.role}", "engine")
+        if self.engine != DEFAULT_ENGINE and self.role not in ENGINE_ROLES:
+            raise Conflict(f"`engine` is for pools of role generate or judge, not {self.role}", "engine")
         if self.urls and self.role == "train":
             raise Conflict("`urls` is for pools of role generate or environment, not train", "urls")
         if self.model is not None and self.role not in MODEL_ROLES:

@@ -216,6 +216,10 @@ class RunFile(Section):
         if task.opponent is not None and (task.agent is not None or task.dataset is not None):
             message = f"task {task.name!r} has no environment, so nothing plays against its `opponent`"
             raise Conflict(message, "tasks", index, "opponent")
+        away = [name for name, pool in self.pools_of("environment").items() if pool.urls]
+        if away and task.opponent is not None and not self.pools[task.opponent].urls:
+            message = f"the environments of pool {away[0]!r} are run by someone else and cannot reach the opponent"
+            raise Conflict(f"{message}: give pool {task.opponent!r} `urls`", "tasks", index, "opponent")
 
     def _check_pool_of(self, role: str, name: str, *place: str | int) -> None:
         known = [each for each, pool in self.pools.items() if pool.role == role]

@@ -83,6 +83,9 @@ class RemoteHost:
             return f"the host at {self._url} closed the connection; is {KEY} its key? ({error})"
         return f"the host at {self._url} cannot be reached: {error or 'no answer'}"
 
+    async def own_address(self) -> str:
+        raise ServiceError(f"nothing says how the host at {self._url} could reach this machine")
+
     async def launch_together(self, commands: Sequence[Command], request: ResourceRequest) -> Sequence[ServiceHandle]:
         raise ServiceError(f"the host at {self._url} serves environments only")
 

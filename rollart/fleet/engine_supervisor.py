@@ -303,7 +303,7 @@ def engine_command(
     pool = run.all_pools()[binding.pool]
     backend, (device, slowdown) = backend_of(pool), acts_as(run, binding)
     full = {**spec, "config": run.engine.model_dump(mode="json"), "classes": binding.choices, **backend.spec(run, pool)}
-    if run.training.replay_experts:
+    if run.training.replay_experts and pool.role == "generate":
         full["record_experts"] = True
     if slowdown != 1.0:
         full["emulate"] = {"device": asdict(devices[device]), "slowdown": slowdown}

@@ -1,33 +1,31 @@
 """Judges and opponents of a run: models of pools of role judge, behind an OpenAI-compatible API of the controller.
 
-The API is there from the start, so that reward functions and environments have a URL that stays; the engines behind it
-are started by the first request, and end when there was none for `idle` seconds. Invariants: an engine ends only when
-it has no request; requests wait while one starts, and fail together if it cannot; a lost engine is started again by the
-next request. What fails is a failed reward or environment of those that asked, never an end of the run.
+The API is there from the start, so that reward functions and environments have a URL that stays; on a cluster it
+listens where the nodes reach the controller. The engines behind it are those of any pool; they are started by the first
+request, and end when there was none for `idle` seconds. Invariants: an engine ends only when it has no request;
+requests wait while one starts, and fail together if it cannot; a lost engine is started again by the next request. What
+fails is a failed reward or environment of those that asked, never an end of the run.
 """
 
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rollart.config import RunFile, TaskConfig
-from rollart.config.hardware import DEFAULT_ENGINE
 from rollart.core.errors import ConfigError, EngineFailed, ServiceError
 from rollart.core.events import EventSink, ServiceEnded
 from rollart.core.protocols import TokenStream
 from rollart.core.types import Completion, GenerationRequest
-from rollart.engines.backends import BACKENDS
 from rollart.engines.client import EngineClient
+from rollart.fleet.engine_supervisor import engine_command
 from rollart.gateway.limits import GatewayLimits
 from rollart.gateway.model_server import model_front
 from rollart.launch import rpc
-from rollart.launch.launcher import Launcher, ServiceHandle, service_command, service_started
-from rollart.launch.service import LOOPBACK
-from rollart.models.folder import is_reward_model, read_seconds
+from rollart.launch.launcher import Launcher, ServiceHandle, service_started
+from rollart.models.folder import is_reward_model
 from rollart.placement.bindings import Binding
 
 OPPONENT = "rollart.envs.adapters.opponents:Served"
@@ -61,18 +59,10 @@ class _JudgeEngine:
 
     async def _launch(self) -> None:
         clock = asyncio.get_running_loop().time
-        config, began, name = self._run.engine, clock(), self._binding.worker
+        began, name = clock(), self._binding.worker
         spec: dict[str, Any] = {"model": str(self._folder.absolute()), "weights": str(self._logs / f".{name}-weights")}
-        spec |= {"seed": self._run.seed, "version": 0, "config": config.model_dump(mode="json")}
-        command = service_command(
-            BACKENDS[DEFAULT_ENGINE].module,
-            spec | {"classes": self._binding.choices},
-            name=name,
-            logs=self._logs,
-            threads=config.threads,
-        )
-        deadline = config.start_deadline + read_seconds(self._folder)
-        command = replace(command, start_deadline=deadline, start_key="engine.start_deadline")
+        spec |= {"seed": self._run.seed, "version": 0}
+        command = engine_command(self._run, self._binding, spec, self._run.device_classes(), self._logs)
         try:
             self._handle = await self._launcher.launch(command, self._binding.request())
             connection = rpc.connected(str(self._handle.answer["url"]), key=self._launcher.key)
@@ -80,7 +70,7 @@ class _JudgeEngine:
         except ServiceError as error:
             await self.stop("it did not start")
             raise EngineFailed(f"the judge {name} cannot be started: {error}") from error
-        self._client = EngineClient(own, deadline=config.deadline)
+        self._client = EngineClient(own, deadline=self._run.engine.deadline)
         self._watch = asyncio.create_task(self._watched(self._handle))
         self._sink.emit(service_started("judge", name, self._handle, clock() - began))
         self._sink.emit(self._binding.placed(self._handle))
@@ -163,11 +153,8 @@ class Judges:
         self, run: RunFile, bindings: Sequence[Binding], *, launcher: Launcher, logs: Path, sink: EventSink
     ) -> None:
         self._run, self._stack = run, AsyncExitStack()
+        self._launcher = launcher
         self._opponents = {task.opponent for task in run.tasks}
-        if self._opponents - {None} and not launcher.here:
-            raise ConfigError(
-                "opponents from pools need environments on the machine of the controller, not on a cluster"
-            )
         self.addresses: dict[str, tuple[str, str]] = {}
         self._engines: dict[str, list[_JudgeEngine]] = {}
         for binding in bindings:
@@ -181,6 +168,7 @@ class Judges:
 
     async def start(self) -> None:
         """Raises ServiceError or EngineFailed."""
+        host = await self._launcher.own_address() if self._engines else ""
         for name, engines in self._engines.items():
             config = self._run.pools[name]
             pool = _JudgePool(engines, None if name in self._opponents else config.idle)
@@ -190,7 +178,7 @@ class Judges:
                 pool.generate,
                 name=name,
                 key=secrets.token_urlsafe(24),
-                host=LOOPBACK,
+                host=host,
                 port=0,
                 limits=GatewayLimits(),
             )

@@ -120,6 +120,10 @@ class Launcher(Protocol):
 
     async def nodes(self) -> Sequence[Node]: ...
 
+    async def own_address(self) -> str:
+        """Where all that it starts can reach this process. Raises ServiceError."""
+        ...
+
     async def launch(self, command: Command, request: ResourceRequest) -> ServiceHandle:
         """Raises ServiceError, or at once Unsatisfiable if no node could ever satisfy the request."""
         ...

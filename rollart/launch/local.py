@@ -38,6 +38,9 @@ class LocalLauncher:
     async def nodes(self) -> Sequence[Node]:
         return [self._node()]
 
+    async def own_address(self) -> str:
+        return LOOPBACK
+
     def _node(self) -> Node:
         cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
         free = dict.fromkeys(self._devices, 0.0)

@@ -86,6 +86,15 @@ class RayLauncher:
         """Raises ServiceError."""
         return described(await self._nodes())
 
+    async def own_address(self) -> str:
+        await self._nodes()  # joins
+        if self._address.startswith("ray://"):
+            raise ServiceError(
+                f"the nodes of the cluster at {self._address} cannot connect to this machine: start the run on a node "
+                "of the cluster (`rollart launch ray`), or name `urls` of a server that they can reach"
+            )
+        return str(ray.util.get_node_ip_address())
+
     async def _nodes(self) -> list[RayNode]:
         async with self._joining:
             if not self._joined:

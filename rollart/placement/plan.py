@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rollart.config import ParallelConfig, PoolConfig, RunFile
-from rollart.config.hardware import MODEL_ROLES
+from rollart.config.hardware import ENGINE_ROLES, MODEL_ROLES
 from rollart.core.errors import RollartError
 from rollart.hardware.balance import balanced
 from rollart.hardware.devices import DeviceClass
@@ -81,14 +81,14 @@ def plan(run: RunFile, inventory: Inventory, measured: Mapping[str, WorkloadShap
             choice = auto.get(name) or _named(
                 run=run, name=name, pool=pool, classes=classes, model=model, warnings=warnings
             )
-            threads = {"train": run.training.threads, "generate": run.engine.threads}.get(pool.role, 1)
+            threads = {"train": run.training.threads} | dict.fromkeys(ENGINE_ROLES, run.engine.threads)
             requests.append(
                 PlacementRequest(
                     pool=name,
                     role=pool.role,
                     workers=pool.count,
                     choices=choice.devices,
-                    threads=threads,
+                    threads=threads.get(pool.role, 1),
                     why=choice.why,
                     devices=pool.tensor_parallel,
                 )

@@ -8,8 +8,8 @@ import pytest
 
 import rollart
 from rollart.config import RunFile, TinyModelConfig
-from rollart.core.errors import ConfigError
-from rollart.core.events import ServiceEnded, ServiceStarted, StepDone
+from rollart.core.errors import ConfigError, ServiceError
+from rollart.core.events import Placed, ServiceEnded, ServiceStarted, StepDone
 from rollart.core.llm_client import NoReply, ask
 from rollart.core.types import Episode
 from rollart.fleet.fleet import placement_plan
@@ -34,6 +34,23 @@ def asked_lengths(episodes: list[Episode], url: str, model: str, extra: float) -
 asked_lengths.batch = True  # type: ignore[attr-defined]
 
 
+class Duel:
+    """Its opponent always replies; what it says is noise."""
+
+    def __init__(self, opponent: str, opponent_args: dict[str, str]) -> None:
+        self.opponent = opponent_args
+
+    def reset(self, seed: int) -> str:
+        return f"{seed}?"
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        said = [{"role": "user", "content": action or "nothing"}]
+        ask(self.opponent["url"], self.opponent["model"], said, options={"max_tokens": 3}, whole=False)
+        return "", float(len(action)), True
+
+    def close(self) -> None: ...
+
+
 def run_file(**more: Any) -> RunFile:
     plain: dict[str, Any] = {
         "model": {"tiny": MODEL},
@@ -51,6 +68,17 @@ def run_file(**more: Any) -> RunFile:
         ({"tasks": [{**TASK, "opponent": "x"}], "pools": {}}, "no pool 'x' of role judge; it has none"),
         ({"pools": {"grader": {"role": "judge"}}}, "a judge needs `model`"),
         ({"pools": {"g": {"role": "teacher", "model": "m", "idle": 3.0}}}, "`idle` is for pools of role judge"),
+        ({"pools": {"g": {"role": "teacher", "model": "m", "engine": "vllm"}}}, "`engine` is for pools of role gener"),
+        (
+            {
+                "tasks": [{**TASK, "opponent": "grader"}],
+                "pools": {
+                    "grader": {"role": "judge", "model": "folder"},
+                    "far": {"role": "environment", "device": "cpu", "urls": ["tcp://far:1"]},
+                },
+            },
+            "pool 'far' are run by someone else and cannot reach the opponent: give pool 'grader' `urls`",
+        ),
         (
             {"tasks": [{**TASK, "reward": {"function": "judge", "pool": "grader", "args": {"url": "http://a/v1"}}}]},
             "the pool gives the function `url`",
@@ -140,3 +168,39 @@ def test_a_run_starts_the_judge_of_its_groups(tmp_path: Path) -> None:
     assert all(each.reward is not None and each.reward >= 1.0 for each in trained.trajectories() if each.reward)
     assert {each.outcome for each in trained.trajectories(held_out=True)} <= {"finished", "truncated"}
     assert "/k/" not in (tmp_path / "run" / "run.yaml").read_text(), "keys stay in memory"
+
+
+@pytest.mark.slow
+def test_environments_on_a_cluster_play_against_an_opponent_of_the_run(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    model = tiny.make(TinyModelConfig(**MODEL), tmp_path / "model", seed=5)
+    node = {"object_store_memory": 80_000_000, "include_dashboard": False, "num_cpus": 8}
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    try:
+        run = run_file(
+            cluster=cluster.address,
+            tasks=[{**TASK, "env": "test_judges:Duel", "opponent": "rival"}],
+            pools={"rival": {"role": "judge", "model": str(model), "device": "cpu"}},
+            training={"steps": 1, "batch_groups": 2, "group_size": 2},
+        )
+        trained = rollart.train(run, folder=tmp_path / "run")
+    finally:
+        cluster.shutdown()
+    assert [step.version for step in trained.events(StepDone)] == [1]
+    assert [event.node for event in trained.events(Placed) if event.role == "judge"] != []
+    played = [*trained.trajectories(), *trained.trajectories(held_out=True)]
+    assert {each.outcome for each in played} <= {"finished", "truncated"} and len(played) >= 8
+
+
+def test_a_controller_outside_of_the_cluster_says_that_nodes_cannot_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    from rollart.launch.ray import RayLauncher
+
+    async def joined(self: RayLauncher) -> list[Any]:
+        return []
+
+    monkeypatch.setattr(RayLauncher, "_nodes", joined)
+    with pytest.raises(ServiceError, match="start the run on a node of the cluster"):
+        asyncio.run(RayLauncher("ray://head:10001").own_address())

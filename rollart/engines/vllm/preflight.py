@@ -19,7 +19,7 @@ def service_spec(run: RunFile, pool: PoolConfig) -> dict[str, Any]:
     settings = run.vllm.model_dump(mode="json")
     if not run.vllm.container:
         settings["python"] = str(run.vllm.interpreter())
-    transfer = run.routing.disaggregate != "never"
+    transfer = run.routing.disaggregate != "never" and pool.role == "generate"
     return {"vllm": settings, "tensor_parallel": pool.tensor_parallel, "kv_transfer": transfer}
 
 
@@ -28,9 +28,10 @@ def problems(run: RunFile, pools: Mapping[str, PoolConfig]) -> Iterator[tuple[tu
     for name, pool in pools.items():
         if wrong := _unfit(run, pool):
             yield ("pools", name, "engine"), f"pools.{name}: {wrong}"
-    if pools and run.training.lora and run.training.lora.rank > LORA_RANK_MAX:
+    policy = any(pool.role == "generate" for pool in pools.values())
+    if policy and run.training.lora and run.training.lora.rank > LORA_RANK_MAX:
         yield ("training", "lora"), f"training.lora.rank is at most {LORA_RANK_MAX} with vLLM engines"
-    if pools and run.training.replay_experts and run.routing.disaggregate != "never":
+    if policy and run.training.replay_experts and run.routing.disaggregate != "never":
         yield (
             ("training", "replay_experts"),
             "vLLM does not return the experts that it used if its engines transfer KV; set training.replay_experts to "
@@ -51,7 +52,7 @@ def missing_vllm(python: Path) -> str | None:
 
 
 def _unfit(run: RunFile, pool: PoolConfig) -> str | None:
-    config = _config(run)
+    config = _config(run, pool)
     heads = int(config.get("num_attention_heads") or 1)
     size = int(config.get("head_dim") or config.get("hidden_size", 0) // heads)
     if pool.devices == ("cpu",) and size and size not in CPU_HEADS:
@@ -61,10 +62,17 @@ def _unfit(run: RunFile, pool: PoolConfig) -> str | None:
     return None
 
 
-def _config(run: RunFile) -> dict[str, Any]:
+def _config(run: RunFile, pool: PoolConfig) -> dict[str, Any]:
+    """Of the model that the engines of the pool have."""
+    if pool.model is not None:
+        return _in_folder(Path(pool.model))
     if run.model.tiny:
         return tiny.sizes(run.model.tiny)
     if not run.model.has_weights:
         return dict(run.model.config or MODELS[str(run.model.name)])
-    file = (run.model.path or Path()) / "config.json"
+    return _in_folder(run.model.path or Path())
+
+
+def _in_folder(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
     return dict(json.loads(file.read_text())) if file.is_file() else {}
