@@ -1,11 +1,21 @@
-"""The folder of a run: `<output>/<name>-<n>`."""
+"""The folder of a run: `<output>/<name>-<n>`, and the lock that its controller holds for as long as it lives.
 
+The kernel frees the lock with the process, however that ends: a log without `RunEnded` in a folder whose lock is free
+is that of a run that was killed.
+"""
+
+import contextlib
+import fcntl
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from rollart.core import event_log
 from rollart.core.errors import RollartError
+
+_LOCK = ".lock"
+_LOCK_S, _LOCK_POLL_S = 1.0, 0.02
 
 
 def create(output: Path, name: str) -> Path:
@@ -43,3 +53,31 @@ def events_of(folder: Path) -> Path:
     if not event_log.exists(path):
         raise RollartError(f"{folder} is not a run folder: it has no event log")
     return path
+
+
+@contextlib.contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """One process at a time works in a folder. Raises RollartError if another one does."""
+    deadline = time.monotonic() + _LOCK_S
+    with open(folder / _LOCK, "w") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:  # longer than `has_controller` holds it
+                    raise RollartError(f"another process is already training in {folder}") from None
+            time.sleep(_LOCK_POLL_S)
+        yield
+
+
+def has_controller(folder: Path) -> bool | None:
+    """Whether a process works in it. None: unknown, because whatever wrote the folder takes no lock."""
+    try:
+        with open(folder / _LOCK, "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is none, or it cannot be read
+        return None
+    return False

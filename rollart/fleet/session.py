@@ -7,7 +7,6 @@ it, and with a summary.
 
 import asyncio
 import contextlib
-import fcntl
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rollart.config import RunFile, loading
-from rollart.core import gc_tuning
+from rollart.core import gc_tuning, run_folder
 from rollart.core.errors import RollartError
 from rollart.core.event_log import EventLog, read_events
 from rollart.core.events import RunEnded, RunStarted, StepDone
@@ -58,7 +57,7 @@ async def run_stage(
     if resume:
         _check_same_run(run, directory)
     directory.mkdir(parents=True, exist_ok=True)
-    with _exclusive(directory), contextlib.closing(open_ledger(run, directory)) as ledger:
+    with run_folder.exclusive(directory), contextlib.closing(open_ledger(run, directory)) as ledger:
         recovery = ledger.recover()
         if recovery.version > steps:
             raise RollartError(
@@ -114,16 +113,6 @@ def _check_same_run(run: RunFile, directory: Path) -> None:
         raise RollartError(
             f"`model` differs from that of the run in {directory}; resume with the same model, or use another directory"
         )
-
-
-@contextlib.contextmanager
-def _exclusive(directory: Path) -> Iterator[None]:
-    with open(directory / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RollartError(f"another process is already training in {directory}") from None
-        yield
 
 
 @contextlib.contextmanager

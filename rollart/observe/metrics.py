@@ -375,9 +375,11 @@ class Metrics:
         )
 
 
-def measure(log: Iterable[ev.AnyEvent]) -> Snapshot:
-    """The whole log at once."""
+def measure(log: Iterable[ev.AnyEvent], end: Callable[[Metrics], Iterable[ev.AnyEvent]] | None = None) -> Snapshot:
+    """The whole log at once; `end` gives the events that it lacks."""
     metrics = Metrics()
     for event in log:
+        metrics.fold(event)
+    for event in end(metrics) if end is not None else ():
         metrics.fold(event)
     return metrics.snapshot()

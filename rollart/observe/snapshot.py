@@ -246,6 +246,7 @@ class RunWords:
     training: str
     episodes: str = "held-out episodes"
     plays: bool = True
+    command: str = ""  # that continues it, if it is not called as the work is
 
 
 WORDS = {
@@ -254,7 +255,7 @@ WORDS = {
     "dpo": RunWords("DPO"),
     "reward-model": RunWords("training", "held-out pairs", plays=False),
     "sample": RunWords("sampling", "sampled episodes"),
-    "imitation": RunWords("imitation", "evaluation episodes"),
+    "imitation": RunWords("imitation", "evaluation episodes", command="robots train"),
 }
 
 

@@ -1,6 +1,7 @@
 """`summary.json`: the main numbers of a run, for people and scripts; `snapshot.json`: all of them, so that the views of
 a run that ended need not read its log again."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -8,15 +9,19 @@ from typing import Any
 import msgspec
 
 from rollart.core.event_log import log_bytes, read_events
-from rollart.core.run_folder import events_of
-from rollart.observe.metrics import measure
-from rollart.observe.snapshot import Snapshot, failure_ratio
+from rollart.core.events import AnyEvent, RunEnded, Warned
+from rollart.core.run_folder import events_of, has_controller
+from rollart.observe.metrics import Metrics, measure
+from rollart.observe.snapshot import Snapshot, failure_ratio, words_of
 
 
-class _Stored(msgspec.Struct):
+class _StoredSize(msgspec.Struct):
     """Of a log of that many bytes."""
 
     log_bytes: int
+
+
+class _Stored(_StoredSize):
     snapshot: Snapshot
 
 
@@ -34,11 +39,37 @@ def write(directory: Path, shot: Snapshot) -> dict[str, Any]:
 def snapshot_of(directory: Path) -> Snapshot:
     """The run so far: as stored if it ended, else folded from its log. Raises RollartError if there is no run."""
     log = events_of(directory)
-    try:
+    with contextlib.suppress(OSError, msgspec.MsgspecError):  # it goes on, was killed, or is from another version
         stored = msgspec.json.decode((directory / "snapshot.json").read_bytes(), type=_Stored)
-    except (OSError, msgspec.MsgspecError):  # it goes on, was killed, or is from another version
-        return measure(read_events(log))
-    return stored.snapshot if stored.log_bytes == log_bytes(log) else measure(read_events(log))
+        if stored.log_bytes == log_bytes(log):
+            return stored.snapshot
+    gone = has_controller(directory) is False  # before the log is read: it may be about to end
+    return measure(read_events(log), (lambda metrics: unwritten_end(metrics, directory)) if gone else None)
+
+
+def quick_phase(directory: Path, stored: str | None) -> str | None:
+    """Without reading the log; `stored` is the phase in `summary.json`, which is old if the run went on after it."""
+    if has_controller(directory):
+        return "running"
+    try:
+        size = msgspec.json.decode((directory / "snapshot.json").read_bytes(), type=_StoredSize).log_bytes
+        ended = size == log_bytes(events_of(directory))
+    except (OSError, msgspec.MsgspecError):
+        ended = False
+    return stored if ended or has_controller(directory) is None else "interrupted"
+
+
+def unwritten_end(metrics: Metrics, directory: Path) -> list[AnyEvent]:
+    """The end of a run whose controller is gone, if its log has none: it was killed before it could write one."""
+    run = metrics.run
+    if run is None or metrics.ended:
+        return []
+    command = f"rollart {words_of(run.work).command or run.work} {directory}/run.yaml --resume --run-dir {directory}"
+    message = f"the controller was killed, or its machine went down; continue with: {command}"
+    return [
+        Warned(message=message, t=metrics.t),
+        RunEnded(version=metrics.version, reason="interrupted", t=metrics.t),
+    ]
 
 
 def summarise(shot: Snapshot) -> dict[str, Any]:

@@ -24,6 +24,7 @@ import msgspec
 
 from rollart.config import loading
 from rollart.config.robots import RobotRunFile
+from rollart.core import run_folder
 from rollart.core.errors import RollartError
 from rollart.core.event_log import EventLog
 from rollart.core.events import Checkpointed, Evaluated, RunEnded, RunStarted, WarmupStep, WorkStarted
@@ -52,8 +53,9 @@ async def train(run: RobotRunFile, folder: Path, *, resume: bool, on_log: OnLog)
     """Returns the final evaluation. Raises RollartError."""
     folder.mkdir(parents=True, exist_ok=True)
     done = _newest_checkpoint(folder) if resume else None
-    (folder / "run.yaml").write_text(loading.dump(run))
     async with AsyncExitStack() as stack:
+        stack.enter_context(run_folder.exclusive(folder))
+        (folder / "run.yaml").write_text(loading.dump(run))
         log = EventLog(folder / "events", time.monotonic)
         stack.callback(log.close)
         on_log(log)

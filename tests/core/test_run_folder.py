@@ -1,6 +1,9 @@
+import fcntl
+import threading
 from pathlib import Path
 
 import pytest
+from run_locks import lock_held
 
 from rollart.core import run_folder
 from rollart.core.errors import RollartError
@@ -22,3 +25,27 @@ def test_the_newest_is_the_highest_number_of_exactly_this_name(tmp_path: Path) -
         run_folder.newest(tmp_path, "b")
     with pytest.raises(RollartError, match="holds no run"):
         run_folder.newest(tmp_path / "nowhere", "a")
+
+
+def test_a_folder_has_a_controller_until_that_process_is_killed(tmp_path: Path) -> None:
+    assert run_folder.has_controller(tmp_path) is None
+    with lock_held(tmp_path) as process:
+        assert run_folder.has_controller(tmp_path) is True
+        with pytest.raises(RollartError, match="another process is already training"), run_folder.exclusive(tmp_path):
+            pytest.fail("two processes work in one folder")
+        process.kill()
+        process.wait(30)
+        assert run_folder.has_controller(tmp_path) is False
+    with run_folder.exclusive(tmp_path):
+        assert run_folder.has_controller(tmp_path) is True
+    assert run_folder.has_controller(tmp_path) is False
+
+
+def test_a_glance_at_the_lock_does_not_keep_a_controller_out(tmp_path: Path) -> None:
+    with open(tmp_path / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        timer = threading.Timer(0.1, fcntl.flock, (lock, fcntl.LOCK_UN))
+        timer.start()
+        with run_folder.exclusive(tmp_path):
+            timer.join()
+            assert run_folder.has_controller(tmp_path) is True

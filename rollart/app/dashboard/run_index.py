@@ -25,6 +25,7 @@ from rollart.core import events as ev
 from rollart.core import run_folder
 from rollart.core.event_log import EventReader
 from rollart.observe.metrics import Metrics
+from rollart.observe.summary import unwritten_end
 
 _POLL_S = 0.05
 _IDLE_S = 60.0
@@ -97,12 +98,23 @@ class RunIndex:
             self.error = f"the event log of {self.name} cannot be read: {error}"
 
     def _read_headlines(self) -> None:
+        gone = self._controller_gone()
         self.headlines = Metrics()
         self._read(EventReader(run_folder.events_of(self.folder), *_RARE), self._fold_headlines, _RARE_CHUNK)
+        if gone:
+            self._fold_headlines(unwritten_end(self.headlines, self.folder))
         self.headlines_read = True
 
     def _read_new(self) -> None:
+        gone, before = not self.metrics.ended and self._controller_gone(), self.number
         self._read(self._reader, self._fold, _CHUNK)
+        if gone and self.number == before:
+            with self.whole_events():
+                self._fold(unwritten_end(self.metrics, self.folder))
+
+    def _controller_gone(self) -> bool:
+        """Asked before the log is read: the end that a controller writes is there before it is gone."""
+        return run_folder.has_controller(self.folder) is False
 
     def _read(self, reader: EventReader, fold: Callable[[list[ev.AnyEvent]], None], size: int) -> None:
         events = reader.read()

@@ -10,6 +10,7 @@ from typing import Any
 from rollart.app.dashboard.run_index import RunIndex
 from rollart.core import run_folder
 from rollart.core.errors import RollartError
+from rollart.observe.summary import quick_phase
 
 _DEPTH = 3
 _MAX_PLAN_BYTES = 8 << 20
@@ -67,7 +68,8 @@ class Runs:
             state = index.state()
             return line | {"phase": state["phase"], "step": state["step"], "steps": index.shown.run.steps}
         summary = _json(folder / "summary.json")
-        return line | {key: summary.get(key) for key in ("phase", "steps")} | {"step": summary.get("version")}
+        phase = quick_phase(folder, summary.get("phase"))
+        return line | {"phase": phase, "steps": summary.get("steps"), "step": summary.get("version")}
 
     def plans(self) -> list[dict[str, Any]]:
         """JSON files of `rollart simulate --sweep` and `rollart plan`, in the folder of the runs."""

@@ -12,6 +12,7 @@ import pytest
 from dashboard_runs import finished_run, hostile_run, imitation_log
 from hypothesis import given
 from hypothesis import strategies as st
+from run_locks import lock_held
 from sample_run import sample_run, write_log
 
 from rollart.app.dashboard import reader
@@ -24,6 +25,7 @@ from rollart.app.dashboard.time_index import TimeIndex
 from rollart.app.dashboard.trajectory_table import TrajectoryTable
 from rollart.app.dashboard.turn_table import TurnTable
 from rollart.app.dashboard.views import PUSHED, VIEWS, PushedView
+from rollart.app.run_reader import RunFolder
 from rollart.core import events as ev
 from rollart.core.errors import RollartError
 from rollart.core.types import Hop, Outcome
@@ -158,6 +160,32 @@ def test_events_that_are_added_are_read_and_nothing_is_read_twice(tmp_path: Path
     write_log(tmp_path / "run-1" / "events", LOG[half:])
     index._read_new()
     assert index.number == len(LOG)
+
+
+def test_a_run_whose_controller_was_killed_is_interrupted_in_every_view_until_it_is_resumed(tmp_path: Path) -> None:
+    folder = tmp_path / "run-1"
+    folder.mkdir()
+    runs = Runs(tmp_path)
+    write_log(folder / "events", LOG[:-1])  # its end is missing
+    with lock_held(folder):
+        index = read(folder)
+        index._read_new()
+        assert (index.state()["phase"], index.state()["ended"]) == ("training", False)
+        assert runs.listed()[0]["phase"] == "running"
+        assert RunFolder(folder).summary()["phase"] == "training"
+    assert RunFolder(folder).summary()["phase"] == runs.listed()[0]["phase"] == "interrupted"
+    shown = RunFolder(folder).snapshot()
+    command = f"rollart train {folder}/run.yaml --resume --run-dir {folder}"
+    assert shown.warnings[-1] == f"the controller was killed, or its machine went down; continue with: {command}"
+    index._read_new()
+    index._read_new()
+    assert (index.state()["phase"], index.state()["ended"]) == ("interrupted", True)
+    assert sum(notice["text"] == shown.warnings[-1] for notice in index.feed.notices) == 1
+    assert read(folder).headlines.phase == "interrupted"
+    write_log(folder / "events", [ev.RunStarted(name="a", preset="", alpha=1, seed=0, steps=9, tasks=[], resumed=True)])
+    with lock_held(folder):
+        index._read_new()
+        assert (index.state()["phase"], index.state()["ended"]) == ("starting", False)
 
 
 def test_a_run_is_found_in_a_folder_of_folders_and_nothing_outside_is(tmp_path: Path) -> None:
