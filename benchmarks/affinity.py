@@ -210,6 +210,7 @@ class Bench:
             retries=0,
             seed=0,
             runner=runner,
+            engines=router.engines,
             ledger=ledger,
             sink=self.log,
         )

@@ -79,6 +79,7 @@ async def play(
             retries=0,
             seed=0,
             runner=runner,
+            engines=fleet.router.engines,
             ledger=ledger,
             sink=log,
         )

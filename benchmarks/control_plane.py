@@ -66,6 +66,7 @@ async def rollout(trajectories: int, folder: Path) -> float:
         retries=3,
         seed=0,
         runner=runner,
+        engines=router.engines,
         ledger=ledger,
         sink=log,
     )

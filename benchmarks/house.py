@@ -21,7 +21,7 @@ FLOORS = (
     ("launch", "rollout"),
     ("workers", "models"),
     ("placement", "engines", "training", "gateway", "envs", "rewards", "simulator"),
-    ("agents", "warmup", "play", "robots"),
+    ("agents", "warmup", "play", "players", "robots"),
     ("fleet",),
     ("app",),
 )

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from rollart.core.types import Completion, EngineStatus, TokenPart
+from rollart.engines.client import push_handler
 from rollart.engines.contexts import KeptContexts, StreamRequest
 from rollart.launch import service
 from rollart.launch.rpc import Handler, Stream
@@ -58,7 +59,8 @@ class ScriptedEngines:
 async def engines(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
     made = ScriptedEngines(spec)
     contexts = KeptContexts(made.stream)
-    yield {"stream": contexts.stream, "extend": contexts.extend, "status": made.status, "abort": made.abort}
+    own = {"status": made.status, "statuses": push_handler(made.status), "abort": made.abort}
+    yield {"stream": contexts.stream, "extend": contexts.extend, **own}
 
 
 class ScriptedEnvironments:

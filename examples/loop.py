@@ -102,6 +102,7 @@ async def train(folder: Path, steps: int = STEPS) -> list[float]:
         group_size=GROUP_SIZE,
         steps=steps,
         runner=runner,
+        engines=router.engines,
         ledger=SqliteLedger.open(folder / "ledger.sqlite"),  # what a killed run would resume from
     )
     # At first one action in a hundred is right: the entropy bonus keeps the policy trying the others.

@@ -33,6 +33,12 @@ class RolloutConfig(Section):
     )
     retries: Natural = Field(3, description="replacements for failed members of a group, before it is dropped")
     trajectory_deadline: Seconds = Field(300.0, description="seconds for one trajectory")
+    players: Literal["auto"] | Natural = Field(
+        "auto",
+        description="processes beside the controller that play trajectories: they tokenize, and talk to environments "
+        "and engines; 0: the controller does it; auto: one for 256 environments, at most half of the cores, 0 if that "
+        "is fewer than two. Agents, and tasks with a teacher, are always played by the controller",
+    )
 
     @model_validator(mode="after")
     def _preset_has_the_keys(self) -> "RolloutConfig":
@@ -45,6 +51,10 @@ class RolloutConfig(Section):
             self.schedule()
         except ValueError as error:
             raise Conflict(str(error), "elastic") from None
+        if self.schedule().lockstep and self.players not in ("auto", 0):
+            raise Conflict(
+                f"preset {self.preset!r} plays turn by turn, which one process must do: set it to 0", "players"
+            )
         return self
 
     def schedule(self) -> Schedule:

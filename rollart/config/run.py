@@ -143,6 +143,8 @@ class RunFile(Section):
         self._check_affinities()
         self._check_disaggregation()
         self._check_batch()
+        if self.ledger.control and self.rollout.players not in ("auto", 0):
+            raise Conflict("ledger.control records one process: set players to 0", "rollout", "players")
         for index, task in enumerate(self.tasks):
             self._check_task(index, task)
         return self

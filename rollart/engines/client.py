@@ -1,6 +1,7 @@
 """Client of an engine in another process, over one connection."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import msgspec
@@ -10,11 +11,33 @@ from rollart.core.errors import EngineFailed, EngineLost, ServiceError
 from rollart.core.types import Completion, EngineStatus, GenerationRequest, LoadResult, Publication, TokenPart
 from rollart.engines.contexts import Extended, SentContexts
 from rollart.launch import rpc
+from rollart.launch.rpc import Handler, Stream
 
 T = TypeVar("T")
 SHORT_S = 30.0
 _part = msgspec.msgpack.Decoder(TokenPart)
+_status = msgspec.msgpack.Decoder(EngineStatus)
+FOREVER_S = 10 * 365 * 86_400.0  # the end of the connection ends such a call
 LOAD_S = 3600.0  # a missing bucket ends a load much sooner
+
+
+class StatusPush(msgspec.Struct, frozen=True, array_like=True):
+    """A status after `first` seconds, and then one every `every` seconds."""
+
+    first: float
+    every: float
+
+
+def push_handler(status: Callable[[], Awaitable[EngineStatus]]) -> Handler:
+    """The engine's side of `EngineClient.push_status`."""
+
+    async def statuses(push: StatusPush, stream: Stream) -> None:
+        await asyncio.sleep(push.first)
+        while True:
+            stream(await status())
+            await asyncio.sleep(push.every)
+
+    return statuses
 
 
 class EngineClient:
@@ -29,6 +52,11 @@ class EngineClient:
     def url(self) -> str:
         """Where other engines reach it, too."""
         return self._client.url
+
+    @property
+    def key(self) -> str | None:
+        """What callers must show."""
+        return self._client.key
 
     async def generate(self, request: GenerationRequest) -> Completion:
         return await self._call("generate", request, Completion, self._deadline)
@@ -64,6 +92,11 @@ class EngineClient:
 
     async def status(self) -> EngineStatus:
         return await self._call("status", None, EngineStatus, SHORT_S)
+
+    async def push_status(self, push: StatusPush, on_status: Callable[[EngineStatus], None]) -> None:
+        """The engine sends its status by itself. Never returns; raises EngineFailed."""
+        on_item = lambda item: on_status(_status.decode(item))  # noqa: E731
+        await self._call("statuses", push, type(None), FOREVER_S, on_item)
 
     async def close(self) -> None:
         await self._client.close()

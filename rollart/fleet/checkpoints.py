@@ -16,9 +16,9 @@ import msgspec
 
 from rollart.core.errors import RollartError
 from rollart.core.events import Evaluated, EventSink
-from rollart.rollout.evaluation import Evaluator
+from rollart.rollout.evaluation import EpisodeRunner, Evaluator
 from rollart.rollout.ledger import Ledger
-from rollart.rollout.trajectory import RolloutTask, TrajectoryRunner
+from rollart.rollout.trajectory import RolloutTask
 from rollart.training.client import is_checkpoint
 
 BEST = "best.json"
@@ -122,7 +122,7 @@ class CheckpointEvaluator(Evaluator):
     def __init__(
         self,
         tasks: Sequence[RolloutTask],
-        runner: TrajectoryRunner,
+        runner: EpisodeRunner,
         ledger: Ledger,
         sink: EventSink,
         checkpoints: Checkpoints,

@@ -38,6 +38,7 @@ from rollart.fleet.control_engines import public
 from rollart.fleet.control_tape import FORMAT, ControlTape, Inbound, RecordingLoop, Tape, outside
 from rollart.fleet.fleet import Fleet
 from rollart.fleet.session import Session
+from rollart.players.pool import PlayerPool
 from rollart.rollout.ledger import GroupRecord, Recovery
 from rollart.rollout.router import Router
 
@@ -272,6 +273,8 @@ class TapedLedger:
 
 class TapedFleet:
     """A fleet whose every service is on the tape. Without a `real` one, `has` says which services the run had."""
+
+    players: PlayerPool | None = None  # a tape is of one process
 
     def __init__(
         self, tape: ControlTape, router: Router, real: Fleet | None, *, stop: tuple[int, ...], has: Sequence[str]

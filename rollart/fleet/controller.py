@@ -32,8 +32,9 @@ from rollart.fleet.warmup import first_model
 from rollart.hardware.host_stats import HostStats
 from rollart.models.folder import atomic_folder
 from rollart.observe.metrics import Metrics
+from rollart.players.pool import SharedRunner, played_tasks
 from rollart.rollout.engine_registry import EngineRegistry
-from rollart.rollout.evaluation import Evaluator
+from rollart.rollout.evaluation import EpisodeRunner, Evaluator
 from rollart.rollout.ledger import Ledger, Recovery, SqliteLedger
 from rollart.rollout.lockstep import Lockstep
 from rollart.rollout.phases import PhaseChanges
@@ -216,7 +217,7 @@ class Training:
             return
         schedule = run.rollout.schedule()
         runner = make_runner(run, fleet, self.log, self.phases, Lockstep() if schedule.lockstep else None)
-        scheduler = _scheduler(run, schedule, runner, self.ledger, self.log)
+        scheduler = _scheduler(run, schedule, runner, fleet.router.engines, ledger=self.ledger, log=self.log)
         scheduler.recover(recovery)
         try:
             async with background(_sample(scheduler, fleet, self.log)):
@@ -304,8 +305,8 @@ def make_runner(
     log: EventSink,
     phases: PhaseChanges,
     lockstep: Lockstep | None = None,
-) -> TrajectoryRunner:
-    return TrajectoryRunner(
+) -> EpisodeRunner:
+    here = TrajectoryRunner(
         environments=fleet.environments,
         router=fleet.router,
         renderer=fleet.renderer,
@@ -316,9 +317,12 @@ def make_runner(
         teachers=fleet.teachers,
         phases=phases,
     )
+    return here if fleet.players is None else SharedRunner(fleet.players, here, played_tasks(run))
 
 
-def _scheduler(run: RunFile, schedule: Schedule, runner: TrajectoryRunner, ledger: Ledger, log: EventSink) -> Scheduler:
+def _scheduler(
+    run: RunFile, schedule: Schedule, runner: EpisodeRunner, engines: EngineRegistry, ledger: Ledger, log: EventSink
+) -> Scheduler:
     return Scheduler(
         tasks=[task for task in rollout_tasks(run) if task.weight],
         schedule=schedule,
@@ -328,6 +332,7 @@ def _scheduler(run: RunFile, schedule: Schedule, runner: TrajectoryRunner, ledge
         retries=run.rollout.retries,
         seed=run.seed,
         runner=runner,
+        engines=engines,
         ledger=ledger,
         sink=log,
         quarantine=run.environments.quarantine.rule(),
@@ -370,9 +375,9 @@ STAGES = {"train": _train, "sft": _fine_tune, "dpo": _prefer, "reward-model": _r
 
 async def _sample(scheduler: Scheduler, fleet: Fleet | TapedFleet, log: EventSink) -> None:
     while True:
-        agents = fleet.agents
-        in_use = fleet.environments.in_use + (agents.in_use if agents else 0)
-        log.emit(scheduler.sample(in_use, fleet.environments.capacity + (agents.capacity if agents else 0)))
+        pools = (fleet.environments, fleet.agents, fleet.players)
+        in_use = sum(pool.in_use for pool in pools if pool is not None)
+        log.emit(scheduler.sample(in_use, sum(pool.capacity for pool in pools if pool is not None)))
         await asyncio.sleep(_SAMPLE_SECONDS)
 
 

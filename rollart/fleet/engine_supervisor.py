@@ -7,18 +7,17 @@ when no engine is left. Engines that someone else runs are connected to, and rec
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rollart.config import RunFile
 from rollart.core.errors import EngineFailed, EngineLost, ServiceError
 from rollart.core.events import EngineSample, EventSink, ServiceEnded, Warned
-from rollart.core.protocols import Engine
-from rollart.core.types import Publication
+from rollart.core.types import EngineStatus, Publication
 from rollart.engines.backends import backend_of
-from rollart.engines.client import EngineClient
+from rollart.engines.client import EngineClient, StatusPush
 from rollart.hardware.devices import DeviceClass
 from rollart.hardware.roofline import ModelShape, Roofline
 from rollart.launch import rpc
@@ -37,12 +36,16 @@ from rollart.placement.plan import acts_as
 from rollart.rollout.engine_registry import EngineRegistry
 from rollart.rollout.engine_state import EnginePool
 
-SAMPLE_S, SAMPLES_PER_S = 1.0, 100.0
+SAMPLE_S, SAMPLES_PER_S, SILENT_S = 1.0, 100.0, 30.0
 SETTLED_S = 60.0  # an engine that lived this long can start
 MAX_SHORT_LIVES = 3
 MAX_RESTARTS = 30  # attempts to bring one engine back
 MAX_BACKOFF_S = 30.0
 _FRONT = ResourceRequest(count=0.1)  # for a service in front of a server that someone else runs
+
+
+class StatusSource(Protocol):
+    async def push_status(self, push: StatusPush, on_status: Callable[[EngineStatus], None]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -59,34 +62,44 @@ class _Engine:
 
 
 class EngineSampler:
-    """Asks engines for their status, each about every `SAMPLE_S` seconds, but all together at most `SAMPLES_PER_S`: of
-    thousands, each is asked less often, so that the controller is not busy with that alone."""
+    """Lets engines report their status, each every `SAMPLE_S` seconds, but all together at most `SAMPLES_PER_S`: of
+    thousands, each reports less often, so that the controller is not busy with that alone. They take turns."""
 
     def __init__(self, registry: EngineRegistry, sink: EventSink) -> None:
         self._registry, self._sink = registry, sink
-        self._next = 0.0  # when the next engine may be asked
+        self._turns = 0
 
-    async def sample(self, name: str, client: Engine) -> None:
+    async def sample(self, name: str, client: StatusSource) -> None:
         """Returns when the engine is lost, which the registry then knows."""
+        clock = asyncio.get_running_loop().time
+        every = max(SAMPLE_S, self._registry.size / SAMPLES_PER_S)
+        push = StatusPush(self._turns / SAMPLES_PER_S % every, every)
+        self._turns += 1
+        last = clock()
+
+        def on_status(status: EngineStatus) -> None:
+            nonlocal last
+            last = clock()
+            self._registry.update_status(name, status)
+            with suppress(OSError):  # a log that cannot be written: the next event of the run raises it again
+                self._sink.emit(EngineSample.of(name, status))
+
         while True:
-            await self._wait_for_turn()
+            pushing = asyncio.create_task(client.push_status(push, on_status))
             try:
-                status = await client.status()
+                while not pushing.done():
+                    await asyncio.wait([pushing], timeout=every + SILENT_S)
+                    if not pushing.done() and (silent := clock() - last) > every + SILENT_S:
+                        self._sink.emit(Warned(message=f"{name} has not reported its status for {silent:.0f} s"))
+                pushing.result()
             except EngineLost:
                 self._registry.mark_lost(name, "its connection was lost")
                 return
             except EngineFailed as error:
                 self._sink.emit(Warned(message=f"{name} did not report its status: {error}"))
-            else:
-                self._registry.update_status(name, status)
-                self._sink.emit(EngineSample.of(name, status))
-            await asyncio.sleep(SAMPLE_S)
-
-    async def _wait_for_turn(self) -> None:
-        now = asyncio.get_running_loop().time()
-        turn = max(now, self._next)
-        self._next = turn + 1 / SAMPLES_PER_S
-        await asyncio.sleep(turn - now)
+                await asyncio.sleep(every)
+            finally:
+                pushing.cancel()
 
 
 class EngineSupervisor:

@@ -35,6 +35,7 @@ from rollart.placement.bindings import Binding
 from rollart.placement.inventory import Inventory
 from rollart.placement.plan import PlacementPlan, plan, with_layout, with_ranks
 from rollart.placement.workload import MEASURED
+from rollart.players.pool import PlayerPool, PlayerSetup, played_tasks, player_count
 from rollart.rewards.invokers import Rewards
 from rollart.rollout.decode_lengths import DecodeLengths
 from rollart.rollout.engine_registry import EngineRegistry
@@ -83,6 +84,7 @@ class Fleet:
         self.agents: AgentPool | None = None
         self.teachers: Teachers | None = None
         self._gateway: Gateway | None = None
+        self.players: PlayerPool | None = None
         self.router: Router
         self.priors: dict[str, float]  # expected tokens per turn of a task, until measured
         self._engines: EngineSupervisor
@@ -121,15 +123,13 @@ class Fleet:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._start_pool(self.environments))
             group.create_task(self._start_pool(self.rewards))
-            for pool in (self._gateway, self.agents, self.teachers):
+            for pool in (self._gateway, self.agents, self.teachers, self.players):
                 if pool is not None:
                     group.create_task(self._start_pool(pool))
             group.create_task(self._start_engines())
             if self._train:
                 group.create_task(self._start_trainer())
         await self._engines.register(self._publish if self._train else None)
-        self.priors = _priors(self._run, placed)
-        self.router = make_router(self._run, self._engines.registry, self.priors)
 
     async def _start_judges(self, placed: PlacementPlan, launcher: Launcher) -> None:
         """First of all: rewards and environments get their addresses."""
@@ -151,8 +151,9 @@ class Fleet:
             self.teachers = Teachers(
                 run, taught, student=self._model, launcher=launcher, logs=self._logs, sink=self._log
             )
+        elsewhere = played_tasks(run) if player_count(run) else frozenset()
         self.environments = EnvironmentPool(
-            [task for task in run.tasks if task.agent is None],
+            [task for task in run.tasks if task.agent is None and task.name not in elsewhere],
             run.environments,
             log=self._logs / "environments.log",
             launcher=launcher,
@@ -175,6 +176,11 @@ class Fleet:
             logs=self._logs,
             registry=self._registry,
         )
+        self.priors = _priors(run, placed)
+        self.router = make_router(run, self._engines.registry, self.priors)
+        if self.rollouts and (players := player_count(run)):
+            setup = PlayerSetup(run, players, self._model, self._logs, bindings["environment"])
+            self.players = PlayerPool(setup, launcher=launcher, router=self.router, sink=self._log)
         self._trainer = TrainerSupervisor(
             run,
             bindings["train"],
@@ -224,7 +230,7 @@ class Fleet:
         checkpoint = str(self._checkpoint.absolute()) if self._checkpoint else None
         return {**self._spec(self._version), "checkpoint": checkpoint}
 
-    async def _start_pool(self, pool: EnvironmentPool | Rewards | Gateway | AgentPool | Teachers) -> None:
+    async def _start_pool(self, pool: EnvironmentPool | Rewards | Gateway | AgentPool | Teachers | PlayerPool) -> None:
         self._stack.push_async_callback(pool.close)
         await pool.start()
 
@@ -250,6 +256,8 @@ class Fleet:
                 group.create_task(self.teachers.watch())
             if self.environments.capacity:
                 group.create_task(self.environments.watch())
+            if self.players is not None:
+                group.create_task(self.players.watch())
             if self._gateway is not None and self.agents is not None:
                 group.create_task(self._gateway.watch())
                 group.create_task(self.agents.watch())

@@ -26,11 +26,11 @@ from rollart.fleet.session import OnLog, Session, run_stage
 from rollart.fleet.supervision import supervised
 from rollart.fleet.warmup import first_model
 from rollart.observe.metrics import Metrics
-from rollart.rollout.evaluation import evaluated
+from rollart.rollout.evaluation import EpisodeRunner, evaluated
 from rollart.rollout.ledger import SqliteLedger
 from rollart.rollout.phases import PhaseChanges
 from rollart.rollout.sampling import SamplePlan, Sampler
-from rollart.rollout.trajectory import RolloutTask, TrajectoryRunner
+from rollart.rollout.trajectory import RolloutTask
 from rollart.training.client import model_folder
 
 SOURCE = "source.json"
@@ -47,7 +47,7 @@ class SampleSource(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class _Players:
-    runner: TrajectoryRunner
+    runner: EpisodeRunner
     tasks: list[RolloutTask]
     watch: Watch
 

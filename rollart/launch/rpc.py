@@ -170,8 +170,10 @@ def ignore_item(item: msgspec.Raw) -> None:
 class RpcClient:
     """The calling side of one connection, created by `connect`."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse) -> None:
-        self.url = url
+    def __init__(
+        self, url: str, key: str | None, session: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse
+    ) -> None:
+        self.url, self.key = url, key
         self._session = session
         self._socket = socket
         self._outbox = _Outbox(socket.send_bytes)
@@ -292,7 +294,7 @@ async def connect(url: str, *, key: str | None = None, deadline: float = 10.0) -
     except BaseException:
         await session.close()
         raise
-    return RpcClient(url, session, socket)
+    return RpcClient(url, key, session, socket)
 
 
 @contextlib.asynccontextmanager

@@ -28,11 +28,13 @@ KEY_S, MAX_CALLERS = 10.0, 64
 Build = Callable[[dict[str, Any]], AbstractAsyncContextManager[Mapping[str, Handler]]]
 
 
-def main(build: Build) -> None:
+def main(build: Build, loop: Callable[[], asyncio.AbstractEventLoop] | None = None) -> None:
+    """`loop` makes the event loop, if not the default one."""
     spec = json.loads(sys.stdin.readline())
     code = 0
     try:
-        asyncio.run(_serve(build, spec))
+        with asyncio.Runner(loop_factory=loop) as runner:
+            runner.run(_serve(build, spec))
     except asyncio.CancelledError:
         pass  # stopped before it had started
     except BaseException:

@@ -13,6 +13,7 @@ a turn nor open one. Tools are declared in a first message of the role `tools` (
 """
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -50,6 +51,8 @@ class ChatRenderer:
     def __init__(self, folder: Path, template_args: Mapping[str, Any] | None = None) -> None:
         from transformers import PreTrainedTokenizerFast
 
+        # One text at a time: its threads would only hand it over, for a third of the time.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         if not (folder / "tokenizer.json").is_file():
             raise RollartError(f"{folder} has no tokenizer.json; save its tokenizer as a fast one with transformers")
         self._tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder)

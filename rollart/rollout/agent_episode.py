@@ -14,7 +14,7 @@ from rollart.core.events import AgentPlayed, EventSink, TurnDone
 from rollart.core.protocols import TokenStream
 from rollart.core.types import CapturedEpisode, Completion, GenerationRequest, Turn
 from rollart.rollout.episode_clock import EpisodeClock
-from rollart.rollout.router import Routed, Router
+from rollart.rollout.requests import RequestRouter, Routed
 
 
 class AgentEpisodeRunner:
@@ -25,7 +25,7 @@ class AgentEpisodeRunner:
         self,
         id: str,
         task: str,
-        router: Router,
+        router: RequestRouter,
         sink: EventSink,
         on_version: Callable[[int], None],
         *,

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from functools import partial
 
 from rollart.core.types import Outcome, Trajectory
+from rollart.rollout.evaluation import EpisodeRunner
 from rollart.rollout.groups import Group
-from rollart.rollout.trajectory import Attempt, RolloutTask, TrajectoryRunner
+from rollart.rollout.trajectory import Attempt, RolloutTask
 
 
 class Attempts:
@@ -20,7 +21,7 @@ class Attempts:
 
     def __init__(
         self,
-        runner: TrajectoryRunner,
+        runner: EpisodeRunner,
         *,
         score_late: bool,
         on_version: Callable[[Group, int], None],

@@ -52,6 +52,11 @@ class EngineRegistry:
         return min((version for version in alive if version >= self.floor), default=min(alive, default=self.target))
 
     @property
+    def size(self) -> int:
+        """Engines, lost ones that may come back included."""
+        return len(self._engines)
+
+    @property
     def empty(self) -> bool:
         """No engine serves, and none will come back."""
         return not self._engines

@@ -17,6 +17,7 @@ import msgspec
 import zstandard
 
 from rollart.core.errors import RollartError
+from rollart.core.packed import PackedTrajectory
 from rollart.core.types import Outcome, Trajectory
 
 State = Literal["open", "leased", "consumed", "dropped"]
@@ -101,14 +102,17 @@ class Ledger(Protocol):
     def commit(self, version: int) -> None: ...
 
 
+def stored(trajectory: Trajectory) -> bytes:
+    """As a ledger keeps it."""
+    return zstandard.compress(msgspec.msgpack.encode(trajectory), 1)
+
+
 class SqliteLedger:
     """`keep`: steps whose trajectories stay after a checkpoint consumed them; None: all."""
 
     def __init__(self, connection: sqlite3.Connection, keep: int | None = None) -> None:
         self._db, self._keep = connection, keep
-        self._compress = zstandard.ZstdCompressor(level=1).compress
         self._decompress = zstandard.ZstdDecompressor().decompress
-        self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Trajectory)
 
     @classmethod
@@ -148,6 +152,7 @@ class SqliteLedger:
         )
 
     def add(self, trajectory: Trajectory, *, held_out: bool = False) -> None:
+        packed = trajectory if isinstance(trajectory, PackedTrajectory) else None
         self._db.execute(
             "insert or replace into trajectories values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
@@ -160,12 +165,12 @@ class SqliteLedger:
                 held_out,
                 trajectory.reward,
                 trajectory.success,
-                len(trajectory.turns),
+                packed.turn_count if packed is not None else len(trajectory.turns),
                 trajectory.total_tokens,
                 trajectory.started_s,
                 trajectory.seconds,
                 trajectory.reason,
-                self._compress(self._encoder.encode(trajectory)),
+                packed.body if packed is not None else stored(trajectory),
             ),
         )
 

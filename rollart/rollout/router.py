@@ -10,36 +10,23 @@ ends.
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
 
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from rollart.core.errors import EngineFailed, EngineLost
-from rollart.core.protocols import TokenStream
-from rollart.core.run_length import fingerprint, lowest
-from rollart.core.types import Completion, GenerationRequest, Publication, TokenPart
+from rollart.core.types import Completion, GenerationRequest, Publication
 from rollart.rollout.decode_lengths import DecodeLengths
 from rollart.rollout.engine_registry import EngineRegistry
 from rollart.rollout.engine_state import EngineState
 from rollart.rollout.episode_clock import EpisodeClock
-from rollart.rollout.routing_policy import MeasuredPolicy, RoutingChoice, RoutingPolicy, RoutingQuery, Why
+from rollart.rollout.requests import Answer, RequestLoop, Routed, RouteNeed, ServedRequest
+from rollart.rollout.routing_policy import MeasuredPolicy, RoutingChoice, RoutingPolicy, RoutingQuery
 
 _FIRST_PROMPTS = 4096
-PART_TOKENS = 128  # at most as many are sampled again after the loss of an engine
-
-
-class Routed(Struct):
-    """A completion, the engine and pool that made it, why they were chosen, and the predicted seconds."""
-
-    completion: Completion
-    engine: str
-    pool: str
-    why: Why
-    predicted_s: float
-    prefilled_by: str = ""
 
 
 class _CachedAt(Struct):
@@ -50,73 +37,18 @@ class _CachedAt(Struct):
     version: int
 
 
-class Answer:
-    """What there is of the answer to a request, whichever engines sampled it."""
+class RouteTicket(Struct):
+    """What was decided for a request, and when; `prefill_until` is when the prefill there should be done, its own
+    included. `prefilling`: its context is being prefilled at another engine."""
 
-    def __init__(
-        self, request: GenerationRequest, stream: TokenStream | None, on_version: Callable[[int], None] | None
-    ) -> None:
-        self._request, self._stream, self._on_version = request, stream, on_version
-        self._oldest: int | None = None
-        self._enough = False
-        self.every = PART_TOKENS if stream is None else min(stream.every, PART_TOKENS)
-        self.tokens: list[int] = []
-        self._logprobs: list[float] = []
-        self._versions: list[int] = []
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing of it is missing, though no engine said so."""
-        return self._enough or len(self.tokens) >= self._request.sampling.max_tokens
-
-    def on_part(self, part: TokenPart) -> bool:
-        self.tokens += part.tokens
-        self._logprobs += part.logprobs
-        self._versions += part.versions
-        self._report(min(part.versions))
-        self._enough = self._stream is not None and self._stream.on_tokens(part.tokens)
-        return self._enough
-
-    def _report(self, version: int) -> None:
-        if self._on_version is not None and (self._oldest is None or version < self._oldest):
-            self._oldest = version
-            self._on_version(version)
-
-    def rest(self) -> GenerationRequest:
-        """A request for what is missing."""
-        if not self.tokens:
-            return self._request
-        sampling = self._request.sampling
-        return replace(
-            self._request,
-            tokens=[*self._request.tokens, *self.tokens],
-            sampling=replace(sampling, max_tokens=sampling.max_tokens - len(self.tokens)),
-            resumed=len(self.tokens),
-        )
-
-    def join(self, rest: GenerationRequest, completion: Completion) -> Completion:
-        """The whole, when `rest` was answered."""
-        if completion.versions:
-            self._report(lowest(completion.versions))
-        if not (kept := rest.resumed):
-            return completion
-        prompt = completion.prompt - kept
-        return structs.replace(
-            completion,
-            tokens=self.tokens[:kept] + completion.tokens,
-            logprobs=self._logprobs[:kept] + completion.logprobs,
-            versions=self._versions[:kept] + completion.versions,
-            prompt=prompt,
-            cached=min(completion.cached, prompt),
-            fetched=min(completion.fetched, prompt),
-        )
-
-    def completion(self) -> Completion:
-        """Of what there is."""
-        return Completion(self.tokens, self._logprobs, self._versions, "length", prompt=len(self._request.tokens))
+    choice: RoutingChoice
+    need: RouteNeed
+    began: float
+    prefill_until: float
+    prefilling: bool = False
 
 
-class Router:
+class Router(RequestLoop[RouteTicket]):
     """`affinity` is what the run file declares for each task. `keeps_kv`: KV survives a weight swap."""
 
     def __init__(
@@ -129,6 +61,7 @@ class Router:
         attempts: int = 3,
         keeps_kv: bool = False,
     ) -> None:
+        super().__init__(attempts)
         self.engines = engines
         self._decode_lengths = decode_lengths or DecodeLengths()
         self._policy = policy or MeasuredPolicy()
@@ -138,7 +71,7 @@ class Router:
         self._first_prompts: OrderedDict[int, _CachedAt] = OrderedDict()  # a plain dict is slow to lose its first key
         self._in_flight: dict[str, EngineState] = {}  # by session; of several requests of one, the last
         self._conversations = count(1)
-        self._attempts, self._keeps_kv = attempts, keeps_kv
+        self._keeps_kv = keeps_kv
 
     def pool_of(self, session: str) -> str:
         """The pool that answers a request of this conversation now; "" if none does."""
@@ -149,53 +82,47 @@ class Router:
         """Bring every engine to a published version, each as soon as it can."""
         await self.engines.load(publication)
 
-    async def generate(
-        self,
-        request: GenerationRequest,
-        stream: TokenStream | None = None,
-        *,
-        clock: EpisodeClock | None = None,
-        on_version: Callable[[int], None] | None = None,
-    ) -> Routed:
-        """Raises EngineFailed after the last attempt. `on_version` gets the version of the first token at once, and
-        older ones of later tokens."""
-        answer, failures = Answer(request, stream, on_version), 0
-        now = asyncio.get_running_loop().time
-        while True:
-            rest = answer.rest()
-            choice = self._choose(rest, now()) or await self._wait_for_engine(rest, clock)
-            engine, began = choice.engine, now()
-            tokens, max_tokens = len(rest.tokens), rest.sampling.max_tokens  # the caller's list may grow
-            prefill_until = self._reserve(choice, rest, began)
-            self._in_flight[request.session] = engine
-            try:
-                completion = await self._attempt(choice, rest, answer)
-            except EngineFailed as error:
-                self._sessions.pop(request.session, None)
-                if isinstance(error, EngineLost):
-                    self.engines.lose(engine, str(error))
-                if answer.over:
-                    return self._routed(choice, answer.completion())
-                failures = 1 if len(answer.tokens) > rest.resumed else failures + 1
-                if failures >= self._attempts:
-                    raise EngineFailed(f"{error} (tried {failures} times)") from error
-            else:
-                self._record(rest, choice, completion, began=began, prefill_until=prefill_until, ended=now())
-                whole = answer.join(rest, completion)
-                self._decode_lengths.record(request.task, request.turn, len(whole.tokens))
-                return self._routed(choice, whole)
-            finally:
-                self._in_flight.pop(request.session, None)
-                engine.release(tokens, max_tokens)
+    async def _admit(self, need: RouteNeed, clock: EpisodeClock | None) -> RouteTicket:
+        return self.admit(need) or await self.wait_for_engine(need, clock)
 
-    async def _attempt(self, choice: RoutingChoice, rest: GenerationRequest, answer: "Answer") -> Completion:
-        sent = rest if choice.prefill_at is None else await self._prefill(choice.prefill_at, rest)
-        if (streaming := choice.engine.streaming) is None:
-            return await choice.engine.client.generate(sent)
+    def admit(self, need: RouteNeed) -> RouteTicket | None:
+        """Reserve the engine that suits the request best; None if none can take it now."""
+        now = asyncio.get_running_loop().time()
+        choice = self._choose(need, now)
+        if choice is None:
+            return None
+        self._in_flight[need.session] = choice.engine
+        return RouteTicket(choice, need, now, self._reserve(choice, need, now))
+
+    async def wait_for_engine(self, need: RouteNeed, clock: EpisodeClock | None = None) -> RouteTicket:
+        """As `admit`, as soon as an engine can take it. Raises EngineFailed when none is left."""
+        with clock.paused() if clock is not None else nullcontext():
+            while (ticket := self.admit(need)) is None:
+                if self.engines.empty:
+                    raise EngineFailed("no engine is left")
+                self.engines.revived.clear()
+                await self.engines.revived.wait()
+        return ticket
+
+    async def _attempt(self, route: RouteTicket, rest: GenerationRequest, answer: Answer) -> Completion:
+        sent = rest if route.choice.prefill_at is None else await self._prefill(route, rest)
+        if (streaming := route.choice.engine.streaming) is None:
+            return await route.choice.engine.client.generate(sent)
         return await streaming.generate_in_parts(sent, answer.every, answer.on_part)
 
-    @staticmethod
-    def _routed(choice: RoutingChoice, completion: Completion) -> Routed:
+    def record_failure(self, route: RouteTicket, reason: str, lost: bool) -> None:
+        self._sessions.pop(route.need.session, None)
+        if lost:
+            self.engines.lose(route.choice.engine, reason)
+
+    def release(self, route: RouteTicket) -> None:
+        need = route.need
+        self.end_prefill(route)
+        self._in_flight.pop(need.session, None)
+        route.choice.engine.release(need.tokens, need.max_tokens)
+
+    def _routed(self, route: RouteTicket, completion: Completion) -> Routed:
+        choice = route.choice
         return Routed(
             completion=completion,
             engine=choice.engine.name,
@@ -215,51 +142,49 @@ class Router:
         self._sessions.pop(session, None)
         self._prefixes.pop(session, None)
 
-    def _choose(self, request: GenerationRequest, now: float) -> RoutingChoice | None:
-        cached_at = self._sessions.get(request.session) or self._sessions.get(request.branch_of)
-        cached, shared_at, tokens = 0, None, len(request.tokens)
+    def _choose(self, need: RouteNeed, now: float) -> RoutingChoice | None:
+        cached_at = self._sessions.get(need.session) or self._sessions.get(need.branch_of)
+        cached, shared_at, tokens = 0, None, need.tokens
         if cached_at is not None:
             cached = min(cached_at.tokens, tokens - 1) if self._valid(cached_at) else 0  # a branch may be shorter
-        elif request.turn == 0:
-            same = self._first_prompts.get(fingerprint(request.tokens))
+        elif need.turn == 0:
+            same = self._first_prompts.get(need.fingerprint)
             shared_at = same.engine if same is not None and self._valid(same) else None
-        max_tokens = request.sampling.max_tokens
         query = RoutingQuery(
-            task=request.task,
+            task=need.task,
             tokens=tokens,
-            decoded=self._decode_lengths.expected(request.task, request.turn, max_tokens),
-            max_tokens=max_tokens,
+            decoded=self._decode_lengths.expected(need.task, need.turn, need.max_tokens),
+            max_tokens=need.max_tokens,
             now=now,
             floor=self.engines.floor,
-            affinity=self._affinity.get(request.task, "auto"),
+            affinity=self._affinity.get(need.task, "auto"),
             cached_at=cached_at.engine if cached_at is not None else None,
             cached=cached,
             shared_at=shared_at,
         )
-        if (prefix := self._prefixes.get(request.session)) is not None:
+        if (prefix := self._prefixes.get(need.session)) is not None:
             query.prefilled_at, query.prefilled = prefix.engine, prefix.tokens if self._valid(prefix) else 0
         return self._policy.choose(query, self.engines.pools)
 
     def _valid(self, cached: _CachedAt) -> bool:
         return self._keeps_kv or cached.version == cached.engine.version
 
-    def _reserve(self, choice: RoutingChoice, request: GenerationRequest, now: float) -> float:
+    def _reserve(self, choice: RoutingChoice, need: RouteNeed, now: float) -> float:
         """Count the request where it goes; returns when the prefill there should be done, its own included."""
-        engine, tokens = choice.engine, len(request.tokens)
-        engine.reserve(tokens, request.sampling.max_tokens)
+        engine, tokens = choice.engine, need.tokens
+        engine.reserve(tokens, need.max_tokens)
         engine.pool.expect(choice.prediction.seconds)
         prefilling = choice.prefill_at or engine
         prefilling.add_prefill(choice.prediction.work, now)
-        if request.turn == 0:
+        if need.turn == 0:
             if len(self._first_prompts) >= _FIRST_PROMPTS:
                 self._first_prompts.popitem(last=False)
-            self._first_prompts[fingerprint(request.tokens)] = _CachedAt(engine, tokens - 1, engine.version)
+            self._first_prompts[need.fingerprint] = _CachedAt(engine, tokens - 1, engine.version)
         return prefilling.prefill_until
 
-    async def _prefill(self, engine: EngineState, request: GenerationRequest) -> GenerationRequest:
+    async def _prefill(self, route: RouteTicket, request: GenerationRequest) -> GenerationRequest:
         """An optimisation: if the prefill fails there, the decoding engine does it itself."""
-        tokens = len(request.tokens)
-        engine.reserve(tokens, 0)
+        engine = self.begin_prefill(route)
         try:
             await engine.client.prefill(request)
         except EngineFailed as error:
@@ -267,41 +192,43 @@ class Router:
                 self.engines.lose(engine, str(error))
             return request
         finally:
-            engine.release(tokens, 0)
-        self._prefixes[request.session] = _CachedAt(engine, tokens - 1, engine.version)
+            self.end_prefill(route)
+        self.record_prefill(route)
         return replace(request, kv_from=getattr(engine.client, "url", None))
 
-    def _record(
-        self,
-        request: GenerationRequest,
-        choice: RoutingChoice,
-        completion: Completion,
-        *,
-        began: float,
-        prefill_until: float,
-        ended: float,
-    ) -> None:
-        engine, pool, made = choice.engine, choice.engine.pool, len(completion.tokens)
-        version = completion.versions[-1] if completion.versions else engine.version
-        self._sessions[request.session] = _CachedAt(engine, len(request.tokens) + made - 1, version)
-        pool.record_request(ended - began)
+    def begin_prefill(self, route: RouteTicket) -> EngineState:
+        engine = route.choice.prefill_at
+        assert engine is not None
+        route.prefilling = True
+        engine.reserve(route.need.tokens, 0)
+        return engine
+
+    def end_prefill(self, route: RouteTicket) -> None:
+        if route.prefilling and route.choice.prefill_at is not None:
+            route.prefilling = False
+            route.choice.prefill_at.release(route.need.tokens, 0)
+
+    def record_prefill(self, route: RouteTicket) -> None:
+        """The whole context was prefilled at that engine."""
+        engine = route.choice.prefill_at
+        assert engine is not None
+        self._prefixes[route.need.session] = _CachedAt(engine, route.need.tokens - 1, engine.version)
+
+    def record(self, route: RouteTicket, served: ServedRequest) -> None:
+        choice, need, ended = route.choice, route.need, asyncio.get_running_loop().time()
+        engine, pool, made = choice.engine, choice.engine.pool, served.made
+        version = served.version if served.version is not None else engine.version
+        self._sessions[need.session] = _CachedAt(engine, need.tokens + made - 1, version)
+        self._decode_lengths.record(need.task, need.turn, served.answer)
+        pool.record_request(ended - route.began)
         if choice.prefill_at is not None or not made:
             return
-        first_s, prediction = completion.queue_s + completion.prefill_s, choice.prediction
+        first_s, prediction = served.queue_s + served.prefill_s, choice.prediction
         prefill_factor, decode_factor = prediction.factors
         if not prediction.room and prediction.wait < prediction.prefill:  # else the queue dominates the measurement
             predicted = (prediction.prefill + prediction.token) / prefill_factor
-            pool.record_prefill(predicted, first_s - prediction.wait, completion.prompt - completion.cached)
-        pool.record_decode(prediction.token / decode_factor * (made - 1), completion.decode_s, made - 1)
+            pool.record_prefill(predicted, first_s - prediction.wait, served.prompt - served.cached)
+        pool.record_decode(prediction.token / decode_factor * (made - 1), served.decode_s, made - 1)
         # Its own prefill was over at its first token; only what came later can be left.
-        engine.prefill_until = min(engine.prefill_until, began + first_s + engine.prefill_until - prefill_until)
-
-    async def _wait_for_engine(self, request: GenerationRequest, clock: EpisodeClock | None) -> RoutingChoice:
-        now = asyncio.get_running_loop().time
-        with clock.paused() if clock is not None else nullcontext():
-            while (choice := self._choose(request, now())) is None:
-                if self.engines.empty:
-                    raise EngineFailed("no engine is left")
-                self.engines.revived.clear()
-                await self.engines.revived.wait()
-        return choice
+        left = engine.prefill_until - route.prefill_until
+        engine.prefill_until = min(engine.prefill_until, route.began + first_s + left)

@@ -3,16 +3,21 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 from hashlib import blake2b
+from typing import cast
 from zlib import crc32
 
 import msgspec
+from msgspec import structs
 
 from rollart.core.column import Column
 from rollart.core.events import BatchTaken
 from rollart.core.expert_choice import join
+from rollart.core.packed import PackedTrajectory
 from rollart.core.types import Batch, Outcome, Sample, SampleGroup, TokenRole, Trajectory, Turn, TurnSpan
 from rollart.rollout.groups import Group
+from rollart.rollout.ledger import stored
 
 _encode = msgspec.msgpack.Encoder().encode
 PROMPT, ACTION, OBSERVATION = (bytes([role]) for role in TokenRole)
@@ -24,9 +29,10 @@ def sample_group(group: Group) -> SampleGroup:
 
 def trained_members(group: Group, samples: SampleGroup) -> dict[int, int]:
     """The members of a group in the order of their samples, each with a checksum of them."""
-    sums = dict.fromkeys((trajectory.id for trajectory in group.done), 0)
+    sums = {each.id: each.checksum if isinstance(each, PackedTrajectory) else 0 for each in group.done}
     for sample in samples.samples:
-        sums[sample.owner] = crc32(_encode(sample), sums[sample.owner])
+        if not isinstance(sample, msgspec.Raw):
+            sums[sample.owner] = crc32(_encode(sample), sums[sample.owner])
     return {trajectory.member: sums[trajectory.id] for trajectory in group.done}
 
 
@@ -48,9 +54,12 @@ def batch_taken(step: int, groups: Sequence[Group], batch: Batch, waited: float)
 
 def samples(trajectory: Trajectory) -> list[Sample]:
     """One per segment. A segment is one sequence, so its history is trained once, not once per turn; what two segments
-    share is trained in the first and a prompt in the second."""
+    share is trained in the first and a prompt in the second. Those of a packed trajectory stay encoded: a message takes
+    them as they are."""
     if trajectory.reward is None or not trajectory.outcome.trainable:
         raise ValueError(f"trajectory {trajectory.id} ended as {trajectory.outcome} and cannot be trained")
+    if isinstance(trajectory, PackedTrajectory):
+        return cast(list[Sample], [msgspec.Raw(sample) for sample in trajectory.samples])
     segments: dict[int, list[tuple[int, Turn]]] = {}
     for number, turn in enumerate(trajectory.turns):
         segments.setdefault(turn.segment, []).append((number, turn))
@@ -65,6 +74,22 @@ def samples(trajectory: Trajectory) -> list[Sample]:
     if not trajectory.teaching:
         return made
     return [replace(sample, teacher=one) for sample, one in zip(made, trajectory.teaching, strict=True)]
+
+
+def pack(trajectory: Trajectory) -> PackedTrajectory:
+    """For another process, which needs the outcome and passes on the rest."""
+    encoded = [_encode(sample) for sample in samples(trajectory)] if trajectory.outcome.trainable else []
+    header = structs.asdict(structs.replace(trajectory, turns=(), info={}, teaching=()))
+    return PackedTrajectory(
+        **header,
+        body=stored(trajectory),
+        samples=tuple(encoded),
+        checksum=reduce(lambda before, sample: crc32(sample, before), encoded, 0),
+        turn_count=len(trajectory.turns),
+        oldest_version=trajectory.oldest,
+        sampled_tokens=trajectory.action_tokens,
+        all_tokens=trajectory.total_tokens,
+    )
 
 
 def _sample(trajectory: Trajectory, reward: float, turns: Sequence[tuple[int, Turn]], id: str, owner: str) -> Sample:

@@ -30,20 +30,22 @@ from rollart.core.schedule import QuarantineRule, Schedule
 from rollart.core.types import Batch, Outcome, SampleGroup, Trajectory
 from rollart.rollout.attempts import Attempts
 from rollart.rollout.elastic import BatchSizer
+from rollart.rollout.engine_registry import EngineRegistry
+from rollart.rollout.evaluation import EpisodeRunner
 from rollart.rollout.filters import LESS_SPREAD, Curriculum, GroupFilters
 from rollart.rollout.groups import Group
 from rollart.rollout.ledger import GroupRecord, Ledger, OpenGroup, Recovery
 from rollart.rollout.mixture import Mixture, choose_batch
 from rollart.rollout.quarantine import Fault, Quarantine
 from rollart.rollout.samples import batch_taken, sample_group
-from rollart.rollout.trajectory import RolloutTask, TrajectoryRunner
+from rollart.rollout.trajectory import RolloutTask
 
 _QUARANTINED = "its task is quarantined"
 _RULE = QuarantineRule()
 
 
 class Scheduler:
-    """`retries`: failed members that a group survives. The engines are those of the runner's router."""
+    """`retries`: failed members that a group survives. `engines` are those that the runner's trajectories use."""
 
     def __init__(
         self,
@@ -53,7 +55,8 @@ class Scheduler:
         batch_groups: int,
         group_size: int,
         steps: int,
-        runner: TrajectoryRunner,
+        runner: EpisodeRunner,
+        engines: EngineRegistry,
         ledger: Ledger,
         retries: int = 2,
         seed: int = 0,
@@ -84,7 +87,7 @@ class Scheduler:
         self._training, self._stopped = 0, False
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
-        self._engines = runner.router.engines
+        self._engines = engines
         self._unsubscribe = self._engines.subscribe(self.admit)
 
     # Views

@@ -51,7 +51,7 @@ from rollart.rollout.agent_episode import AgentEpisodeRunner, checked, turn_done
 from rollart.rollout.episode_clock import EpisodeClock
 from rollart.rollout.lockstep import Lockstep
 from rollart.rollout.phases import PhaseChanges
-from rollart.rollout.router import Routed, Router
+from rollart.rollout.requests import RequestRouter, Routed
 from rollart.rollout.samples import samples
 
 _SAMPLING = Sampling()
@@ -125,7 +125,7 @@ class TrajectoryRunner:
     """Runs attempts on the services of the run."""
 
     environments: EnvironmentPool
-    router: Router
+    router: RequestRouter
     renderer: Renderer
     rewards: RewardInvoker
     sink: EventSink = NULL_SINK

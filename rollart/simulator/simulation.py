@@ -159,6 +159,7 @@ class Simulation:
             retries=scenario.rollout.retries,
             seed=scenario.seed,
             runner=runner,
+            engines=router.engines,
             ledger=ledger,
             sink=sink,
             quarantine=scenario.environments.quarantine.rule(),

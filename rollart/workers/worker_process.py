@@ -8,7 +8,7 @@ The invariants:
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -112,8 +112,7 @@ class WorkerProcess(asyncio.Protocol):
                 waiting.exception()  # marks it retrieved, even if nobody waits any more
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # one of uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data

@@ -118,6 +118,7 @@ async def train(tape: AnyTape, registry: EngineRegistry, world: World) -> None:
         steps=world.steps,
         retries=50,
         runner=runner,
+        engines=registry,
         ledger=ledger,
         sink=sink,
         quarantine=NEVER,

@@ -12,7 +12,8 @@ from rollart.core.events import PhasesChanged, Warned
 from rollart.core.types import Completion, EngineStatus, GenerationRequest, LoadResult, Publication, Sampling
 from rollart.rollout.engine_registry import EngineRegistry
 from rollart.rollout.phases import PhaseChanges
-from rollart.rollout.router import Routed, Router
+from rollart.rollout.requests import Routed
+from rollart.rollout.router import Router
 from rollart.simulator.clock import run
 
 

@@ -1,12 +1,16 @@
 """A trajectory of several segments: each is a sample, and nothing in it is trained twice."""
 
+from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from rollart.core.column import Column
 from rollart.core.types import Message, Outcome, SampleGroup, Trajectory, Turn
-from rollart.rollout.samples import samples, state_key
+from rollart.rollout.groups import Group
+from rollart.rollout.ledger import GroupRecord, SqliteLedger
+from rollart.rollout.samples import pack, samples, state_key, trained_members
 
 
 def values(column: Column) -> list[Any]:
@@ -72,3 +76,29 @@ def test_a_trajectory_of_one_segment_is_one_sample_under_its_own_id() -> None:
     (sample,) = samples(plain)
     assert (sample.id, sample.trajectory, values(sample.roles), sample.truncated) == ("t", "", [0, 1, 2, 1], True)
     assert not any(turn.done for turn in sample.turns)
+
+
+def test_a_packed_trajectory_gives_the_same_samples_checksums_and_record(tmp_path: Path) -> None:
+    packed = pack(FORKED)
+    group = Group.of(GroupRecord("g", "task", 0, 0, 1, 0), 0.0)
+    whole, sent = (SampleGroup("g", "task", tuple(samples(each))) for each in (FORKED, packed))
+    encode = msgspec.msgpack.encode
+    assert encode(sent) == encode(whole)
+    assert msgspec.msgpack.decode(encode(sent), type=SampleGroup) == whole
+    sums = []
+    for trajectory, made in ((FORKED, whole), (packed, sent)):
+        group.done = [trajectory]
+        sums.append(trained_members(group, made))
+    assert sums[0] == sums[1]
+    for name in ("oldest", "action_tokens", "total_tokens", "reward", "outcome", "id"):
+        assert getattr(packed, name) == getattr(FORKED, name)
+    ledger = SqliteLedger.open(tmp_path / "ledger.sqlite")
+    ledger.add(packed)
+    assert ledger.trajectory("t") == FORKED
+    assert [(row.turns, row.tokens) for row in ledger.latest(1)] == [(4, FORKED.total_tokens)]
+
+
+def test_what_cannot_be_trained_has_no_samples_but_is_recorded() -> None:
+    failed = pack(replace(FORKED, outcome=Outcome.ENV_FAILED, reward=None))
+    assert failed.samples == ()
+    assert failed.turn_count == 4

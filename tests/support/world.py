@@ -195,6 +195,7 @@ def build(
         retries=retries,
         seed=seed,
         runner=runner,
+        engines=router.engines,
         ledger=ledger,
         sink=recorder,
         quarantine=rule,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rollart.config import EngineConfig, LoraConfig
+from rollart.engines.client import push_handler
 from rollart.engines.contexts import KeptContexts
 from rollart.engines.torch.engine import TorchEngine
 from rollart.engines.torch.model import EngineModel
@@ -61,6 +62,7 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
             "abort": engine.abort,
             "load": engine.load,
             "status": engine.status,
+            "statuses": push_handler(engine.status),
             "offer": engine.kv_server.offer,
             "more": engine.kv_server.more,
         }

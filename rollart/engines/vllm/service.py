@@ -16,6 +16,7 @@ from typing import Any
 
 from rollart.config import EngineConfig
 from rollart.core.errors import RollartError, ServiceError
+from rollart.engines.client import push_handler
 from rollart.engines.contexts import KeptContexts
 from rollart.engines.vllm import tensor_map
 from rollart.engines.vllm.api import VllmApi
@@ -49,6 +50,7 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
             "abort": engine.abort,
             "load": engine.load,
             "status": engine.status,
+            "statuses": push_handler(engine.status),
             "take_offer": engine.offers.take,
             "received": engine.offers.received,
         }
