@@ -151,19 +151,7 @@ class Fleet:
             self.teachers = Teachers(
                 run, taught, student=self._model, launcher=launcher, logs=self._logs, sink=self._log
             )
-        elsewhere = played_tasks(run) if player_count(run) else frozenset()
-        self.environments = EnvironmentPool(
-            [task for task in run.tasks if task.agent is None and task.name not in elsewhere],
-            run.environments,
-            log=self._logs / "environments.log",
-            launcher=launcher,
-            requests=[
-                binding.request() for binding in bindings["environment"] if not run.all_pools()[binding.pool].urls
-            ],
-            urls=[url for pool in run.pools_of("environment").values() for url in pool.urls],
-            on_host_change=partial(self._report_host, bindings["environment"][0]),
-            sink=self._log,
-        )
+        self._build_environments(launcher, bindings["environment"])
         self._engines = EngineSupervisor(
             run,
             bindings["generate"],
@@ -178,8 +166,8 @@ class Fleet:
         )
         self.priors = _priors(run, placed)
         self.router = make_router(run, self._engines.registry, self.priors)
-        if self.rollouts and (players := player_count(run)):
-            setup = PlayerSetup(run, players, self._model, self._logs, bindings["environment"])
+        if self.rollouts and (count := player_count(run)):
+            setup = PlayerSetup(run, count, self._model, self._logs, bindings["environment"])
             self.players = PlayerPool(setup, launcher=launcher, router=self.router, sink=self._log)
         self._trainer = TrainerSupervisor(
             run,
@@ -189,6 +177,21 @@ class Fleet:
             sink=self._log,
             logs=self._logs,
             smaller=partial(with_ranks, self._asked),
+        )
+
+    def _build_environments(self, launcher: Launcher, bindings: list[Binding]) -> None:
+        """Of the tasks that players do not play: those have their own."""
+        run = self._run
+        elsewhere = played_tasks(run) if player_count(run) else frozenset()
+        self.environments = EnvironmentPool(
+            [task for task in run.tasks if task.agent is None and task.name not in elsewhere],
+            run.environments,
+            log=self._logs / "environments.log",
+            launcher=launcher,
+            requests=[binding.request() for binding in bindings if not run.all_pools()[binding.pool].urls],
+            urls=[url for pool in run.pools_of("environment").values() for url in pool.urls],
+            on_host_change=partial(self._report_host, bindings[0]),
+            sink=self._log,
         )
 
     def _build_agents(self, launcher: Launcher, bindings: list[Binding]) -> None:
