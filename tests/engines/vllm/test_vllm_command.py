@@ -132,7 +132,7 @@ def test_what_vllm_lacks_is_reported_when_the_run_file_is_read(
 @pytest.mark.parametrize(
     ("pool", "reported"),
     [
-        ("{role: train, engine: vllm}", "`engine` is for pools of role generate, not train"),
+        ("{role: train, engine: vllm}", "`engine` is for pools of role generate or judge, not train"),
         ("{role: generate, tensor_parallel: 2}", "`tensor_parallel` needs engine: vllm"),
         ("{role: generate, device: H20, emulate: 100, engine: vllm}", "a vllm engine cannot be paced"),
     ],
