@@ -1,11 +1,12 @@
 """The folder of a run: `<output>/<name>-<n>`, and the lock that its controller holds for as long as it lives.
 
-The kernel frees the lock with the process, however that ends: a log without `RunEnded` in a folder whose lock is free
-is that of a run that was killed.
+The kernel frees the lock with the process, however that ends, and a process that ends by itself empties its file: one
+that is free and not empty is that of a controller that was killed.
 """
 
 import contextlib
 import fcntl
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -59,7 +60,7 @@ def events_of(folder: Path) -> Path:
 def exclusive(folder: Path) -> Iterator[None]:
     """One process at a time works in a folder. Raises RollartError if another one does."""
     deadline = time.monotonic() + _LOCK_S
-    with open(folder / _LOCK, "w") as lock:
+    with open(folder / _LOCK, "a") as lock:
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -68,7 +69,13 @@ def exclusive(folder: Path) -> Iterator[None]:
                 if time.monotonic() > deadline:  # longer than `has_controller` holds it
                     raise RollartError(f"another process is already training in {folder}") from None
             time.sleep(_LOCK_POLL_S)
-        yield
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        try:
+            yield
+        finally:
+            lock.truncate(0)
 
 
 def has_controller(folder: Path) -> bool | None:
@@ -81,3 +88,8 @@ def has_controller(folder: Path) -> bool | None:
     except OSError:  # there is none, or it cannot be read
         return None
     return False
+
+
+def was_killed(folder: Path) -> bool:
+    """Whether its last controller ended without a word."""
+    return has_controller(folder) is False and (folder / _LOCK).stat().st_size > 0

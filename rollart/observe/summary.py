@@ -15,13 +15,10 @@ from rollart.observe.metrics import Metrics, measure
 from rollart.observe.snapshot import Snapshot, failure_ratio, words_of
 
 
-class _StoredSize(msgspec.Struct):
+class _Stored(msgspec.Struct):
     """Of a log of that many bytes."""
 
     log_bytes: int
-
-
-class _Stored(_StoredSize):
     snapshot: Snapshot
 
 
@@ -45,18 +42,6 @@ def snapshot_of(directory: Path) -> Snapshot:
             return stored.snapshot
     gone = has_controller(directory) is False  # before the log is read: it may be about to end
     return measure(read_events(log), (lambda metrics: unwritten_end(metrics, directory)) if gone else None)
-
-
-def quick_phase(directory: Path, stored: str | None) -> str | None:
-    """Without reading the log; `stored` is the phase in `summary.json`, which is old if the run went on after it."""
-    if has_controller(directory):
-        return "running"
-    try:
-        size = msgspec.json.decode((directory / "snapshot.json").read_bytes(), type=_StoredSize).log_bytes
-        ended = size == log_bytes(events_of(directory))
-    except (OSError, msgspec.MsgspecError):
-        ended = False
-    return stored if ended or has_controller(directory) is None else "interrupted"
 
 
 def unwritten_end(metrics: Metrics, directory: Path) -> list[AnyEvent]:

@@ -33,12 +33,16 @@ def test_a_folder_has_a_controller_until_that_process_is_killed(tmp_path: Path) 
         assert run_folder.has_controller(tmp_path) is True
         with pytest.raises(RollartError, match="another process is already training"), run_folder.exclusive(tmp_path):
             pytest.fail("two processes work in one folder")
+        assert not run_folder.was_killed(tmp_path)
         process.kill()
         process.wait(30)
         assert run_folder.has_controller(tmp_path) is False
+        assert run_folder.was_killed(tmp_path)
     with run_folder.exclusive(tmp_path):
         assert run_folder.has_controller(tmp_path) is True
+        assert not run_folder.was_killed(tmp_path)
     assert run_folder.has_controller(tmp_path) is False
+    assert not run_folder.was_killed(tmp_path)
 
 
 def test_a_glance_at_the_lock_does_not_keep_a_controller_out(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 from rollart.app.dashboard.run_index import RunIndex
 from rollart.core import run_folder
 from rollart.core.errors import RollartError
-from rollart.observe.summary import quick_phase
 
 _DEPTH = 3
 _MAX_PLAN_BYTES = 8 << 20
@@ -68,7 +67,8 @@ class Runs:
             state = index.state()
             return line | {"phase": state["phase"], "step": state["step"], "steps": index.shown.run.steps}
         summary = _json(folder / "summary.json")
-        phase = quick_phase(folder, summary.get("phase"))
+        running, killed = run_folder.has_controller(folder), run_folder.was_killed(folder)  # since that summary
+        phase = "running" if running else "interrupted" if killed else summary.get("phase")
         return line | {"phase": phase, "steps": summary.get("steps"), "step": summary.get("version")}
 
     def plans(self) -> list[dict[str, Any]]:
