@@ -135,6 +135,8 @@ class RemoteCaller:
         finally:
             self.running -= 1
         usage.add_reply(reply)
+        if reply.response.bug:
+            raise CallRefused(reply.response.error)
         try:
             value = read(reply.response)
         except (ValueError, TypeError) as error:

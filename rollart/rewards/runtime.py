@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from rollart.core.foreign import InvalidValue
+from rollart.core.foreign import InvalidValue, is_bug
 from rollart.core.types import Episode, RewardResult
 from rollart.rewards.wire import (
     IDEMPOTENCY_KEY,
@@ -180,7 +180,8 @@ class Runtime:
         try:
             results = call(self._function, episodes, request.args)
         except BaseException as error:  # even SystemExit: the caller must get a response
-            return 500, RewardResponse(error=error_sentence(error))
+            bug = not many and is_bug(_classes(error))  # of several episodes, the others may be fine
+            return 422 if bug else 500, RewardResponse(error=error_sentence(error), bug=bug)
         responses = [RewardResponse(result.value, result.parts, result.success) for result in results]
         return 200, RewardResponse(results=responses) if many else responses[0]
 
@@ -200,9 +201,13 @@ class RewardWorker:
             try:
                 results += call(function, part, args)
             except BaseException as error:  # even SystemExit: the others keep their results
-                classes = [each.__name__ for each in type(error).__mro__]
-                return {"results": msgspec.to_builtins(results), "error": error_sentence(error), "classes": classes}
+                done = msgspec.to_builtins(results)
+                return {"results": done, "error": error_sentence(error), "classes": _classes(error)}
         return {"results": msgspec.to_builtins(results), "error": ""}
+
+
+def _classes(error: BaseException) -> list[str]:
+    return [each.__name__ for each in type(error).__mro__]
 
 
 def _error(text: str) -> bytes:

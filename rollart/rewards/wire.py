@@ -33,8 +33,8 @@ class RewardRequest(Struct, omit_defaults=True):
 
 
 class RewardResponse(Struct, omit_defaults=True):
-    """`seconds` is what the call took there; `cold`: it is the first of its process; `batch` is how many episodes the
-    function takes at once."""
+    """`bug`: the function would raise the same `error` again. `seconds` is what the call took there; `cold`: it is the
+    first of its process; `batch` is how many episodes the function takes at once."""
 
     value: float | None = None
     parts: dict[str, float] = {}
@@ -45,6 +45,7 @@ class RewardResponse(Struct, omit_defaults=True):
     cold: bool = False
     batch: int = 1
     version: str = ""
+    bug: bool = False
 
     def result(self) -> RewardResult:
         """Raises ValueError if it is not a valid reward."""

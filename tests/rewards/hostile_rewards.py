@@ -9,6 +9,8 @@ from rollart.core.types import RewardResult
 
 def answer(episode):
     """What the episode's info asks for."""
+    if episode.info["answer"] == "unreachable":
+        raise ConnectionError("a judge cannot be reached")
     return episode.info["answer"]
 
 

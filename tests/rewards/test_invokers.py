@@ -104,13 +104,16 @@ def test_an_invalid_response_is_a_failure_after_the_last_retry_and_never_a_rewar
 
 
 @everywhere
-def test_what_the_function_raises_is_the_reason(invoker):
+def test_what_the_function_raises_is_the_reason_and_a_bug_is_not_tried_again(invoker):
     async def play(served, made):
-        with pytest.raises(RewardFailed, match=r"KeyError: 'answer' \(hostile_rewards.py"):
+        with pytest.raises(RewardFailed, match=r"called once; .*KeyError: 'answer' \(hostile_rewards.py"):
             await made.score("t", episode())
-        return len(served.seen)
+        bugs = len(served.seen)
+        with pytest.raises(RewardFailed, match=r"called 2 times; .*ConnectionError: .* \(hostile_rewards.py"):
+            await made.score("t", episode(answer="unreachable"))
+        return bugs, len(served.seen) - bugs
 
-    assert on_platform(invoker, play) == 2
+    assert on_platform(invoker, play) == (1, 2)
 
 
 @everywhere
@@ -165,7 +168,7 @@ def test_every_score_is_an_event_with_its_cost(invoker):
     async def play(served, made):
         await made.score("t", episode("one", answer=1.0))
         with pytest.raises(RewardFailed):
-            await made.score("t", episode("two"))
+            await made.score("t", episode("two", answer="unreachable"))
         return made.totals[invoker]
 
     total = on_platform(invoker, play, sink=sink)
@@ -177,7 +180,7 @@ def test_every_score_is_an_event_with_its_cost(invoker):
     assert good.seconds >= good.first_byte_s > 0
     assert good.billed_s == 0.01 if invoker == "lambda" else good.billed_s > 0  # what Lambda says it bills
     assert bad.tries == 2
-    assert "KeyError" in bad.reason
+    assert "ConnectionError" in bad.reason
     assert (total.scores, total.failures, total.tries) == (1, 1, 3)
 
 

@@ -53,7 +53,7 @@ def test_the_cache_of_responses_is_bounded():
 def test_an_error_is_not_cached():
     runtime = Runtime("served_rewards:lengths", "")
     bad = episode("ab", bad=True)
-    assert asked("lengths", bad, runtime=runtime)[0] == asked("lengths", bad, runtime=runtime)[0] == 500
+    assert asked("lengths", bad, runtime=runtime)[0] == asked("lengths", bad, runtime=runtime)[0] == 422
     assert len(served_rewards.calls) == 2
 
 
@@ -72,10 +72,10 @@ def test_a_function_without_batch_is_called_once_for_each():
 @pytest.mark.parametrize(
     ("function", "fields", "status", "reason"),
     [
-        ("too_few", {}, 500, "must return a list of 1 rewards"),
+        ("too_few", {}, 422, "must return a list of 1 rewards"),
         ("loud", {}, 500, r"SystemExit: not so fast \(served_rewards.py, line \d+, in loud\)"),
         ("slow", {}, 500, "it took longer than its timeout of 0.05 s"),
-        ("echo", {"args": {"nope": 1}}, 500, "unexpected keyword argument 'nope'"),
+        ("echo", {"args": {"nope": 1}}, 422, "unexpected keyword argument 'nope'"),
         ("counted", {"function": "other:one"}, 409, "this serves served_rewards:counted, not other:one"),
         ("counted", {"version": "3"}, 409, "served_rewards:counted has version 2, not 3"),
     ],
