@@ -1,7 +1,7 @@
 """A service as a child process: it reads its spec from stdin, prints its address to stdout and ends with stdin.
 
 The parent holds the write end of stdin, so the service ends with its parent, even after kill -9. `bind` in the spec is
-the address to listen on, `key` the secret that callers must show.
+the address to listen on, `port` the port, by default a free one, `key` the secret that callers must show.
 """
 
 import asyncio
@@ -88,7 +88,8 @@ def _listen(spec: Mapping[str, Any]) -> socket.socket:
         raise ServiceError(f"a service that listens on {address} needs a `key`: other machines can reach it")
     listener = socket.socket()
     enable_keepalive(listener)  # connections inherit it
-    listener.bind((address, 0))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a process before it may linger
+    listener.bind((address, int(spec.get("port", 0))))
     listener.listen(128)
     return listener
 

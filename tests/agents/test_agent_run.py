@@ -31,6 +31,9 @@ SMALL = [
 ]
 
 
+LONG = "tasks.digits.agent={function: rollart.agents.demo:digits, deadline: 900}"
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
@@ -126,3 +129,9 @@ def test_conversations_that_fork_are_trained_segment_by_segment(tmp_path: Path) 
     steps = [event for event in log if isinstance(event, StepDone)]
     assert [step.values["skipped"] for step in steps] == [0.0, 0.0]
     assert all(step.values["action_tokens"] > 0 for step in steps)
+
+
+@pytest.mark.parametrize(("given", "seconds"), [([], 300.0), ([LONG], 900.0)])
+def test_the_deadline_of_an_agent_may_be_above_that_of_trajectories(given: list[str], seconds: float) -> None:
+    (task,) = controller.rollout_tasks(preflight.load_run(EXAMPLE, given))
+    assert task.deadline == seconds

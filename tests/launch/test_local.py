@@ -234,3 +234,16 @@ def test_commands_start_together_or_not_at_all(other: Command) -> None:
 )
 def test_a_gpu_is_of_the_class_that_its_product_names(product: str, device: str) -> None:
     assert class_of(product) == device
+
+
+def test_a_service_that_is_started_again_has_the_port_that_its_spec_names(tmp_path: Path) -> None:
+    async def check(launcher: LocalLauncher) -> None:
+        first = await launcher.launch(echo(tmp_path), ResourceRequest())
+        port = int(str(first.answer["url"]).rpartition(":")[2])
+        async with rpc.connected(str(first.answer["url"]), key=launcher.key):
+            first.kill()  # its end of the connection lingers
+            await first.wait()
+        again = replace(echo(tmp_path), spec={"word": "hello", "port": port})
+        assert (await launcher.launch(again, ResourceRequest())).answer["url"] == first.answer["url"]
+
+    execute(check)
