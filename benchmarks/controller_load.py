@@ -6,10 +6,10 @@ tokens by `observation` + `answer` a turn, with a vocabulary of 50,000. Answers 
 that the controller is busy: the less there is to do, the more a turn costs, because every message wakes it up, and
 engines are sampled all the time. Without players rewards are modelled; players call real ones.
 
-Counted are CPU seconds, by the kernel, of the controller's process and of the player processes, their threads
-included; those of the load generators and of reward hosts are not. With c and p the CPU seconds that a turn costs the
-controller and all n players, `turns_per_s` is 1 / max(c, p / n, (c + p) / 2): the rate at which 2 cores are used up, or
-one process its core. Without players it is 1 / c.
+Counted are, after trajectories of two turns that are not, the CPU seconds, by the kernel, of the controller's process
+and of the player processes, their threads included; those of the load generators and of reward hosts are not. With c
+and p the CPU seconds that a turn costs the controller and all n players, `turns_per_s` is 1 / max(c, p / n, (c + p) /
+2): the rate at which 2 cores are used up, or one process its core. Without players it is 1 / c.
 
 Last line: `turns_per_s` with `--players` at the most engines; `flat`, the cost c + p there over that at the fewest;
 `runs`, one for each number of engines, and one for each number of players at the fewest: `controller_ms` and
@@ -27,7 +27,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from pathlib import Path
 from random import Random
@@ -56,15 +56,17 @@ from rollart.models.tiny import SPECIAL, TEMPLATE
 from rollart.players.pool import PlayerPool, PlayerSetup, player_count
 from rollart.rollout.engine_registry import EngineRegistry
 from rollart.rollout.evaluation import EpisodeRunner
-from rollart.rollout.ledger import SqliteLedger
+from rollart.rollout.ledger import Ledger, SqliteLedger
 from rollart.rollout.router import Router
 from rollart.rollout.scheduler import Scheduler
 from rollart.rollout.trajectory import TrajectoryRunner
+from rollart.simulator.services import NullLedger
 from rollart.workers.host import KEY
 from rollart.workers.host_handle import raise_open_file_limit
 
 GROUP = 8
 CONNECTING = 32  # at once
+WARM_UP = 2  # turns of other trajectories, before anything is counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,17 +279,24 @@ async def play(
         stack.push_async_callback(cancel_all, samples)
         runner, pool = await stack.enter_async_context(runner_of(run, services, Router(registry), log, folder))
         pids = list(pool.pids.values()) if pool is not None else []
-        scheduler = Scheduler(
-            tasks=rollout_tasks(run),
-            schedule=Schedule(alpha=0, window=1.0),
-            batch_groups=load.trajectories // GROUP,
-            group_size=GROUP,
-            steps=1,
-            runner=runner,
-            engines=registry,
-            ledger=ledger,
-            sink=log,
-        )
+
+        def schedule(turns: int, seed: int, ledger: Ledger) -> Scheduler:
+            return Scheduler(
+                tasks=[replace(task, max_turns=turns) for task in rollout_tasks(run)],
+                schedule=Schedule(alpha=0, window=1.0),
+                batch_groups=load.trajectories // GROUP,
+                group_size=GROUP,
+                steps=1,
+                runner=runner,
+                engines=registry,
+                ledger=ledger,
+                sink=log,
+                seed=seed,
+            )
+
+        async with asyncio.timeout(600):  # players connect to engines, and everything runs once
+            await schedule(WARM_UP, 1, NullLedger()).take_batch()
+        scheduler = schedule(load.turns, 2, ledger)
         began, cpu, cpu_players = time.monotonic(), time.process_time(), sum(map(cpu_seconds, pids))
         async with asyncio.timeout(1_800):
             with times.counting() if times is not None else nullcontext():

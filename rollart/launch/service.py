@@ -11,8 +11,9 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from functools import partial
 from typing import Any, ClassVar
 
 import uvicorn
@@ -26,15 +27,22 @@ from rollart.launch.rpc import MAX_FRAME, Handler, application
 LOOPBACK = "127.0.0.1"
 KEY_S, MAX_CALLERS = 10.0, 64
 Build = Callable[[dict[str, Any]], AbstractAsyncContextManager[Mapping[str, Handler]]]
+Serve = Callable[[dict[str, Any]], AbstractAsyncContextManager[Mapping[str, Any]]]
 
 
-def main(build: Build, loop: Callable[[], asyncio.AbstractEventLoop] | None = None) -> None:
-    """`loop` makes the event loop, if not the default one."""
+def main(build: Build) -> None:
+    """A service whose methods are called by RPC."""
+    run_service(partial(_serve_rpc, build))
+
+
+def run_service(serve: Serve, loop: Callable[[], asyncio.AbstractEventLoop] | None = None) -> None:
+    """Until stdin closes. `serve` yields what is printed, once it can be reached; `loop` makes the event loop, if not
+    the default one."""
     spec = json.loads(sys.stdin.readline())
     code = 0
     try:
         with asyncio.Runner(loop_factory=loop) as runner:
-            runner.run(_serve(build, spec))
+            runner.run(_until_stopped(serve, spec))
     except asyncio.CancelledError:
         pass  # stopped before it had started
     except BaseException:
@@ -44,7 +52,7 @@ def main(build: Build, loop: Callable[[], asyncio.AbstractEventLoop] | None = No
     os._exit(code)
 
 
-async def _serve(build: Build, spec: dict[str, Any]) -> None:
+async def _until_stopped(serve: Serve, spec: dict[str, Any]) -> None:
     loop = asyncio.get_running_loop()
     stopped, started = asyncio.Event(), asyncio.Event()
     starting = asyncio.current_task()
@@ -58,8 +66,16 @@ async def _serve(build: Build, spec: dict[str, Any]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
     with_parent.clean_up_first()
-    async with build(spec) as handlers:
+    async with serve(spec) as answer:
         started.set()
+        print(json.dumps({**answer, "pid": os.getpid()}), flush=True)
+        os.dup2(2, 1)  # the parent has stopped reading stdout; what libraries print goes to the log
+        await stopped.wait()
+
+
+@asynccontextmanager
+async def _serve_rpc(build: Build, spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
+    async with build(spec) as handlers:
         listener = _listen(spec)
         host, port = listener.getsockname()[:2]
         server = _Server(
@@ -75,11 +91,11 @@ async def _serve(build: Build, spec: dict[str, Any]) -> None:
             )
         )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        print(json.dumps({"url": f"http://{host}:{port}", "pid": os.getpid()}), flush=True)
-        os.dup2(2, 1)  # the parent has stopped reading stdout; what libraries print goes to the log
-        await stopped.wait()
-        server.should_exit = True
-        await serving
+        try:
+            yield {"url": f"http://{host}:{port}"}
+        finally:
+            server.should_exit = True
+            await serving
 
 
 def _listen(spec: Mapping[str, Any]) -> socket.socket:

@@ -10,14 +10,16 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from rollart.core.errors import EngineFailed
-from rollart.core.events import AnyEvent, EventSink, TrajectoryStarted
+from rollart.core.events import EventSink, TrajectoryStarted
 from rollart.players.messages import (
     Confirmed,
     EnvironmentsInUse,
     EpisodeOver,
-    EventsEmitted,
+    EventEmitted,
     KeyAsked,
     NoEngineYet,
+    PlayCrashed,
+    Played,
     PlayerMessage,
     Refused,
     Reply,
@@ -34,26 +36,24 @@ from rollart.rollout.router import Router, RouteTicket
 from rollart.rollout.trajectory import Attempt
 
 _messages = msgspec.msgpack.Decoder(list[PlayerMessage])
-_event = msgspec.msgpack.Decoder(AnyEvent)
 
 
 class RoutingDesk:
-    """`send` takes replies to the player; `attempts` are those that it plays. `started` are the ones whose first event
-    was logged. `on_bug` gets exceptions of our own code."""
+    """`send` takes replies to the player; `attempts` are those that it plays, with the futures of their results, and
+    `started` the ones whose first event was logged. `on_bug` gets exceptions of our own code."""
 
     def __init__(
         self,
         router: Router,
         sink: EventSink,
-        attempts: dict[str, Attempt],
+        attempts: dict[str, tuple[Attempt, "asyncio.Future[Played]"]],
         *,
-        send: Callable[[list[Reply]], None],
+        send: Callable[[Reply], None],
         on_bug: Callable[[BaseException], None],
     ) -> None:
-        self._router, self._sink, self._attempts, self._send, self._on_bug = router, sink, attempts, send, on_bug
+        self._router, self._sink, self._attempts, self._reply, self._on_bug = router, sink, attempts, send, on_bug
         self._tickets: dict[int, RouteTicket] = {}
         self._keys: dict[str, str] = {}
-        self._replies: list[Reply] = []
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._closed = False
         self.in_use = 0
@@ -68,16 +68,18 @@ class RoutingDesk:
             SessionOver: lambda over: self._router.forget(over.session),
             VersionSampled: self._version,
             EpisodeOver: self._episode_over,
-            EventsEmitted: self._emit,
+            EventEmitted: self._emit,
             EnvironmentsInUse: self._environments,
+            Played: self._played,
+            PlayCrashed: self._crashed,
         }
 
-    def receive(self, body: msgspec.Raw) -> None:
-        """Messages of the player, encoded."""
+    def receive(self, frame: bytes) -> None:
+        """Messages of the player."""
         if self._closed:
             return
         try:
-            for message in _messages.decode(body):
+            for message in _messages.decode(frame):
                 self._handlers[type(message)](message)
         except Exception as error:  # a bug of ours must end the run, not the connection
             self._on_bug(error)
@@ -91,16 +93,6 @@ class RoutingDesk:
             self._drop(number)
         for id in self._attempts:
             self._router.forget(id)
-
-    def _reply(self, reply: Reply) -> None:
-        if not self._replies:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._replies.append(reply)
-
-    def _flush(self) -> None:
-        replies, self._replies = self._replies, []
-        if not self._closed:
-            self._send(replies)
 
     # Routes
 
@@ -173,27 +165,33 @@ class RoutingDesk:
     # Attempts
 
     def _version(self, message: VersionSampled) -> None:
-        if (attempt := self._attempts.get(message.id)) is not None:
-            attempt.on_version(message.version)
+        if (known := self._attempts.get(message.id)) is not None:
+            known[0].on_version(message.version)
 
     def _episode_over(self, message: EpisodeOver) -> None:
-        attempt = self._attempts.get(message.id)
+        attempt, _ = self._attempts.get(message.id, (None, None))
         if attempt is None or attempt.on_episode_end is None:
             self._reply(Confirmed(message.number))
             return
         attempt.episode_over = True
         self._spawn(message.number, self._allow_reward(message.number, attempt.on_episode_end))
 
+    def _played(self, message: Played) -> None:
+        _, result = self._attempts.get(message.trajectory.id, (None, None))
+        if result is not None and not result.done():
+            result.set_result(message)
+
+    def _crashed(self, message: PlayCrashed) -> None:
+        self._on_bug(RuntimeError(f"{message.id} could not be played:\n{message.error}"))
+
     async def _allow_reward(self, number: int, on_episode_end: Callable[[], Awaitable[None]]) -> None:
         await on_episode_end()
         self._reply(Confirmed(number))
 
-    def _emit(self, message: EventsEmitted) -> None:
-        for encoded in message.events:
-            event = _event.decode(encoded)
-            if isinstance(event, TrajectoryStarted):
-                self.started.add(event.trajectory)
-            self._sink.emit(event)
+    def _emit(self, message: EventEmitted) -> None:
+        if isinstance(message.event, TrajectoryStarted):
+            self.started.add(message.event.trajectory)
+        self._sink.emit(message.event)
 
     def _environments(self, message: EnvironmentsInUse) -> None:
         self.in_use = message.count

@@ -1,43 +1,17 @@
 """What players and the controller send each other. Only what decides something crosses to the controller: no context,
-no observation, and an answer's length in place of its tokens.
+no observation, and an answer's length in place of its tokens. A trajectory crosses once, packed.
 
-Messages of a player leave in lists, one for each turn of its event loop, and so do replies. A message with a `number`
-and no other purpose is about the request that asked for a route under this number.
+Replies have the `number` of the question. A route is known by the number under which it was asked for.
 """
 
-from msgspec import Raw, Struct
+from msgspec import Struct
 
+from rollart.core.events import AnyEvent
 from rollart.core.packed import PackedTrajectory
 from rollart.core.types import Outcome
 from rollart.rollout.requests import RouteNeed, ServedRequest
 from rollart.rollout.routing_policy import Why
 from rollart.rollout.trajectory import RolloutTask
-
-
-class PlayedAttempt(Struct, frozen=True, array_like=True):
-    """An attempt as a player gets it; `task` without what only the scheduler needs."""
-
-    id: str
-    task: RolloutTask
-    group: str
-    member: int
-    seed: int
-    version: int
-    held_out: bool
-    peers: int
-
-
-class PlayResult(Struct, frozen=True, array_like=True):
-    """`ended` is the event of its end: it is logged if the trajectory arrived, so log and ledger agree."""
-
-    trajectory: PackedTrajectory
-    ended: Raw
-
-
-class Cancellation(Struct, frozen=True, array_like=True):
-    id: str
-    verdict: Outcome
-    reason: str
 
 
 class _Message(Struct, frozen=True, array_like=True, tag=True, gc=False): ...
@@ -98,12 +72,29 @@ class EpisodeOver(_Message, frozen=True):
     id: str
 
 
-class EventsEmitted(_Message, frozen=True):
-    events: list[Raw]
+class EventEmitted(_Message, frozen=True):
+    event: AnyEvent
 
 
 class EnvironmentsInUse(_Message, frozen=True):
+    """Sent every few seconds: it shows that the player is alive."""
+
     count: int
+
+
+class Played(_Message, frozen=True):
+    """The result of an attempt, with the event of its end: that is logged if the trajectory arrived, so log and ledger
+    agree."""
+
+    trajectory: PackedTrajectory
+    ended: AnyEvent
+
+
+class PlayCrashed(_Message, frozen=True):
+    """A bug of ours, which must end the run."""
+
+    id: str
+    error: str
 
 
 PlayerMessage = (
@@ -116,8 +107,10 @@ PlayerMessage = (
     | SessionOver
     | VersionSampled
     | EpisodeOver
-    | EventsEmitted
+    | EventEmitted
     | EnvironmentsInUse
+    | Played
+    | PlayCrashed
 )
 
 
@@ -153,3 +146,25 @@ class Confirmed(_Message, frozen=True):
 
 
 Reply = Route | NoEngineYet | Refused | Confirmed
+
+
+class AttemptToPlay(_Message, frozen=True):
+    """`task` without what only the scheduler needs."""
+
+    id: str
+    task: RolloutTask
+    group: str
+    member: int
+    seed: int
+    version: int
+    held_out: bool
+    peers: int
+
+
+class AttemptCancelled(_Message, frozen=True):
+    id: str
+    verdict: Outcome
+    reason: str
+
+
+ControllerMessage = Route | NoEngineYet | Refused | Confirmed | AttemptToPlay | AttemptCancelled

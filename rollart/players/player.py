@@ -6,6 +6,7 @@ all that an attempt caused arrives before its result. Versions of sampled tokens
 """
 
 import asyncio
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,21 +16,23 @@ import msgspec
 
 from rollart.core.errors import EngineFailed, EngineLost, ServiceError
 from rollart.core.events import AnyEvent, TrajectoryEnded
-from rollart.core.protocols import EnvironmentPool, Renderer, RewardInvoker
-from rollart.core.types import Completion, GenerationRequest
+from rollart.core.protocols import EnvironmentPool, Renderer
+from rollart.core.types import Completion, GenerationRequest, Outcome
 from rollart.engines.client import EngineClient
 from rollart.launch import rpc
 from rollart.players.messages import (
-    Cancellation,
+    AttemptCancelled,
+    AttemptToPlay,
     Confirmed,
+    ControllerMessage,
     EnvironmentsInUse,
     EpisodeOver,
-    EventsEmitted,
+    EventEmitted,
     KeyAsked,
     NoEngineYet,
-    PlayedAttempt,
+    PlayCrashed,
+    Played,
     PlayerMessage,
-    PlayResult,
     Refused,
     Reply,
     Route,
@@ -41,75 +44,44 @@ from rollart.players.messages import (
     SessionOver,
     VersionSampled,
 )
+from rollart.rewards.invokers import Rewards
 from rollart.rollout.episode_clock import EpisodeClock
 from rollart.rollout.phases import PhaseChanges
 from rollart.rollout.requests import Answer, RequestLoop, Routed, RouteNeed, ServedRequest
 from rollart.rollout.samples import pack
 from rollart.rollout.trajectory import Attempt, TrajectoryRunner
 
-SAMPLE_S = 0.5
-_encode = msgspec.msgpack.Encoder().encode
+SAMPLE_S, ALIVE_TICKS = 0.5, 4
+_messages = msgspec.msgpack.Decoder(list[ControllerMessage])
 
 
 class ControllerLine:
-    """Messages to the controller, in lists, and its replies. What is sent before `attach` waits."""
+    """Messages to the controller and its replies; `link` sends them."""
 
-    def __init__(self) -> None:
-        self._send: Callable[[list[PlayerMessage]], None] | None = None
-        self._pending: list[PlayerMessage] = []
-        self._events: list[msgspec.Raw] = []
-        self._scheduled = False
+    def __init__(self, link: Callable[[PlayerMessage], None]) -> None:
+        self.tell = link
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
-        self.ended: dict[str, msgspec.Raw] = {}  # the last event of an attempt, for its result
-
-    async def attach(self, stream: rpc.Stream) -> None:
-        """For as long as the controller is connected."""
-        self._send = stream
-        self.flush()
-        await asyncio.get_running_loop().create_future()
+        self.ended: dict[str, AnyEvent] = {}  # the last event of an attempt, for its result
 
     def new_number(self) -> int:
         return next(self._numbers)
 
-    def tell(self, message: PlayerMessage) -> None:
-        self._pending.append(message)
-        self._schedule()
-
     def emit(self, event: AnyEvent) -> None:
-        encoded = msgspec.Raw(_encode(event))
         if isinstance(event, TrajectoryEnded):
-            self.ended[event.trajectory] = encoded
+            self.ended[event.trajectory] = event
         else:
-            self._events.append(encoded)
-            self._schedule()
-
-    def _schedule(self) -> None:
-        if not self._scheduled:
-            self._scheduled = True
-            asyncio.get_running_loop().call_soon(self.flush)
-
-    def flush(self) -> None:
-        self._scheduled = False
-        if self._send is None:
-            return
-        messages, self._pending = self._pending, []
-        if self._events:
-            messages.append(EventsEmitted(self._events))
-            self._events = []
-        if messages:
-            self._send(messages)
+            self.tell(EventEmitted(event))
 
     def expect(self, number: int) -> asyncio.Future[Reply]:
         """The next reply to this number."""
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
-        future.add_done_callback(lambda _: self._waiting.pop(number, None) if future.cancelled() else None)
         return future
 
-    def on_replies(self, replies: list[Reply]) -> None:
-        for reply in replies:
-            if (future := self._waiting.pop(reply.number, None)) is not None and not future.done():
-                future.set_result(reply)
+    def on_reply(self, reply: Reply) -> None:
+        future = self._waiting.pop(reply.number, None)
+        if future is not None and not future.done():
+            future.set_result(reply)
 
 
 class PlayerRouter(RequestLoop[Route]):
@@ -247,15 +219,17 @@ class PlayerRouter(RequestLoop[Route]):
 
 @dataclass(slots=True, kw_only=True)
 class Player:
-    """The methods of the service."""
+    """Plays the attempts that the controller sends. `in_use` counts environments."""
 
     line: ControllerLine
     router: PlayerRouter
     environments: EnvironmentPool
     renderer: Renderer
-    rewards: RewardInvoker
+    rewards: Rewards
+    in_use: Callable[[], int]
     phases: PhaseChanges = field(default_factory=PhaseChanges)
     _attempts: dict[str, Attempt] = field(default_factory=dict)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _runner: TrajectoryRunner = field(init=False)
 
     def __post_init__(self) -> None:
@@ -268,38 +242,44 @@ class Player:
             phases=self.phases,
         )
 
-    async def attach(self, stream: rpc.Stream) -> None:
-        await self.line.attach(stream)
+    def receive(self, frame: bytes) -> None:
+        """Messages of the controller."""
+        for message in _messages.decode(frame):
+            if isinstance(message, AttemptToPlay):
+                task = asyncio.create_task(self._play(message))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            elif isinstance(message, AttemptCancelled):
+                self._cancel(message)
+            else:
+                self.line.on_reply(message)
 
-    async def replies(self, replies: list[Reply]) -> None:
-        self.line.on_replies(replies)
-
-    async def play(self, played: PlayedAttempt) -> PlayResult:
+    async def _play(self, asked: AttemptToPlay) -> None:
         attempt = Attempt(
-            id=played.id,
-            task=played.task,
-            group=played.group,
-            member=played.member,
-            seed=played.seed,
-            version=played.version,
-            held_out=played.held_out,
-            peers=played.peers,
-            on_version=_older_only(lambda version: self.line.tell(VersionSampled(played.id, version))),
-            on_episode_end=partial(self._episode_over, played.id),
+            id=asked.id,
+            task=asked.task,
+            group=asked.group,
+            member=asked.member,
+            seed=asked.seed,
+            version=asked.version,
+            held_out=asked.held_out,
+            peers=asked.peers,
+            on_version=_older_only(lambda version: self.line.tell(VersionSampled(asked.id, version))),
+            on_episode_end=partial(self._episode_over, asked.id),
         )
         self._attempts[attempt.id] = attempt
         try:
             trajectory = await self._runner.run(attempt)
+            self.line.tell(Played(pack(trajectory), self.line.ended.pop(attempt.id)))
+        except Exception as error:  # the boundary: a bug ends the run, by the controller
+            self.line.tell(PlayCrashed(attempt.id, "".join(traceback.format_exception(error))))
         finally:
             del self._attempts[attempt.id]
-            ended = self.line.ended.pop(attempt.id, msgspec.Raw())
-            self.line.flush()
-        return PlayResult(pack(trajectory), ended)
 
-    async def cancel(self, cancellation: Cancellation) -> None:
-        attempt = self._attempts.get(cancellation.id)
+    def _cancel(self, cancelled: AttemptCancelled) -> None:
+        attempt = self._attempts.get(cancelled.id)
         if attempt is not None:
-            attempt.cancel(cancellation.verdict, cancellation.reason)
+            attempt.cancel(cancelled.verdict, cancelled.reason)
 
     async def _episode_over(self, id: str) -> None:
         number = self.line.new_number()
@@ -307,15 +287,20 @@ class Player:
         self.line.tell(EpisodeOver(number, id))
         await allowed
 
-    async def sample(self, in_use: Callable[[], int]) -> None:
-        """Report, for ever, which phases trajectories are in and how many environments are in use."""
-        reported = 0
-        while True:
-            await asyncio.sleep(SAMPLE_S)
+    async def report(self) -> None:
+        """For ever: which phases trajectories are in, how many environments are in use, and that it is alive."""
+        for tick in count():
             self.phases.sample(self.line, self.router.pool_of)
-            if (now := in_use()) != reported:
-                reported = now
-                self.line.tell(EnvironmentsInUse(now))
+            if tick % ALIVE_TICKS == 0:
+                self.line.tell(EnvironmentsInUse(self.in_use()))
+            await asyncio.sleep(SAMPLE_S)
+
+    async def close(self) -> None:
+        """End every attempt."""
+        for attempt in list(self._attempts.values()):
+            attempt.cancel(Outcome.CANCELLED, "the player ended")
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
 
 def _older_only(report: Callable[[int], None]) -> Callable[[int], None]:

@@ -8,8 +8,10 @@ that keeps ending soon after its start is given up, and the run ends when none i
 
 import asyncio
 import os
+import shutil
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,22 +21,21 @@ import msgspec
 
 from rollart.config import RunFile
 from rollart.core.errors import ServiceError
-from rollart.core.events import AnyEvent, EventSink, ServiceEnded, TrajectoryEnded, TrajectoryStarted, Warned
+from rollart.core.events import EventSink, ServiceEnded, TrajectoryEnded, TrajectoryStarted, Warned
 from rollart.core.types import Outcome, Trajectory
-from rollart.launch import rpc
 from rollart.launch.launcher import Launcher, ResourceRequest, ServiceHandle, service_command, service_started
 from rollart.launch.local import LocalLauncher
 from rollart.placement.bindings import Binding
 from rollart.players.desk import RoutingDesk
-from rollart.players.messages import Cancellation, PlayedAttempt, PlayResult
+from rollart.players.link import Link
+from rollart.players.messages import AttemptCancelled, AttemptToPlay, Played
 from rollart.rollout.router import Router
 from rollart.rollout.trajectory import Attempt, TrajectoryRunner
 
-FOREVER_S = 10 * 365 * 86_400.0  # an attempt has a clock of its own, and a player that hangs is noticed by pings
+SILENT_S = 30.0  # a player reports every few seconds
 CANCEL_S = 60.0  # for an attempt to end after it was cancelled
 ENVIRONMENTS_EACH = 256
 SETTLED_S, MAX_SHORT_LIVES, BACKOFF_S = 60.0, 3, 1.0
-_event = msgspec.msgpack.Decoder(AnyEvent)
 
 
 def played_tasks(run: RunFile) -> frozenset[str]:
@@ -56,16 +57,66 @@ def player_count(run: RunFile) -> int:
     return min(wanted, (os.cpu_count() or 1) // 2) if wanted > 1 else 0
 
 
-@dataclass(slots=True, eq=False)
 class _PlayerProcess:
-    """One process, from start to end."""
+    """One process, from start to end; `attempts` are what it plays, with the futures of their results."""
 
-    handle: ServiceHandle
-    client: rpc.RpcClient
-    desk: RoutingDesk
-    stack: AsyncExitStack
-    since: float
-    attempts: dict[str, Attempt]
+    def __init__(self, router: Router, sink: EventSink, on_bug: Callable[[BaseException], None]) -> None:
+        self.attempts: dict[str, tuple[Attempt, asyncio.Future[Played]]] = {}
+        self.desk = RoutingDesk(router, sink, self.attempts, send=lambda reply: self.link.send(reply), on_bug=on_bug)
+        self.link = Link(self.desk.receive, self.lose)
+        self.stack = AsyncExitStack()
+        self.since = asyncio.get_running_loop().time()
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.handle: ServiceHandle
+
+    @property
+    def alive(self) -> bool:
+        return not self.lost.done()
+
+    async def start(self, launcher: Launcher, setup: "PlayerSetup", name: str) -> None:
+        """Raises ServiceError."""
+        folder = Path(tempfile.mkdtemp(prefix="rollart-player-"))
+        self.stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        try:
+            spec = setup.spec() | {"socket": str(folder / "socket")}
+            command = service_command("rollart.players.service", spec, name=name, logs=setup.logs)
+            self.handle = await launcher.launch(command, ResourceRequest())
+            self.stack.push_async_callback(self.handle.stop)
+            await asyncio.get_running_loop().create_unix_connection(lambda: self.link, spec["socket"])
+        except BaseException as error:
+            await self.stack.aclose()
+            if isinstance(error, OSError):
+                raise ServiceError(f"{name} cannot be reached: {error}") from error
+            raise
+        self.stack.callback(self.desk.close)
+        self.stack.callback(self.link.close)
+
+    def lose(self, reason: str) -> None:
+        """It has ended, or is given up: all that it plays is lost."""
+        if self.lost.done():
+            return
+        self.lost.set_result(reason)
+        self.link.close()
+        self.desk.close()
+        for _, result in self.attempts.values():
+            if not result.done():
+                result.set_exception(ServiceError(reason))
+
+    async def ended(self) -> str:
+        """Wait until it ended, or does not answer any more; returns why."""
+        ending = asyncio.ensure_future(self.handle.wait())
+        try:
+            while not ending.done() and self.alive:
+                await asyncio.wait([ending, self.lost], timeout=SILENT_S, return_when=asyncio.FIRST_COMPLETED)
+                if asyncio.get_running_loop().time() - self.link.received_at > SILENT_S:
+                    self.lose(f"it has sent nothing for {SILENT_S:g} s")
+            if not ending.done():
+                self.handle.kill()
+            reason = await ending
+            self.lose(reason)
+            return reason if reason and self.lost.result().startswith("the connection") else self.lost.result()
+        finally:
+            ending.cancel()
 
 
 @dataclass(slots=True)
@@ -133,39 +184,13 @@ class PlayerPool:
                 raise result
 
     async def _start(self, name: str) -> None:
-        clock = asyncio.get_running_loop().time
-        began = clock()
-        command = service_command("rollart.players.service", self._setup.spec(), name=name, logs=self._setup.logs)
-        handle = await self._launcher.launch(command, ResourceRequest())
-        stack = AsyncExitStack()
-        stack.push_async_callback(handle.stop)
-        try:
-            connection = rpc.connected(str(handle.answer["url"]), key=self._launcher.key)
-            client = await stack.enter_async_context(connection)
-        except BaseException:
-            await stack.aclose()
-            raise
-        attempts: dict[str, Attempt] = {}
-        desk = RoutingDesk(
-            self._router,
-            self._sink,
-            attempts,
-            send=lambda replies: client.send("replies", replies),
-            on_bug=self._fail,
-        )
-        stack.callback(desk.close)
-        listening = asyncio.create_task(self._listen(client, desk))
-        stack.callback(listening.cancel)
-        self._players[name] = _PlayerProcess(handle, client, desk, stack, clock(), attempts)
-        self._sink.emit(service_started("player", name, handle, clock() - began))
+        began = asyncio.get_running_loop().time()
+        player = _PlayerProcess(self._router, self._sink, self._fail)
+        await player.start(self._launcher, self._setup, name)
+        self._players[name] = player
+        seconds = asyncio.get_running_loop().time() - began
+        self._sink.emit(service_started("player", name, player.handle, seconds))
         self._back.set()
-
-    @staticmethod
-    async def _listen(client: rpc.RpcClient, desk: RoutingDesk) -> None:
-        try:
-            await client.call("attach", returns=type(None), deadline=FOREVER_S, on_item=desk.receive)
-        except ServiceError as error:
-            client.fail(f"the player stopped reporting: {error}")
 
     def _fail(self, error: BaseException) -> None:
         if not self._failed.done():
@@ -196,7 +221,7 @@ class PlayerPool:
         while True:
             player = self._players.get(name)
             if player is not None:
-                reason = await self._ended(player)
+                reason = await player.ended()
                 del self._players[name]
                 self._sink.emit(ServiceEnded(role="player", name=name, reason=reason))
                 await player.stack.aclose()
@@ -211,20 +236,6 @@ class PlayerPool:
                 reason, short_lives = str(error), short_lives + 1
                 self._sink.emit(Warned(message=f"{name} is not back yet: {error}"))
                 await asyncio.sleep(BACKOFF_S * 2**short_lives)
-
-    @staticmethod
-    async def _ended(player: _PlayerProcess) -> str:
-        """Wait until it ended, or does not answer any more; returns why."""
-        waits = [asyncio.ensure_future(player.handle.wait()), asyncio.ensure_future(player.client.lost())]
-        try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            player.handle.kill()
-            reason = next(iter(done)).result()
-            player.client.fail(f"the player ended: {reason.splitlines()[0]}")
-            return reason
-        finally:
-            for wait in waits:
-                wait.cancel()
 
     def _give_up(self, name: str, reason: str) -> None:
         if not self._players:
@@ -244,12 +255,9 @@ class PlayerPool:
             return self._unplayed(attempt, began, attempt.verdict or Outcome.CANCELLED, attempt.reason)
         episode = self._episodes.setdefault(key, _Episode(name))
         episode.player, episode.attempts = name, episode.attempts + 1
-        player.attempts[attempt.id] = attempt
         try:
             played = await self._play(player, attempt)
         except ServiceError as error:
-            if player.client.alive:
-                raise
             started = attempt.id in player.desk.started
             return self._unplayed(attempt, began, Outcome.ENGINE_FAILED, f"{name} was lost: {error}", started)
         finally:
@@ -258,14 +266,14 @@ class PlayerPool:
             episode.attempts -= 1
             if not episode.attempts:
                 self._episodes.pop(key, None)
-        self._sink.emit(_event.decode(played.ended))
+        self._sink.emit(played.ended)
         return played.trajectory
 
     async def _pick(self, key: tuple[str, int], attempt: Attempt) -> tuple[str, _PlayerProcess]:
         """Waits while no player is there, which `watch` ends if it lasts."""
         if attempt.verdict is not None:
             raise asyncio.CancelledError  # cancelled before it could start
-        while not (alive := {name: each for name, each in self._players.items() if each.client.alive}):
+        while not (alive := {name: each for name, each in self._players.items() if each.alive}):
             self._back.clear()
             await self._back.wait()
         known = self._episodes.get(key)
@@ -273,29 +281,31 @@ class PlayerPool:
             return known.player, alive[known.player]
         return min(alive.items(), key=lambda item: len(item[1].attempts))
 
-    async def _play(self, player: _PlayerProcess, attempt: Attempt) -> PlayResult:
-        bare = replace(attempt.task, plan=None, band=None, rule=None)
-        played = PlayedAttempt(
-            id=attempt.id,
-            task=bare,
-            group=attempt.group,
-            member=attempt.member,
-            seed=attempt.seed,
-            version=attempt.version,
-            held_out=attempt.held_out,
-            peers=attempt.peers,
+    async def _play(self, player: _PlayerProcess, attempt: Attempt) -> Played:
+        result: asyncio.Future[Played] = asyncio.get_running_loop().create_future()
+        player.attempts[attempt.id] = attempt, result
+        player.link.send(
+            AttemptToPlay(
+                id=attempt.id,
+                task=replace(attempt.task, plan=None, band=None, rule=None),
+                group=attempt.group,
+                member=attempt.member,
+                seed=attempt.seed,
+                version=attempt.version,
+                held_out=attempt.held_out,
+                peers=attempt.peers,
+            )
         )
-        call = asyncio.ensure_future(player.client.call("play", played, returns=PlayResult, deadline=FOREVER_S))
         try:
-            return await asyncio.shield(call)
+            return await asyncio.shield(result)
         except asyncio.CancelledError:
             verdict = attempt.verdict or Outcome.CANCELLED
-            player.client.send("cancel", Cancellation(attempt.id, verdict, attempt.reason))
-            try:
-                return await asyncio.wait_for(call, CANCEL_S)
-            except TimeoutError:
-                player.client.fail(f"an attempt did not end within {CANCEL_S:g} s after it was cancelled")
-                raise ServiceError("it did not end an attempt") from None
+            player.link.send(AttemptCancelled(attempt.id, verdict, attempt.reason))
+        try:
+            return await asyncio.wait_for(result, CANCEL_S)
+        except TimeoutError:
+            player.lose(f"an attempt did not end within {CANCEL_S:g} s after it was cancelled")
+            raise ServiceError("it did not end a cancelled attempt") from None
 
     def _unplayed(
         self, attempt: Attempt, began: float, outcome: Outcome, reason: str, started: bool = False

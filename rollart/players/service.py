@@ -1,6 +1,9 @@
 """The process of a player: `python -m rollart.players.service`."""
 
 import asyncio
+import json
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -15,14 +18,15 @@ import uvloop
 
 from rollart.config import EnvironmentsConfig, RunFile
 from rollart.core import gc_tuning
+from rollart.core.errors import RollartError
 from rollart.core.events import ServiceEnded
 from rollart.envs.pool import EnvironmentPool
 from rollart.launch import service
 from rollart.launch.launcher import Launcher, ServiceHandle
 from rollart.launch.local import LocalLauncher
-from rollart.launch.rpc import Handler
 from rollart.models.chat import ChatRenderer
 from rollart.placement.bindings import Binding
+from rollart.players.link import Link
 from rollart.players.player import ControllerLine, Player, PlayerRouter
 from rollart.players.pool import played_tasks
 from rollart.rewards.invokers import Rewards
@@ -50,13 +54,16 @@ def _report_host(line: ControllerLine, binding: Sequence[Binding], host: Service
 
 
 @asynccontextmanager
-async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
+async def serve(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
+    """Accepts one connection, that of the controller."""
     gc_tuning.collect_rarely()
     run, players, logs = RunFile.model_validate(spec["run"]), int(spec["players"]), Path(spec["logs"])
     sys.path[:] = spec["path"]
     bindings = msgspec.convert(spec["bindings"], tuple[Binding, ...])
     started = [binding for binding in bindings if not run.all_pools()[binding.pool].urls]
-    line, launcher, tasks = ControllerLine(), _launcher(run), played_tasks(run)
+    # The player is made with the line, and the link only calls it later.
+    link = Link(lambda frame: player.receive(frame), lambda reason: os.kill(os.getpid(), signal.SIGTERM))
+    line, launcher, tasks = ControllerLine(link.send), _launcher(run), played_tasks(run)
     environments = EnvironmentPool(
         [task for task in run.tasks if task.name in tasks],
         share_of(run.environments, players),
@@ -68,19 +75,28 @@ async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
         sink=line,
     )
     workers = run.rewards.model_copy(update={"workers": ceil(run.rewards.workers / players)})
-    rewards = Rewards(run.tasks, workers, log=logs / "rewards.log", sink=line, cluster=run.cluster)
-    renderer = ChatRenderer(Path(spec["model"]), run.model.template_args)
-    router = PlayerRouter(line, run.engine.deadline)
-    player = Player(line=line, router=router, environments=environments, renderer=renderer, rewards=rewards)
+    player = Player(
+        line=line,
+        router=PlayerRouter(line, run.engine.deadline),
+        environments=environments,
+        renderer=ChatRenderer(Path(spec["model"]), run.model.template_args),
+        rewards=Rewards(run.tasks, workers, log=logs / "rewards.log", sink=line, cluster=run.cluster),
+        in_use=lambda: environments.in_use,
+    )
     async with AsyncExitStack() as stack:
-        for part in (launcher, environments, rewards, router):
+        for part in (launcher, environments, player.rewards, player.router, player):
             stack.push_async_callback(part.close)
-        await asyncio.gather(environments.start(), rewards.start())
-        sampling = asyncio.create_task(player.sample(lambda: environments.in_use))
-        stack.callback(sampling.cancel)
-        names = ("attach", "replies", "play", "cancel")
-        yield {name: getattr(player, name) for name in names}
+        try:
+            await asyncio.gather(environments.start(), player.rewards.start())
+        except RollartError as error:
+            print(json.dumps({"error": str(error)}), flush=True)
+            raise
+        server = await asyncio.get_running_loop().create_unix_server(lambda: link, spec["socket"])
+        stack.callback(server.close)
+        reporting = asyncio.create_task(player.report())
+        stack.callback(reporting.cancel)
+        yield {"socket": spec["socket"]}
 
 
 if __name__ == "__main__":
-    service.main(build, loop=uvloop.new_event_loop)
+    service.run_service(serve, loop=uvloop.new_event_loop)

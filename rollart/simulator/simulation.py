@@ -117,8 +117,7 @@ class Simulation:
     # Construction
 
     def _build(self, sink: EventSink) -> None:
-        scenario = self._scenario
-        schedule = scenario.rollout.schedule()
+        scenario, schedule = self._scenario, self._scenario.rollout.schedule()
         self._weights = WeightTransfer.of(scenario)
         self._environments = SimulatedEnvironments(scenario)
         self._rewards = SimulatedRewards(scenario)

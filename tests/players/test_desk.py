@@ -12,12 +12,11 @@ from rollart.core.errors import EngineFailed
 from rollart.core.types import GenerationRequest, Sampling
 from rollart.engines.client import EngineClient
 from rollart.players.desk import RoutingDesk
-from rollart.players.messages import Reply
+from rollart.players.messages import PlayerMessage, Reply
 from rollart.players.player import ControllerLine, PlayerRouter
 from rollart.rollout.engine_registry import EngineRegistry
 from rollart.rollout.episode_clock import EpisodeClock
 from rollart.rollout.router import Router
-from rollart.rollout.trajectory import Attempt
 from rollart.simulator.clock import run
 
 _encode = msgspec.msgpack.encode
@@ -45,21 +44,21 @@ class DirectRouter(PlayerRouter):
 
 
 class Pair:
-    def __init__(self, engines: dict[str, Addressed], attempts: dict[str, Attempt] | None = None) -> None:
+    """A desk and a router that send each other encoded messages, each a turn of the loop later."""
+
+    def __init__(self, engines: dict[str, Addressed]) -> None:
         self.registry = EngineRegistry(engines)
-        self.central = Router(self.registry)
-        self.line = ControllerLine()
         self.bugs: list[BaseException] = []
-        self.sink = Recorder()
-        self.desk = RoutingDesk(self.central, self.sink, attempts or {}, send=self._replied, on_bug=self.bugs.append)
+        self.desk = RoutingDesk(Router(self.registry), Recorder(), {}, send=self._reply, on_bug=self.bugs.append)
+        self.line = ControllerLine(self._tell)
         self.router = DirectRouter(self.line, engines)
-        self._attached = asyncio.ensure_future(self.line.attach(self._sent))
 
-    def _sent(self, messages: object) -> None:
-        self.desk.receive(msgspec.Raw(_encode(messages)))
+    def _tell(self, message: PlayerMessage) -> None:
+        asyncio.get_running_loop().call_soon(self.desk.receive, _encode([message]))
 
-    def _replied(self, replies: list[Reply]) -> None:
-        self.line.on_replies(msgspec.msgpack.decode(_encode(replies), type=list[Reply]))
+    def _reply(self, reply: Reply) -> None:
+        decoded = msgspec.msgpack.decode(_encode(reply), type=Reply)
+        asyncio.get_running_loop().call_soon(self.line.on_reply, decoded)
 
     @property
     def reserved(self) -> int:
