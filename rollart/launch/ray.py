@@ -7,6 +7,7 @@ Invariants:
 - Commands launched together share one placement group, so all of them are placed or none. It is packed: the ranks of a
   trainer exchange data all the time, and links within a node are faster.
 - A launch that fails or is cancelled leaves nothing in the cluster.
+- At most `MAX_PLACING` launches are being placed at once, and those that list the nodes at the same time share a list.
 """
 
 import asyncio
@@ -42,6 +43,7 @@ ACTOR_S = 60.0  # for a process of Ray to start, on a busy node
 RETRY_S = 1.0
 ATTEMPTS = 3
 MAX_CALLS = 100
+MAX_PLACING = 128  # more at once would time out before Ray comes to them
 
 T = TypeVar("T")
 Release = Callable[[], Awaitable[None]]
@@ -61,6 +63,8 @@ class RayLauncher:
         self._folder = f"rollart-{uuid.uuid4().hex[:8]}"
         self._joining = asyncio.Lock()
         self._joined = self._ours = False
+        self._listing: asyncio.Task[list[RayNode]] | None = None
+        self._placing = asyncio.Semaphore(MAX_PLACING)
         self._handles: set[RayServiceHandle] = set()
 
     async def _join(self) -> None:
@@ -96,6 +100,12 @@ class RayLauncher:
         return str(ray.util.get_node_ip_address())
 
     async def _nodes(self) -> list[RayNode]:
+        if self._listing is None or self._listing.done():
+            self._listing = asyncio.create_task(self._list())
+            self._listing.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may wait
+        return await asyncio.shield(self._listing)
+
+    async def _list(self) -> list[RayNode]:
         async with self._joining:
             if not self._joined:
                 await self._join()
@@ -111,7 +121,8 @@ class RayLauncher:
         return ray_nodes(listed, free)
 
     async def launch(self, command: Command, request: ResourceRequest) -> ServiceHandle:
-        actor, location, resource = await self._place_actor(command.name, request)
+        async with self._placing:
+            actor, location, resource = await self._place_actor(command.name, request)
 
         async def release() -> None:
             await asyncio.to_thread(ray.kill, actor)

@@ -28,6 +28,7 @@ from rollart.launch import rpc  # noqa: E402
 from rollart.launch.launcher import Command, ResourceRequest, Unsatisfiable, relaunch, service_command  # noqa: E402
 from rollart.launch.local import free_port  # noqa: E402
 from rollart.launch.ray import RayLauncher  # noqa: E402
+from rollart.launch.ray_nodes import RayNode  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -209,6 +210,25 @@ def test_nothing_outlives_a_controller_killed_at_once(cluster: Cluster) -> None:
         controller.kill()
         controller.communicate()
     process.wait(timeout=60)
+
+
+def test_launches_that_list_the_nodes_at_the_same_time_share_a_list() -> None:
+    class Counted(RayLauncher):
+        listings = 0
+
+        async def _list(self) -> list[RayNode]:
+            self.listings += 1
+            await asyncio.sleep(0)
+            return []
+
+    async def main() -> None:
+        launcher = Counted("nowhere:1")
+        await asyncio.gather(*(launcher.nodes() for _ in range(3000)))
+        assert launcher.listings == 1
+        await launcher.nodes()
+        assert launcher.listings == 2
+
+    asyncio.run(main())
 
 
 def test_a_missing_cluster_is_a_readable_error() -> None:
