@@ -99,10 +99,10 @@ def curve(
             yield (step + 1) * GROUPS * MEMBERS, player.success([game], episodes)[game.name]
 
 
-def student_of(folder: Path, loss: str, steps: int) -> Trainer:
+def student_of(folder: Path, loss: str, steps: int, lr: float) -> Trainer:
     if loss not in TOP_LOSSES:
         return Trainer(folder, config(steps, 4.5e-4, advantage="opd", aggregate="group"))
-    dense = config(steps, 1e-3, advantage="opd", loss=loss, aggregate="group")
+    dense = config(steps, lr, advantage="opd", loss=loss, aggregate="group")
     several = {"updates": 4, "epochs": 2, "lr_schedule": "linear", "lr_end": 0.1}
     return Trainer(folder, dense.model_copy(update=several))
 
@@ -149,7 +149,7 @@ def taught_by_rewards(folder: Path, game: Game, options: argparse.Namespace, tea
 
 
 def taught_by_model(folder: Path, game: Game, options: argparse.Namespace, teacher: Path, loss: str) -> Curve:
-    student = student_of(folder, loss, options.distill_steps)
+    student = student_of(folder, loss, options.distill_steps, options.distill_lr)
     teach = teacher_of(teacher, student.config.algorithm.likeliest)
     return list(curve(folder, game, student, options.episodes, options.distill_every, teach))
 
@@ -176,6 +176,7 @@ def main() -> None:
     parser.add_argument("--rl-steps", type=int, default=60, help=f"of {GROUPS} groups x {MEMBERS} trajectories")
     parser.add_argument("--lr", type=float, default=4.5e-4, help="of RL")
     parser.add_argument("--distill-steps", type=int, default=15)
+    parser.add_argument("--distill-lr", type=float, default=1e-3, help="with likeliest tokens; it falls to a tenth")
     parser.add_argument(
         "--distill", nargs="*", default=[RECOMMENDED, "reverse_kl", "opd"], choices=["opd", *TOP_LOSSES]
     )
@@ -208,7 +209,7 @@ def main() -> None:
         taught = {}
         for loss in options.distill:
             run = partial(taught_by_model, folder, game, options, teacher, loss)
-            own = {"steps": options.distill_steps, "distill_every": options.distill_every}
+            own = {name: getattr(options, name) for name in ("distill_steps", "distill_lr", "distill_every")}
             points = cells.get(run, stage="distill", loss=loss, **own, **by)
             print(loss, points, flush=True)
             if points is not None:
