@@ -186,9 +186,9 @@ class TrainingConfig(Section):
     group_size: int = Field(8, ge=2, description="trajectories in a group")
     optimizer: str = Field("adamw", description="adamw, muon, adamw_8bit, or module:function")
     lr: float = Field(
-        1e-3,
+        3e-4,
         gt=0,
-        description="peak learning rate; default: 1e-3 for a tiny model; for a pretrained one by its parameters, 2e-5 "
+        description="peak learning rate; default: 3e-4 for a tiny model; for a pretrained one by its parameters, 2e-5 "
         "up to 0.3 billion, 1e-5 up to 1, 3e-6 up to 20, then 1e-6, and ten times that for its adapters; updates of "
         "Muon are scaled to the size of AdamW's",
     )

@@ -93,7 +93,7 @@ def test_the_episodes_of_a_run_walk_through_the_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "training", "lr"),
     [
-        ("{tiny: {}}", "{}", 1e-3),
+        ("{tiny: {}}", "{}", 3e-4),
         ("{path: there}", "{}", 1e-5),
         ("Qwen/Qwen3-8B", "{lora: {}}", 1e-4),
         ("Qwen/Qwen3-8B", "{lr: 3.0e-7}", 3e-7),
