@@ -2,7 +2,8 @@
 
 Invariants: an engine serves only once it has the registry's target version; one that ends, or that the registry gave
 up, is restarted with backoff, and one that keeps ending soon after its start is removed for good; the run ends only
-when no engine is left. Engines that someone else runs are connected to, and reconnected.
+when no engine is left. Engines that someone else runs are connected to, and reconnected: a link that fails again and
+again, or a node, is not the engine's fault, and only slows its restarts down.
 """
 
 import asyncio
@@ -40,7 +41,7 @@ SAMPLE_S, SAMPLES_PER_S, SILENT_S = 1.0, 100.0, 30.0
 SETTLED_S = 60.0  # an engine that lived this long can start
 MAX_SHORT_LIVES = 3
 MAX_RESTARTS = 30  # attempts to bring one engine back
-MAX_BACKOFF_S = 30.0
+BACKOFF_S, MAX_BACKOFF_S = 1.0, 30.0
 _FRONT = ResourceRequest(count=0.1)  # for a service in front of a server that someone else runs
 
 
@@ -276,14 +277,17 @@ class EngineSupervisor:
             await engine.stack.aclose()
             lived = asyncio.get_running_loop().time() - engine.since
             engine.short_lives = 0 if lived > SETTLED_S else engine.short_lives + 1
-            if engine.short_lives > MAX_SHORT_LIVES:
+            outside = bool(engine.binding.url) or engine.started.node_lost
+            if engine.short_lives > (MAX_RESTARTS if outside else MAX_SHORT_LIVES):
                 self._remove(name, f"it ended {engine.short_lives} times soon after its start, the last: {reason}")
                 return
+            if (extra := engine.short_lives - MAX_SHORT_LIVES) > 0:
+                await asyncio.sleep(min(MAX_BACKOFF_S, BACKOFF_S * 2 ** (extra - 1)))
             if not await self._restart(engine):
                 return
 
     async def _restart(self, ended: _Engine) -> bool:
-        name, backoff = ended.binding.worker, 1.0
+        name, backoff = ended.binding.worker, BACKOFF_S
         for _ in range(MAX_RESTARTS):
             try:
                 engine = await self._start(ended.binding, ended.started)

@@ -16,6 +16,7 @@ from rollart.config import RunFile
 from rollart.core.events import ServiceEnded
 from rollart.core.types import EngineStatus, LoadResult, Publication
 from rollart.engines.client import StatusPush, push_handler
+from rollart.fleet import engine_supervisor
 from rollart.fleet.engine_supervisor import SAMPLES_PER_S, EngineSampler, EngineSupervisor, engine_command, request_of
 from rollart.hardware.roofline import ModelShape
 from rollart.launch import rpc
@@ -102,6 +103,22 @@ async def served_engine() -> AsyncIterator[tuple[str, list[str]]]:
             await serving
 
 
+def supervisor_of(url: str, folder: Path, sink: Recorder, version: int) -> EngineSupervisor:
+    run = loaded(folder, f"{{role: generate, device: cpu, urls: ['{url}']}}")
+    node = Node("here", "", {"cpu": 8.0}, {"cpu": 8.0})
+    return EngineSupervisor(
+        run,
+        plan(run, Inventory((node,), "this machine", overcommit=True)).of("policy"),
+        version=version,
+        launcher=LocalLauncher(),
+        devices=run.device_classes(),
+        shape=ModelShape(dense=1000, layers=1, heads=1, kv_heads=1, head_dim=8),
+        spec=dict,
+        sink=sink,
+        logs=folder,
+    )
+
+
 @pytest.mark.parametrize("publishes", [True, False])
 def test_an_engine_whose_connection_is_reset_before_it_serves_is_brought_back(tmp_path: Path, publishes: bool) -> None:
     sink, version = Recorder(), 3 if publishes else 0
@@ -111,19 +128,7 @@ def test_an_engine_whose_connection_is_reset_before_it_serves_is_brought_back(tm
 
     async def main() -> None:
         async with asyncio.timeout(30), served_engine() as (url, asked):
-            run = loaded(tmp_path, f"{{role: generate, device: cpu, urls: ['{url}']}}")
-            node = Node("here", "", {"cpu": 8.0}, {"cpu": 8.0})
-            supervisor = EngineSupervisor(
-                run,
-                plan(run, Inventory((node,), "this machine", overcommit=True)).of("policy"),
-                version=version,
-                launcher=LocalLauncher(),
-                devices=run.device_classes(),
-                shape=ModelShape(dense=1000, layers=1, heads=1, kv_heads=1, head_dim=8),
-                spec=dict,
-                sink=sink,
-                logs=tmp_path,
-            )
+            supervisor = supervisor_of(url, tmp_path, sink, version)
             await supervisor.start()
             [(name, client)] = supervisor.clients.items()
             client._client.fail("the connection was reset")
@@ -141,6 +146,35 @@ def test_an_engine_whose_connection_is_reset_before_it_serves_is_brought_back(tm
 
     asyncio.run(main())
     assert [event.reason for event in sink.of(ServiceEnded)] == ["the connection was reset"]
+
+
+def test_a_link_that_fails_again_and_again_takes_no_engine_of_others_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_supervisor, "BACKOFF_S", 0.0)
+    resets, sink = 2 * engine_supervisor.MAX_SHORT_LIVES, Recorder()
+
+    async def main() -> None:
+        async with asyncio.timeout(30), served_engine() as (url, _):
+            supervisor = supervisor_of(url, tmp_path, sink, version=0)
+            await supervisor.start()
+            await supervisor.register(None)
+            revived = supervisor.registry.revived
+            supervising = asyncio.create_task(supervisor.supervise())
+            for _ in range(resets):
+                [(name, client)] = supervisor.clients.items()
+                revived.clear()
+                client._client.fail("the connection was reset")
+                await asyncio.wait(
+                    [supervising, returned := asyncio.create_task(revived.wait())], return_when=asyncio.FIRST_COMPLETED
+                )
+                assert returned.done() and supervisor.registry.has(name, supervisor.clients[name])
+            supervising.cancel()
+            await asyncio.wait([supervising])
+            await supervisor.stop()
+
+    asyncio.run(main())
+    assert len(sink.of(ServiceEnded)) == resets
 
 
 class CountedEngine(ModelledEngine):
