@@ -30,8 +30,14 @@ class ClaimQueue:
         self.hosts.remove(host)
         self._set_shares()
 
+    def set_away(self, host: PoolHost, away: bool) -> None:
+        """While a host is away, the others have its share."""
+        host.away = away
+        self._set_shares()
+
     def _set_shares(self) -> None:
-        weights = [host.location.request.count for host in self.hosts]
+        here = [host for host in self.hosts if not host.away] or self.hosts
+        weights = [host.location.request.count if host in here else 0.0 for host in self.hosts]
         shares, warm = split(self._limit, weights), split(self._warm, weights)
         for host, share, count in zip(self.hosts, shares, warm, strict=True):
             host.warm.count = count

@@ -7,9 +7,9 @@ The invariants:
 - A claim returns its process to the pool only if it is healthy and has no call under way, so no reply reaches a later
   claim. However a claim ends, by return, error or cancellation, it makes room for the next.
 - A host is started by the first that needs it. One that dies loses its processes and is restarted, on another node if
-  its own went silent, at most `RESTARTS` times in a row; meanwhile its claims move to other hosts as these have room,
-  and its share goes to them if it cannot be restarted. When no host is left, every claim and request fails with the
-  reason.
+  its own went silent, at most `RESTARTS` times in a row, and `REMOTE_RESTARTS` times elsewhere, where links and nodes
+  come back after minutes. Meanwhile its claims move to other hosts as these have room, and after `RESTARTS` attempts
+  they have its share, until it is back. When no host is left, every claim and request fails with the reason.
 - With `idle_s`, processes unused for that long end, and a host after the last of its own.
 """
 
@@ -29,7 +29,8 @@ from rollart.workers.pool_host import HostCallback, PoolHost, Prewarm
 from rollart.workers.worker_process import BatchedCall, ProcessLost, WorkerProcess
 
 CLOSE_S = 2.0
-RESTARTS, BACKOFF_S, HEALTHY_S = 5, 1.0, 60.0
+RESTARTS, REMOTE_RESTARTS, HEALTHY_S = 5, 30, 60.0
+BACKOFF_S, MAX_DOUBLING = 1.0, 30
 ACQUIRE_TRIES = 3  # hosts that one `acquire` may find dead
 
 logger = logging.getLogger(__name__)
@@ -235,16 +236,18 @@ class ProcessPool:
     async def _restart(self, host: PoolHost, reason: str) -> None:
         if host.uptime >= HEALTHY_S:
             host.restarts = 0
-        while host.restarts < RESTARTS:
+        limit = RESTARTS if host.location.launcher.here else REMOTE_RESTARTS
+        while host.restarts < limit:
             if host.restarts:
-                await asyncio.sleep(BACKOFF_S * 2 ** (host.restarts - 1))
+                await asyncio.sleep(BACKOFF_S * min(2 ** (host.restarts - 1), MAX_DOUBLING))
             host.restarts += 1
             try:
                 await host.restart()
             except ServiceError as error:
                 reason = str(error)
+                self._queue.set_away(host, host.restarts >= RESTARTS)
             else:
-                self._queue.dispatch()
+                self._queue.set_away(host, False)
                 return
         logger.warning("%s is given up after %d restarts: %s", self._spec.name, host.restarts, reason)
         self._queue.remove(host)

@@ -61,6 +61,7 @@ class PoolHost:
         self.warm = WarmProcesses(prewarm or Prewarm(), self._fork_if_running)
         self.available = True
         self.restarts = 0  # in a row
+        self.away = False  # for so long that others have its share
 
     @property
     def free(self) -> int:

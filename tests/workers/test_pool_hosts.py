@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import psutil
@@ -142,6 +143,32 @@ def test_the_others_take_over_the_share_of_a_host_that_cannot_come_back(monkeypa
             assert len(workers.host_pids) == 1
 
     asyncio.run(run())
+
+
+def test_a_host_elsewhere_that_is_back_after_many_attempts_has_its_share_again(monkeypatch):
+    monkeypatch.setattr(pool_module, "BACKOFF_S", 0.001)
+
+    class Rebooting(RemoteLauncher):
+        refusals = 0
+
+        async def launch(self, command, request):
+            if self.refusals:
+                self.refusals -= 1
+                raise ServiceError("its node is not back yet")
+            return await super().launch(command, request)
+
+    async def run():
+        launcher = Rebooting()
+        async with pool(LocalLauncher(()), launcher) as workers, AsyncExitStack() as stack:
+            launcher.refusals = 4 * pool_module.RESTARTS
+            os.kill(workers.host_pids[1], signal.SIGKILL)
+            await until(lambda: len(workers.host_pids) == 1)
+            await until(lambda: len(workers.host_pids) == 2)
+            made = await claims(stack, workers, 4)
+            return Counter([await parent(claim) for claim in made]), launcher.refusals
+
+    shares, left = asyncio.run(run())
+    assert list(shares.values()) == [2, 2] and left == 0
 
 
 def test_when_no_host_is_left_every_claim_fails_with_the_reason(monkeypatch):
