@@ -1,7 +1,7 @@
 """Judges and opponents of a run: models of pools of role judge, behind an OpenAI-compatible API of the controller.
 
-The API is there from the start, so that reward functions and environments have a URL that stays; on a cluster it
-listens where the nodes reach the controller. The engines behind it are those of any pool; they are started by the first
+The API is there from the start, so that reward functions and environments have a URL that stays; what runs on the nodes
+of a cluster gets one that they reach. The engines behind it are those of any pool; they are started by the first
 request, and end when there was none for `idle` seconds. Invariants: an engine ends only when it has no request;
 requests wait while one starts, and fail together if it cannot; a lost engine is started again by the next request. What
 fails is a failed reward or environment of those that asked, never an end of the run.
@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from rollart.config import RunFile, TaskConfig
+from rollart.config import INVOKERS, RunFile, TaskConfig
 from rollart.core.errors import ConfigError, EngineFailed, ServiceError
 from rollart.core.events import EventSink, ServiceEnded
 from rollart.core.protocols import TokenStream
@@ -25,6 +25,7 @@ from rollart.gateway.limits import GatewayLimits
 from rollart.gateway.model_server import model_front
 from rollart.launch import rpc
 from rollart.launch.launcher import Launcher, ServiceHandle, service_started
+from rollart.launch.service import LOOPBACK
 from rollart.models.folder import is_reward_model
 from rollart.placement.bindings import Binding
 
@@ -155,6 +156,8 @@ class Judges:
         self._run, self._stack = run, AsyncExitStack()
         self._launcher = launcher
         self._opponents = {task.opponent for task in run.tasks}
+        remote = {task.reward.pool for task in run.tasks if INVOKERS[task.reward.invoker].cluster}
+        self._away = self._opponents | remote  # who asks these may be on other nodes
         self.addresses: dict[str, tuple[str, str]] = {}
         self._engines: dict[str, list[_JudgeEngine]] = {}
         for binding in bindings:
@@ -168,7 +171,6 @@ class Judges:
 
     async def start(self) -> None:
         """Raises ServiceError or EngineFailed."""
-        host = await self._launcher.own_address() if self._engines else ""
         for name, engines in self._engines.items():
             config = self._run.pools[name]
             pool = _JudgePool(engines, None if name in self._opponents else config.idle)
@@ -178,7 +180,7 @@ class Judges:
                 pool.generate,
                 name=name,
                 key=secrets.token_urlsafe(24),
-                host=host,
+                host=await self._launcher.own_address() if name in self._away else LOOPBACK,
                 port=0,
                 limits=GatewayLimits(),
             )

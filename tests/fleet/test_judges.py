@@ -194,6 +194,35 @@ def test_environments_on_a_cluster_play_against_an_opponent_of_the_run(tmp_path:
     assert {each.outcome for each in played} <= {"finished", "truncated"} and len(played) >= 8
 
 
+class Unreachable(LocalLauncher):
+    """A controller that other nodes cannot connect to."""
+
+    async def own_address(self) -> str:
+        raise ServiceError("nobody gets here")
+
+
+def test_only_opponents_need_a_controller_that_other_nodes_reach(tmp_path: Path) -> None:
+    model = tiny.make(TinyModelConfig(**MODEL), tmp_path / "model", seed=5)
+
+    async def url(task: dict[str, Any]) -> str:
+        config = run_file(tasks=[task], pools={"grader": {"role": "judge", "model": str(model)}})
+        launcher = Unreachable()
+        placed = await placement_plan(config, launcher)
+        bindings = [binding for binding in placed.bindings if binding.role == "judge"]
+        judges = Judges(config, bindings, launcher=launcher, logs=tmp_path, sink=Sink())
+        try:
+            await judges.start()
+            return judges.addresses["grader"][0]
+        finally:
+            await judges.close()
+            await launcher.close()
+
+    judged = {**TASK, "reward": {"function": "judge", "pool": "grader"}}
+    assert asyncio.run(url(judged)).startswith("http://127.0.0.1:"), "rewards are computed beside the controller"
+    with pytest.raises(ServiceError, match="nobody gets here"):
+        asyncio.run(url({**TASK, "opponent": "grader"}))
+
+
 def test_a_controller_outside_of_the_cluster_says_that_nodes_cannot_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
     from rollart.launch.ray import RayLauncher

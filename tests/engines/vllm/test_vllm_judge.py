@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from vllm_fleet import DEADLINE_S, NEEDS_VLLM, PYTHON, TINY
+from vllm_fleet import DEADLINE_S, NEEDS_VLLM, PYTHON, START_S, TINY
 
 from rollart.config import RunFile
 from rollart.core.events import AnyEvent, ServiceEnded, ServiceStarted
@@ -27,9 +27,11 @@ def test_a_judge_answers_from_a_vllm_server_and_ends_with_the_run(tmp_path: Path
     run = RunFile.model_validate(
         {
             "model": {"tiny": {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "context": 64}},
-            "tasks": [{"name": "sums", "env": "rollart.envs.addition:Addition", "max_context": 64}],
+            "tasks": [
+                {"name": "sums", "env": "rollart.envs.addition:Addition", "max_context": 64, "opponent": "grader"}
+            ],
             "pools": {"grader": {"role": "judge", "model": str(folder), "engine": "vllm", "device": "cpu"}},
-            "vllm": {"python": str(PYTHON)},
+            "vllm": {"python": str(PYTHON), "start_deadline": START_S},
             "engine": {"max_batch": 8, "kv_megabytes": 64},
         }
     )
@@ -40,11 +42,11 @@ def test_a_judge_answers_from_a_vllm_server_and_ends_with_the_run(tmp_path: Path
         bindings = [binding for binding in placed.bindings if binding.role == "judge"]
         judges = Judges(run, bindings, launcher=launcher, logs=tmp_path, sink=events)
         try:
-            await judges.start()
+            await judges.start()  # an opponent is up before the first move
             url, name = judges.addresses["grader"]
             question, options = [{"role": "user", "content": "Well?"}], {"max_tokens": 5, "temperature": 0}
             said = [
-                await asyncio.to_thread(ask, url, name, question, options=options, timeout=4 * DEADLINE_S, whole=False)
+                await asyncio.to_thread(ask, url, name, question, options=options, timeout=DEADLINE_S, whole=False)
                 for _ in range(2)
             ]
         finally:
