@@ -18,7 +18,7 @@ _encode = msgspec.msgpack.Encoder().encode
 class Link(asyncio.Protocol):
     """`receive` gets each frame, a list of messages, still encoded. What is sent before there is a connection waits."""
 
-    def __init__(self, receive: Callable[[bytes], None], on_lost: Callable[[str], None]) -> None:
+    def __init__(self, receive: Callable[[bytes], None], on_lost: Callable[[str], object]) -> None:
         self._receive, self._on_lost = receive, on_lost
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -47,7 +47,9 @@ class Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self.received_at = self._loop.time()
-        if self._pending:
+        if self._lost:
+            self._transport.abort()  # closed before it was made
+        elif self._pending:
             self._loop.call_soon(self._flush)
 
     def data_received(self, data: bytes) -> None:

@@ -78,7 +78,7 @@ class _PlayerProcess:
         folder = Path(tempfile.mkdtemp(prefix="rollart-player-"))
         self.stack.callback(shutil.rmtree, folder, ignore_errors=True)
         try:
-            spec = setup.spec() | {"socket": str(folder / "socket")}
+            spec = setup.spec() | {"name": name, "socket": str(folder / "socket")}
             command = service_command("rollart.players.service", spec, name=name, logs=setup.logs)
             self.handle = await launcher.launch(command, ResourceRequest())
             self.stack.push_async_callback(self.handle.stop)

@@ -57,7 +57,8 @@ def _report_host(line: ControllerLine, binding: Sequence[Binding], host: Service
 async def serve(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
     """Accepts one connection, that of the controller."""
     gc_tuning.collect_rarely()
-    run, players, logs = RunFile.model_validate(spec["run"]), int(spec["players"]), Path(spec["logs"])
+    run, players = RunFile.model_validate(spec["run"]), int(spec["players"])
+    log = Path(spec["logs"]) / spec["name"]
     sys.path[:] = spec["path"]
     bindings = msgspec.convert(spec["bindings"], tuple[Binding, ...])
     started = [binding for binding in bindings if not run.all_pools()[binding.pool].urls]
@@ -67,7 +68,7 @@ async def serve(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
     environments = EnvironmentPool(
         [task for task in run.tasks if task.name in tasks],
         share_of(run.environments, players),
-        log=logs / "environments.log",
+        log=log.with_suffix(".environments.log"),
         launcher=launcher,
         requests=[replace(each.request(), count=each.units / players) for each in started],
         urls=[url for pool in run.pools_of("environment").values() for url in pool.urls],
@@ -80,7 +81,7 @@ async def serve(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
         router=PlayerRouter(line, run.engine.deadline),
         environments=environments,
         renderer=ChatRenderer(Path(spec["model"]), run.model.template_args),
-        rewards=Rewards(run.tasks, workers, log=logs / "rewards.log", sink=line, cluster=run.cluster),
+        rewards=Rewards(run.tasks, workers, log=log.with_suffix(".rewards.log"), sink=line, cluster=run.cluster),
         in_use=lambda: environments.in_use,
     )
     async with AsyncExitStack() as stack:
