@@ -92,6 +92,8 @@ class ScriptedEnvironments:
                     value = [self._rng.choice(self._texts), 1.0 if left <= 0 else 0.0, left <= 0]
                     await asyncio.sleep(2 * self._spec["delay"] * self._rng.random())
                 writer.write(json.dumps({"id": request["id"], "value": value}).encode() + b"\n")
+        except ConnectionError:
+            pass  # its caller was killed
         finally:
             writer.close()
 
