@@ -3,7 +3,7 @@
 A trajectory is taught when it has its reward, on its own clock, so that training never waits for a teacher. Invariants:
 a task has one teacher, whose pool may have several workers, used in turn; a teacher that fails is asked again, then the
 trajectory ends as `reward_failed`: it is replaced, and never trained without its teacher. A service that ends is
-started again, at most `MAX_LIVES` times.
+started again, with backoff, while trajectories wait for it; one that keeps ending soon after its start ends the run.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ import msgspec
 from rollart.config import RunFile
 from rollart.core.column import Column
 from rollart.core.errors import ConfigError, RewardFailed, ServiceError
-from rollart.core.events import EventSink, ServiceEnded
+from rollart.core.events import EventSink, ServiceEnded, Warned
 from rollart.core.teaching import ScoreRequest, Teaching
 from rollart.core.types import Sample
 from rollart.launch import rpc
@@ -30,7 +30,8 @@ from rollart.placement.bindings import Binding
 
 ATTEMPTS = 3
 RETRY_S = 1.0
-MAX_LIVES = 4
+MAX_LIVES, SETTLED_S = 4, 60.0  # in a row that were shorter than that
+MAX_RESTARTS, MAX_BACKOFF_S = 30, 30.0
 
 
 class _Teacher(Protocol):
@@ -52,7 +53,8 @@ class _ScorerService:
         self._command = replace(command, start_deadline=deadline, start_key="engine.start_deadline")
         self._started: ServiceHandle | None = None
         self._stack = AsyncExitStack()
-        self._client: rpc.RpcClient | None = None
+        self._client: rpc.RpcClient
+        self._up = asyncio.Event()
 
     async def start(self, sink: EventSink) -> None:
         clock = asyncio.get_running_loop().time
@@ -62,20 +64,40 @@ class _ScorerService:
         else:
             self._started = await relaunch(self._launcher, self._command, request, old)
         url = str(self._started.answer["url"])
-        self._client = await self._stack.enter_async_context(rpc.connected(url, key=self._launcher.key))
+        try:
+            self._client = await self._stack.enter_async_context(rpc.connected(url, key=self._launcher.key))
+        except BaseException:
+            await self._started.stop()
+            raise
+        self._up.set()
         sink.emit(service_started("teacher", self._started.name, self._started, clock() - began))
         sink.emit(self._binding.placed(self._started))
 
     async def watch(self, sink: EventSink) -> None:
-        for life in range(1, MAX_LIVES + 1):
+        clock, name, lives = asyncio.get_running_loop().time, self._binding.worker, 0
+        while True:
             assert self._started is not None
+            since = clock()
             reason = await self._started.wait()
-            self._client = None
+            self._up.clear()
             await self._stack.aclose()
-            sink.emit(ServiceEnded(role="teacher", name=self._binding.worker, reason=reason))
-            if life == MAX_LIVES:
-                raise ServiceError(f"the teacher {self._binding.worker} ended {life} times; the last time: {reason}")
-            await self.start(sink)
+            sink.emit(ServiceEnded(role="teacher", name=name, reason=reason))
+            lives = 0 if clock() - since > SETTLED_S else lives + 1
+            if lives == MAX_LIVES:
+                raise ServiceError(f"the teacher {name} ended {lives} times soon after its start, the last: {reason}")
+            await self._restart(sink)
+
+    async def _restart(self, sink: EventSink) -> None:
+        for attempt in range(1, MAX_RESTARTS + 1):
+            try:
+                await self.start(sink)
+            except ServiceError as error:
+                if attempt == MAX_RESTARTS:
+                    raise
+                sink.emit(Warned(message=f"the teacher {self._binding.worker} is not back yet: {error}"))
+            else:
+                return
+            await asyncio.sleep(min(MAX_BACKOFF_S, RETRY_S * 2 ** (attempt - 1)))
 
     async def stop(self) -> None:
         await self._stack.aclose()
@@ -83,8 +105,11 @@ class _ScorerService:
             await self._started.stop()
 
     async def teach(self, sample: Sample, count: int) -> Teaching:
-        if self._client is None:
-            raise ServiceError(f"the teacher {self._binding.worker} is being started again")
+        try:
+            async with asyncio.timeout(self._command.start_deadline):
+                await self._up.wait()
+        except TimeoutError:
+            raise ServiceError(f"the teacher {self._binding.worker} is still being started again") from None
         request = ScoreRequest(sample.tokens, Column.flags(sample.mask), sample.temperature, count)
         return await self._client.call("score", request, returns=Teaching, deadline=self._deadline)
 
@@ -164,7 +189,8 @@ class Teachers:
                 service = _ScorerService(run, binding, folder, launcher, logs)
                 self._services.setdefault(binding.pool, []).append(service)
         self._turns: Mapping[str, cycle[_Teacher]] = {}
-        self._counts = {task.name: run.algorithm_of(task).likeliest for task in run.tasks}
+        # A pass has samples of all tasks, with equally many of the likeliest tokens: a loss takes those that it wants.
+        self._count = max(algorithm.likeliest for algorithm in run.algorithms())
 
     async def start(self) -> None:
         session = await self._stack.enter_async_context(aiohttp.ClientSession())
@@ -200,8 +226,7 @@ class Teachers:
         turns = self._turns.get(task)
         if turns is None:
             return ()
-        count = self._counts[task]
-        return tuple(await asyncio.gather(*(self._teach(turns, sample, count) for sample in samples)))
+        return tuple(await asyncio.gather(*(self._teach(turns, sample, self._count) for sample in samples)))
 
     async def _teach(self, turns: "cycle[_Teacher]", sample: Sample, count: int) -> Teaching:
         for attempt in range(1, ATTEMPTS + 1):

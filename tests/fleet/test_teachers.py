@@ -2,18 +2,25 @@
 
 import asyncio
 import json
+import os
+import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from world import Recorder
 
 import rollart
 from rollart.config import RunFile, TinyModelConfig
 from rollart.core.column import Column
 from rollart.core.errors import ConfigError, RewardFailed, ServiceError
-from rollart.core.events import ServiceStarted, StepDone
+from rollart.core.events import AnyEvent, ServiceEnded, ServiceStarted, StepDone, Warned
 from rollart.core.types import Sample, TokenRole
+from rollart.fleet import teachers as fleet_teachers
 from rollart.fleet.teachers import Teachers, prompt_logprobs
+from rollart.launch.launcher import Command, ResourceRequest, ServiceHandle
+from rollart.launch.local import LocalLauncher
 from rollart.models import tiny
 from rollart.placement.bindings import Binding
 
@@ -90,38 +97,117 @@ def test_the_likeliest_tokens_of_vllm_are_ranked_without_the_sampled_one() -> No
         prompt_logprobs(answer, [5, 7], [False, True], 4)
 
 
-async def _taught_by(url: str) -> Any:
-    pool = {"role": "teacher", "urls": [url], "model": "big"}
-    binding = Binding(
+SAMPLE = Sample(
+    id="s",
+    task="sums",
+    tokens=Column.ints([5, 7, 8]),
+    roles=Column.flags([TokenRole.PROMPT, TokenRole.ACTION, TokenRole.ACTION]),
+    logprobs=Column.floats([0.0, 0.0]),
+    versions=Column.ints([0, 0]),
+    reward=0.0,
+)
+
+
+def bound(device: str, url: str = "") -> Binding:
+    return Binding(
         pool="wise",
         role="teacher",
         worker="wise-0",
-        wanted="auto",
-        choices=("auto",),
-        device="auto",
+        wanted=device,
+        choices=(device,),
+        device=device,
         node=url,
         units=0.0,
         threads=0,
         why="",
         url=url,
     )
-    run = run_file(pools={"wise": pool})
-    here = Path()
-    teachers = Teachers(run, [binding], student=here, launcher=None, logs=here, sink=None)  # type: ignore[arg-type]
+
+
+async def _taught_by(url: str) -> Any:
+    run, here = run_file(pools={"wise": {"role": "teacher", "urls": [url], "model": "big"}}), Path()
+    teachers = Teachers(run, [bound("auto", url)], student=here, launcher=None, logs=here, sink=None)  # type: ignore[arg-type]
     await teachers.start()
     try:
-        sample = Sample(
-            id="s",
-            task="sums",
-            tokens=Column.ints([5, 7, 8]),
-            roles=Column.flags([TokenRole.PROMPT, TokenRole.ACTION, TokenRole.ACTION]),
-            logprobs=Column.floats([0.0, 0.0]),
-            versions=Column.ints([0, 0]),
-            reward=0.0,
-        )
-        return await teachers.teach("sums", [sample])
+        return await teachers.teach("sums", [SAMPLE])
     finally:
         await teachers.close()
+
+
+class LightLauncher(LocalLauncher):
+    """Starts teachers without a model, after `refusals` attempts."""
+
+    refusals = 0
+
+    async def launch(self, command: Command, request: ResourceRequest) -> ServiceHandle:
+        if self.refusals:
+            self.refusals -= 1
+            raise ServiceError("its node is not back yet")
+        variables = {**command.environment, "PYTHONPATH": str(Path(__file__).parent)}
+        return await super().launch(
+            replace(command, argv=(*command.argv[:-1], "light_scorer"), environment=variables), request
+        )
+
+
+class Sink(Recorder):
+    """Wakes those that wait for events."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changed = asyncio.Event()
+
+    def emit(self, event: AnyEvent) -> None:
+        super().emit(event)
+        self.changed.set()
+
+    async def counts(self, kind: type[AnyEvent], number: int) -> None:
+        while len(self.of(kind)) < number:
+            self.changed.clear()
+            await self.changed.wait()
+
+
+@pytest.mark.slow
+def test_trajectories_wait_while_a_teacher_is_started_again_and_only_short_lives_in_a_row_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_teachers, "RETRY_S", 0.0)
+    monkeypatch.setattr(fleet_teachers, "MAX_LIVES", 2)
+    monkeypatch.setattr(fleet_teachers, "SETTLED_S", 0.0)
+    teacher = tiny.make(TinyModelConfig(**MODEL["tiny"]), tmp_path / "teacher", seed=5)
+    run = run_file(pools={"wise": {"role": "teacher", "model": str(teacher)}})
+    launcher, sink = LightLauncher(), Sink()
+
+    def kill() -> None:
+        os.kill(sink.of(ServiceStarted)[-1].pid, signal.SIGKILL)
+
+    async def watch(teachers: Teachers) -> None:
+        for lives in (1, 2):
+            launcher.refusals = 2 * fleet_teachers.ATTEMPTS
+            kill()
+            await sink.counts(ServiceEnded, lives)
+            (taught,) = await teachers.teach("sums", [SAMPLE])
+            assert taught.logprobs.array.tolist() == [-1.0, -1.0] and not launcher.refusals
+        monkeypatch.setattr(fleet_teachers, "SETTLED_S", 60.0)
+        kill()
+        await sink.counts(ServiceStarted, 4)
+        kill()
+
+    async def main() -> None:
+        teachers = Teachers(run, [bound("cpu")], student=teacher, launcher=launcher, logs=tmp_path, sink=sink)
+        try:
+            async with asyncio.timeout(120), asyncio.TaskGroup() as group:
+                await teachers.start()
+                group.create_task(teachers.watch())
+                await watch(teachers)
+        finally:
+            await teachers.close()
+            await launcher.close()
+
+    with pytest.RaisesGroup(
+        pytest.RaisesExc(ServiceError, match="wise-0 ended 2 times soon after its start"), flatten_subgroups=True
+    ):
+        asyncio.run(main())
+    assert len([event for event in sink.of(Warned) if "is not back yet" in event.message]) == 12
 
 
 def test_an_endpoint_teaches_and_one_that_fails_is_never_a_lesson(monkeypatch: pytest.MonkeyPatch) -> None:

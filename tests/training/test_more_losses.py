@@ -1,6 +1,7 @@
 """Losses beyond the clipped ones: each against a plain reference of a few lines, gradients included."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -198,3 +199,14 @@ def test_a_loss_without_its_teacher_or_its_pairs_says_so() -> None:
         policy_loss(LOSSES.find("opd"), bare)
     with pytest.raises(RollartError, match="needs the logprobs of the reference"):
         policy_loss(LOSSES.find("dpo"), bare)
+
+
+@pytest.mark.parametrize("name", ["reverse_kl", "forward_kl", "jensen_shannon"])
+def test_a_loss_compares_the_likeliest_tokens_that_it_asks_for_though_other_tasks_ask_for_more(name: str) -> None:
+    given = make(0, name)
+    assert given.top_logprobs is not None and given.teacher_top_logprobs is not None
+    two = replace(given, top_logprobs=given.top_logprobs[:, :2], teacher_top_logprobs=given.teacher_top_logprobs[:, :2])
+    narrow = replace(given, config=given.config.model_copy(update={"teacher_top": 2}))
+    loss, expected, all_three = (policy_loss(LOSSES.find(name), each).loss for each in (narrow, two, given))
+    torch.testing.assert_close(loss, expected)
+    assert not torch.allclose(loss, all_three)

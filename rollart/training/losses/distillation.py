@@ -60,6 +60,7 @@ def _columns(inputs: LossInputs) -> Iterator[tuple[Tensor, Tensor]]:
     ours, theirs = inputs.top_logprobs, inputs.teacher_top_logprobs
     if ours is None or theirs is None:
         raise RollartError(f"the loss {inputs.config.loss!r} needs the likeliest tokens of the teacher")
+    ours, theirs = (top[..., : inputs.config.teacher_top] for top in (ours, theirs))
     yield from zip(ours.unbind(-1), theirs.unbind(-1), strict=True)
     yield _rest(ours), _rest(theirs)
 
