@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from rollart.core import event_log
 from rollart.core.event_log import read_events
 from rollart.core.events import AnyEvent, Placed, StepDone, TrajectoryEnded, TrajectoryStarted, TurnDone
 
+TINY = {"hidden": 64, "layers": 2, "context": 256}
 NODE = {"object_store_memory": 80_000_000, "include_dashboard": False}
 # A dead node is noticed after about (failures x period); the defaults add up to far longer.
 HEALTH = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
@@ -37,13 +38,14 @@ APART_STEPS = 4
 DEADLINE = 900.0
 
 
-def run_file(address: str, steps: int) -> RunFile:
+def run_file(address: str, steps: int, pools: Mapping[str, Any] | None = None, model: Path | None = None) -> RunFile:
+    """`pools` come beside those that the nodes serve; `model` is a folder in place of a new tiny model."""
     small: dict[str, Any] = {"max_turns": 4, "max_context": 200, "sampling": {"max_tokens": 6}}
     return RunFile.model_validate(
         {
             "name": "ray-faults",
             "cluster": address,
-            "model": {"tiny": {"hidden": 64, "layers": 2, "context": 256}},
+            "model": {"tiny": TINY} if model is None else {"path": str(model)},
             "tasks": [
                 {"name": "guess_number", "env": "rollart.envs.guess_number:GuessNumber", **small},
                 {"name": "frozen_lake", "env": "rollart.envs.frozen_lake:FrozenLake", **small},
@@ -52,6 +54,7 @@ def run_file(address: str, steps: int) -> RunFile:
                 "learning": {"role": "train", "device": ["H800", "H20"], "count": 2},
                 "talking": {"role": "generate", "device": "H20", "count": 2},
                 "playing": {"role": "environment", "device": "cpu", "count": 2},
+                **(pools or {}),
             },
             "rollout": {"extra_members": 1},
             "engine": {"device": "cpu"},  # the labels are for show: there is no GPU behind them
