@@ -6,14 +6,16 @@ with the settings that it had at that step; where they changed, another one goes
 written to the run folder.
 """
 
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
-from rollart.config import RunFile, TrainingConfig, loading
+from rollart.config import AlgorithmConfig, RunFile, TrainingConfig, loading
 from rollart.core.errors import RollartError
 from rollart.core.event_log import read_events
 from rollart.core.events import NULL_SINK, BatchTaken, Published, RolledBack, RunStarted, ServiceStarted, StepDone
@@ -30,7 +32,8 @@ from rollart.training.client import TrainerClient
 from rollart.weights.store import shared_folder
 
 DIGITS = 8  # of a tensor's digest
-_SETTINGS = ("ranks", "seed", "engine_dtype", "config")  # of a trainer, in the details of its start
+# Of a trainer, in the details of its start; `tasks` are the algorithms of tasks that have one of their own.
+_SETTINGS = ("ranks", "seed", "engine_dtype", "config", "tasks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +209,7 @@ class _Session:
 
     async def take(self, number: int, step: TrainedStep, result: ReplayResult) -> bool | None:
         """Train the batch of a step; whether the weights are those that were published, None if that is not known."""
-        if any(step.details[name] != self._details[name] for name in _SETTINGS):
+        if any(step.details.get(name) != self._details.get(name) for name in _SETTINGS):
             await self._change(step.details, number)
         await self._trainer.step(batch_of(step, self._ledger))
         digests = (await self._trainer.publish()).digests
@@ -265,7 +268,16 @@ def _with_settings(run: RunFile, details: Mapping[str, str]) -> RunFile:
     """The run file as it was when the trainer of `details` started."""
     training = TrainingConfig.model_validate_json(details["config"])
     engine = run.engine.model_copy(update={"dtype": details["engine_dtype"]})
-    return run.model_copy(update={"training": training, "engine": engine, "seed": int(details["seed"])})
+    tasks = run.tasks
+    if "tasks" in details:  # not in the log of an older rollart
+        own = json.loads(details["tasks"])
+        tasks = [task.model_copy(update={"algorithm": _algorithm(own.get(task.name))}) for task in tasks]
+    changed = {"training": training, "engine": engine, "seed": int(details["seed"]), "tasks": tasks}
+    return run.model_copy(update=changed)
+
+
+def _algorithm(given: Mapping[str, Any] | None) -> AlgorithmConfig | None:
+    return None if given is None else AlgorithmConfig.model_validate(given)
 
 
 def check_same(then: Mapping[str, str], now: Mapping[str, str]) -> None:

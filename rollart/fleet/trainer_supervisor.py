@@ -5,6 +5,7 @@ room for them for a while does it take fewer, in a layout that suits those: any 
 """
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -103,6 +104,7 @@ class TrainerSupervisor:
             "seed": str(spec["seed"]),
             "engine_dtype": self._run.engine.dtype,
             "config": self._run.training.model_dump_json(),
+            "tasks": json.dumps(spec["tasks"]),
             **await self.client.describe(),
         }
 

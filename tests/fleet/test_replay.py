@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks.replay import train
-from rollart.config import TrainingConfig
+from rollart.config import AlgorithmConfig, TrainingConfig, loading
 from rollart.core.errors import RollartError
 from rollart.core.event_log import EventLog
 from rollart.core.events import AnyEvent, BatchTaken, Published, RolledBack, RunStarted, ServiceStarted, StepDone
@@ -143,6 +144,15 @@ def test_another_machine_is_refused_by_what_differs() -> None:
     replaying.check_same(then, {"torch": "2.0", "threads": "2"})
     with pytest.raises(RollartError, match=r"trained with threads 2 \(here 4\), MKL_CBWR unset \(here AVX2\), so"):
         replaying.check_same(then, {"torch": "2.0", "threads": "4", "MKL_CBWR": "AVX2"})
+
+
+@pytest.mark.parametrize("logged", [{}, {"tasks": json.dumps({"a": {"kl": 0.5}})}, {"tasks": "{}"}])
+def test_a_step_is_trained_with_the_algorithms_that_tasks_had_then(folder: Path, logged: dict[str, str]) -> None:
+    now = loading.load(folder / "run.yaml", ["tasks.a.algorithm={kl: 0.1}"])
+    details = {"seed": "0", "engine_dtype": "float32", "config": TrainingConfig().model_dump_json(), **logged}
+    (task,) = replaying._with_settings(now, details).tasks
+    then = {"kl": 0.1} if not logged else json.loads(logged["tasks"]).get("a")
+    assert task.algorithm == (AlgorithmConfig(**then) if then else None)
 
 
 def test_a_difference_names_the_first_tensor() -> None:
