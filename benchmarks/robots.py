@@ -3,12 +3,15 @@
     python -m benchmarks.robots                          # needs the family metaworld: rollart envs add metaworld
     python -m benchmarks.robots --adroit FOLDER          # with Adroit too: adroit-door.npz, -hammer, -pen in FOLDER
     python -m benchmarks.robots --only costs multimodal  # seconds and a minute, without a simulator
+    python -m benchmarks.robots --only rl --keep DIR --minutes 6    # again until nothing is missing
 
 `dde_vs_jvp_time`: a training step of MeanFlow with central differences, over one with forward-mode differentiation.
 `one_step_vs_ten_latency`: a chunk by MeanFlow, over one by flow matching in ten steps. `multimodal_gain`: success with
 two ways around an obstacle, one-step MeanFlow less regression. `table`: the mean success of each policy over the tasks
-of examples/robots/benchmark.yaml and five seeds, with half of its 95% interval; `tasks` has it by task. A comparison
-that was stopped goes on with --folder.
+of examples/robots/benchmark.yaml and five seeds, with half of its 95% interval; `tasks` has it by task. `rl_gain`:
+success on pick-place after `rollart robots tune` less that before it, the mean over seeds, and half of its 95%
+interval; `obstacle_rl_gain` on the obstacle. With --keep, every result is kept as soon as it is there, and a benchmark
+that was stopped goes on with what is missing.
 """
 
 import argparse
@@ -19,15 +22,18 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from rich.console import Console
 
-from rollart.config.robots import AnyPolicyConfig, ComparisonFile, FlowConfig, MeanFlowConfig
-from rollart.robots import comparison
+from benchmarks.cells import Cells, add_options, kept_cells
+from rollart.config.robots import AnyPolicyConfig, ComparisonFile, FlowConfig, MeanFlowConfig, RobotRunFile
+from rollart.robots import comparison, imitation, tuning
 from rollart.robots.chunks import ImitationData
 from rollart.robots.comparison import ComparedPolicy
 from rollart.robots.demonstrations import Demonstration
@@ -36,7 +42,28 @@ from rollart.robots.report import comparison_table, seed_means
 from rollart.simulator.result import interval
 
 PLAN = Path(__file__).parents[1] / "examples" / "robots" / "benchmark.yaml"
-PARTS = ("costs", "multimodal", "table")
+PARTS = ("costs", "multimodal", "rl", "table")
+RL: dict[str, dict[str, Any]] = {
+    "obstacle": {
+        "task": "toy:obstacle",
+        "demonstrations": {"episodes": 50},
+        "control": {"history": 1, "chunk": 8, "execute": 8},
+        "network": {"width": 64, "layers": 2},
+        "training": {"steps": 900, "batch": 64},
+        "tuning": {"steps": 30},
+    },
+    "pick-place": {
+        "task": "metaworld:pick-place-v3",
+        "demonstrations": {"episodes": 8},
+        "training": {"steps": 1200, "batch": 64},
+        "tuning": {"steps": 15},
+    },
+}
+RL_SMOKE = {
+    "training": {"steps": 20},
+    "evaluation": {"episodes": 4},
+    "tuning": {"steps": 2, "groups": 2, "group_size": 2, "optimizer_steps": 5},
+}
 ADROIT = ("adroit:door", "adroit:hammer", "adroit:pen")
 OBSERVATIONS, ACTIONS, STEPS = 39, 4, 1000  # as in Meta-World
 
@@ -101,14 +128,40 @@ def multimodal(folder: Path, *, smoke: bool) -> dict[str, Any]:
     return {"multimodal_gain": round(gain, 3), "multimodal": rounded(success)}
 
 
-def whole_table(folder: Path, adroit: Path | None) -> dict[str, Any]:
+def tuned(cells: Cells, *, smoke: bool) -> dict[str, Any]:
+    """Imitate, then tune, with few demonstrations, so that there is room to improve."""
+    found: dict[str, Any] = {}
+    for name, settings in RL.items():
+        if smoke and not settings["task"].startswith("toy:"):
+            continue
+        run = {**settings, "evaluation": {"episodes": 100}, **(RL_SMOKE if smoke else {})}
+        made = [cells.get(partial(gain, run, seed), part="rl", run=run, seed=seed) for seed in range(1 if smoke else 5)]
+        gains = [one["after"] - one["before"] for one in made if one is not None]
+        if gains:
+            key = "rl_gain" if name == "pick-place" else f"{name}_rl_gain"
+            found[key] = [round(number, 3) for number in interval(gains)] if len(gains) > 1 else gains
+            found[f"{key}_runs"] = made
+    return found
+
+
+def gain(run: dict[str, Any], seed: int) -> dict[str, float]:
+    plan = RobotRunFile.model_validate({**run, "seed": seed})
+    with tempfile.TemporaryDirectory() as made:
+        imitated, folder = Path(made) / "imitated", Path(made) / "tuned"
+        asyncio.run(imitation.train(plan, imitated, resume=False, on_log=lambda log: None))
+        result = asyncio.run(tuning.tune(plan, folder, start=imitated, on_log=lambda log: None))
+    print(f"rl, {plan.task}, seed {seed}: {result.before:.2f} to {result.after:.2f}", flush=True)
+    return {"before": result.before, "after": result.after}
+
+
+def whole_table(cells: Cells, adroit: Path | None) -> dict[str, Any]:
     plan = comparison.load(PLAN, [])
     if adroit is not None:
         more = {"tasks": [*plan.tasks, *ADROIT]}
         shown = plan.demonstrations.model_copy(update={"path": adroit})
         plan = plan.model_copy(update={**more, "demonstrations": shown})
     began = time.monotonic()
-    results = asyncio.run(comparison.compare(plan, folder, report))
+    results = [one for task in plan.tasks for policy in plan.policies for one in compared(cells, plan, task, policy)]
     Console(width=160).print(comparison_table(results))
     tasks: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for one in results:
@@ -117,9 +170,23 @@ def whole_table(folder: Path, adroit: Path | None) -> dict[str, Any]:
         task: {policy: round(statistics.fmean(values), 3) for policy, values in by_policy.items()}
         for task, by_policy in tasks.items()
     }
-    table = {policy: interval(seed_means(results, policy)) for policy in plan.policies}
+    table = {policy: interval(seed_means(results, policy)) for policy in {one.policy: None for one in results}}
     minutes = round((time.monotonic() - began) / 60, 1)
     return {"table": rounded(table), "tasks": means, "table_minutes": minutes, "policies": len(results)}
+
+
+def compared(cells: Cells, plan: ComparisonFile, task: str, policy: str) -> list[ComparedPolicy]:
+    """One policy on one task with all seeds; its demonstrations are those of the other policies."""
+    stack = -(-plan.seeds // plan.jobs)  # every job has a core
+    part = plan.model_copy(update={"tasks": [task], "policies": {policy: plan.policies[policy]}, "stack": stack})
+
+    def make() -> list[dict[str, Any]]:
+        (cells.folder / "table" / comparison.RESULTS).unlink(missing_ok=True)  # they may be of other settings
+        results = asyncio.run(comparison.compare(part, cells.folder / "table", report))
+        return [msgspec.to_builtins(one) for one in results if (one.task, one.policy) == (task, policy)]
+
+    found = cells.get(make, part="table", plan=part.model_dump(mode="json"))
+    return msgspec.convert(found or [], list[ComparedPolicy])
 
 
 def rounded(values: dict[str, tuple[float, float]]) -> dict[str, list[float]]:
@@ -135,17 +202,20 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, no simulator")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--adroit", type=Path, metavar="FOLDER", help="demonstrations of Adroit")
-    parser.add_argument("--folder", type=Path, help="where the comparison is kept; default: deleted afterwards")
+    add_options(parser)
     arguments = parser.parse_args()
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = arguments.folder or Path(temporary)
+    with kept_cells("robots", arguments) as cells:
         if "costs" in arguments.only:
             found |= costs(3 if arguments.smoke else 60)
         if "multimodal" in arguments.only:
-            found |= multimodal(folder / "multimodal", smoke=arguments.smoke)
+            found |= multimodal(cells.folder / "multimodal", smoke=arguments.smoke)
+        if "rl" in arguments.only:
+            found |= tuned(cells, smoke=arguments.smoke)
         if "table" in arguments.only and not arguments.smoke:
-            found |= whole_table(folder / "table", arguments.adroit)
+            found |= whole_table(cells, arguments.adroit)
+        if cells.missing:
+            found["missing"] = len(cells.missing)
     print(json.dumps(found))
 
 

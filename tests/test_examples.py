@@ -13,7 +13,7 @@ from rollart.config import TinyModelConfig
 from rollart.config.loading import load as load_run_file
 from rollart.models import tiny
 from rollart.robots.comparison import load as load_comparison
-from rollart.robots.imitation import load as load_robot_run
+from rollart.robots.run import load as load_robot_run
 from rollart.simulator.scenario import load as load_scenario
 
 ROOT = Path(__file__).parents[1]

@@ -143,6 +143,32 @@ class ImitationConfig(Section):
     deadline: Seconds = Field(600.0, description="seconds for one call of the trainer")
 
 
+class TuningConfig(Section):
+    """RL from the imitated policy, by `rollart robots tune`: episodes are played while the policy learns."""
+
+    steps: Positive = Field(20, description="updates; the policy after n of them is version n")
+    groups: Positive = Field(8, description="groups of an update")
+    group_size: Annotated[int, Field(ge=2)] = Field(4, description="episodes of a group, which start alike")
+    alpha: Natural = Field(
+        1, description="versions that a chunk may be old when it is trained; older groups are dropped"
+    )
+    candidates: Annotated[int, Field(ge=2)] = Field(
+        8, description="latents from which a chunk is made; the policy learns which of the chunks to execute"
+    )
+    advantage: str = Field("grpo", description="from the successes of a group to advantages, as for language")
+    loss: str = Field("ppo", description="of the choices' log-probabilities, as for language")
+    clip: float = Field(0.2, gt=0, lt=1, description="the policy ratio is clipped to 1 - clip and 1 + clip")
+    scorer_lr: float = Field(1e-3, gt=0, description="learning rate of the scorer of candidates")
+    scorer_decay: float = Field(1e-3, ge=0, description="its weight decay")
+    imitate: bool = Field(True, description="go on imitating demonstrations, and with them the policy's own successes")
+    keep: Positive = Field(50_000, description="steps of own successes that are kept to imitate, the newest")
+    optimizer_steps: Positive = Field(50, description="steps of the optimizers in one update")
+    lr: float = Field(3e-4, gt=0, description="learning rate of the imitation; it decays to 0 as a cosine")
+    ema: float = Field(0.99, ge=0, lt=1, description="decay of the moving average of the weights, which is what acts")
+    checkpoint_every: Positive = Field(5, description="updates between checkpoints")
+    evaluate_every: Natural = Field(0, description="updates between evaluations while tuning; 0: none")
+
+
 class RobotEvaluationConfig(Section):
     """Held-out episodes."""
 
@@ -174,6 +200,7 @@ class RobotRunFile(_RobotFile):
     task: str = Field(description="family and name: `metaworld:pick-place-v3`, `adroit:door`")
     policy: PolicyChoice = Field(MeanFlowConfig(), description="the method, by name or as a section")
     urls: list[str] = Field(default_factory=list, description="environment hosts that run elsewhere")
+    tuning: TuningConfig = TuningConfig()
 
 
 class ComparisonFile(_RobotFile):

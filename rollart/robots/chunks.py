@@ -65,9 +65,12 @@ class ImitationData:
     scaling: Scaling
 
     @classmethod
-    def of(cls, demonstrations: Sequence[Demonstration], control: ControlConfig) -> Self:
-        """One row for each step. The past before the start is the first observation; the last action goes on."""
-        scaling = Scaling.fit(demonstrations)
+    def of(
+        cls, demonstrations: Sequence[Demonstration], control: ControlConfig, scaling: Scaling | None = None
+    ) -> Self:
+        """One row for each step. The past before the start is the first observation; the last action goes on.
+        Default: scaled by what was demonstrated."""
+        scaling = scaling or Scaling.fit(demonstrations)
         seen, done = list[Floats](), list[Floats]()
         for one in demonstrations:
             before = np.repeat(one.observations[:1], control.history - 1, 0)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from rollart.core.errors import EnvironmentFailed, RollartError
 from rollart.core.protocols import ClaimedEnvironment, EnvironmentPool
 from rollart.core.seeds import seed_of
 from rollart.core.types import Message
-from rollart.robots.learner import TrainedPolicy
+from rollart.robots.learner import Proposal, TrainedPolicy
 from rollart.workers.batching import Batcher
 
 MAX_ROWS = 256
@@ -43,24 +44,37 @@ class RobotEpisode:
     video: bytes = b""
 
 
+class Explorer(Protocol):
+    """Chooses the chunks of an episode in place of the policy, and keeps what it was shown."""
+
+    def choose(self, seen: Tensor, proposal: Proposal, step: int) -> int:
+        """Which candidate to execute after the observation `seen` [O]; `step`: of the policy that proposes them."""
+        ...
+
+    def observe(self, commands: Tensor, seen: Tensor) -> None:
+        """The commands that were executed, and what they led to, [at most execute, A] and [.., O]."""
+        ...
+
+
 class BatchedPolicy:
-    """One network pass for all that wait. `latencies` are seconds per pass."""
+    """One network pass for all that wait; `policy` may be replaced between two. `latencies` are seconds per pass."""
 
     def __init__(self, policy: TrainedPolicy) -> None:
         self.policy = policy
         self.latencies: list[float] = []
-        self._batcher: Batcher[tuple[Tensor, Tensor], Tensor] = Batcher(self._act, lambda: MAX_ROWS)
+        self._batcher: Batcher[tuple[Tensor, Tensor], tuple[Proposal, int]] = Batcher(self._propose, lambda: MAX_ROWS)
 
-    async def act(self, history: Tensor, noise: Tensor) -> Tensor:
-        """[history, O] and [D] to commands [chunk, A]."""
+    async def propose(self, history: Tensor, noise: Tensor) -> tuple[Proposal, int]:
+        """[history, O] and noise to candidates [K, D], and the step of the policy that made them."""
         return await self._batcher.call((history, noise))
 
-    async def _act(self, waiting: Sequence[tuple[Tensor, Tensor]]) -> Sequence[Tensor | Exception]:
+    async def _propose(self, waiting: Sequence[tuple[Tensor, Tensor]]) -> Sequence[tuple[Proposal, int] | Exception]:
         histories, noise = (torch.stack(rows) for rows in zip(*waiting, strict=True))
         began = time.perf_counter()
-        chunks = self.policy.act(histories, noise)
+        made = self.policy.propose(histories, noise)
         self.latencies.append(time.perf_counter() - began)
-        return list(chunks)
+        rows = zip(made.condition, made.candidates, made.scores, strict=True)
+        return [(Proposal(*row), self.policy.step) for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +101,13 @@ async def evaluate(
     acting, room = BatchedPolicy(policy), asyncio.Semaphore(parallel)
     _warm_up(policy)
 
-    async def play(number: int) -> RobotEpisode:
+    async def held_out(number: int) -> RobotEpisode:
         async with room:
             return await _episode(acting, pool, task, seed_of(seed, task.name, "held out", number))
 
     try:
         async with asyncio.TaskGroup() as group:
-            playing = [group.create_task(play(number)) for number in range(episodes)]
+            playing = [group.create_task(held_out(number)) for number in range(episodes)]
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from failures
     found = RobotScore(tuple(one.result() for one in playing), _milliseconds(acting.latencies))
@@ -110,31 +124,46 @@ def _warm_up(policy: TrainedPolicy) -> None:
 async def _episode(acting: BatchedPolicy, pool: EnvironmentPool, task: TaskConfig, seed: int) -> RobotEpisode:
     try:
         async with pool.claim(task.name, held_out=True) as env:
-            return await _play(acting, env, task, seed)
+            return await play(acting, env, task, seed, noise_seed=seed_of(seed, "noise"))
     except EnvironmentFailed as error:
         return RobotEpisode(seed, success=False, steps=0, reward=0.0, failure=str(error))
 
 
-async def _play(acting: BatchedPolicy, env: ClaimedEnvironment, task: TaskConfig, seed: int) -> RobotEpisode:
+async def play(
+    acting: BatchedPolicy,
+    env: ClaimedEnvironment,
+    task: TaskConfig,
+    seed: int,
+    *,
+    noise_seed: int,
+    explorer: Explorer | None = None,
+) -> RobotEpisode:
+    """Raises EnvironmentFailed and PolicyDiverged."""
     control = acting.policy.config.control
-    noise = torch.Generator().manual_seed(seed_of(seed, "noise"))
+    noise = torch.Generator().manual_seed(noise_seed)
     seen = _observations(await env.reset(seed), acting.policy, task)
     history = seen[-1:].repeat(control.history, 1)
     reward = 0.0
     while True:
-        chunk = await acting.act(history, torch.randn(acting.policy.noise_size, generator=noise))
+        latent = torch.randn(acting.policy.noise_size, generator=noise)
+        proposal, made = await acting.propose(history, latent)
+        chosen = int(proposal.scores.argmax()) if explorer is None else explorer.choose(history[-1], proposal, made)
+        chunk = acting.policy.commands(proposal.candidates[chosen])[: control.execute]
         if not chunk.isfinite().all():
             raise PolicyDiverged(
                 f"the policy's actions in episode {seed} of {task.name} are not finite numbers; "
-                "train it again with a lower training.lr"
+                "train it again with a lower learning rate"
             )
-        step = await env.step(json.dumps(chunk[: control.execute].tolist()))
+        step = await env.step(json.dumps(chunk.tolist()))
         reward += step.reward or 0.0
+        seen = _observations(step.messages, acting.policy, task)
+        if explorer is not None:
+            explorer.observe(chunk[: len(seen)], seen)
         if step.done:
             video = base64.b64decode(step.info.get("video", ""))
             success, steps = bool(step.info["success"]), int(step.info["steps"])
             return RobotEpisode(seed, success, steps, reward, video=video)
-        history = torch.cat([history, _observations(step.messages, acting.policy, task)])[-control.history :]
+        history = torch.cat([history, seen])[-control.history :]
 
 
 def _observations(messages: Sequence[Message], policy: TrainedPolicy, task: TaskConfig) -> Tensor:

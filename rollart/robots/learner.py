@@ -5,7 +5,8 @@ to rounding, and a checkpoint holds all that the next step depends on.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from rollart.core.errors import RollartError
 from rollart.core.seeds import seed_of
 from rollart.models.folder import atomic_folder
 from rollart.robots.chunks import ImitationData, Scaling
-from rollart.robots.network import PolicyNetwork
+from rollart.robots.network import CandidateScorer, PolicyNetwork
 from rollart.robots.policies import policy_of
 from rollart.robots.policies.base import Draws, RobotPolicy
 
+SCORER = "scorer."  # before the names of a scorer's weights
 MANIFEST, STATE, POLICY = "checkpoint.json", "state.safetensors", "policy.json"
 _BETAS = (0.95, 0.999)
 
@@ -72,9 +74,17 @@ class ImitationLearner:
         return (total / max(1, steps)).tolist()
 
     def _train_step(self) -> Tensor:
+        losses = self._imitation_losses()
+        self._optimize(losses)
+        return losses.detach()
+
+    def _imitation_losses(self) -> Tensor:
+        rows = torch.stack(self.draws.rows(self._counts, self.config.training.batch)) + self._offsets[:, None]
+        return self.policy.loss(self.network, self._chunks[rows], self._conditions[rows], self.draws)
+
+    def _optimize(self, losses: Tensor) -> None:
+        """One step of the optimizer, from the loss of each member."""
         training = self.config.training
-        rows = torch.stack(self.draws.rows(self._counts, training.batch)) + self._offsets[:, None]
-        losses = self.policy.loss(self.network, self._chunks[rows], self._conditions[rows], self.draws)
         for group in self.optimizer.param_groups:
             group["lr"] = training.lr * _rate(self.step, training)
         self.optimizer.zero_grad()
@@ -84,7 +94,6 @@ class ImitationLearner:
         self.step += 1
         decay = min(training.ema, self.step / (self.step + 9))
         torch._foreach_lerp_(list(self.averaged.values()), [one.detach() for one in self.parameters], 1 - decay)
-        return losses.detach()
 
     def _clip(self, most: float) -> None:
         gradients = [one.grad for one in self.parameters if one.grad is not None]
@@ -99,6 +108,7 @@ class ImitationLearner:
         tensors |= {f"averaged.{name}": value for name, value in self.averaged.items()}
         for (name, _), moments in zip(self.network.named_parameters(), self._moments(), strict=True):
             tensors |= {f"{kind}.{name}": value for kind, value in moments.items()}
+        tensors |= self._more_tensors()
         with atomic_folder(path) as folder:
             save_file({**tensors, "draws": self.draws.state()}, folder / STATE)
             about = {"step": self.step, "members": len(self.data), "config": self.config.model_dump(mode="json")}
@@ -123,6 +133,22 @@ class ImitationLearner:
                 self.optimizer.state[value] = kinds if about["step"] else {}
         self.step = about["step"]
         self.draws.restore(tensors["draws"])
+        self._restore_more(tensors)
+
+    def _about(self) -> dict[str, int]:
+        """What else an exported policy says of itself."""
+        return {}
+
+    def _scorer_tensors(self) -> dict[str, Tensor]:
+        """What else an exported policy has."""
+        return {}
+
+    def _more_tensors(self) -> dict[str, Tensor]:
+        """What else a checkpoint holds."""
+        return {}
+
+    def _restore_more(self, tensors: Mapping[str, Tensor]) -> None:
+        """The inverse of `_more_tensors`."""
 
     def _moments(self) -> list[dict[str, Tensor]]:
         return [dict(self.optimizer.state[one]) for one in self.parameters]
@@ -131,11 +157,21 @@ class ImitationLearner:
         """The policy of each member, by its moving average, as a folder that `TrainedPolicy` reads."""
         for member, (path, task) in enumerate(zip(folders, tasks, strict=True)):
             tensors = {name: value[member : member + 1].contiguous() for name, value in self.averaged.items()}
-            tensors |= self.data[member].scaling.tensors()
-            about = {**self.config.model_dump(mode="json"), "task": task, "step": self.step}
+            tensors |= {**self.data[member].scaling.tensors(), **self._scorer_tensors()}
+            about = {**self.config.model_dump(mode="json"), "task": task, "step": self.step, **self._about()}
             with atomic_folder(path) as folder:
                 save_file(tensors, folder / STATE)
                 (folder / POLICY).write_bytes(msgspec.json.encode(about))
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Chunks to choose from, scaled: the `condition` [..., C], `candidates` [..., K, D], made from as many latents, and
+    their `scores` [..., K], which are logits. A policy that was not tuned has one candidate."""
+
+    condition: Tensor
+    candidates: Tensor
+    scores: Tensor
 
 
 class TrainedPolicy:
@@ -148,29 +184,47 @@ class TrainedPolicy:
         except (OSError, ValueError, SafetensorError) as error:
             raise RollartError(f"{path} holds no policy of `rollart robots train`: {error}") from error
         self.task, self.step = str(about.pop("task")), int(about.pop("step"))
+        self.count = int(about.pop("candidates", 1))
         self.config = LearnerConfig.model_validate(about)
         self.scaling = Scaling.restore(tensors)
         self.policy = policy_of(self.config.policy)
         self.actions = len(self.scaling.action_gain)
         self.observations = len(self.scaling.observation_gain)
         control, network = self.config.control, self.config.network
-        self.network = PolicyNetwork(
-            control.history * self.observations, control.chunk * self.actions, network.width, network.layers,
-            [torch.Generator()],
-        )  # fmt: skip
+        sizes = control.history * self.observations, control.chunk * self.actions
+        self.network = PolicyNetwork(*sizes, network.width, network.layers, [torch.Generator()])
         self.network.load_state_dict({name: tensors[name] for name, _ in self.network.named_parameters()})
         self.network.requires_grad_(False)
+        self.scorer = CandidateScorer(*sizes, network.width, torch.Generator()) if self.count > 1 else None
+        if self.scorer is not None:
+            named = {name: tensors[f"{SCORER}{name}"] for name, _ in self.scorer.named_parameters()}
+            self.scorer.load_state_dict(named)
+            self.scorer.requires_grad_(False)
 
     @torch.inference_mode()
+    def propose(self, histories: Tensor, noise: Tensor) -> Proposal:
+        """[B, history, O] and noise [B, `noise_size`] to what may be done, in one pass over all candidates."""
+        condition = self.scaling.observations(histories).flatten(1)
+        latents = noise.reshape(len(noise) * self.count, -1)
+        rows = condition.repeat_interleave(self.count, 0)
+        made = self.policy.sample(self.network, rows[None], latents[None])[0]
+        candidates = made.reshape(len(noise), self.count, -1)
+        scores = candidates.new_zeros(candidates.shape[:2])
+        return Proposal(condition, candidates, scores if self.scorer is None else self.scorer(condition, candidates))
+
+    def commands(self, chunk: Tensor) -> Tensor:
+        """A scaled chunk [..., D] to commands [..., chunk, A]."""
+        return self.scaling.commands(chunk.reshape(*chunk.shape[:-1], self.config.control.chunk, self.actions))
+
     def act(self, histories: Tensor, noise: Tensor) -> Tensor:
-        """[B, history, O] and noise [B, D] to commands [B, chunk, A]."""
-        condition = self.scaling.observations(histories).flatten(1)[None]
-        chunk = self.policy.sample(self.network, condition, noise[None])[0]
-        return self.scaling.commands(chunk.reshape(len(chunk), self.config.control.chunk, self.actions))
+        """[B, history, O] and noise [B, `noise_size`] to the commands of the best candidate, [B, chunk, A]."""
+        proposal = self.propose(histories, noise)
+        best = proposal.scores.argmax(-1)
+        return self.commands(proposal.candidates[torch.arange(len(best)), best])
 
     @property
     def noise_size(self) -> int:
-        return self.config.control.chunk * self.actions
+        return self.count * self.config.control.chunk * self.actions
 
 
 def _rate(step: int, training: ImitationConfig) -> float:

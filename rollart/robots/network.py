@@ -82,3 +82,22 @@ class PolicyNetwork(nn.Module):
             if number == len(self.blocks) // 2:
                 middle = hidden
         return self.leave(functional.layer_norm(hidden, hidden.shape[-1:])), middle
+
+
+class CandidateScorer(nn.Module):
+    """A logit for each candidate [..., K, D] of a chunk under its condition [..., C]. At first, all are 0."""
+
+    def __init__(self, condition: int, chunk: int, width: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.enter = MemberLinear(condition + chunk, width, [generator])
+        self.middle = MemberLinear(width, width, [generator])
+        self.leave = MemberLinear(width, 1, [generator])
+        nn.init.zeros_(self.leave.weight)
+        nn.init.zeros_(self.leave.bias)
+
+    def forward(self, condition: Tensor, candidates: Tensor) -> Tensor:
+        seen = condition[..., None, :].expand(*candidates.shape[:-1], -1)
+        rows = torch.cat([seen, candidates], -1).flatten(0, -2)[None]
+        hidden = functional.silu(self.middle(functional.silu(self.enter(rows))))
+        scores: Tensor = self.leave(hidden).reshape(candidates.shape[:-1])
+        return scores

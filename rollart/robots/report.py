@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from rollart.core.event_log import read_events
-from rollart.core.events import Evaluated, WarmupStep
+from rollart.core.events import Evaluated, StepDone, WarmupStep
 from rollart.core.run_folder import events_of
 from rollart.observe.draw import sparkline, table
 from rollart.observe.report import wilson
@@ -23,17 +23,20 @@ _INK, _FAINT = "#222222", "#8a8a8a"
 
 
 def write_curves(folder: Path) -> None:
-    """Loss and held-out success by optimizer step, as `curves.png` in the run folder."""
+    """Loss of an imitation, or success while a policy is tuned, and held-out success, as `curves.png` in the run
+    folder."""
     log = events_of(folder)
     losses = {event.step: event.loss for event in read_events(log, WarmupStep)}
+    played = {event.version: event.values["reward"] for event in read_events(log, StepDone)}
     scores = {event.version: event for event in read_events(log, Evaluated)}
     figure = Figure(figsize=(9, 3.4), facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
-    _axes(left, "Imitation loss")
-    left.plot(list(losses), list(losses.values()), color="#0072B2", linewidth=1.6)
+    steps_are = "update" if played else "optimizer step"
+    _axes(left, "Success of the episodes it learns from" if played else "Imitation loss", steps_are)
+    left.plot(list(played or losses), list((played or losses).values()), color="#0072B2", linewidth=1.6)
     left.set_ylim(bottom=0)
-    _axes(right, "Success on held-out episodes, 95% interval")
+    _axes(right, "Success on held-out episodes, 95% interval", steps_are)
     steps, points = list(scores), list(scores.values())
     middle = [point.success for point in points]
     ends = [wilson(point.success, point.episodes) for point in points]
@@ -45,13 +48,13 @@ def write_curves(folder: Path) -> None:
     figure.savefig(folder / "curves.png", dpi=130)
 
 
-def _axes(axes: Any, title: str) -> None:
+def _axes(axes: Any, title: str, steps_are: str) -> None:
     axes.set_title(title, loc="left", fontsize=10, color=_INK)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(_FAINT)
     axes.tick_params(colors=_FAINT, labelsize=8.5)
     axes.grid(axis="y", color="#ececec", linewidth=0.8)
-    axes.set_xlabel("optimizer step", fontsize=8.5, color=_FAINT)
+    axes.set_xlabel(steps_are, fontsize=8.5, color=_FAINT)
 
 
 def score_table(scores: Sequence[tuple[str, Path, RobotScore]]) -> Table:

@@ -1,7 +1,8 @@
 """The trainer of robot policies as a service: `python -m rollart.robots.service`.
 
 Its spec has `config` (`LearnerConfig`), and for each member of the stack a file of demonstrations in `data`, a seed and
-the name of its task; `checkpoint`, if there is one, is where it goes on. Calls run one after the other in one thread.
+the name of its task; `checkpoint`, if there is one, is where it goes on. With `tuning` (`TuningConfig`) it tunes the
+policy in the folder `start` by RL. Calls run one after the other in one thread.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from rollart.config.robots import TuningConfig
 from rollart.core.errors import ServiceError, ServiceSilent
 from rollart.core.events import EventSink
 from rollart.launch import rpc, service
@@ -20,12 +22,13 @@ from rollart.launch.launcher import Launcher, ResourceRequest, service_command, 
 from rollart.launch.rpc import Handler, RpcClient
 from rollart.robots import demonstrations
 from rollart.robots.chunks import ImitationData
-from rollart.robots.learner import ImitationLearner, LearnerConfig
+from rollart.robots.learner import ImitationLearner, LearnerConfig, TrainedPolicy
+from rollart.robots.tuning_learner import ChunkBatch, TuningLearner
 
 T = TypeVar("T")
 
 
-class ImitationService:
+class RobotTrainerService:
     def __init__(self, spec: Mapping[str, Any]) -> None:
         self._thread = ThreadPoolExecutor(1, "trainer")
         self._tasks: list[str] = spec["tasks"]
@@ -33,12 +36,21 @@ class ImitationService:
         torch.set_num_threads(config.training.threads)
         episodes = spec["episodes"]
         data = [ImitationData.of(demonstrations.load(Path(path), episodes), config.control) for path in spec["data"]]
-        self._learner = ImitationLearner(config, data, spec["seeds"])
+        if "tuning" in spec:
+            tuning, start = TuningConfig.model_validate(spec["tuning"]), TrainedPolicy(Path(spec["start"]))
+            self._learner: ImitationLearner = TuningLearner(config, tuning, start, data[0], spec["seeds"][0])
+        else:
+            self._learner = ImitationLearner(config, data, spec["seeds"])
         if spec.get("checkpoint"):
             self._learner.load(Path(spec["checkpoint"]))
 
     async def train(self, steps: int) -> list[float]:
         return await self._run(lambda: self._learner.train(steps))
+
+    async def update(self, batch: bytes) -> dict[str, float]:
+        learner = self._learner
+        assert isinstance(learner, TuningLearner)
+        return await self._run(lambda: learner.update(ChunkBatch.decode(batch)))
 
     async def save(self, path: str) -> None:
         await self._run(lambda: self._learner.save(Path(path)))
@@ -53,7 +65,7 @@ class ImitationService:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-class ImitationClient:
+class RobotTrainerClient:
     """Each call has `deadline` seconds. Raises ServiceError."""
 
     def __init__(self, client: RpcClient, deadline: float) -> None:
@@ -62,6 +74,10 @@ class ImitationClient:
     async def train(self, steps: int) -> list[float]:
         """The mean loss of each member over `steps`."""
         return await self._call("train", steps, list[float])
+
+    async def update(self, batch: ChunkBatch) -> dict[str, float]:
+        """One version by RL; means over its optimizer steps."""
+        return await self._call("update", batch.encode(), dict[str, float])
 
     async def save(self, path: Path) -> None:
         await self._call("save", str(path.absolute()), type(None))
@@ -79,7 +95,7 @@ class ImitationClient:
 @asynccontextmanager
 async def trainer(
     launcher: Launcher, spec: Mapping[str, Any], *, config: LearnerConfig, logs: Path, name: str, sink: EventSink
-) -> AsyncIterator[ImitationClient]:
+) -> AsyncIterator[RobotTrainerClient]:
     """A trainer in a process of its own. Raises ServiceError."""
     loop, training = asyncio.get_running_loop(), config.training
     full = {**spec, "config": config.model_dump(mode="json")}
@@ -89,16 +105,16 @@ async def trainer(
     try:
         async with rpc.connected(str(started.answer["url"]), key=launcher.key) as client:
             sink.emit(service_started("train", name, started, loop.time() - began))
-            yield ImitationClient(client, training.deadline)
+            yield RobotTrainerClient(client, training.deadline)
     finally:
         await started.stop()
 
 
 @asynccontextmanager
 async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
-    made = ImitationService(spec)
+    made = RobotTrainerService(spec)
     try:
-        yield {"train": made.train, "save": made.save, "export": made.export}
+        yield {"train": made.train, "update": made.update, "save": made.save, "export": made.export}
     finally:
         made.close()
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from rich.console import Console
 
 from rollart.core.event_log import EventLog
-from rollart.core.events import Evaluated, WarmupStep
+from rollart.core.events import Evaluated, StepDone, WarmupStep
 from rollart.robots.comparison import ComparedPolicy
 from rollart.robots.episodes import RobotEpisode, RobotScore
 from rollart.robots.report import comparison_table, score_table, seed_means, write_curves
@@ -41,6 +41,18 @@ def text(table: object) -> str:
 
 def test_curves_are_drawn_also_for_shares_of_none_and_all(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run")
+    write_curves(folder)
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_curves_of_a_tuning_are_those_of_its_updates(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    log = EventLog(folder / "events", lambda: 0.0)
+    for version in (1, 2):
+        log.emit(StepDone(version=version, seconds=1.0, tokens=9, values={"reward": version / 2}, tasks={}))
+    log.emit(Evaluated(version=2, task="toy-obstacle", episodes=50, success=0.5, reward=1.0, failed=0))
+    log.close()
     write_curves(folder)
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
 

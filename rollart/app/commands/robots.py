@@ -1,4 +1,4 @@
-"""`rollart robots`: policies for robots that imitate demonstrations."""
+"""`rollart robots`: policies for robots that imitate demonstrations, and go beyond them by RL."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Train robot policies by imitation, and evaluate and compare them.\n\n"
+    help="Train robot policies by imitation, tune them by RL, evaluate and compare them.\n\n"
     "[dim]rollart robots train examples/robots/pick_place.yaml[/dim]",
 )
 VIDEO_PIXELS, FILMED = 160, 2
@@ -87,13 +87,13 @@ def train(
     rollart robots train examples/robots/pick_place.yaml --set policy=flow[/dim]
     """
     from rollart.app.api import folder_for
-    from rollart.robots import imitation
+    from rollart.robots import run as robot_run
     from rollart.robots.report import score_table
 
     if run_dir and len(run_files) > 1:
         raise RollartError("--run-dir is the folder of one run, but there are several run files")
     changes = [*(overrides or []), *([f"output={json.dumps(str(output))}"] if output else [])]
-    runs = [imitation.load(path, changes) for path in run_files]
+    runs = [robot_run.load(path, changes) for path in run_files]
     with console_for(as_json) as console:
         scores = []
         for run in runs:
@@ -125,6 +125,54 @@ def _train(console: Console, run: "RobotRunFile", folder: Path, *, resume: bool)
     return score
 
 
+@app.command()
+@guarded
+def tune(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file that it was trained with.")],
+    start: Annotated[
+        Path | None, typer.Option("--from", metavar="RUN_DIR", help="Tune this run's policy; default: the newest's.")
+    ] = None,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the newest tuning of this name.")] = False,
+    output: Output = None,
+    run_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Use exactly this run folder.")] = None,
+    video: Video = False,
+    as_json: AsJson = False,
+) -> None:
+    """Tune an imitated policy by RL, on episodes that it plays itself.
+
+    Starts from the newest run of `rollart robots train` of the same name, in a
+    folder of its own, NAME-tuned-1. Prints success before and after.
+
+    [dim]rollart robots tune examples/robots/pick_place.yaml
+    rollart robots tune examples/robots/pick_place.yaml --from runs/pick-place-1[/dim]
+    """
+    from rollart.app.api import folder_for
+    from rollart.observe import live
+    from rollart.robots import tuning
+    from rollart.robots.report import write_curves
+    from rollart.robots.suites import robot_task
+
+    changes = [*(overrides or []), *([f"output={json.dumps(str(output))}"] if output else [])]
+    run = tuning.load_tuning(run_file, changes)
+    found = None if resume else tuning.imitated_run(run, start)
+    named = run.model_copy(update={"name": f"{run.name}-tuned"})
+    with console_for(as_json) as console:
+        folder = folder_for(named, run_dir, resume=resume)
+        say(console, f"run folder: {folder}")
+        with live.view(console, {robot_task(run.task).name: 1.0}) as view:
+            gain = asyncio.run(tuning.tune(run, folder, start=found, on_log=lambda log: log.subscribe(view.on_event)))
+        write_curves(folder)
+        change = f"{gain.mean:+.3f} ± {gain.half:.3f} (95%)"
+        say(console, f"success before {gain.before:.3f}, after {gain.after:.3f}: {change}")
+        say(console, f"policy: {folder / 'policy'}   curves: {folder / 'curves.png'}")
+        if video:
+            _film(console, folder, run.task)
+    if as_json:
+        about = {"before": gain.before, "after": gain.after, "gain": gain.mean, "half": gain.half}
+        print_json({**_as_dict(folder), **about})
+
+
 @app.command("eval")
 @guarded
 def evaluate(
@@ -144,13 +192,13 @@ def evaluate(
     [dim]rollart robots eval runs/pick-place-1 --episodes 100
     rollart robots eval runs/pick-place-1 --video[/dim]
     """
-    from rollart.robots import imitation
+    from rollart.robots import run as robot_run
     from rollart.robots.report import score_table
 
     with console_for(as_json) as console:
-        score = asyncio.run(imitation.score_run(run_dir, episodes=episodes, task=task, processes=processes))
-        name = task or imitation.load(run_dir / "run.yaml", []).task
-        imitation.save_score(score, run_dir)
+        score = asyncio.run(robot_run.score_run(run_dir, episodes=episodes, task=task, processes=processes))
+        name = task or robot_run.load(run_dir / "run.yaml", []).task
+        robot_run.save_score(score, run_dir)
         console.print(score_table([(name, run_dir, score)]))
         if video:
             _film(console, run_dir, name)
@@ -197,10 +245,10 @@ def compare(
 
 def _film(console: Console, run_dir: Path, task: str) -> None:
     """Raises RollartError, for example where there is no renderer."""
-    from rollart.robots import imitation
+    from rollart.robots import run as robot_run
     from rollart.robots.episodes import save_video
 
-    filmed = asyncio.run(imitation.score_run(run_dir, episodes=FILMED, task=task, processes=1, video=VIDEO_PIXELS))
+    filmed = asyncio.run(robot_run.score_run(run_dir, episodes=FILMED, task=task, processes=1, video=VIDEO_PIXELS))
     path = run_dir / "videos" / f"{task.replace(':', '-')}.gif"
     save_video(filmed, path)
     say(console, f"video: {path}")

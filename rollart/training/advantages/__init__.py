@@ -32,6 +32,7 @@ from rollart.training.advantages.base import (
     needs_critic,
     of_tokens,
     of_turns,
+    of_whole_trajectories,
 )
 from rollart.training.advantages.credit import (
     Assessed,
@@ -60,6 +61,7 @@ __all__ = [
     "needs_critic",
     "of_tokens",
     "of_turns",
+    "of_whole_trajectories",
     "spread_over_tokens",
     "token_advantages",
     "token_targets",

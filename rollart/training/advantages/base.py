@@ -53,6 +53,11 @@ critic_estimators: set[Advantage] = set()
 teacher_estimators: set[Advantage] = set()
 
 
+def of_whole_trajectories(function: Advantage) -> bool:
+    """Whether it needs nothing but the rewards of groups."""
+    return function not in turn_estimators | token_estimators
+
+
 def in_reward_units(function: Advantage) -> Advantage:
     """Marks advantages in the units of the reward: `solved_advantage` is scaled by the range of the task's rewards."""
     reward_units.add(function)
