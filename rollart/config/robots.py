@@ -96,21 +96,25 @@ PolicyChoice = Annotated[
 class ControlConfig(Section):
     """What the policy observes, and how far it plans."""
 
-    observation: Literal["state", "points"] = Field("state", description="what the environment shows; points: refused")
+    observation: Literal["state", "points"] = Field(
+        "state",
+        description="what the policy sees: the state, or a point cloud with hand and goal",
+    )
+    points: Positive = Field(128, description="points of a cloud")
     history: Positive = Field(2, description="observations that the policy sees: the last ones")
     chunk: Positive = Field(16, description="actions that are predicted at once")
     execute: Positive = Field(8, description="actions of a chunk that are executed before the next is predicted")
 
     @model_validator(mode="after")
     def _can_execute(self) -> "ControlConfig":
-        if self.observation == "points":
-            raise Conflict(
-                "point clouds are not supported yet: rendering them takes days per task on CPUs; use `state`",
-                "observation",
-            )
         if self.execute > self.chunk:
             raise Conflict(f"execute must be at most chunk, which is {self.chunk}", "execute")
         return self
+
+    @property
+    def cloud(self) -> int:
+        """Points that are observed, 0: the state is."""
+        return self.points if self.observation == "points" else 0
 
 
 class NetworkConfig(Section):

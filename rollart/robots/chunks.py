@@ -10,7 +10,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
 from rollart.config.robots import ControlConfig
-from rollart.robots.demonstrations import Demonstration, Floats
+from rollart.robots.demonstrations import Demonstration, DemonstrationError, Floats
 
 _CONSTANT = (
     2.5e-3  # half the span: observations that vary less than this carry no information, only noise to be amplified
@@ -28,10 +28,15 @@ class Scaling:
     action_bias: Tensor
 
     @classmethod
-    def fit(cls, demonstrations: Sequence[Demonstration]) -> Self:
+    def fit(cls, demonstrations: Sequence[Demonstration], cloud: int = 0) -> Self:
+        """`cloud`: points at the end of an observation, which have one scale for each of their three coordinates."""
         seen = torch.from_numpy(np.concatenate([one.observations for one in demonstrations]))
         done = torch.from_numpy(np.concatenate([one.actions for one in demonstrations]))
         (seen_middle, seen_half), (done_middle, done_half) = _range(seen), _range(done)
+        if cloud:
+            middle, half = _range(seen[:, -3 * cloud :].reshape(-1, 3))
+            seen_middle = torch.cat([seen_middle[: -3 * cloud], middle.repeat(cloud)])
+            seen_half = torch.cat([seen_half[: -3 * cloud], half.repeat(cloud)])
         gain = torch.where(seen_half < _CONSTANT, 0.0, 1 / seen_half)
         half = torch.where(done_half < _CONSTANT, 1.0, done_half)
         return cls(gain, -seen_middle * gain, half, done_middle)
@@ -69,8 +74,14 @@ class ImitationData:
         cls, demonstrations: Sequence[Demonstration], control: ControlConfig, scaling: Scaling | None = None
     ) -> Self:
         """One row for each step. The past before the start is the first observation; the last action goes on.
-        Default: scaled by what was demonstrated."""
-        scaling = scaling or Scaling.fit(demonstrations)
+        Default: scaled by what was demonstrated. Raises DemonstrationError if there can be no points in it."""
+        numbers = demonstrations[0].observations.shape[1]
+        if numbers < 3 * control.cloud:
+            raise DemonstrationError(
+                f"the demonstrations observe {numbers} numbers, too few for {control.cloud} points; record them with "
+                "`control.observation: points`"
+            )
+        scaling = scaling or Scaling.fit(demonstrations, control.cloud)
         seen, done = list[Floats](), list[Floats]()
         for one in demonstrations:
             before = np.repeat(one.observations[:1], control.history - 1, 0)

@@ -68,7 +68,7 @@ def load(path: Path, overrides: list[str]) -> ComparisonFile:
     """Raises ConfigError, also for a task that does not exist."""
     found = loading.validated(loading.read(path, overrides), ComparisonFile)
     for task in found.tasks:
-        robot_task(task)
+        robot_task(task, points=found.control.cloud)
     return found
 
 
@@ -113,7 +113,14 @@ async def _member(plan: ComparisonFile, folder: Path, task: str, seed: int) -> _
     if not path.exists():
         if robot_task(task).player is not None:
             limits = plan.environments.model_copy(update={"processes": plan.jobs})
-            recorded = await record(task, wanted.episodes, seed, config=limits, deadline=wanted.deadline)
+            recorded = await record(
+                task,
+                wanted.episodes,
+                seed,
+                config=limits,
+                deadline=wanted.deadline,
+                points=plan.control.cloud,
+            )
             found = list(recorded.demonstrations)
         else:
             found = demonstrations.load(demonstrations.file_of(wanted.path, task), wanted.episodes)
@@ -155,7 +162,7 @@ async def _run(plan: ComparisonFile, job: _Job, folder: Path, launcher: Launcher
 async def _evaluate(
     plan: ComparisonFile, policy: str, name: str, found: Sequence[tuple[int, Path]], step_ms: float, finished: OnResult
 ) -> None:
-    task = robot_task(name)
+    task = robot_task(name, points=plan.control.cloud)
     pool = EnvironmentPool([task], plan.environments.model_copy(update={"processes": 1}))
     try:
         await pool.start()

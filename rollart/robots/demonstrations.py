@@ -17,6 +17,7 @@ from rollart.core.errors import RollartError
 
 Floats = NDArray[np.float32]
 HDF5 = (".hdf5", ".h5")
+MINARI = "data/main_data.hdf5"  # in the folder of a data set
 
 
 class DemonstrationError(RollartError):
@@ -32,9 +33,10 @@ class Demonstration:
 
 
 def load(path: Path, episodes: int) -> list[Demonstration]:
-    """The first `episodes` of a file, or of the npz files in a folder in order of their names. Raises
-    DemonstrationError."""
-    files = sorted(path.glob("*.npz")) if path.is_dir() else [path]
+    """The first `episodes` of a file, of the folder of a Minari data set, or of the npz files in a folder in order of
+    their names. Raises DemonstrationError."""
+    minari = path / MINARI
+    files = [minari] if minari.is_file() else sorted(path.glob("*.npz")) if path.is_dir() else [path]
     if not files or not files[0].is_file():
         what = "holds no npz file" if path.is_dir() else "does not exist"
         raise DemonstrationError(f"the demonstrations {path}: it {what}; record some with `rollart robots demos`")
@@ -121,7 +123,7 @@ def _hdf5(file: Path) -> list[Demonstration]:
     try:
         import h5py
     except ImportError:
-        raise DemonstrationError(f"{file} needs the package h5py; install it: pip install h5py") from None
+        raise DemonstrationError(f"{file} needs the package h5py; install it: pip install 'rollart[hdf5]'") from None
     try:
         with h5py.File(file, "r") as stored:
             groups = sorted((name for name in stored if name.startswith("episode_")), key=lambda name: int(name[8:]))

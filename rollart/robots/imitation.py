@@ -56,7 +56,12 @@ class _Imitation(RobotRun):
                 found = demonstrations.load(wanted.path, wanted.episodes)
             else:
                 recorded = await record(
-                    run.task, wanted.episodes, run.seed, config=run.environments, deadline=wanted.deadline
+                    run.task,
+                    wanted.episodes,
+                    run.seed,
+                    config=run.environments,
+                    deadline=wanted.deadline,
+                    points=run.control.cloud,
                 )
                 found = list(recorded.demonstrations)
             demonstrations.save(copy, found)

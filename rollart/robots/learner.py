@@ -22,7 +22,7 @@ from rollart.core.errors import RollartError
 from rollart.core.seeds import seed_of
 from rollart.models.folder import atomic_folder
 from rollart.robots.chunks import ImitationData, Scaling
-from rollart.robots.network import CandidateScorer, PolicyNetwork
+from rollart.robots.network import CandidateScorer, CloudShape, PolicyNetwork
 from rollart.robots.policies import policy_of
 from rollart.robots.policies.base import Draws, RobotPolicy
 
@@ -40,6 +40,12 @@ class LearnerConfig(Section):
     training: ImitationConfig
 
 
+def cloud_shape(control: ControlConfig, condition: int) -> CloudShape | None:
+    """What a condition of this size has."""
+    state = condition // control.history - 3 * control.cloud
+    return CloudShape(control.history, state, control.cloud) if control.cloud else None
+
+
 class DivergedError(RollartError):
     """The loss is not finite."""
 
@@ -52,7 +58,7 @@ class ImitationLearner:
         self.policy: RobotPolicy = policy_of(config.policy)
         sizes = data[0].conditions.shape[1], data[0].chunks.shape[1]
         layers = config.network.width, config.network.layers
-        self.network = PolicyNetwork(*sizes, *layers, self.draws.generators)
+        self.network = PolicyNetwork(*sizes, *layers, self.draws.generators, cloud_shape(config.control, sizes[0]))
         self.averaged = {name: value.detach().clone() for name, value in self.network.named_parameters()}
         self.parameters = list(self.network.parameters())
         training = config.training
@@ -192,7 +198,8 @@ class TrainedPolicy:
         self.observations = len(self.scaling.observation_gain)
         control, network = self.config.control, self.config.network
         sizes = control.history * self.observations, control.chunk * self.actions
-        self.network = PolicyNetwork(*sizes, network.width, network.layers, [torch.Generator()])
+        cloud = cloud_shape(control, sizes[0])
+        self.network = PolicyNetwork(*sizes, network.width, network.layers, [torch.Generator()], cloud)
         self.network.load_state_dict({name: tensors[name] for name, _ in self.network.named_parameters()})
         self.network.requires_grad_(False)
         self.scorer = CandidateScorer(*sizes, network.width, torch.Generator()) if self.count > 1 else None

@@ -8,6 +8,7 @@ Letters of shapes: M members, B rows, D numbers of a chunk, C numbers of a condi
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -50,15 +51,54 @@ class FilmBlock(nn.Module):
         return torch.addcmul(hidden + shift, self.down(inner), 1 + scale)
 
 
+@dataclass(frozen=True, slots=True)
+class CloudShape:
+    """A condition is `history` times `state` numbers and as many `points` of three."""
+
+    history: int
+    state: int
+    points: int
+
+
+class PointEncoder(nn.Module):
+    """As PointNet: the same layers for every point, then the largest of each feature, so their order does not matter.
+    [M, B, C] to [M, B, `size`]."""
+
+    def __init__(self, shape: CloudShape, width: int, generators: Sequence[torch.Generator]) -> None:
+        super().__init__()
+        self.shape, self.size = shape, shape.history * (shape.state + width)
+        self.enter = MemberLinear(3, width, generators)
+        self.leave = MemberLinear(width, width, generators)
+
+    def forward(self, condition: Tensor) -> Tensor:
+        shape = self.shape
+        members, rows, _ = condition.shape
+        steps = condition.reshape(members, rows, shape.history, -1)
+        state = steps[..., : shape.state]
+        points = steps[..., shape.state :].reshape(members, rows, shape.history, shape.points, 3)
+        features = self.leave(functional.silu(self.enter(points.flatten(1, 3))))
+        largest = features.reshape(*points.shape[:-1], -1).amax(-2)
+        return torch.cat([state, largest], -1).flatten(-2)
+
+
 class PolicyNetwork(nn.Module):
     """`forward(z, r, t, condition)`: the output for noisy chunks `z` [M, B, D] over the interval from `r` to `t`
-    [M, B], and the hidden state in the middle [M, B, W]. One generator for each member."""
+    [M, B], and the hidden state in the middle [M, B, W]. One generator for each member. `cloud`: conditions have
+    points."""
 
     def __init__(
-        self, condition: int, chunk: int, width: int, layers: int, generators: Sequence[torch.Generator]
+        self,
+        condition: int,
+        chunk: int,
+        width: int,
+        layers: int,
+        generators: Sequence[torch.Generator],
+        cloud: CloudShape | None = None,
     ) -> None:
         super().__init__()
         self.members, self.chunk = len(generators), chunk
+        self.encoder = PointEncoder(cloud, width, generators) if cloud else None
+        condition = self.encoder.size if self.encoder else condition
         self.observe = MemberLinear(condition, width, generators)
         self.observe_out = MemberLinear(width, width, generators)
         self.time = MemberLinear(_TIME, width, generators)
@@ -74,6 +114,7 @@ class PolicyNetwork(nn.Module):
     def forward(self, z: Tensor, r: Tensor, t: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
         times = torch.stack([t, t - r], -1)[..., None] * self.frequencies
         times = torch.cat([times.sin(), times.cos()], -1).flatten(-2)
+        condition = condition if self.encoder is None else self.encoder(condition)
         seen = self.observe_out(functional.silu(self.observe(condition)))
         what = functional.silu(seen + self.time_out(functional.silu(self.time(times))))
         hidden = middle = self.enter(z)

@@ -30,11 +30,12 @@ async def record(
     *,
     config: EnvironmentsConfig,
     deadline: float = 600.0,
+    points: int = 0,
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> Recording:
-    """`episodes` successes of the task `suite:task`, in as many processes as `config` allows. The same seed gives the
-    same episodes. Raises ConfigError, ServiceError or EnvironmentFailed."""
-    task = robot_task(name, tail=TAIL)
+    """`episodes` successes of the task `suite:task`, in as many processes as `config` allows; with `points`, of
+    clouds. The same seed gives the same episodes. Raises ConfigError, ServiceError or EnvironmentFailed."""
+    task = robot_task(name, points=points, tail=TAIL)
     if task.player is None:
         raise ConfigError(f"{name} has no scripted expert; name recorded files with `demonstrations.path`")
     numbers, kept, tried = count(), dict[int, Demonstration](), set[int]()

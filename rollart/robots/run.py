@@ -29,7 +29,7 @@ OnLog = Callable[[EventLog], None]
 def load(path: Path, overrides: list[str]) -> RobotRunFile:
     """The run file. Raises ConfigError, also if its task does not exist."""
     run = loading.validated(loading.read(path, overrides), RobotRunFile)
-    robot_task(run.task)
+    robot_task(run.task, points=run.control.cloud)
     return run
 
 
@@ -41,7 +41,7 @@ class RobotRun:
 
     def __init__(self, run: RobotRunFile, folder: Path, *, steps: int, alpha: int = 0) -> None:
         self._run, self._folder, self._count, self._alpha = run, folder, steps, alpha
-        self._task = robot_task(run.task)
+        self._task = robot_task(run.task, points=run.control.cloud)
         self._stack = AsyncExitStack()
         self._evaluating: asyncio.Task[RobotScore] | None = None
         self._log: EventLog
@@ -180,7 +180,7 @@ async def score_run(
     if not (folder / "run.yaml").is_file():
         raise RollartError(f"{folder} is not a run folder of `rollart robots train`: it has no run.yaml")
     run = load(folder / "run.yaml", [])
-    played = robot_task(task or run.task, video=video)
+    played = robot_task(task or run.task, points=run.control.cloud, video=video)
     limits = run.environments.model_copy(update={"processes": processes} if processes else {})
     policy = TrainedPolicy(folder / "policy")
     pool = EnvironmentPool([played], limits, urls=run.urls)

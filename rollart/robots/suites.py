@@ -21,7 +21,8 @@ META_WORLD = (
 @dataclass(frozen=True, slots=True)
 class Suite:
     """`player`: the scripted expert, empty if there is none. `horizons` of tasks that are not 200 steps long. Without
-    a `family` it runs in our own Python. `single`: it is one task, so the environment takes no name."""
+    a `family` it runs in our own Python. `single`: it is one task, so the environment takes no name. `clouds`: it can
+    show point clouds."""
 
     env: str
     tasks: tuple[str, ...]
@@ -29,6 +30,7 @@ class Suite:
     player: str = ""
     horizons: tuple[tuple[str, int], ...] = ()
     single: bool = False
+    clouds: bool = False
 
 
 SUITES = {
@@ -37,6 +39,7 @@ SUITES = {
         tasks=tuple(f"{name}-v3" for name in META_WORLD),
         family="metaworld",
         player="rollart.envs.adapters.metaworld:player",
+        clouds=True,
     ),
     "adroit": Suite(
         env="rollart.envs.adapters.adroit:Adroit",
@@ -54,8 +57,9 @@ SUITES = {
 }
 
 
-def robot_task(name: str, *, tail: int = 0, video: int = 0) -> TaskConfig:
-    """The environment of `suite:task`, for our environment pool. Raises ConfigError."""
+def robot_task(name: str, *, points: int = 0, tail: int = 0, video: int = 0) -> TaskConfig:
+    """The environment of `suite:task`, for our environment pool; `points`: of the cloud that it shows, 0: the state.
+    Raises ConfigError."""
     suite, _, task = name.partition(":")
     if suite not in SUITES or not task:
         near = did_you_mean(suite, sorted(SUITES)) or f"; the suites are {', '.join(SUITES)}"
@@ -64,8 +68,12 @@ def robot_task(name: str, *, tail: int = 0, video: int = 0) -> TaskConfig:
     if task not in found.tasks:
         near = did_you_mean(task, found.tasks) or f"; its tasks are {', '.join(found.tasks)}"
         raise ConfigError(f"the suite {suite} has no task {task!r}{near}")
+    if points and not found.clouds:
+        raise ConfigError(f"the suite {suite} shows no point clouds; use `control.observation: state`")
     horizon = dict(found.horizons).get(task, 200)
-    named = {} if found.single else {"task": task}
+    named: dict[str, object] = {} if found.single else {"task": task}
+    if points:
+        named["points"] = points
     return TaskConfig(
         name=f"{suite}-{task}",
         env=found.env,

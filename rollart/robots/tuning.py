@@ -61,6 +61,8 @@ def load_tuning(path: Path, overrides: list[str]) -> RobotRunFile:
     """The run file, if it can be tuned. Raises ConfigError."""
     run = load(path, overrides)
     check_loss(run.tuning.loss)
+    if run.control.cloud:
+        raise ConfigError("tuning needs `control.observation: state`: its scorer of candidates sees no point clouds")
     if not of_whole_trajectories(ADVANTAGES.find(run.tuning.advantage)):
         raise ConfigError(f"tuning.advantage: {run.tuning.advantage} needs turns or tokens; use grpo or rloo")
     return run

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -76,7 +77,6 @@ def test_episodes_of_different_sizes_are_refused(tmp_path: Path) -> None:
 
 
 def test_minari_and_d4rl_files_are_read(tmp_path: Path) -> None:
-    h5py = pytest.importorskip("h5py")
     one, two = episode(4), episode(6, 10.0)
     with h5py.File(tmp_path / "minari.hdf5", "w") as file:
         for number, demo in enumerate((one, two)):
@@ -90,6 +90,14 @@ def test_minari_and_d4rl_files_are_read(tmp_path: Path) -> None:
         file["timeouts"] = np.arange(10) == 9
     for name in ("minari.hdf5", "d4rl.hdf5"):
         assert [len(found.actions) for found in load(tmp_path / name, 2)] == [4, 6]
+
+
+def test_the_folder_of_a_minari_data_set_is_read() -> None:
+    """Written by minari 0.5.4: three episodes of 4, 6 and 5 steps, with infos and the last observation."""
+    found = load(Path(__file__).parent / "minari" / "line-v0", 3)
+    assert [len(one.actions) for one in found] == [4, 6, 5]
+    assert found[1].observations[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
+    assert found[1].actions[2].tolist() == pytest.approx([0.6, 0.2])
 
 
 def test_windows_repeat_the_first_observation_and_the_last_action() -> None:

@@ -170,7 +170,7 @@ def test_a_task_without_an_expert_asks_for_files() -> None:
     [
         ("task: metaworld:pick-plase-v3", "has no task 'pick-plase-v3'; did you mean 'pick-place-v3'?"),
         ("task: walk", "a robot task is `suite:task`"),
-        ("task: toy:obstacle\ncontrol: {observation: points}", "point clouds are not supported yet"),
+        ("task: toy:obstacle\ncontrol: {observation: points}", "the suite toy shows no point clouds"),
         ("task: toy:obstacle\ncontrol: {chunk: 4, execute: 8}", "execute must be at most chunk, which is 4"),
         ("task: toy:obstacle\npolicy: {name: meanflow, cosin: 1}", "did you mean 'cosine'?"),
         ("task: toy:obstacle\npolicy: meanflw", "policy"),

@@ -22,9 +22,13 @@ class MetaWorld(ContinuousEnvironment):
 
     actions = 4
     camera = "corner2"
+    depth_camera = "corner3"
+    workspace = ((-0.6, 0.3, 0.01), (0.6, 1.1, 0.7))  # above the table
 
-    def __init__(self, task: str, *, horizon: int = 200, tail: int = 0, video: int = 0, held_out: bool = False) -> None:
-        super().__init__(horizon, tail, video, held_out)
+    def __init__(
+        self, task: str, *, horizon: int = 200, tail: int = 0, video: int = 0, points: int = 0, held_out: bool = False
+    ) -> None:
+        super().__init__(horizon, tail, video, held_out, points)
         if task not in ENV_POLICY_MAP:
             raise ValueError(f"Meta-World has no task {task!r}; its tasks are {', '.join(sorted(ENV_POLICY_MAP))}")
         self.env = ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE[f"{task}-goal-observable"](seed=0)
@@ -40,6 +44,10 @@ class MetaWorld(ContinuousEnvironment):
     def _step(self, command: Any) -> tuple[Any, float, bool, bool]:
         seen, reward, _, _, info = self.env.step(numpy.clip(command, -1, 1).astype(numpy.float32))
         return seen, reward, info["success"] >= 1, False
+
+    def _proprioception(self) -> Any:
+        """The hand, how far it is open, and the goal, which no camera sees."""
+        return numpy.concatenate([self.seen[:4], self.seen[-3:]])
 
     def _frame(self) -> Any:
         return numpy.ascontiguousarray(super()._frame()[::-1, ::-1])  # the package's camera hangs upside down
