@@ -85,7 +85,7 @@ def _title(text: str) -> Text:
 
 def _head(shot: Snapshot) -> Text:
     resumes = f", resumed {shot.resumes} times" if shot.resumes > 1 else ", resumed once" if shot.resumes else ""
-    about = f"{shot.preset}, alpha {shot.alpha}, " if shot.work == "train" else f"{shot.work}, "
+    about = f"{shot.preset}, alpha {shot.alpha}, " if words_of(shot.work).training == "RL" else f"{shot.work}, "
     about = f"{about}seed {shot.seed}"
     at = f" at step {shot.step} of {shot.steps}" if shot.steps else ""
     state = f"{shot.phase}{at} after {clock(shot.t)}{resumes}"

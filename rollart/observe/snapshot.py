@@ -256,6 +256,7 @@ WORDS = {
     "reward-model": RunWords("training", "held-out pairs", plays=False),
     "sample": RunWords("sampling", "sampled episodes"),
     "imitation": RunWords("imitation", "evaluation episodes", command="robots train"),
+    "tuning": RunWords("RL", command="robots tune"),
 }
 
 

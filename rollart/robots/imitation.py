@@ -33,7 +33,7 @@ async def train(run: RobotRunFile, folder: Path, *, resume: bool, on_log: OnLog)
 
 
 class _Imitation(RobotRun):
-    work = preset = "imitation"
+    work = "imitation"
 
     async def _train(self, checkpoint: Path | None) -> RobotScore:
         run, policy = self._run, self._folder / "policy"

@@ -37,7 +37,7 @@ class RobotRun:
     """One run in its folder; subclasses define `_train`. Invariant: one evaluation runs at a time, beside the
     training."""
 
-    work, preset = "", ""
+    work = ""
 
     def __init__(self, run: RobotRunFile, folder: Path, *, steps: int, alpha: int = 0) -> None:
         self._run, self._folder, self._count, self._alpha = run, folder, steps, alpha
@@ -100,7 +100,7 @@ class RobotRun:
         run = self._run
         return RunStarted(
             name=run.name,
-            preset=self.preset,
+            preset=self.work,
             alpha=self._alpha,
             seed=run.seed,
             steps=self._count,

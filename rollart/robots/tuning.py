@@ -101,7 +101,7 @@ def _successes(score: RobotScore) -> dict[int, bool]:
 
 
 class _Tuning(RobotRun):
-    work, preset = "train", "tuning"
+    work = "tuning"
 
     async def _train(self, checkpoint: Path | None) -> RobotScore:
         run, folder = self._run, self._folder

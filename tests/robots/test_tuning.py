@@ -18,6 +18,7 @@ from rollart.core.event_log import read_events
 from rollart.core.events import BatchTaken, Checkpointed, Evaluated, GroupDropped, GroupStarted, RunStarted, StepDone
 from rollart.core.types import Message, Step
 from rollart.envs.obstacle import Obstacle, player
+from rollart.observe.snapshot import words_of
 from rollart.robots import imitation
 from rollart.robots.chunks import ImitationData
 from rollart.robots.demonstrations import checked
@@ -316,6 +317,8 @@ def test_a_tuning_leaves_its_log_policy_and_gain_and_resumes_from_its_checkpoint
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(tune(run, folder, start=trained, on_log=lambda log: log.subscribe(stop)))
+    started = next(iter(read_events(folder / "events", RunStarted)))
+    assert words_of(started.work).command == "robots tune"
     gain = asyncio.run(tune(run, folder, start=None, on_log=lambda log: None))
     assert [event.version for event in read_events(folder / "events", RunStarted)] == [0, 2]
     assert [event.version for event in read_events(folder / "events", StepDone)] == [1, 2, 3]
