@@ -50,7 +50,7 @@ RL: dict[str, dict[str, Any]] = {
         "control": {"history": 1, "chunk": 8, "execute": 8},
         "network": {"width": 64, "layers": 2},
         "training": {"steps": 900, "batch": 64},
-        "tuning": {"steps": 30},
+        "tuning": {"steps": 25, "optimizer_steps": 30, "imitate": False},
     },
     "pick-place": {
         "task": "metaworld:pick-place-v3",
