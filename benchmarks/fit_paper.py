@@ -2,6 +2,7 @@
 
     python benchmarks/fit_paper.py sample --log fit.jsonl --count 60        # simulate small scenarios at random points
     python benchmarks/fit_paper.py solve --log fit.jsonl --best best.json   # fit, and cross-validate over whole tables
+    rollart reproduce paper --json > full.json; python benchmarks/fit_paper.py solve --near best.json --full full.json
     python benchmarks/fit_paper.py refine --near best.json --best better.json  # CMA-ES on the simulations themselves
     python benchmarks/fit_paper.py --smoke
 
@@ -9,8 +10,9 @@ The parameters and their priors are in benchmarks/paper_priors.yaml. `sample` dr
 point, and simulates every figure there, all points with the same random numbers. `solve` fits a response surface to
 each figure (log of the value, quadratic in the logs of the parameters) and minimises the error over all figures plus
 the prior with CMA-ES. Cross-validation does so without one table at a time and predicts that table. The small scenarios
-have fewer trajectories than those that ship, so effects of the slowest of a batch are smaller: check with `rollart
-reproduce paper`.
+have fewer trajectories than those that ship, so effects of the slowest of a batch are smaller. With `--full`, what
+`rollart reproduce paper` printed at the point `--near` corrects each figure by a factor; the small scenarios then only
+say how figures change from there.
 """
 
 import argparse
@@ -129,7 +131,13 @@ def weight(table: str, what: str) -> float:
 class Surface:
     """Predicts the logs of figures at points; `table` and `published` describe the figures."""
 
-    def __init__(self, prior: Prior, samples: Sequence[Mapping[str, Any]], near: Array | None) -> None:
+    def __init__(
+        self,
+        prior: Prior,
+        samples: Sequence[Mapping[str, Any]],
+        near: Array | None,
+        full: Mapping[str, float] | None = None,
+    ) -> None:
         figures: dict[tuple[str, str], list[tuple[Array, float]]] = defaultdict(list)
         published: dict[tuple[str, str], float] = {}
         for each in samples:
@@ -145,6 +153,11 @@ class Surface:
         fits = [self._fit(figures[key]) for key in self.keys]
         self._weights = np.array([weights for weights, _ in fits])
         self.noise = np.array([noise for _, noise in fits])
+        self._correction: Array = np.zeros(len(self.keys))
+        at_near = self.predict(self._near)
+        for index, (_, what) in enumerate(self.keys):
+            if full and what in full:
+                self._correction[index] = math.log(full[what]) - at_near[index]
 
     def _fit(self, found: list[tuple[Array, float]]) -> tuple[Array, float]:
         points = np.array([point for point, _ in found]) - self._near
@@ -158,7 +171,7 @@ class Surface:
         return weights, noise
 
     def predict(self, point: Array) -> Array:
-        predicted: Array = self._weights @ _features((point - self._near)[None, :])[0]
+        predicted: Array = self._weights @ _features((point - self._near)[None, :])[0] + self._correction
         return predicted
 
 
@@ -189,7 +202,7 @@ def report(arguments: argparse.Namespace) -> dict[str, Any]:
     prior = Prior()
     samples = [json.loads(line) for line in arguments.log.read_text().splitlines()]
     near = prior.point(json.loads(arguments.near.read_text())["values"]) if arguments.near else None
-    surface = Surface(prior, samples, near)
+    surface = Surface(prior, samples, near, _reproduced(arguments.full) if arguments.full else None)
     best = solve(prior, surface, start=near)
     fitted = surface.predict(best) - surface.published
     tables = sorted({table for table, _ in surface.keys})
@@ -218,6 +231,12 @@ def report(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.best:
         arguments.best.write_text(json.dumps(summary, indent=1))
     return summary
+
+
+def _reproduced(path: Path) -> dict[str, float]:
+    """Figures by name, from the JSON of `rollart reproduce paper`."""
+    summary = json.loads(path.read_text().strip().splitlines()[-1])
+    return {row["what"]: row["simulated"] for row in (*summary["rows"], *summary["seconds"]["rows"])}
 
 
 def _posterior(prior: Prior, surface: Surface, best: Array) -> dict[str, float]:
@@ -252,6 +271,7 @@ def main() -> None:
     sampling.add_argument("--count", type=int, default=60)
     sampling.add_argument("--seed", type=int, default=0)
     solving.add_argument("--best", type=Path, help="write the result here")
+    solving.add_argument("--full", type=Path, help="the JSON of `rollart reproduce paper` with the values of --near")
     arguments = parser.parse_args()
     if arguments.smoke:
         prior = Prior()

@@ -5,9 +5,13 @@ One set serves all scenarios; `simulate.constants` changes them for one. The val
 benchmarks/fit_paper.py` found; those of weights are from its table of transfers.
 """
 
+import math
+import random
+
 from pydantic import Field
 
 from rollart.config import Section
+from rollart.core.seeds import seed_of
 
 LINKS = {"ethernet": 25.0, "infiniband": 50.0}
 """GB/s: 200 Gbit/s between clusters and 400 Gbit/s within one, as in the paper's set-up."""
@@ -43,3 +47,27 @@ class Constants(Section):
     collective_efficiency: float = _share(
         0.12, "of the link's rate, when trainer and engines stop and exchange weights directly"
     )
+
+    def drawn(self, seed: int) -> "Constants":
+        """What else they could be: each times a log-normal factor."""
+        rng, update = random.Random(seed_of("constants", seed)), {}
+        for name, deviation in UNCERTAINTY.items():
+            value = getattr(self, name) * math.exp(rng.gauss(0.0, deviation))
+            update[name] = value if name.endswith("_s") else min(1.0, value)
+        return self.model_copy(update=update)
+
+
+UNCERTAINTY = {
+    "compute_efficiency": 0.15,
+    "memory_efficiency": 0.08,
+    "pass_s": 0.4,
+    "sequence_s": 0.4,
+    "all_reduce_s": 0.4,
+    "train_efficiency": 0.2,
+    "train_fixed_s": 0.4,
+    "push_efficiency": 0.15,
+    "pull_efficiency": 0.2,
+    "collective_efficiency": 0.4,
+}
+"""Standard deviations of their logarithms: about half as wide as the priors of those that have one, and what the
+published transfers of three sizes differ by."""

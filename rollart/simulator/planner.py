@@ -2,10 +2,12 @@
 
 All splits of the budget on a coarse grid are ranked by averages and the roofline; the most promising at every level of
 spending are simulated, in parallel processes; then other uses of the fastest hardware are tried, and those that help
-are combined. The numbers of a plan are always from its own simulations: one for most plans, several with other seeds
-for the Pareto front, so that no plan is there by chance.
+are combined. The numbers of a plan are always from its own simulations: one for most plans, several for the Pareto
+front, so that no plan is there by chance. In the end those are simulated with other constants within their uncertainty
+too, the same for all plans, so that two plans are compared under the same conditions.
 """
 
+import math
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +29,7 @@ from rollart.simulator.plans import (
     transfer_seconds,
     variations,
 )
-from rollart.simulator.result import SimulationResult, price_per_hour
+from rollart.simulator.result import SimulationResult, interval, price_per_hour
 from rollart.simulator.scenario import Scenario
 from rollart.simulator.simulation import simulate
 
@@ -42,7 +44,7 @@ OnProgress = Callable[[str], None]
 @dataclass(frozen=True, slots=True)
 class PlanResult:
     """A plan and its simulation; `how` says what is special about it. `transfer_s` is the time of a weight transfer,
-    `others` are the seconds of a step under other seeds."""
+    `others` are the seconds of a step under other seeds, `uncertain` those under other seeds and constants."""
 
     plan: ClusterPlan
     price: float
@@ -50,10 +52,24 @@ class PlanResult:
     how: str
     transfer_s: float = 0.0
     others: tuple[float, ...] = ()
+    uncertain: tuple[float, ...] = ()
+
+    @property
+    def times(self) -> tuple[float, ...]:
+        return (self.result.step_s, *self.others, *self.uncertain)
 
     @property
     def step_s(self) -> float:
         return (self.result.step_s + sum(self.others)) / (1 + len(self.others))
+
+    @property
+    def half_s(self) -> float:
+        """Half of the 95% interval of the seconds of a step; NaN for one simulation."""
+        return interval(self.times)[1]
+
+    def gain_over(self, other: "PlanResult") -> tuple[float, float]:
+        """By which share its steps are shorter, and half of the 95% interval of that, over the same simulations."""
+        return interval([1 - ours / theirs for ours, theirs in zip(self.times, other.times, strict=False)])
 
     @property
     def cost_per_step(self) -> float:
@@ -77,6 +93,12 @@ class PlanSearch:
     @property
     def fastest(self) -> PlanResult:
         return self.front[-1]
+
+    @property
+    def tied(self) -> list[PlanResult]:
+        """Cheaper plans of the front that cannot be told apart from the fastest, the cheapest first."""
+        gains = ((each, *self.fastest.gain_over(each)) for each in self.front[:-1])
+        return [each for each, gain, half in gains if not math.isnan(half) and gain <= half]
 
 
 def pareto(tried: Iterable[PlanResult]) -> list[PlanResult]:
@@ -126,7 +148,9 @@ def search(
         tried += more
         if (joint := combined(best, more)) is not None:
             tried += run([("what helped, together", joint)])[0]
-        tried = _confirmed(tried, own, run, range(base.seed + 1, base.seed + seeds))
+        others = range(base.seed + 1, base.seed + seeds)
+        tried = _confirmed(tried, own, run, others)
+        tried = _with_other_constants(tried, own, run, others)
     given = next((found for found in tried if found.plan == own), None)
     return PlanSearch(budget, given, tried, len(candidates), failed)
 
@@ -143,6 +167,17 @@ def _confirmed(tried: list[PlanResult], own: ClusterPlan, run: "RunPlans", seeds
         times = [[found.result.step_s for found in run(plans, seed)[0]] for seed in seeds]
         for each, others in zip(unsure, zip(*times, strict=True), strict=True):
             tried[tried.index(each)] = replace(each, others=others)
+    return tried
+
+
+def _with_other_constants(tried: list[PlanResult], own: ClusterPlan, run: "RunPlans", seeds: range) -> list[PlanResult]:
+    """The front and the plan as given, simulated with other constants too: one draw for each seed."""
+    front = pareto(tried)
+    shown = [each for each in tried if each in front or each.plan == own]
+    plans = [(each.how, each.plan) for each in shown]
+    times = [[found.result.step_s for found in run(plans, seed, uncertain=True)[0]] for seed in seeds]
+    for each, uncertain in zip(shown, zip(*times, strict=True), strict=False):
+        tried[tried.index(each)] = replace(each, uncertain=uncertain)
     return tried
 
 
@@ -197,7 +232,7 @@ def _intensity(device: DeviceClass) -> float:
 
 class RunPlans(Protocol):
     def __call__(
-        self, plans: list[tuple[str, ClusterPlan]], seed: int | None = None
+        self, plans: list[tuple[str, ClusterPlan]], seed: int | None = None, uncertain: bool = False
     ) -> tuple[list[PlanResult], dict[str, str]]: ...
 
 
@@ -207,8 +242,11 @@ def _simulations(scenario: Scenario, steps: int, workers: int | None, on_progres
     transfer_s = transfer_seconds(scenario)
     pool = ProcessPoolExecutor(workers or os.cpu_count(), mp_context=multiprocessing.get_context("spawn"))
 
-    def run(plans: list[tuple[str, ClusterPlan]], seed: int | None = None) -> tuple[list[PlanResult], dict[str, str]]:
-        scenarios = [_with_steps(applied(plan, scenario), steps, plan.alpha) for _, plan in plans]
+    def run(
+        plans: list[tuple[str, ClusterPlan]], seed: int | None = None, uncertain: bool = False
+    ) -> tuple[list[PlanResult], dict[str, str]]:
+        base = scenario.with_other_constants(seed or 0) if uncertain else scenario
+        scenarios = [_with_steps(applied(plan, base), steps, plan.alpha) for _, plan in plans]
         futures: list[Future[SimulationResult]] = [pool.submit(simulate, each, seed=seed) for each in scenarios]
         tried, failed = [], {}
         for (how, plan), future in zip(plans, futures, strict=True):
@@ -283,6 +321,12 @@ def explanation(search: PlanSearch) -> str:
         f"It takes {best.step_s:.1f} s per step for {best.price:.4g} per hour: the trainer is busy "
         f"{best.result.trainer_use:.0%} of the time, engines: {pools}. {_limit(best).capitalize()}.",
     ]
+    for each in search.tied[:1]:
+        gain, half = best.gain_over(each)
+        lines.append(
+            f"It cannot be told apart from {each.plan.split}, for {each.price:.4g}: it gains {gain:.0%} +- {half:.0%} "
+            f"over {len(each.times)} simulations with other seeds and constants. Take the cheaper, or more --seeds."
+        )
     if given is not None and best is not given:
         lines.append(
             f"The plan as given takes {given.step_s:.1f} s for {given.price:.4g}: there, {_limit(given)}. "

@@ -36,8 +36,8 @@ class PoolUse:
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
     """Times are seconds. A step is from the end of one optimizer step to the end of the next: `wait_s` for its batch,
-    `blocked_s` for weights, `train_s`. `exposed` divides the step: each moment counts for the first that applies of
-    training alone, reset if batches start as a whole, generation, reset, environment step, reward. `tokens_per_s`
+    `blocked_s` for weights, `train_s`. `exposed` divides the step: moments in which nothing but training goes on,
+    resets of batches that start as a whole, and all others by what the trajectories under way do. `tokens_per_s`
     counts all tokens of trained batches, `mfu` is the model FLOPs utilization of the trainer's devices."""
 
     name: str

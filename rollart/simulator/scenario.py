@@ -151,6 +151,11 @@ class Scenario(RunFile):
         }
         return self.model_copy(update={"rollout": RolloutConfig(**left | {"preset": preset})})
 
+    def with_other_constants(self, seed: int) -> "Scenario":
+        """The same with constants as they could be too."""
+        section = self.simulate.model_copy(update={"constants": self.simulate.constants.drawn(seed)})
+        return self.model_copy(update={"simulate": section})
+
     def workload(self, task: str) -> Workload:
         """As given; else the tokens that `rollart check` assumes: half of the limits of the task."""
         if task in self.simulate.workloads:

@@ -8,7 +8,7 @@ import asyncio
 import shutil
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -72,7 +72,7 @@ class Simulation:
     ) -> None:
         self._scenario, self._folder, self._until, self._on_progress = scenario, folder, until, on_progress
         self._classes = scenario.device_classes()
-        self._samples: Counter[str] = Counter()
+        self._samples: defaultdict[str, float] = defaultdict(float)
         self._engines: dict[str, SimulatedEngine] = {}
         self._pools: dict[str, EnginePool] = {}
 
@@ -238,13 +238,13 @@ class Simulation:
         """Every few seconds, record what engines and the trainer are doing or waiting for."""
         samples = self._samples
         while True:
-            busy, why = False, self._why_idle()
+            why = self._why_idle()
             for pool, kind in self._pools.items():
                 idle = sum(self._engines[engine.name].idle for engine in kind.engines)
                 if idle:
                     samples[f"idle {pool} {why}"] += idle
-                busy = busy or idle < len(kind.engines)
-            samples[f"part {self._busiest(busy)}"] += 1
+            for part, share in self._parts().items():
+                samples[f"part {part}"] += share
             samples["samples"] += 1
             samples["environments"] += self._environments.in_use
             samples["running"] += self._scheduler.running
@@ -263,16 +263,19 @@ class Simulation:
             return "reward"
         return "training" if self._trainer.busy else "weights"
 
-    def _busiest(self, generating: bool) -> str:
-        """The part of the step that this moment belongs to: the first of these that applies. Where a batch starts as a
-        whole, its resets are a phase of their own, whatever the first of them already generate."""
-        if self._trainer.busy and not self._scheduler.running:
-            return "train"
-        if self._scheduler.schedule.one_batch and self._environments.resetting:
-            return "reset"
-        if generating:
-            return "generate"
-        return "train" if self._trainer.busy else self._why_idle()
+    def _parts(self) -> dict[str, float]:
+        """The parts of the step that this moment belongs to, with their shares: those of the trajectories under way.
+        Where a batch starts as a whole, its resets are a phase of their own, whatever the first of them already do."""
+        environments, training = self._environments, self._trainer.busy
+        if training and not self._scheduler.running:
+            return {"train": 1.0}
+        if self._scheduler.schedule.one_batch and environments.resetting:
+            return {"reset": 1.0}
+        doing = {"reset": environments.resetting, "step": environments.stepping, "reward": self._rewards.active}
+        doing["generate"] = environments.in_use - environments.resetting - environments.stepping
+        if not (under_way := sum(doing.values())):
+            return {"train" if training else "weights": 1.0}
+        return {part: count / under_way for part, count in doing.items()}
 
     async def _emit_samples(self, sink: EventSink) -> None:
         sink.emit(self._scheduler.sample(self._environments.in_use, self._environments.capacity))

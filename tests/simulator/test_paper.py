@@ -24,6 +24,12 @@ def test_tasks_are_the_same_in_all_paper_scenarios() -> None:
             assert seen.setdefault(task, tokens) == tokens, f"{task} in {name}"
 
 
+def test_constants_are_the_same_in_all_experiments_of_the_paper() -> None:
+    experiments = [path for path in EXAMPLES if path.parent == paper.FOLDER and path.stem != "production"]
+    constants = [load(path).simulate.constants for path in experiments]
+    assert len(constants) == 5 and all(each == constants[0] for each in constants)
+
+
 def test_a_row_is_close_within_fifteen_percent() -> None:
     assert paper.PaperRow("f", "w", 1.0, 1.15).close and not paper.PaperRow("f", "w", 1.0, 1.16).close
 

@@ -64,6 +64,31 @@ def test_the_front_and_the_plan_as_given_are_confirmed_by_another_seed(found: Pl
     assert found.fastest.step_s == (found.fastest.result.step_s + found.fastest.others[0]) / 2
 
 
+def test_the_front_has_an_interval_from_seeds_and_other_constants(found: PlanSearch) -> None:
+    assert all(len(each.uncertain) == 1 and each.half_s > 0 for each in found.front)
+    assert all(each.uncertain[0] != each.others[0] for each in found.front)
+
+
+def test_a_cheaper_plan_is_tied_unless_the_fastest_gains_in_every_simulation(found: PlanSearch) -> None:
+    best = replace(found.fastest, price=2.0, others=(), uncertain=())
+    step = best.result.step_s
+
+    def tied(*others: float) -> list[PlanResult]:
+        fast = replace(best, others=tuple(0.99 * each for each in others))
+        slow = replace(best, price=1.0, result=replace(best.result, step_s=step / 0.98), others=others)
+        search = PlanSearch(10.0, None, [fast, slow], 2)
+        assert search.fastest.price == 2.0
+        assert ("cannot be told apart" in explanation(search)) == bool(search.tied)
+        return search.tied
+
+    assert tied() == []  # one simulation of each says nothing about chance
+    assert tied(step, 2 * step, 3 * step) == []
+
+    unsure = replace(best, price=1.0, result=replace(best.result, step_s=1.3 * step), others=(0.8 * step,))
+    search = PlanSearch(10.0, None, [replace(best, others=(step,)), unsure], 2)
+    assert [each.price for each in search.tied] == [1.0]
+
+
 def test_a_plan_is_explained_by_what_differs_and_what_limits_it(found: PlanSearch) -> None:
     text = explanation(found)
 

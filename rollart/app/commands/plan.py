@@ -1,5 +1,6 @@
 """`rollart plan`: which hardware for a workload, and how to use it."""
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,7 +34,9 @@ def plan(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to measure after the warmup.")] = 4,
     per_level: Annotated[int, typer.Option(min=1, help="Splits to simulate at each level of spending.")] = 3,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds for the best plans.")] = 3,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Simulations of the best plans, with other seeds and constants.")
+    ] = 3,
     workers: Annotated[int | None, typer.Option(min=1, help="Parallel simulations; default: one per core.")] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the fastest plan as a scenario.")
@@ -110,7 +113,8 @@ def _table(found: "PlanSearch") -> Table:
         rows = [*rows, found.given]
     for each in rows:
         why = ("as given: " if each is found.given else "") + reason(each, found.given)
-        numbers = (f"{each.price:.4g}", f"{each.step_s:.4g}", f"{each.cost_per_step:.3g}")
+        within = "" if math.isnan(each.half_s) else f" +- {each.half_s:.2g}"
+        numbers = (f"{each.price:.4g}", f"{each.step_s:.4g}{within}", f"{each.cost_per_step:.3g}")
         table.add_row(*numbers, each.plan.split, why)
     return table
 
@@ -121,6 +125,7 @@ def _summary(found: "PlanSearch") -> dict[str, Any]:
     def described(each: "PlanResult") -> dict[str, Any]:
         plan = asdict(each.plan) | {"split": each.plan.split}
         numbers = {"price_per_hour": each.price, "step_s": each.step_s, "cost_per_step": each.cost_per_step}
+        numbers |= {} if math.isnan(each.half_s) else {"interval": each.half_s}
         return {**numbers, "plan": plan, "reason": reason(each, found.given)}
 
     return {
@@ -129,6 +134,7 @@ def _summary(found: "PlanSearch") -> dict[str, Any]:
         "simulated": len(found.tried),
         "given": described(found.given) if found.given else None,
         "fastest": described(found.fastest),
+        "tied": [described(each) for each in found.tied],
         "front": [described(each) for each in found.front],
         "failed": found.failed,
     }
