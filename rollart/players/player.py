@@ -46,6 +46,7 @@ from rollart.players.messages import (
 )
 from rollart.rewards.invokers import Rewards
 from rollart.rollout.episode_clock import EpisodeClock
+from rollart.rollout.ledger import TrajectoryCodec
 from rollart.rollout.phases import PhaseChanges
 from rollart.rollout.requests import Answer, RequestLoop, Routed, RouteNeed, ServedRequest
 from rollart.rollout.samples import pack
@@ -230,6 +231,7 @@ class Player:
     phases: PhaseChanges = field(default_factory=PhaseChanges)
     _attempts: dict[str, Attempt] = field(default_factory=dict)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _codec: TrajectoryCodec = field(default_factory=TrajectoryCodec)
     _runner: TrajectoryRunner = field(init=False)
 
     def __post_init__(self) -> None:
@@ -270,7 +272,7 @@ class Player:
         self._attempts[attempt.id] = attempt
         try:
             trajectory = await self._runner.run(attempt)
-            self.line.tell(Played(pack(trajectory), self.line.ended.pop(attempt.id)))
+            self.line.tell(Played(pack(trajectory, self._codec), self.line.ended.pop(attempt.id)))
         except Exception as error:  # the boundary: a bug ends the run, by the controller
             self.line.tell(PlayCrashed(attempt.id, "".join(traceback.format_exception(error))))
         finally:

@@ -102,9 +102,20 @@ class Ledger(Protocol):
     def commit(self, version: int) -> None: ...
 
 
-def stored(trajectory: Trajectory) -> bytes:
-    """As a ledger keeps it."""
-    return zstandard.compress(msgspec.msgpack.encode(trajectory), 1)
+class TrajectoryCodec:
+    """Trajectories as a ledger keeps them. Its compressor is for one thread at a time."""
+
+    def __init__(self) -> None:
+        self._compress = zstandard.ZstdCompressor(level=1).compress
+        self._decompress = zstandard.ZstdDecompressor().decompress
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(Trajectory).decode
+
+    def encode(self, trajectory: Trajectory) -> bytes:
+        return self._compress(self._encode(trajectory))
+
+    def decode(self, body: bytes) -> Trajectory:
+        return self._decode(self._decompress(body))
 
 
 class SqliteLedger:
@@ -112,8 +123,7 @@ class SqliteLedger:
 
     def __init__(self, connection: sqlite3.Connection, keep: int | None = None) -> None:
         self._db, self._keep = connection, keep
-        self._decompress = zstandard.ZstdDecompressor().decompress
-        self._decoder = msgspec.msgpack.Decoder(Trajectory)
+        self._codec = TrajectoryCodec()
 
     @classmethod
     def open(cls, path: Path, keep: int | None = None) -> Self:
@@ -170,7 +180,7 @@ class SqliteLedger:
                 trajectory.started_s,
                 trajectory.seconds,
                 trajectory.reason,
-                packed.body if packed is not None else stored(trajectory),
+                packed.body if packed is not None else self._codec.encode(trajectory),
             ),
         )
 
@@ -258,10 +268,7 @@ class SqliteLedger:
             "select member, trainable, body from trajectories where grp = ? order by member", (record.id,)
         ).fetchall()
         launched = rows[-1][0] + 1 if rows else 0
-        return OpenGroup(record, launched, tuple(self._decode(body) for _, trainable, body in rows if trainable))
-
-    def _decode(self, body: bytes) -> Trajectory:
-        return self._decoder.decode(self._decompress(body))
+        return OpenGroup(record, launched, tuple(self._codec.decode(body) for _, trainable, body in rows if trainable))
 
     def has_all(self, ids: Iterable[str]) -> bool:
         find = "select 1 from trajectories where id = ?"
@@ -280,7 +287,7 @@ class SqliteLedger:
             )
         if len(rows) == 2 and rows[0][0] != prefix:
             raise RollartError(f"several ids start with {prefix!r}, for instance {rows[0][0]} and {rows[1][0]}")
-        return self._decode(rows[0][1])
+        return self._codec.decode(rows[0][1])
 
     def latest(self, count: int) -> list[TrajectoryRow]:
         """Of each task, the last ones that succeeded and the last ones that did not."""
@@ -300,12 +307,12 @@ class SqliteLedger:
             " order by started, id",
             (task, held_out),
         )
-        return (self._decode(body) for (body,) in rows)
+        return (self._codec.decode(body) for (body,) in rows)
 
     def group(self, id: str, limit: int = 64) -> list[Trajectory]:
         """The trajectories of a group, by member."""
         rows = self._db.execute("select body from trajectories where grp = ? order by member limit ?", (id, limit))
-        return [self._decode(body) for (body,) in rows]
+        return [self._codec.decode(body) for (body,) in rows]
 
     def evaluations(self, task: str, member: int, limit: int = 64) -> list[Trajectory]:
         """The same held-out episode at every version that played it, in order."""
@@ -313,7 +320,7 @@ class SqliteLedger:
             "select body from trajectories where held_out = 1 and task = ? and member = ? order by started limit ?",
             (task, member, limit),
         )
-        return [self._decode(body) for (body,) in rows]
+        return [self._codec.decode(body) for (body,) in rows]
 
     def scored(self, limit: int, tasks: Sequence[str] = ()) -> list[Trajectory]:
         """The last trajectories that reached scoring, including those whose reward failed."""
@@ -323,7 +330,7 @@ class SqliteLedger:
             f"select body from trajectories where outcome in (?, ?, ?) {of_tasks} order by started desc limit ?",
             (*outcomes, *tasks, limit),
         )
-        return [self._decode(body) for (body,) in rows]
+        return [self._codec.decode(body) for (body,) in rows]
 
     def group_states(self) -> dict[str, int]:
         return dict(self._db.execute("select state, count(*) from groups group by state"))

@@ -37,7 +37,7 @@ class _CachedAt(Struct):
     version: int
 
 
-class RouteTicket(Struct):
+class RouteTicket(Struct, gc=False):
     """What was decided for a request, and when; `prefill_until` is when the prefill there should be done, its own
     included. `prefilling`: its context is being prefilled at another engine."""
 

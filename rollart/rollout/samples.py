@@ -17,7 +17,7 @@ from rollart.core.expert_choice import join
 from rollart.core.packed import PackedTrajectory
 from rollart.core.types import Batch, Outcome, Sample, SampleGroup, TokenRole, Trajectory, Turn, TurnSpan
 from rollart.rollout.groups import Group
-from rollart.rollout.ledger import stored
+from rollart.rollout.ledger import TrajectoryCodec
 
 _encode = msgspec.msgpack.Encoder().encode
 PROMPT, ACTION, OBSERVATION = (bytes([role]) for role in TokenRole)
@@ -76,13 +76,13 @@ def samples(trajectory: Trajectory) -> list[Sample]:
     return [replace(sample, teacher=one) for sample, one in zip(made, trajectory.teaching, strict=True)]
 
 
-def pack(trajectory: Trajectory) -> PackedTrajectory:
+def pack(trajectory: Trajectory, codec: TrajectoryCodec) -> PackedTrajectory:
     """For another process, which needs the outcome and passes on the rest."""
     encoded = [_encode(sample) for sample in samples(trajectory)] if trajectory.outcome.trainable else []
     header = structs.asdict(structs.replace(trajectory, turns=(), info={}, teaching=()))
     return PackedTrajectory(
         **header,
-        body=stored(trajectory),
+        body=codec.encode(trajectory),
         samples=tuple(encoded),
         checksum=reduce(lambda before, sample: crc32(sample, before), encoded, 0),
         turn_count=len(trajectory.turns),
