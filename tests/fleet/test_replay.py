@@ -6,17 +6,20 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from benchmarks.replay import train
-from rollart.config import AlgorithmConfig, TrainingConfig, loading
+from rollart.config import AlgorithmConfig, RunFile, TinyModelConfig, TrainingConfig, loading
 from rollart.core.errors import RollartError
 from rollart.core.event_log import EventLog
 from rollart.core.events import AnyEvent, BatchTaken, Published, RolledBack, RunStarted, ServiceStarted, StepDone
 from rollart.core.types import Outcome, Trajectory, Turn
+from rollart.fleet import controller
 from rollart.fleet import replay as replaying
+from rollart.models import tiny
 from rollart.rollout.groups import Group
 from rollart.rollout.ledger import GroupRecord, SqliteLedger
 from rollart.rollout.samples import sample_group, trained_members
@@ -27,6 +30,15 @@ model: {tiny: {}}
 tasks: [{name: a, env: "rollart.envs.guess_number:GuessNumber"}]
 training: {steps: 4}
 """
+
+
+TINY: dict[str, Any] = {"hidden": 32, "layers": 1, "context": 256}
+TASK = {
+    "env": "rollart.envs.guess_number:GuessNumber",
+    "max_turns": 2,
+    "max_context": 160,
+    "sampling": {"max_tokens": 4},
+}
 
 
 def trajectory(group: str, member: int, token: int = 7) -> Trajectory:
@@ -172,6 +184,30 @@ def test_a_run_with_a_kill_and_a_lost_engine_replays_bit_for_bit(real: Path) -> 
     seen: list[tuple[int, bool | None]] = []
     result = asyncio.run(replaying.replay(real, on_version=lambda version, same: seen.append((version, same))))
     assert result.identical and seen == [(1, True), (2, True), (3, True), (4, True)]
+
+
+@pytest.mark.slow
+def test_tasks_with_a_teacher_a_critic_and_a_reference_replay_bit_for_bit(tmp_path: Path) -> None:
+    teacher = tiny.make(TinyModelConfig(**TINY), tmp_path / "teacher", seed=5)
+    own: dict[str, dict[str, Any]] = {
+        "reference": {"kl": 0.1},
+        "critic": {"advantage": "gae"},
+        "teacher": {"advantage": "opd", "loss": "reverse_kl", "teacher_top": 3},
+    }
+    run = RunFile.model_validate(
+        {
+            "name": "several",
+            "model": {"tiny": TINY},
+            "tasks": [{**TASK, "name": name, "algorithm": algorithm} for name, algorithm in own.items()],
+            "pools": {"wise": {"role": "teacher", "model": str(teacher)}},
+            "environments": {"processes": 4},
+            "training": {"steps": 3, "batch_groups": 3, "group_size": 2},
+            "evaluation": {"every": 0, "final_episodes": 1},
+        }
+    )
+    asyncio.run(controller.train(run, tmp_path / "run"))
+    result = asyncio.run(replaying.replay(tmp_path / "run"))
+    assert (result.start, result.end, result.compared, result.difference) == (0, 3, 3, None)
 
 
 @pytest.mark.slow
