@@ -71,5 +71,5 @@ def test_a_bad_chunk_is_refused_in_a_sentence(action: str, problem: str) -> None
 
 
 def test_what_cannot_be_filmed_says_so() -> None:
-    with pytest.raises(ValueError, match=r"videos need an offscreen renderer.*leave out --video"):
+    with pytest.raises(ValueError, match=r"need an offscreen renderer.*leave out --video"):
         Obstacle(video=64).reset(0)
