@@ -106,7 +106,7 @@ async def train(folder: Path, steps: int = STEPS) -> list[float]:
         ledger=SqliteLedger.open(folder / "ledger.sqlite"),  # what a killed run would resume from
     )
     # At first one action in a hundred is right: the entropy bonus keeps the policy trying the others.
-    trainer = Trainer(model, TrainingConfig(steps=steps, algorithm=AlgorithmConfig(entropy=0.05)))
+    trainer = Trainer(model, TrainingConfig(steps=steps, lr=1e-3, algorithm=AlgorithmConfig(entropy=0.05)))
 
     rewards: list[float] = []
     swaps: set[asyncio.Task[None]] = set()
