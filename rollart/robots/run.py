@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -33,7 +34,7 @@ def load(path: Path, overrides: list[str]) -> RobotRunFile:
     return run
 
 
-class RobotRun:
+class RobotRun(ABC):
     """One run in its folder; subclasses define `_train`. Invariant: one evaluation runs at a time, beside the
     training."""
 
@@ -70,8 +71,9 @@ class RobotRun:
             log.emit(RunEnded(version=self._count, reason="finished"))
             return score
 
+    @abstractmethod
     async def _train(self, checkpoint: Path | None) -> RobotScore:
-        raise NotImplementedError
+        """From a checkpoint, or from the start; returns the final evaluation."""
 
     async def _start(
         self, config: LearnerConfig, demonstrations: Path, checkpoint: Path | None, **more: object

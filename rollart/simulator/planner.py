@@ -96,7 +96,7 @@ class PlanSearch:
 
     @property
     def tied(self) -> list[PlanResult]:
-        """Cheaper plans of the front that cannot be told apart from the fastest, the cheapest first."""
+        """Cheaper plans of the front that cannot be distinguished from the fastest, the cheapest first."""
         gains = ((each, *self.fastest.gain_over(each)) for each in self.front[:-1])
         return [each for each, gain, half in gains if not math.isnan(half) and gain <= half]
 
@@ -324,7 +324,8 @@ def explanation(search: PlanSearch) -> str:
     for each in search.tied[:1]:
         gain, half = best.gain_over(each)
         lines.append(
-            f"It cannot be told apart from {each.plan.split}, for {each.price:.4g}: it gains {gain:.0%} +- {half:.0%} "
+            f"It cannot be distinguished from {each.plan.split}, for {each.price:.4g}: it gains {gain:.0%} "
+            f"+- {half:.0%} "
             f"over {len(each.times)} simulations with other seeds and constants. Take the cheaper, or more --seeds."
         )
     if given is not None and best is not given:

@@ -78,7 +78,7 @@ def test_a_cheaper_plan_is_tied_unless_the_fastest_gains_in_every_simulation(fou
         slow = replace(best, price=1.0, result=replace(best.result, step_s=step / 0.98), others=others)
         search = PlanSearch(10.0, None, [fast, slow], 2)
         assert search.fastest.price == 2.0
-        assert ("cannot be told apart" in explanation(search)) == bool(search.tied)
+        assert ("cannot be distinguished" in explanation(search)) == bool(search.tied)
         return search.tied
 
     assert tied() == []  # one simulation of each says nothing about chance
