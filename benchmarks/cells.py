@@ -36,12 +36,17 @@ class Cells:
             lines = self._file.read_text().splitlines()
             self._known = {_name(row["cell"]): row["result"] for row in map(json.loads, lines)}
 
+    @property
+    def seconds_left(self) -> float | None:
+        """Until no cell may begin; None: there is no such time."""
+        return None if self._ends is None else self._ends - time.monotonic()
+
     def get(self, make: Callable[[], Any], **cell: Any) -> Any:
         """The result of a cell, made now unless it is known. None if the time is up."""
         name = _name(cell)
         if name in self._known:
             return self._known[name]
-        if self._ends is not None and time.monotonic() > self._ends:
+        if self.seconds_left is not None and self.seconds_left <= 0:
             self.missing.append(name)
             return None
         result = self._known[name] = make()

@@ -3,8 +3,9 @@
     python benchmarks/chaos.py [--minutes 20] [--seed 0]
 
 The run has four tasks (two plain environments, one with a slow reward, one agent behind the gateway), two engines, two
-trainer ranks, hosts of environments, rewards and agents. Its processes are killed, stopped and slowed, its connections
-reset, cut off and narrowed, its disk filled and its clock set, and the controller itself is killed and resumed.
+trainer ranks, two players, hosts of environments, rewards and agents. Its processes are killed, stopped and slowed, its
+connections reset, cut off and narrowed, its disk filled and its clock set, and the controller itself is killed and
+resumed.
 `benchmarks/chaos_faults.py` has the faults, `benchmarks/audit.py` the invariants. The run starts in a network and a
 small file system of its own (`unshare`, needs root; without it those faults are left out and named in `left_out`).
 A fault that takes the run back to its last checkpoint comes again only after another checkpoint.
@@ -69,7 +70,7 @@ pools:
   learning: {role: train, device: cpu, count: 2}
   talking: {role: generate, device: cpu, count: 2}
   playing: {role: environment, device: cpu}
-rollout: {extra_members: 1}
+rollout: {extra_members: 1, players: 2}
 environments: {processes: 16}
 training: {steps: 100000, batch_groups: 5, group_size: 4}
 evaluation: {every: 0, final_episodes: 2}
@@ -194,11 +195,15 @@ def _status(port: int, path: str, key: str | None) -> int | None:
 
 
 class Saboteur:
-    """Draws faults until the time is over."""
+    """Draws faults until the time is over: those with `only` in their names."""
 
-    def __init__(self, session: Session, seed: int) -> None:
-        self.session, self.rng, self.kinds = session, random.Random(f"chaos {seed}"), kinds()
-        self.kinds["kill controller"] = Kind(lambda target, rng: session.kill_controller(), CONTROLLER, heavy=True)
+    def __init__(self, session: Session, seed: int, only: str = "") -> None:
+        self.session, self.rng = session, random.Random(f"chaos {seed}")
+        killed = Kind(lambda target, rng: session.kill_controller(), CONTROLLER, heavy=True)
+        every = {**kinds(), "kill controller": killed}
+        self.kinds = {name: kind for name, kind in every.items() if only in name}
+        if not self.kinds:
+            raise SystemExit(f"no fault has {only!r} in its name; there are {', '.join(every)}")
         self.counts: Counter[str] = Counter()
         self._heavy_at = self._seen = -1
         self._progress = time.monotonic()
@@ -254,11 +259,11 @@ def rate(session: Session, seconds: float, saboteur: Saboteur | None = None) -> 
         left_processes(session.mark)
 
 
-def chaos(minutes: float, seed: int, scratch: Path, logs: Path) -> dict[str, Any]:
+def chaos(minutes: float, seed: int, scratch: Path, logs: Path, only: str = "") -> dict[str, Any]:
     calm, torn = Session(scratch / "calm", logs), Session(scratch / "chaos", logs)
     without, _ = rate(calm, 60 * minutes * CALM_PART)
     print(f"without faults: {without:.2f} steps/s, {len(calm.violations())} violations", flush=True)
-    saboteur = Saboteur(torn, seed)
+    saboteur = Saboteur(torn, seed, only)
     with_faults, finished = rate(torn, 60 * minutes, saboteur)
     violations = [*calm.violations(), *torn.violations()]
     for violation in violations[:50]:
@@ -326,6 +331,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="faults with this in their names, such as `player`")
     parser.add_argument("--smoke", action="store_true", help="half a minute, to check that it runs")
     parser.add_argument("--audit", type=Path, metavar="RUN_DIR", help="no run: audit this one")
     options = parser.parse_args()
@@ -337,7 +343,8 @@ def main() -> None:
     enter_own_world()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with own_world() as (scratch, logs):
-        print(json.dumps(chaos(0.4 if options.smoke else options.minutes, options.seed, scratch, logs)))
+        minutes = 0.4 if options.smoke else options.minutes
+        print(json.dumps(chaos(minutes, options.seed, scratch, logs, options.only)))
 
 
 if __name__ == "__main__":

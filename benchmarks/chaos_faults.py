@@ -24,6 +24,7 @@ MODULES = {
     "rollart.engines.torch.service": "engine",
     "rollart.training.service": "trainer",
     "rollart.gateway.service": "gateway",
+    "rollart.players.service": "player",
 }
 HOSTS = {"environments.log": "environments", "rewards.log": "rewards", "agents.log": "agents"}
 STOPPED_S = (0.5, 8.0)
@@ -42,16 +43,20 @@ class Target:
     clock: Path
 
     def processes(self) -> dict[str, list[psutil.Process]]:
-        """By role; `... process` are the forked processes of a host."""
+        """By role; `... process` are the forked processes of a host. Players have hosts of their own."""
         found: dict[str, list[psutil.Process]] = {}
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self.controller.pid).children():
-                if (role := _role(child)) is None:
-                    continue
-                found.setdefault(role, []).append(child)
-                if role in HOSTS.values():
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        found.setdefault(f"{role} process", []).extend(child.children())
+        parents = [psutil.Process(self.controller.pid)] if self.controller.poll() is None else []
+        for parent in parents:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for child in parent.children():
+                    if (role := _role(child)) is None:
+                        continue
+                    found.setdefault(role, []).append(child)
+                    if role == "player":
+                        parents.append(child)
+                    elif role in HOSTS.values():
+                        with contextlib.suppress(psutil.NoSuchProcess):
+                            found.setdefault(f"{role} process", []).extend(child.children())
         return found
 
     def ports(self, role: str) -> list[int]:
@@ -70,7 +75,7 @@ def _role(process: psutil.Process) -> str | None:
     except (psutil.Error, OSError):
         return None
     if any(word.endswith("workers/host.py") for word in words):
-        return HOSTS.get(errors)
+        return HOSTS.get(errors.partition(".")[2] if errors.startswith("player-") else errors)
     return next((role for module, role in MODULES.items() if module in words), None)
 
 
@@ -226,11 +231,12 @@ def kinds() -> dict[str, Kind]:
     services = ("engine", "trainer", "gateway")
     found = {
         "kill engine": Kind(kill("engine"), 2),
+        "kill player": Kind(kill("player"), 1),
         "kill trainer": Kind(kill("trainer"), 2, heavy=True),
         "kill gateway": Kind(kill("gateway"), 1),
         **{f"kill {role}": Kind(kill(role), weight) for role, weight in _HOST_WEIGHTS.items()},
-        **{f"stop {role}": Kind(stop(role), 1) for role in (*services, "controller", "environments")},
-        **{f"slow {role}": Kind(slow(role), 0.5) for role in (*services, "controller")},
+        **{f"stop {role}": Kind(stop(role), 1) for role in (*services, "player", "controller", "environments")},
+        **{f"slow {role}": Kind(slow(role), 0.5) for role in (*services, "player", "controller")},
     }
     if separate_network():
         found |= {f"reset {role}": Kind(reset(role), 1, heavy=role == "trainer") for role in services}

@@ -3,7 +3,8 @@
 Engines, environments, rewards and trainer are modelled (they only sleep); ledger and event log are real files. So the
 CPU time that remains is the scheduler's, the router's, the trajectory coroutines' and the event loop's own. Last line:
 `us_per_turn` at 10,000 trajectories, `vs_asyncio`, how many bare switches of as many tasks that takes, and `exponent`,
-the growth of the total with the number of trajectories.
+the growth of the total with the number of trajectories. `exponent_vs_asyncio` is its growth relative to bare switches:
+more tasks fill more of the caches, whatever they do.
 `tape_us_per_turn` is what `ledger.control` adds: all threads, in real time, answers of `TOKENS` tokens, without sleeps.
 """
 
@@ -174,12 +175,14 @@ def main() -> None:
         each = seconds[trajectories] / trajectories / TURNS * 1e6
         print(f"{trajectories:6} trajectories: {seconds[trajectories]:6.2f} CPU s, {each:5.1f} us per turn", flush=True)
     per_turn = seconds[sizes[-2]] / sizes[-2] / TURNS
+    switch = {trajectories: min(bare_switch(trajectories) for _ in range(repeats)) for trajectories in sizes}
     print(
         json.dumps(
             {
                 "us_per_turn": round(per_turn * 1e6, 1),
-                "vs_asyncio": round(per_turn / min(bare_switch(sizes[-2]) for _ in range(repeats)), 1),
+                "vs_asyncio": round(per_turn / switch[sizes[-2]], 1),
                 "exponent": round(slope(seconds), 3),
+                "exponent_vs_asyncio": round(slope({n: s / switch[n] for n, s in seconds.items()}), 3),
                 "tape_us_per_turn": round(min(tape_cost(sizes[0] // 10) for _ in range(repeats)), 1),
                 "us_per_turn_by_trajectories": {n: round(s / n / TURNS * 1e6, 1) for n, s in seconds.items()},
             }

@@ -180,6 +180,3 @@ class ModelledTrainer:
         version = self.kept
         await asyncio.sleep(self.writing(self.rng))
         return self.faults.get(version, "")
-
-    async def load(self, path: Path) -> None:
-        self.version = self.kept

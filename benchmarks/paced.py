@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 from benchmarks.fault_injection import RESET_QUANTILES, STEP_QUANTILES, Chaos, draw
+from rollart.agents.demo import chat
+from rollart.core.endpoint import AgentEpisode, Endpoint
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 BODY = 0.979  # of the resets are of the first mode
@@ -89,3 +92,17 @@ class Shaped:
 
     def _observation(self) -> str:
         return "".join(self._rng.choices(LETTERS, k=self.characters))
+
+
+def agent(endpoint: Endpoint, episode: AgentEpisode) -> dict[str, Any]:
+    """Plays `Shaped` by itself, through the gateway: reads, asks for an answer, works for as long as a step takes."""
+    args, rng = episode.args, random.SystemRandom()
+    env = Shaped(int(args["turns"]), int(args["characters"]))
+    text, done, messages = env.reset(episode.seed), False, []
+    while not done:
+        messages.append({"role": "user", "content": text})
+        answer = chat(endpoint, messages)
+        messages.append({"role": "assistant", "content": answer})
+        time.sleep(float(args["delay"]) * draw(STEP_QUANTILES, rng))
+        text, _, done = env.step(answer)
+    return {"reward": 1.0}

@@ -1,200 +1,192 @@
-"""Predicted against measured: calibrate on one real run, predict others by simulation, then run those for real.
+"""Predicted against measured: calibrate on one real run of each family, predict others by simulation, then run those.
 
-All runs train the same tiny model on two games whose resets and steps take as long as the paper measured, scaled, and
-share the cores of this machine. The learning rate is so small that the policy stays what it is: this is about time. All
-predictions are made from the log of the first run alone, before any other begins. Step time is from the end of the
-first training step to the end of the last, per step. The machine should have nothing else to do; its load is printed.
-Last line: `median_error` and `worst_error`, relative to the measured step time.
+Families, each with a run to calibrate on: `embedded`, the engine of this package and the trainer share the cores of
+this machine; `fleet`, engines paced to H800 and H20, which mostly sleep; `agents`, programs that play through the
+gateway, on such a fleet; `vllm`, its CPU build, if ROLLART_VLLM_PYTHON names a Python that has it. A configuration
+changes keys of the run file, and the same keys of the calibrated scenario, as `rollart simulate --set` does; slower or
+failing environments change its workload. Nothing else differs between them, and nothing is fitted to any run but
+the first of its family, from whose log alone all predictions of the family are made before any other run begins.
+
+Step time is from the end of the first training step to the end of the last, per step. The learning rate is so small
+that the policy stays what it is: this is about time. The machine should have nothing else to do: what was measured
+while more than 9 in 10 of its CPU seconds were used is `saturated`, and its error says little. With `--keep`, runs that
+are there are not run again. Last line: `median_error` and `worst_error` over all configurations, relative to the
+measured step time, and `self_errors`, those of the runs that were calibrated on.
 """
 
 import argparse
 import asyncio
 import json
-import math
 import os
+import shutil
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.scratch import scratch_folder
-from rollart.config import RunFile
+from benchmarks.cells import Cells, add_options, kept_cells
+from benchmarks.predict_families import FAMILIES, Family, Setting, changed, run_file, stretched
+from rollart.config import EnvironmentsConfig, loading
+from rollart.config.yaml_tree import Tree
 from rollart.core.event_log import read_events
 from rollart.core.events import StepDone
 from rollart.fleet import controller
-from rollart.simulator.calibration import calibrate
-from rollart.simulator.distributions import Distribution, LogNormal, MixturePart, Normal, draw_of
-from rollart.simulator.scenario import Scenario
+from rollart.models.tiny import make
+from rollart.simulator.calibration import SATURATED, calibrate
+from rollart.simulator.distributions import Distribution, MixturePart, draw_of
+from rollart.simulator.measurements import measure
+from rollart.simulator.scenario import Scenario, Workload
 from rollart.simulator.simulation import simulate
 
-MEAN_STEP_S = 4.7  # of the paper's distribution
-GAMES = "rollart.envs"
+NEVER = 1e6  # seconds of a call that hangs
+SMOKE = {"training.batch_groups": 2, "environments.processes": 8}
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """What is different from the first run; `steps` are chosen for half a minute."""
+class Prediction:
+    """`real` has `step_s`, and what the machine was doing: `cpu` is the share of its CPU seconds that were used,
+    `late` the share of emulated time by which engines lagged."""
 
-    steps: int
-    preset: str = "rollart"
-    alpha: int = 1
-    groups: int = 8
-    processes: int = 64
-    slower: float = 1.0
+    name: str
+    predicted_s: float
+    real: dict[str, float]
 
     @property
-    def rollout(self) -> dict[str, Any]:
-        return {"preset": self.preset} | ({"alpha": self.alpha} if self.preset in ("rollart", "start_bound") else {})
+    def error(self) -> float:
+        return self.predicted_s / self.real["step_s"] - 1
+
+    @property
+    def saturated(self) -> bool:
+        return self.real["cpu"] > SATURATED
+
+    def line(self) -> str:
+        mark = " saturated" if self.saturated else ""
+        measured = f"{self.predicted_s:7.3f} s {self.real['step_s']:7.3f} s {self.error:+6.1%}"
+        return f"{self.name:38} {measured}  {self.real['cpu']:4.0%}  {self.real['late']:4.0%}{mark}"
 
 
-CALIBRATION = Setting(steps=20)
-SMOKE = Setting(steps=3, groups=2, processes=8)
-SETTINGS = {
-    "sync": Setting(5, preset="sync"),
-    "sync_plus": Setting(10, preset="sync_plus"),
-    "one_off": Setting(12, preset="one_off"),
-    "alpha 2": Setting(24, alpha=2),
-    "8 processes a task": Setting(8, processes=8),
-    "16 groups": Setting(14, groups=16),
-    "environments 2x slower": Setting(11, slower=2.0),
-    "alpha 3, 12 processes, 1.5x slower": Setting(10, alpha=3, processes=12, slower=1.5),
-}
-
-
-def run_file(folder: Path, setting: Setting, delay: float, model: Path | None) -> RunFile:
-    """Without a `model`, the plain games, for the players of the warmup."""
-
-    def task(name: str, kind: str, turns: int, tokens: int) -> dict[str, Any]:
-        game = f"{GAMES}.{name}:{kind}"
-        return {
-            "name": name,
-            "env": "benchmarks.paced:Ordinary" if model else game,
-            "args": {"env": game, "delay": setting.slower * delay / MEAN_STEP_S} if model else {},
-            "player": f"{GAMES}.{name}:player",
-            "player_args": {"skill": 0.5},
-            "max_turns": turns,
-            "max_context": 400,
-            "sampling": {"max_tokens": tokens},
-        }
-
-    warmup = {"demonstrations": 20 * setting.steps, "steps": 4 * setting.steps}
-    return RunFile.model_validate(
-        {
-            "name": "predict",
-            "output": folder,
-            "model": {"path": model} if model else {"tiny": {"context": 512}, "warmup": warmup},
-            "tasks": [task("frozen_lake", "FrozenLake", 8, 4), task("guess_number", "GuessNumber", 4, 6)],
-            "rollout": setting.rollout,
-            "environments": {"processes": setting.processes},
-            "training": {"steps": setting.steps, "batch_groups": setting.groups, "group_size": 4, "lr": 1e-7},
-            "evaluation": {"every": 0, "episodes": 1, "final_episodes": 1},
-            "checkpoint": {"every": 1000},
-        }
-    )
-
-
-def measure(folder: Path, setting: Setting, delay: float, model: Path) -> float:
+def measured(family: Family, setting: Setting, folder: Path, model: Path) -> dict[str, float]:
     """Seconds a step, for real."""
-    asyncio.run(controller.train(run_file(folder, setting, delay, model), folder))
-    ends = [event.t for event in read_events(folder / "events") if isinstance(event, StepDone)]
-    return (ends[-1] - ends[0]) / (len(ends) - 1)
+    shutil.rmtree(folder, ignore_errors=True)
+    asyncio.run(controller.train(run_file(family, setting, folder, model), folder))
+    ends = [event.t for event in read_events(folder / "events", StepDone)]
+    host = measure(folder).host
+    return {"step_s": (ends[-1] - ends[0]) / (len(ends) - 1), "cpu": host.cpu, "late": host.late}
 
 
-def scaled(given: float | Distribution, factor: float) -> float | Distribution:
-    """Everything times `factor`, for instance for a slower environment."""
-    if not isinstance(given, Distribution):
-        return given * factor
-    if given.geometric is not None:
-        draw = draw_of(given)
-        return Distribution(values=[factor * draw((n + 0.5) / 200) for n in range(200)])
-    changed: dict[str, object] = {
-        key: factor * value for key in ("exponential", "min", "max") if (value := getattr(given, key)) is not None
-    }
-    if given.normal is not None:
-        changed["normal"] = Normal(mean=factor * given.normal.mean, sd=factor * given.normal.sd)
-    if given.lognormal is not None:
-        changed["lognormal"] = LogNormal(median=factor * math.exp(given.lognormal.mu), sigma=given.lognormal.sigma)
-    if given.uniform is not None:
-        changed["uniform"] = (factor * given.uniform[0], factor * given.uniform[1])
-    if given.quantiles is not None:
-        changed["quantiles"] = [(p, factor * value) for p, value in given.quantiles]
-    if given.values is not None:
-        changed["values"] = [factor * value for value in given.values]
-    if given.mixture is not None:
-        changed["mixture"] = [MixturePart(share=part.share, of=scaled(part.of, factor)) for part in given.mixture]
-    return given.model_copy(update=changed)
+def predicted(tree: dict[str, Any], setting: Setting, seeds: int) -> float:
+    """Seconds a step, by simulation of the calibrated run file with other keys."""
+    scenario = changed(tree, setting.keys | {"simulate.warmup": 1, "simulate.finite": True})
+    scenario["training"]["steps"] = setting.steps
+    for name, work in scenario["simulate"]["workloads"].items():
+        scenario["simulate"]["workloads"][name] = _disturbed(Workload.model_validate(work), setting)
+    if setting.crash or setting.hang:  # which the calibrated run had no need for
+        scenario["environments"] |= EnvironmentsConfig().model_dump(include={"retries", "hedges"})
+    valid = loading.validated(Tree(scenario), Scenario)
+    return mean(simulate(valid, seed=seed).step_s for seed in range(seeds))
 
 
-def predict(calibrated: Scenario, setting: Setting, seeds: int) -> float:
-    """Seconds a step, by simulation."""
-    workloads = {
-        name: work.model_copy(update={key: scaled(getattr(work, key), setting.slower) for key in ("reset", "step")})
-        for name, work in calibrated.simulate.workloads.items()
-    }
-    scenario = calibrated.model_copy(
-        update={
-            "rollout": type(calibrated.rollout)(**setting.rollout),
-            "environments": calibrated.environments.model_copy(update={"processes": setting.processes}),
-            "training": calibrated.training.model_copy(update={"steps": setting.steps, "batch_groups": setting.groups}),
-            "simulate": calibrated.simulate.model_copy(update={"workloads": workloads, "warmup": 1, "finite": True}),
-        }
-    )
-    return mean(simulate(scenario, seed=seed).step_s for seed in range(seeds))
+def _disturbed(work: Workload, setting: Setting) -> dict[str, Any]:
+    """Slower and failing environments."""
+    update: dict[str, Any] = {}
+    for key in ("reset", "step"):
+        draw = draw_of(getattr(work, key))
+        values = [setting.slower * draw((n + 0.5) / 1000) for n in range(1000)]
+        parts = [MixturePart(share=1 - setting.hang, of=Distribution(values=values))]
+        if setting.hang:
+            parts.append(MixturePart(share=setting.hang, of=NEVER))
+        update |= {key: Distribution(mixture=parts), f"{key}_failures": setting.crash}
+    return work.model_copy(update=update).model_dump(mode="json", exclude_none=True)
+
+
+def compare(name: str, family: Family, wanted: Collection[str], cells: Cells, seeds: int) -> Iterator[Prediction]:
+    """The run that is calibrated on first, then the configurations that are `wanted`."""
+    model = cells.folder / f"{name}-model"
+    if not model.exists():
+        make(family.model, model, seed=0)
+
+    def real(setting: Setting, folder: Path) -> Any:
+        return cells.get(
+            lambda: measured(family, setting, folder, model),
+            run=folder.name,
+            delay=family.delay,
+            setting=asdict(setting),
+        )
+
+    source = cells.folder / f"{name}-source"
+    if (first := real(family.source, source)) is None:
+        return
+    calibration = calibrate(source)
+    section = calibration.scenario.simulate
+    print(f"{name}: {section.engines} train {section.train} contention {section.contention}", flush=True)
+    settings = {key: setting for key, setting in family.settings.items() if key in wanted}
+    foreseen = {key: predicted(calibration.tree, setting, seeds) for key, setting in settings.items()}
+    yield Prediction(name, predicted(calibration.tree, family.source, seeds), first)
+    for key, setting in settings.items():
+        if (then := real(setting, cells.folder / f"{name}-{key}")) is not None:
+            yield Prediction(f"{name}: {key}", foreseen[key], then)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--delay", type=float, default=0.2, help="mean seconds of an environment step")
-    parser.add_argument("--seeds", type=int, default=4, help="simulations of each setting")
-    parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=SETTINGS)
-    parser.add_argument("--keep", type=Path, help="keep the runs in this folder")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
-    options = parser.parse_args()
-    began = time.monotonic()
-    calibration, settings = CALIBRATION, {name: SETTINGS[name] for name in options.settings}
-    if options.smoke:
-        calibration, settings = SMOKE, {"sync": replace(SMOKE, preset="sync")}
-        options.delay, options.seeds = 0.01, 1
-    with scratch_folder("predict") as scratch:
-        folder = options.keep or scratch
-        warm = folder / "warm"
-        model = warm / "model"
-        if not model.exists():
-            run = run_file(folder, calibration, 0.0, None)
-            asyncio.run(controller.train(run, warm, resume=warm.exists(), stage="sft"))
-        first = measure(folder / "calibration", calibration, options.delay, model)
-        calibrated = calibrate(folder / "calibration").scenario
-        section = calibrated.simulate
-        print(f"calibrated: {section.engines} train {section.train} contention {section.contention}", flush=True)
-        predicted = {name: predict(calibrated, setting, options.seeds) for name, setting in settings.items()}
-        again = predict(calibrated, calibration, options.seeds)
-        print(f"{'':32} predicted  measured  error   load", flush=True)
-        print(_line("the calibrated run itself", again, first), flush=True)
-        measured = {}
-        for number, (name, setting) in enumerate(settings.items()):
-            measured[name] = measure(folder / f"run-{number}", setting, options.delay, model)
-            print(_line(name, predicted[name], measured[name]), flush=True)
-    errors = {name: abs(predicted[name] / measured[name] - 1) for name in settings}
-    print(
-        json.dumps(
-            {
-                "median_error": round(median(errors.values()), 3),
-                "worst_error": round(max(errors.values()), 3),
-                "errors": {name: round(error, 3) for name, error in errors.items()},
-                "predicted_s": {name: round(each, 3) for name, each in predicted.items()},
-                "measured_s": {name: round(each, 3) for name, each in measured.items()},
-                "seconds": round(time.monotonic() - began),
-                "load": round(os.getloadavg()[0], 1),
-                "cores": os.cpu_count(),
-            }
-        )
+    parser.add_argument("--seeds", type=int, default=4, help="simulations of each configuration")
+    parser.add_argument("--only", nargs="*", help="families, or configurations as it names them; default: all")
+    parser.add_argument(
+        "--stretch",
+        type=float,
+        default=1.0,
+        help="environments and emulated devices slower by this, if others are busy",
     )
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
+    add_options(parser)
+    options = parser.parse_args()
+    families = FAMILIES
+    if options.smoke:
+        options.seeds, families = 1, _smoke()
+    began = time.monotonic()
+    own: list[Prediction] = []
+    others: list[Prediction] = []
+    print(f"{'':38} predicted measured   error   cpu  late", flush=True)
+    with kept_cells("predict", options) as cells:
+        for name, ordinary in families.items():
+            family, only = stretched(ordinary, options.stretch), options.only or families
+            wanted = {key for key in family.settings if {name, f"{name}: {key}"} & set(only)}
+            if not wanted or family.missing:
+                continue
+            for number, each in enumerate(compare(name, family, wanted, cells, options.seeds)):
+                (others if number else own).append(each)
+                print(each.line(), flush=True)
+        missing = cells.missing
+    print(json.dumps(_summary(own, others) | {"missing": missing, "seconds": round(time.monotonic() - began)}))
 
 
-def _line(name: str, predicted: float, measured: float) -> str:
-    error = predicted / measured - 1
-    return f"{name:32} {predicted:7.2f} s {measured:7.2f} s {error:+6.1%} {os.getloadavg()[0]:6.1f}"
+def _summary(own: list[Prediction], others: list[Prediction]) -> dict[str, Any]:
+    errors = [abs(each.error) for each in others]
+    return {
+        "configurations": len(others),
+        "median_error": round(median(errors), 3),
+        "worst_error": round(max(errors), 3),
+        "self_errors": {each.name: round(each.error, 3) for each in own},
+        "errors": {each.name: round(each.error, 3) for each in others},
+        "predicted_s": {each.name: round(each.predicted_s, 3) for each in others},
+        "measured_s": {each.name: round(each.real["step_s"], 3) for each in others},
+        "saturated": [each.name for each in own + others if each.saturated],
+        "load": round(os.getloadavg()[0], 1),
+        "cores": os.cpu_count(),
+    }
+
+
+def _smoke() -> dict[str, Family]:
+    """One configuration each of an embedded engine and of agents on a fleet."""
+    tiny = Setting(3, SMOKE)
+    made = {}
+    for name in ("embedded", "agents"):
+        key, setting = next(iter(FAMILIES[name].settings.items()))
+        settings = {key: replace(setting, steps=3, keys=setting.keys | SMOKE)}
+        made[name] = replace(FAMILIES[name], delay=0.01, source=tiny, settings=settings)
+    return made
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ that was stopped goes on with what is missing.
 
 import argparse
 import asyncio
+import hashlib
 import json
 import statistics
 import tempfile
@@ -26,13 +27,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from rich.console import Console
 
 from benchmarks.cells import Cells, add_options, kept_cells
-from rollart.config.robots import AnyPolicyConfig, ComparisonFile, FlowConfig, MeanFlowConfig, RobotRunFile
+from rollart.config.robots import (
+    AnyPolicyConfig,
+    ComparisonFile,
+    FlowConfig,
+    MeanFlowConfig,
+    RobotEvaluationConfig,
+    RobotRunFile,
+)
 from rollart.robots import comparison, imitation, tuning
 from rollart.robots.chunks import ImitationData
 from rollart.robots.comparison import ComparedPolicy
@@ -44,6 +51,13 @@ from rollart.simulator.result import interval
 PLAN = Path(__file__).parents[1] / "examples" / "robots" / "benchmark.yaml"
 PARTS = ("costs", "multimodal", "rl", "table")
 RL: dict[str, dict[str, Any]] = {
+    "pick-place": {
+        "task": "metaworld:pick-place-v3",
+        "demonstrations": {"episodes": 8},
+        "training": {"steps": 3000, "batch": 64},
+        "tuning": {"steps": 8, "groups": 16, "group_size": 2, "optimizer_steps": 200, "lr": 5e-4, "scorer_lr": 3e-4},
+        "evaluation": {"episodes": 50},
+    },
     "obstacle": {
         "task": "toy:obstacle",
         "demonstrations": {"episodes": 50},
@@ -51,12 +65,7 @@ RL: dict[str, dict[str, Any]] = {
         "network": {"width": 64, "layers": 2},
         "training": {"steps": 900, "batch": 64},
         "tuning": {"steps": 25, "optimizer_steps": 30, "imitate": False},
-    },
-    "pick-place": {
-        "task": "metaworld:pick-place-v3",
-        "demonstrations": {"episodes": 8},
-        "training": {"steps": 1200, "batch": 64},
-        "tuning": {"steps": 15},
+        "evaluation": {"episodes": 100},
     },
 }
 RL_SMOKE = {
@@ -134,7 +143,7 @@ def tuned(cells: Cells, *, smoke: bool) -> dict[str, Any]:
     for name, settings in RL.items():
         if smoke and not settings["task"].startswith("toy:"):
             continue
-        run = {**settings, "evaluation": {"episodes": 100}, **(RL_SMOKE if smoke else {})}
+        run = {**settings, **(RL_SMOKE if smoke else {})}
         made = [cells.get(partial(gain, run, seed), part="rl", run=run, seed=seed) for seed in range(1 if smoke else 5)]
         gains = [one["after"] - one["before"] for one in made if one is not None]
         if gains:
@@ -148,7 +157,8 @@ def gain(run: dict[str, Any], seed: int) -> dict[str, float]:
     plan = RobotRunFile.model_validate({**run, "seed": seed})
     with tempfile.TemporaryDirectory() as made:
         imitated, folder = Path(made) / "imitated", Path(made) / "tuned"
-        asyncio.run(imitation.train(plan, imitated, resume=False, on_log=lambda log: None))
+        unscored = plan.model_copy(update={"evaluation": RobotEvaluationConfig(episodes=1)})  # the tuning does that
+        asyncio.run(imitation.train(unscored, imitated, resume=False, on_log=lambda log: None))
         result = asyncio.run(tuning.tune(plan, folder, start=imitated, on_log=lambda log: None))
     print(f"rl, {plan.task}, seed {seed}: {result.before:.2f} to {result.after:.2f}", flush=True)
     return {"before": result.before, "after": result.after}
@@ -160,8 +170,10 @@ def whole_table(cells: Cells, adroit: Path | None) -> dict[str, Any]:
         more = {"tasks": [*plan.tasks, *ADROIT]}
         shown = plan.demonstrations.model_copy(update={"path": adroit})
         plan = plan.model_copy(update={**more, "demonstrations": shown})
+    torch.set_num_threads(1)  # of the policies that act: each job has a core
     began = time.monotonic()
-    results = [one for task in plan.tasks for policy in plan.policies for one in compared(cells, plan, task, policy)]
+    folder = cells.folder / f"table-{settings_digest(plan)}"
+    results = asyncio.run(comparison.compare(plan, folder, report, cells.seconds_left))
     Console(width=160).print(comparison_table(results))
     tasks: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for one in results:
@@ -171,22 +183,16 @@ def whole_table(cells: Cells, adroit: Path | None) -> dict[str, Any]:
         for task, by_policy in tasks.items()
     }
     table = {policy: interval(seed_means(results, policy)) for policy in {one.policy: None for one in results}}
-    minutes = round((time.monotonic() - began) / 60, 1)
-    return {"table": rounded(table), "tasks": means, "table_minutes": minutes, "policies": len(results)}
+    found = {"table": rounded(table), "tasks": means, "policies": len(results)}
+    missing = len(plan.tasks) * len(plan.policies) * plan.seeds - len(results)
+    return {**found, "table_missing": missing, "table_minutes": round((time.monotonic() - began) / 60, 1)}
 
 
-def compared(cells: Cells, plan: ComparisonFile, task: str, policy: str) -> list[ComparedPolicy]:
-    """One policy on one task with all seeds; its demonstrations are those of the other policies."""
-    stack = -(-plan.seeds // plan.jobs)  # every job has a core
-    part = plan.model_copy(update={"tasks": [task], "policies": {policy: plan.policies[policy]}, "stack": stack})
-
-    def make() -> list[dict[str, Any]]:
-        (cells.folder / "table" / comparison.RESULTS).unlink(missing_ok=True)  # they may be of other settings
-        results = asyncio.run(comparison.compare(part, cells.folder / "table", report))
-        return [msgspec.to_builtins(one) for one in results if (one.task, one.policy) == (task, policy)]
-
-    found = cells.get(make, part="table", plan=part.model_dump(mode="json"))
-    return msgspec.convert(found or [], list[ComparedPolicy])
+def settings_digest(plan: ComparisonFile) -> str:
+    """Results of other settings are kept apart; more tasks, seeds or jobs are not other settings."""
+    settings = plan.model_dump(mode="json", exclude={"tasks", "seeds", "jobs", "stack"})
+    del settings["demonstrations"]["path"]
+    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
 
 
 def rounded(values: dict[str, tuple[float, float]]) -> dict[str, list[float]]:

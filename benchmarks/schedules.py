@@ -63,7 +63,7 @@ def run_file(folder: Path, size: Size, delay: float) -> RunFile:
             "model": {"tiny": {"context": 512}, "warmup": warmup},
             "tasks": [task("frozen_lake", "FrozenLake", 10, 4, 0.5), task("guess_number", "GuessNumber", 4, 6, 0.5)],
             "environments": {"processes": size.processes},
-            "training": {"steps": size.steps, "batch_groups": size.groups, "lr": 5e-4},
+            "training": {"steps": size.steps, "batch_groups": size.groups, "lr": 5e-4, "dtype": "bfloat16"},
             "evaluation": {"every": 0, "episodes": 1, "final_episodes": size.episodes},
             "checkpoint": {"every": 1000},
         }

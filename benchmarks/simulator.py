@@ -7,6 +7,9 @@ time. `--shipped` takes the scenario as it is.
 Seconds are CPU seconds of this process, so a busy machine does not count. An event is a callback that the virtual loop
 ran. Last line: virtual seconds per real second and events per second at each size; `hour_at_3000_s`, what a virtual
 hour of 3,000 GPUs takes; and `event_cost_growth`, the cost of an event at 3,000 GPUs over that at 128.
+
+`--day` simulates a day of the job as shipped, one engine and group in eight, and the first `--seconds` of it whole too.
+Last line: `day_at_3000_s`, and by how much the numbers of the part differ from those of the whole, as a share.
 """
 
 import argparse
@@ -21,6 +24,8 @@ from rollart.simulator.simulation import simulate
 
 SCENARIO = Path(__file__).parents[1] / "examples" / "paper" / "production.yaml"
 WHOLE = 3000
+DAY_S = 86400.0
+COMPARED = ("step_s", "wait_s", "train_s", "tokens_per_s", "answers_per_s", "trajectories_per_s", "turns", "running")
 
 
 FULL = (
@@ -68,15 +73,29 @@ def line(gpus: int, running: int, result: SimulationResult) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=3600.0, help="virtual time at each size")
-    parser.add_argument("--shipped", action="store_true", help="the scenario as it is, with fewer trajectories at once")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
-    options = parser.parse_args()
-    sizes = (16, 32, 64) if options.smoke else (128, 1000, WHOLE)
-    span, changes = 60.0 if options.smoke else options.seconds, () if options.shipped else FULL
-    simulate(scaled(sizes[0], changes), until=60.0)  # imports and caches
+def day(gpus: int, one_in: int, span: float, compared: float) -> None:
+    part = scaled(gpus, [f"simulate.one_in={one_in}"])
+    whole, same_time = simulate(scaled(gpus, ()), until=compared), simulate(part, until=compared)
+    print(line(gpus, at_once(part, whole), whole), flush=True)
+    result = simulate(part, until=span)
+    print(line(gpus, at_once(part, result), result), flush=True)
+    print(
+        json.dumps(
+            {
+                "day_at_3000_s": round(result.cpu_s * DAY_S / span, 1),
+                "day_whole_s": round(whole.cpu_s * DAY_S / compared, 1),
+                "one_in": one_in,
+                "differences": {
+                    key: round(getattr(same_time, key) / (getattr(whole, key) or 1.0) - 1, 3) for key in COMPARED
+                },
+                "staleness": {"whole": whole.staleness, "part": same_time.staleness},
+                "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
+            }
+        )
+    )
+
+
+def hours(sizes: Sequence[int], span: float, changes: Sequence[str]) -> None:
     results: dict[int, SimulationResult] = {}
     running: dict[int, int] = {}
     for gpus in sizes:
@@ -97,6 +116,24 @@ def main() -> None:
             }
         )
     )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="virtual time at each size")
+    parser.add_argument("--shipped", action="store_true", help="the scenario as it is, with fewer trajectories at once")
+    parser.add_argument("--day", action="store_true", help="a day as shipped, in part, compared with the whole")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
+    options = parser.parse_args()
+    sizes = (16, 32, 64) if options.smoke else (128, 1000, WHOLE)
+    span, changes = 60.0 if options.smoke else options.seconds, () if options.shipped else FULL
+    simulate(scaled(sizes[0], changes), until=60.0)  # imports and caches
+    if not options.day:
+        hours(sizes, span, changes)
+    elif options.smoke:
+        day(750, 2, 60.0, 30.0)
+    else:
+        day(WHOLE, 8, DAY_S, options.seconds)
 
 
 if __name__ == "__main__":

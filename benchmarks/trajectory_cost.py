@@ -61,7 +61,7 @@ def run_file(task: dict[str, Any], steps: int, groups: int) -> dict[str, Any]:
         "tasks": [task],
         "environments": {"processes": 128},
         "engine": {"max_batch": 128},
-        "training": {"steps": steps, "batch_groups": groups, "group_size": 8, "lr": 1e-5},
+        "training": {"steps": steps, "batch_groups": groups, "group_size": 8, "lr": 1e-5, "dtype": "bfloat16"},
         "evaluation": {"every": 0, "final_episodes": 1},
         "checkpoint": {"every": 1000},
     }

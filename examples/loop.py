@@ -120,7 +120,7 @@ async def train(folder: Path, steps: int = STEPS) -> list[float]:
             publication = await asyncio.to_thread(publish_weights, trainer, weights)
             # The loop does not wait for the engine: it fetches, then swaps between two tokens, and each token carries
             # the version that sampled it. As soon as the new version serves, the scheduler starts more groups.
-            swaps.add(asyncio.create_task(router.load(publication)))
+            swaps.add(asyncio.create_task(router.engines.load(publication)))
 
             rewards.append(mean_reward(batch))
             print(f"step {step + 1:3}  reward {rewards[-1]:.3f}  staleness {staleness(batch)}  {metrics.seconds:.2f} s")

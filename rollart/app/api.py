@@ -176,17 +176,14 @@ def evaluate(
     """
     if endpoint is None:
         _check_model(model)
-    from rollart.fleet import controller
+    from rollart.fleet import evaluation
     from rollart.fleet.endpoint import ModelEndpoint
 
     run = run if isinstance(run, RunFile) else load_run(run, need_model=False)
     path = Path(folder) if folder else run_folder.create(run.output, f"{run.name}-eval")
     with _watched(run, console, on_event) as attach:
-        if endpoint is None:
-            found = _run(lambda: controller.evaluate(run, Path(model), directory=path, on_log=attach))
-        else:
-            served = ModelEndpoint(endpoint, str(model))
-            found = _run(lambda: controller.evaluate_endpoint(run, served, directory=path, on_log=attach))
+        played = Path(model) if endpoint is None else ModelEndpoint(endpoint, str(model))
+        found = _run(lambda: evaluation.evaluate(run, played, directory=path, on_log=attach))
     return msgspec.convert({**found, "folder": str(path)}, Evaluation)
 
 
@@ -259,6 +256,7 @@ def simulate(
     *,
     seed: int | None = None,
     seeds: int = 1,
+    uncertain: bool = False,
     folder: AnyPath | None = None,
     on_progress: Callable[[int, float], None] | None = None,
 ) -> "list[SimulationResult]":
@@ -268,6 +266,7 @@ def simulate(
         scenario: A scenario, loaded or as a path.
         seed: The first seed; by default the scenario's.
         seeds: How many seeds to simulate, one after the other.
+        uncertain: Simulate each seed with other constants, drawn from their uncertainty.
         folder: Write the event log of the first seed there; by default none is written.
         on_progress: Called now and then with the steps done and the seconds simulated.
 
@@ -284,7 +283,12 @@ def simulate(
         path.mkdir(parents=True, exist_ok=True)
         scenario = scenario.model_copy(update={"simulate": scenario.simulate.model_copy(update={"log": "full"})})
     return [
-        run(scenario, folder=None if number else path, seed=first + number, on_progress=on_progress)
+        run(
+            scenario.with_other_constants(first + number) if uncertain else scenario,
+            folder=None if number else path,
+            seed=first + number,
+            on_progress=on_progress,
+        )
         for number in range(seeds)
     ]
 

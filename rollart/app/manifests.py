@@ -83,8 +83,10 @@ class LaunchedRun:
 
 
 def ray_job(launched: LaunchedRun, address: str) -> str:
-    """The shell command that submits the run to a Ray cluster; the current folder goes with it."""
-    return f"ray job submit --address {shlex.quote(address)} --working-dir . -- {launched.command('train', 'auto')}"
+    """The shell command that submits the run to a Ray cluster; the current folder goes with it. Ray deletes its copy of
+    the folder when it likes, so the run is written to the path that the output has here."""
+    train = f"{launched.command('train', 'auto')} --output {shlex.quote(str(launched.run.output.absolute()))}"
+    return f"ray job submit --address {shlex.quote(address)} --working-dir . -- {train}"
 
 
 def slurm(launched: LaunchedRun, groups: list[NodeGroup], *, hours: float, partition: str | None) -> str:
@@ -107,7 +109,7 @@ def slurm(launched: LaunchedRun, groups: list[NodeGroup], *, hours: float, parti
         [
             "#!/usr/bin/env bash",
             *(f"#SBATCH {directive}" for directive in directives),
-            "# Submit it with sbatch in the folder of the run file. rollart must be on the PATH of every node.",
+            "# Submit it with sbatch in the folder of the run file. Every node needs rollart[ray] on its PATH.",
             "set -euo pipefail",
             f'head=$(scontrol show hostnames "${lists[0]}" | head -n 1)',
             'address=$(srun --nodes=1 --ntasks=1 -w "$head" hostname --ip-address | cut -d " " -f 1)',

@@ -34,7 +34,7 @@ class RunStarted(Event):
     digest: str = ""
     commit: str = ""
     price: float = 0.0  # of all devices per hour; one H20 is 1
-    work: str = "train"  # or sft, dpo, sample, imitation, tuning: there is RL in the first and the last alone
+    work: str = "train"  # or sft, dpo, eval, sample, imitation, tuning: there is RL in the first and the last alone
 
 
 class RunEnded(Event):

@@ -95,7 +95,8 @@ def storable(what: str, value: Any) -> dict[str, Any]:
     """A dict of plain values: text, finite numbers of at most 64 bits, lists and dicts with text as keys."""
     if not isinstance(value, dict):
         raise InvalidValue(f"{what} is {describe(value)}; expected a dict")
-    _Budget(what).spend(value, MAX_DEPTH)
+    if value:
+        _Budget(what).spend(value, MAX_DEPTH)
     return value
 
 

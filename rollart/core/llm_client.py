@@ -68,14 +68,24 @@ def _post(url: str, body: dict[str, Any], key: str, timeout: float) -> Any:
     if secret:
         headers["Authorization"] = f"Bearer {secret}"
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    shown = re.sub(r"/k/[^/]+", "/k/...", url)  # a key may be in the path
     try:
         with open_url(request, timeout=timeout) as response:
             return json.loads(response.read(MAX_RESPONSE_BYTES))
     except urllib.error.HTTPError as error:
         with error:
-            how = f"set it, and for a reward or an environment also `pass_env: [{key}]`"
-            hint = "" if secret else f" (no key was sent: {key} is not set here; {how})"
-            raise NoReply(f"answered HTTP {error.code}{hint}: {error.read(300)!r}") from None
+            text = error.read(300).decode(errors="replace")
+            hint = _hint(error.code, None if secret else key)
+            raise NoReply(f"answered HTTP {error.code} at {shown}{hint}: {text!r}") from None
     except (OSError, ValueError) as error:
-        shown = re.sub(r"/k/[^/]+", "/k/...", url)  # a key may be in the path
         raise NoReply(f"did not reply at {shown}: {error}") from error
+
+
+def _hint(status: int, missing_key: str | None) -> str:
+    """What to look at. `missing_key`: the variable that would hold the API key, if it is not set."""
+    if status == 404:
+        return " (the URL of most servers ends in /v1, and the model must be one that they serve)"
+    if missing_key is not None and status in (401, 403):
+        how = f"set it, and for a reward or an environment also `pass_env: [{missing_key}]`"
+        return f" (no key was sent: {missing_key} is not set here; {how})"
+    return ""

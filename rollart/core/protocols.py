@@ -46,6 +46,37 @@ class Engine(Protocol):
     async def status(self) -> EngineStatus: ...
 
 
+class PolicyServers(Protocol):
+    """Whatever acts by versions of a policy, as scheduler and training loop see it: the engines of a run, or a policy
+    whose actions are no tokens."""
+
+    @property
+    def serving(self) -> int:
+        """The oldest version that the next action can be of."""
+        ...
+
+    @property
+    def target(self) -> int:
+        """The newest version that it was asked to load."""
+        ...
+
+    def subscribe(self, on_change: Callable[[], None], /) -> Callable[[], None]:
+        """Call `on_change` whenever `serving` may have moved. Returns what ends the subscription."""
+        ...
+
+    def require(self, version: int, /) -> None:
+        """From now on only this version and later ones act."""
+        ...
+
+    def announce(self, publication: Publication, /) -> None:
+        """It is the newest."""
+        ...
+
+    async def load(self, publication: Publication, /) -> None:
+        """Returns when all act by this version or a later one, or were given up."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class TokenStream:
     """A callback: `on_tokens` gets the new tokens, `every` at a time or fewer, and returns True to end the answer
@@ -172,5 +203,3 @@ class Trainer(Protocol):
     async def saved(self) -> str:
         """Wait until the checkpoint is complete. Returns why it could not be written; empty: it is."""
         ...
-
-    async def load(self, path: Path) -> None: ...

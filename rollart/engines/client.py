@@ -17,7 +17,7 @@ T = TypeVar("T")
 SHORT_S = 30.0
 _part = msgspec.msgpack.Decoder(TokenPart)
 _status = msgspec.msgpack.Decoder(EngineStatus)
-FOREVER_S = 10 * 365 * 86_400.0  # the end of the connection ends such a call
+FOREVER_S = 10 * 365 * 86_400.0  # for a call that its caller ends when nothing is streamed any more
 LOAD_S = 3600.0  # a missing bucket ends a load much sooner
 
 
@@ -94,7 +94,8 @@ class EngineClient:
         return await self._call("status", None, EngineStatus, SHORT_S)
 
     async def push_status(self, push: StatusPush, on_status: Callable[[EngineStatus], None]) -> None:
-        """The engine sends its status by itself. Never returns; raises EngineFailed."""
+        """The engine sends its status by itself. Never returns; raises EngineFailed. The caller has a deadline for each
+        status."""
         on_item = lambda item: on_status(_status.decode(item))  # noqa: E731
         await self._call("statuses", push, type(None), FOREVER_S, on_item)
 

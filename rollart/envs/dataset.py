@@ -106,6 +106,10 @@ def rows_of(dataset: str, held_out: bool) -> Sequence[Row]:
     return Table(_files(config, config["split"]), limit=config.get("limit"), fraction=other, held_out=held_out)
 
 
+def row_count(dataset: dict[str, Any], held_out: bool) -> int:
+    return len(rows_of(json.dumps(dataset, sort_keys=True), held_out))
+
+
 def _files(config: dict[str, Any], split: str) -> list[Path]:
     path = Path(config["path"] if split == config["split"] else split)
     if path.is_file():

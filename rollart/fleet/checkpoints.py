@@ -7,7 +7,7 @@ still be written when the result is there, so each commit looks at the last resu
 """
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
@@ -128,8 +128,9 @@ class CheckpointEvaluator(Evaluator):
         checkpoints: Checkpoints,
         *,
         samples: int = 1,
+        available: Mapping[str, int] | None = None,
     ) -> None:
-        super().__init__(tasks, runner, ledger, sink, samples=samples)
+        super().__init__(tasks, runner, ledger, sink, samples=samples, available=available)
         self._checkpoints = checkpoints
 
     async def run(self, version: int, episodes: int, *, label: str = "eval", final: bool = False) -> list[Evaluated]:

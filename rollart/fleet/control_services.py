@@ -229,9 +229,6 @@ class TapedTrainer:
     async def saved(self) -> str:
         return await self._tape.call("wait for the checkpoint", str, lambda: self._real().saved())
 
-    async def load(self, path: Path) -> None:
-        await self._tape.call(f"load {path.name}", None, lambda: self._real().load(path))
-
 
 class TapedLedger:
     """Only what comes back from it is on the tape: what it gets is in the events."""

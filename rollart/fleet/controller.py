@@ -10,9 +10,10 @@ from typing import Any
 
 from rollart.config import RewardConfig, RunFile
 from rollart.core.errors import ConfigError, ServiceError
-from rollart.core.events import Evaluated, EventSink, RolledBack
+from rollart.core.events import EventSink, RolledBack
 from rollart.core.schedule import Schedule
 from rollart.core.types import Sampling
+from rollart.envs.dataset import row_count
 from rollart.fleet.checkpoints import CheckpointEvaluator, Checkpoints
 from rollart.fleet.control_engines import RecordedRegistry
 from rollart.fleet.control_services import (
@@ -22,26 +23,25 @@ from rollart.fleet.control_services import (
     recorded,
 )
 from rollart.fleet.control_tape import Tape
-from rollart.fleet.endpoint import ModelEndpoint, endpoint_runner, without_limits
 from rollart.fleet.fleet import Fleet, make_launcher
 from rollart.fleet.ledger_writer import LedgerWriter
 from rollart.fleet.pairs import PairData, PairEvaluator, PairSource, for_pairs, split_pairs
-from rollart.fleet.session import OnLog, Session, event_log, open_ledger, run_stage
-from rollart.fleet.supervision import background, root_cause, supervised, terminable
+from rollart.fleet.session import OnLog, Session, run_stage
+from rollart.fleet.supervision import background, root_cause, supervised
 from rollart.fleet.warmup import first_model
 from rollart.hardware.host_stats import HostStats
 from rollart.models.folder import atomic_folder
 from rollart.observe.metrics import Metrics
 from rollart.players.pool import SharedRunner, played_tasks
 from rollart.rollout.engine_registry import EngineRegistry
-from rollart.rollout.evaluation import EpisodeRunner, Evaluator
-from rollart.rollout.ledger import Ledger, Recovery, SqliteLedger
+from rollart.rollout.evaluation import EpisodeRunner
+from rollart.rollout.ledger import Ledger, Recovery
 from rollart.rollout.lockstep import Lockstep
 from rollart.rollout.phases import PhaseChanges
 from rollart.rollout.scheduler import Scheduler
 from rollart.rollout.training_loop import BatchSource, HeldOut, LoopPlan, TrainingLoop
 from rollart.rollout.trajectory import RolloutTask, TrajectoryRunner
-from rollart.training.client import TrainerLost, model_folder
+from rollart.training.client import TrainerLost
 from rollart.warmup.pairs import PairFile
 
 _SAMPLE_SECONDS = 0.5
@@ -64,44 +64,6 @@ async def train(
     return await run_stage(
         STAGES[stage], run, directory, steps=steps, work=stage, resume=resume, on_log=on_log, metrics=metrics
     )
-
-
-async def evaluate(run: RunFile, model: Path, *, directory: Path, on_log: OnLog | None = None) -> dict[str, Any]:
-    """Run the held-out episodes of every task with the policy in `model`."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with (
-        contextlib.closing(open_ledger(run, directory)) as records,
-        event_log(directory, on_log) as log,
-        contextlib.closing(LedgerWriter(records, log.flush)) as ledger,
-        terminable(),
-    ):
-        try:
-            async with (
-                model_folder(model) as folder,
-                Fleet(run, directory, log, model=folder, trainer=False) as fleet,
-            ):
-                runner = make_runner(run, fleet, log, PhaseChanges())
-                evaluator = Evaluator(rollout_tasks(run), runner, ledger, log, samples=run.evaluation.samples)
-                results = await supervised(
-                    fleet.supervise(), evaluator.run(0, run.evaluation.final_episodes, final=True)
-                )
-        except BaseException as error:
-            raise root_cause(error) from error
-    return {"model": str(model), "tasks": {result.task: _result(result) for result in results}}
-
-
-async def evaluate_endpoint(
-    run: RunFile, endpoint: ModelEndpoint, *, directory: Path, on_log: OnLog | None = None
-) -> dict[str, Any]:
-    """Run the held-out episodes of every task with a model that someone else serves."""
-    directory.mkdir(parents=True, exist_ok=True)
-    ledger = SqliteLedger.open(directory / "ledger.sqlite")
-    with contextlib.closing(ledger), event_log(directory, on_log) as log, terminable():
-        async with endpoint_runner(run, endpoint, directory / "logs", log) as runner:
-            tasks = without_limits(rollout_tasks(run))
-            evaluator = Evaluator(tasks, runner, ledger, log, samples=run.evaluation.samples)
-            results = await evaluator.run(0, run.evaluation.final_episodes, final=True)
-    return {"model": endpoint.model, "tasks": {result.task: _result(result) for result in results}}
 
 
 def rollout_tasks(run: RunFile) -> list[RolloutTask]:
@@ -129,6 +91,11 @@ def rollout_tasks(run: RunFile) -> list[RolloutTask]:
         )
         for task in run.tasks
     ]
+
+
+def held_out_rows(run: RunFile) -> dict[str, int]:
+    """By task, for those that have a dataset."""
+    return {task.name: row_count(task.dataset.model_dump(), True) for task in run.tasks if task.dataset is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +141,7 @@ class Training:
             self.log,
             self.checkpoints,
             samples=run.evaluation.samples,
+            available=held_out_rows(run),
         )
 
     async def _until_trained(self, evaluator: HeldOut, recovery: Recovery) -> None:
@@ -203,7 +171,7 @@ class Training:
         except ServiceError as error:
             raise TrainerLost(str(error)) from error
         if not self._alone:
-            await self.fleet.router.load(publication)
+            await self.fleet.router.engines.load(publication)
         self.log.emit(RolledBack(version=version, reason=reason))
 
     async def _learn(self, evaluator: HeldOut, recovery: Recovery) -> None:
@@ -240,7 +208,7 @@ class Training:
             version=recovery.version,
             source=source,
             trainer=self.fleet.trainer,
-            router=None if self._alone else self.fleet.router,
+            engines=None if self._alone else self.fleet.router.engines,
             evaluator=evaluator,
             ledger=self.ledger,
             sink=self.log,
@@ -337,17 +305,6 @@ def _scheduler(
         sink=log,
         quarantine=run.environments.quarantine.rule(),
     )
-
-
-def _result(result: Evaluated) -> dict[str, float | None]:
-    return {
-        "success": result.success,
-        "reward": result.reward,
-        "episodes": result.episodes,
-        "failed": result.failed,
-        "samples": result.samples,
-        "passed": result.passed,
-    }
 
 
 async def _fine_tune(session: Session) -> None:

@@ -71,36 +71,36 @@ class EngineSampler:
         self._turns = 0
 
     async def sample(self, name: str, client: StatusSource) -> None:
-        """Returns when the engine is lost, which the registry then knows."""
-        clock = asyncio.get_running_loop().time
+        """Returns when the engine is lost, which the registry then knows. One that is silent for too long is asked
+        again: its connection may live, and the call may not."""
         every = max(SAMPLE_S, self._registry.size / SAMPLES_PER_S)
         push = StatusPush(self._turns / SAMPLES_PER_S % every, every)
         self._turns += 1
-        last = clock()
-
-        def on_status(status: EngineStatus) -> None:
-            nonlocal last
-            last = clock()
-            self._registry.update_status(name, status)
-            with suppress(OSError):  # a log that cannot be written: the next event of the run raises it again
-                self._sink.emit(EngineSample.of(name, status))
-
         while True:
-            pushing = asyncio.create_task(client.push_status(push, on_status))
             try:
-                while not pushing.done():
-                    await asyncio.wait([pushing], timeout=every + SILENT_S)
-                    if not pushing.done() and (silent := clock() - last) > every + SILENT_S:
-                        self._sink.emit(Warned(message=f"{name} has not reported its status for {silent:.0f} s"))
-                pushing.result()
+                await self._follow(name, client, push)
+            except TimeoutError:
+                self._sink.emit(Warned(message=f"{name} has not reported its status for {every + SILENT_S:.0f} s"))
             except EngineLost:
                 self._registry.mark_lost(name, "its connection was lost")
                 return
             except EngineFailed as error:
                 self._sink.emit(Warned(message=f"{name} did not report its status: {error}"))
                 await asyncio.sleep(every)
-            finally:
-                pushing.cancel()
+
+    async def _follow(self, name: str, client: StatusSource, push: StatusPush) -> None:
+        """Never returns; raises EngineFailed, and TimeoutError when no status came for too long."""
+        clock, silent_s = asyncio.get_running_loop().time, push.every + SILENT_S
+
+        def on_status(status: EngineStatus) -> None:
+            if not deadline.expired():
+                deadline.reschedule(clock() + silent_s)
+            self._registry.update_status(name, status)
+            with suppress(OSError):  # a log that cannot be written: the next event of the run raises it again
+                self._sink.emit(EngineSample.of(name, status))
+
+        async with asyncio.timeout(push.first + silent_s) as deadline:
+            await client.push_status(push, on_status)
 
 
 class EngineSupervisor:

@@ -65,7 +65,17 @@ async def sample(
     if run.sample.format == "parquet":
         _arrow()
     stage = partial(_sample, source=source)
-    await run_stage(stage, run, directory, steps=0, work="sample", resume=resume, on_log=on_log, metrics=metrics)
+    await run_stage(
+        stage,
+        run,
+        directory,
+        steps=0,
+        work="sample",
+        model=_named(source) if source.model else "",
+        resume=resume,
+        on_log=on_log,
+        metrics=metrics,
+    )
     return directory / NAMES[run.sample.format]
 
 

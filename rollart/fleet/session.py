@@ -1,8 +1,8 @@
 """What every pipeline has in common: one run folder with its lock, run file, event log, ledger, summary and resume.
 
-A pipeline is a stage, a coroutine that works in a session: `rollart train`, `sft`, `dpo` and `sample` differ only in
-that. Invariants: one process at a time works in a folder; every session ends with `RunEnded` in the log, whatever ended
-it, and with a summary.
+A pipeline is a stage, a coroutine that works in a session: `rollart train`, `sft`, `dpo`, `eval` and `sample` differ
+only in that. Invariants: one process at a time works in a folder; every session ends with `RunEnded` in the log,
+whatever ended it, and with a summary.
 """
 
 import asyncio
@@ -46,12 +46,14 @@ async def run_stage(
     *,
     steps: int,
     work: str = "train",
+    model: str = "",
     resume: bool = False,
     on_log: OnLog | None = None,
     metrics: Metrics | None = None,
 ) -> dict[str, Any]:
     """Carry out `stage`, of `steps` training steps, and leave everything in `directory`; the log calls it `work`.
-    `metrics` gets every event before the listeners of `on_log` do. Returns the summary."""
+    `model` is the one that plays, if it is not that of the run. `metrics` gets every event before the listeners of
+    `on_log` do. Returns the summary."""
     metrics = metrics or Metrics()
     gc_tuning.collect_rarely()
     if resume:
@@ -67,7 +69,7 @@ async def run_stage(
         with event_log(directory, on_log, metrics) as log:
             trained = [recovery.version]
             log.subscribe(lambda event: trained.append(event.version) if isinstance(event, StepDone) else None)
-            log.emit(_started(run, recovery, resume=resume, steps=steps, work=work))
+            log.emit(_started(run, recovery, resume=resume, steps=steps, work=work, model=model))
             try:
                 with terminable():
                     await stage(Session(run, directory, log, ledger, recovery))
@@ -81,7 +83,7 @@ async def run_stage(
     return summary.write(directory, metrics.snapshot())
 
 
-def _started(run: RunFile, recovery: Recovery, *, resume: bool, steps: int, work: str) -> RunStarted:
+def _started(run: RunFile, recovery: Recovery, *, resume: bool, steps: int, work: str, model: str) -> RunStarted:
     return RunStarted(
         name=run.name,
         preset=run.rollout.preset,
@@ -95,7 +97,7 @@ def _started(run: RunFile, recovery: Recovery, *, resume: bool, steps: int, work
         emulated=[
             f"{name}: {pool.devices[0]} (1/{pool.emulate:g})" for name, pool in run.pools.items() if pool.emulate
         ],
-        model=str(run.model.path or "tiny"),
+        model=model or str(run.model.path or "tiny"),
         packages=provenance.packages(),
         digest=provenance.digest(loading.dump(run)),
         commit=provenance.commit(),

@@ -240,12 +240,13 @@ class _Rank:
         repeated = query if (kv * model.heads / model.query) % context else kv  # each query head brings its own
         grid = 0 if setup.flash else query  # the flat copy of what attention returns
         attention = 2 * query + grid + 2 * repeated
+        wide = (4 - number) * (2 * query + 2 * repeated) if setup.gloo else 0  # CPUs attend in float32
         if model.head_norms:
             attention += query + kv
         norms = 2 * self._norm()
         slow = 4 * (query + kv) if tensor > 1 and model.head_norms else 0
         scores = 4 * model.heads / tensor
-        return norms + slow + scores + number * attention + self._feed_forward()
+        return norms + slow + scores + number * attention + wide + self._feed_forward()
 
     def _feed_forward(self) -> float:
         model, number, layout = self._model, self._number, self._setup.layout

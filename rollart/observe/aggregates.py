@@ -120,15 +120,17 @@ class Aggregate(Protocol):
 
 
 class RateValue(Rate):
+    """None before the first amount: a run of robots has no tokens."""
+
     def __init__(self) -> None:
         super().__init__()
         self._step = (0.0, 0.0)
 
-    def recent(self, now: float) -> float:
-        return self.per_second(now)
+    def recent(self, now: float) -> float | None:
+        return None if self._origin is None else self.per_second(now)
 
-    def overall(self, total: float, seconds: float) -> float:
-        return total / max(seconds, 1e-9)
+    def overall(self, total: float, seconds: float) -> float | None:
+        return None if self._origin is None else total / max(seconds, 1e-9)
 
     def since_step(self, t: float) -> float:
         (last, total), self._step = self._step, (t, self.total)

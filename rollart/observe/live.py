@@ -114,7 +114,8 @@ class LiveView(View):
 
 
 class PlainView(View):
-    """One line about every ten seconds, and one at once for evaluations, warnings and other rare events."""
+    """One line about every ten seconds, and one at once for the first step, evaluations, warnings and other rare
+    events."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
@@ -142,7 +143,7 @@ class PlainView(View):
                 self._say(f"the trainer was lost and restarts from version {event.version}: {event.reason}")
             case ev.RunEnded():
                 self._say(f"ended at version {event.version}: {event.reason}")
-            case _ if event.t >= self._next:
+            case _ if event.t >= self._next or (isinstance(event, ev.StepDone) and event.version == 1):
                 self._next = event.t + _LINE_S
                 self._say(status(self.metrics.snapshot()))
 
@@ -158,10 +159,11 @@ def status(shot: Snapshot) -> str:
     if shot.phase != "training":
         return shot.phase
     rewards = " ".join(f"{task.name} {task.reward:.2f}" for task in shot.tasks if task.reward is not None)
-    speed = next(metric.text(shot.metrics) for metric in METRICS)
+    speed = next(filter(None, (metric.text(shot.metrics) for metric in METRICS)), "")
     label = " on EMULATED devices" if shot.emulated else ""
-    line = f"step {shot.step}/{shot.steps}{label}, reward {rewards or '-'}, {speed}"
-    return line if shot.eta_s is None else f"{line}, ETA {clock(shot.eta_s)}"
+    left = "" if shot.eta_s is None else f"ETA {clock(shot.eta_s)}"
+    parts = (f"step {shot.step}/{shot.steps}{label}", f"reward {rewards or '-'}", speed, left)
+    return ", ".join(filter(None, parts))
 
 
 def view(console: Console, weights: Mapping[str, float]) -> View:

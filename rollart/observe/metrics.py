@@ -370,6 +370,7 @@ class Metrics:
             swaps=self._swaps.snapshot(),
             emulated=tuple(run.emulated),
             work=run.work,
+            model=run.model,
             environments=self._environment_use.snapshot(),
             rewards=self._reward_use.snapshot(),
         )

@@ -49,7 +49,7 @@ def report(shot: Snapshot, width: int = 100) -> RenderableType:
     parts: list[RenderableType] = [_head(shot)]
     words = words_of(shot.work)
     if any(task.held_out for task in shot.tasks):
-        rows = scores(shot) if shot.work == "sample" else results(shot)
+        rows = results(shot) if words.trains else scores(shot)
         parts += [Text(), _title(f"Success on {words.episodes}"), rows]
     if shot.history:
         parts += [Text(), _title("Learning curves"), *_curves(shot, width)]
@@ -71,8 +71,8 @@ def report(shot: Snapshot, width: int = 100) -> RenderableType:
         parts += [Text(), _title("Environments"), environments(shot.environments)]
     if shot.rewards:
         parts += [Text(), _title("Rewards"), rewards(shot.rewards)]
-    if shot.work != "imitation":  # its episodes are played to the end, or reported as unplayed
-        parts += [Text(), _title("Failed" if shot.work == "sample" else "Dropped, never trained"), _drops(shot)]
+    if shot.work not in ("imitation", "eval"):  # their episodes are played to the end, or reported as unplayed
+        parts += [Text(), _title("Dropped, never trained" if words.trains else "Failed"), _drops(shot)]
     if shot.slowest:
         parts += [Text(), _title("Slowest trajectories"), trajectories(shot.slowest)]
     parts += [Text(f"! {message}", style="yellow") for message in shot.warnings]
@@ -85,11 +85,12 @@ def _title(text: str) -> Text:
 
 def _head(shot: Snapshot) -> Text:
     resumes = f", resumed {shot.resumes} times" if shot.resumes > 1 else ", resumed once" if shot.resumes else ""
-    about = f"{shot.preset}, alpha {shot.alpha}, " if words_of(shot.work).training == "RL" else f"{shot.work}, "
-    about = f"{about}seed {shot.seed}"
+    words = words_of(shot.work)
+    about = f"{shot.preset}, alpha {shot.alpha}" if words.training == "RL" else shot.work
+    about = f"{about} of {shot.model}" if shot.model and not words.trains else about
     at = f" at step {shot.step} of {shot.steps}" if shot.steps else ""
     state = f"{shot.phase}{at} after {clock(shot.t)}{resumes}"
-    return Text.assemble((shot.name, "bold"), f" ({about}): {state}", emulation(shot))
+    return Text.assemble((shot.name, "bold"), f" ({about}, seed {shot.seed}): {state}", emulation(shot))
 
 
 def emulation(shot: Snapshot) -> Text:

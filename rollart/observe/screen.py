@@ -1,5 +1,6 @@
 """The live screen as a pure function of a snapshot. Lines are laid out by hand: tables cost ten times the CPU."""
 
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
@@ -14,6 +15,7 @@ from rollart.observe.snapshot import Snapshot, TaskSnapshot
 MAX_WIDTH = 120
 _PIPELINE = {"running": "cyan", "scoring": "yellow", "ready": "green", "training": "magenta"}
 _LABEL = 11
+_WARNING_LINES = 4
 
 
 def screen(shot: Snapshot, weights: Mapping[str, float], width: int) -> RenderableType:
@@ -25,7 +27,7 @@ def screen(shot: Snapshot, weights: Mapping[str, float], width: int) -> Renderab
         lines += [Text(), *_machinery(shot, inner)]
     if shot.emulated:
         lines.append(_line(Text(f"EMULATED devices: {', '.join(shot.emulated)}", style="bold yellow"), inner))
-    lines += [_line(Text(f"! {message}", style="yellow"), inner) for message in shot.warnings[-2:]]
+    lines += [line for message in shot.warnings[-2:] for line in _warning(message, inner)]
     about = f" · {shot.preset} · alpha {shot.alpha} · seed {shot.seed}"
     title = Text.assemble((shot.name or "rollart", "bold default"), (about, "default"))
     title.truncate(inner - 4, overflow="ellipsis")
@@ -36,6 +38,11 @@ def _line(text: Text, width: int) -> Text:
     text.no_wrap = True
     text.truncate(width, overflow="ellipsis")
     return text
+
+
+def _warning(message: str, width: int) -> Iterator[Text]:
+    wrapped = textwrap.wrap(f"! {message}", width, max_lines=_WARNING_LINES, placeholder="…", subsequent_indent="  ")
+    return (_line(Text(line, style="yellow"), width) for line in wrapped)
 
 
 def _progress(shot: Snapshot, width: int) -> Text:

@@ -233,6 +233,7 @@ class Snapshot:
     rewards: tuple[RewardSummary, ...] = ()
     swaps: tuple[SwapSummary, ...] = ()
     work: str = "train"
+    model: str = ""
 
     def task(self, name: str) -> TaskSnapshot:
         return next(task for task in self.tasks if task.name == name)
@@ -241,12 +242,15 @@ class Snapshot:
 @dataclass(frozen=True, slots=True)
 class RunWords:
     """What the parts of a run are called: `training` is what comes between the first evaluation and the last. `plays`:
-    it plays the tasks of its run file, if only to evaluate."""
+    it plays the tasks of its run file, if only to evaluate. Without `trains` there is one result, not one before and
+    one after. Without `resumes` an interrupted one starts from the beginning."""
 
     training: str
     episodes: str = "held-out episodes"
     plays: bool = True
     command: str = ""  # that continues it, if it is not called as the work is
+    trains: bool = True
+    resumes: bool = True
 
 
 WORDS = {
@@ -254,7 +258,8 @@ WORDS = {
     "sft": RunWords("SFT"),
     "dpo": RunWords("DPO"),
     "reward-model": RunWords("training", "held-out pairs", plays=False),
-    "sample": RunWords("sampling", "sampled episodes"),
+    "eval": RunWords("evaluation", trains=False, resumes=False),
+    "sample": RunWords("sampling", "sampled episodes", trains=False),
     "imitation": RunWords("imitation", "evaluation episodes", command="robots train"),
     "tuning": RunWords("RL", command="robots tune"),
 }

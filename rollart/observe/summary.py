@@ -49,8 +49,10 @@ def unwritten_end(metrics: Metrics, directory: Path) -> list[AnyEvent]:
     run = metrics.run
     if run is None or metrics.ended:
         return []
-    command = f"rollart {words_of(run.work).command or run.work} {directory}/run.yaml --resume --run-dir {directory}"
-    message = f"the controller was killed, or its machine went down; continue with: {command}"
+    words = words_of(run.work)
+    command = f"rollart {words.command or run.work} {directory}/run.yaml --resume --run-dir {directory}"
+    how = f"continue with: {command}" if words.resumes else f"start it again: rollart {run.work}"
+    message = f"the controller was killed, or its machine went down; {how}"
     return [
         Warned(message=message, t=metrics.t),
         RunEnded(version=metrics.version, reason="interrupted", t=metrics.t),

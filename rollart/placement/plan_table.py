@@ -16,6 +16,7 @@ from rollart.placement.request import described
 from rollart.placement.workload import longest_context, model_shape
 
 _NAMED_NODES = 3
+_ESTIMATED = "estimated: half of what max_context, max_turns and sampling.max_tokens of the task allow"
 _MIN_SHARE = 0.05
 
 
@@ -72,6 +73,8 @@ def _tasks(plan: PlacementPlan) -> Table:
         about = f"{task.shape.kind}, {task.shape.source}"
         up_to = f"up to {task.environments}"
         rows.add_row(task.task, up_to, task.affinity, task.shape.ratio, _split(task.pools), about)
+    if any(task.shape.source == "estimated" for task in plan.tasks):
+        rows.caption, rows.caption_justify = _ESTIMATED, "left"
     return rows
 
 

@@ -38,23 +38,19 @@ STYLES = ("on grey15", "on grey30")  # alternating tokens
 
 
 async def play(
-    run: RunFile, name: str, *, seed: int, held_out: bool, player: str, tokens: bool, console: Console
+    run: RunFile, task: TaskConfig, *, seed: int, held_out: bool, player: str, tokens: bool, console: Console
 ) -> RewardResult | None:
     """The result, or None if the player left before the end. Raises RollartError."""
-    task = _task(run, name)
-    if task.agent is not None:
-        raise ConfigError(f"task {name!r} is played by its agent; it has no environment to act in")
     folder = None if player in ("human", "scripted") else Path(player)
-    if folder is not None and not (folder / "config.json").is_file():
-        raise ConfigError(f"--player is human, scripted or a model folder; {player} has no config.json")
     if player == "scripted" and task.player is None:
-        raise ConfigError(f"task {name!r} has no `player`; play it yourself (--player human) or with a model")
+        raise ConfigError(f"task {task.name!r} has no `player`; play it yourself (--player human) or with a model")
     async with AsyncExitStack() as stack:
         if folder is not None:
             folder = await stack.enter_async_context(model_folder(folder))
         renderer = None
         if folder is not None or tokens:
-            renderer = await stack.enter_async_context(_renderer(run.model, folder))
+            known = await stack.enter_async_context(tokenizer_folder(run.model, folder))
+            renderer = ChatRenderer(known, run.model.template_args)
         env = await stack.enter_async_context(single_environment(task, run.environments))
         actor: Player
         if folder is not None and renderer is not None:
@@ -66,7 +62,7 @@ async def play(
         return await runner.run(held_out, run)
 
 
-def _task(run: RunFile, name: str) -> TaskConfig:
+def task_of(run: RunFile, name: str) -> TaskConfig:
     known = {task.name: task for task in run.tasks}
     if name not in known:
         near = did_you_mean(name, sorted(known))
@@ -75,10 +71,10 @@ def _task(run: RunFile, name: str) -> TaskConfig:
 
 
 @asynccontextmanager
-async def _renderer(model: ModelConfig, folder: Path | None) -> AsyncIterator[ChatRenderer]:
-    """Of the model that plays or, if none does, of the one that the run starts from."""
+async def tokenizer_folder(model: ModelConfig, folder: Path | None) -> AsyncIterator[Path]:
+    """With tokenizer and template of the model that plays or, if none does, of the one that the run starts from."""
     if folder or model.path:
-        yield ChatRenderer(folder or Path(str(model.path)), model.template_args)
+        yield folder or Path(str(model.path))
         return
     from rollart.models import tiny
 
@@ -86,7 +82,7 @@ async def _renderer(model: ModelConfig, folder: Path | None) -> AsyncIterator[Ch
         raise ConfigError("model: it has sizes but no weights; name a model folder with --model, or give model.path")
     with TemporaryDirectory(prefix="rollart-play-") as made:
         tiny.tokenizer(model.tiny.context).save_pretrained(made)
-        yield ChatRenderer(Path(made), model.template_args)
+        yield Path(made)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +266,12 @@ class EpisodeRunner:
             if step.done or len(self._turns) >= self.task.max_turns:
                 why, truncated = self._why(step)
                 break
-        result = await self._score(run, truncated, info)
+        if not self._turns:
+            raise RollartError(
+                f"the first observation of task {self.task.name!r} leaves no room for an action in max_context "
+                f"{self.task.max_context}; the chat template, the tools and a system prompt count too"
+            )
+        result = await scored(run, self.task, self.seed, self._turns, truncated=truncated, info=info)
         size = f"; {len(self._context)} tokens in all" if self.renderer else ""
         self.view.show_end(f"{why}{size}", result)
         return result
@@ -300,23 +301,21 @@ class EpisodeRunner:
     def _count(self) -> str:
         return f"{len(self._turns)} {'turn' if len(self._turns) == 1 else 'turns'}"
 
-    async def _score(self, run: RunFile, truncated: bool, info: dict[str, object]) -> RewardResult | None:
-        if not self._turns:
-            raise RollartError(
-                f"the first observation of task {self.task.name!r} leaves no room for an action in max_context "
-                f"{self.task.max_context}; the chat template, the tools and a system prompt count too"
-            )
-        episode = Episode(
-            id="play",
-            task=self.task.name,
-            seed=self.seed,
-            turns=tuple(self._turns),
-            truncated=truncated,
-            info=dict(info),
-        )
-        rewards = Rewards([self.task], run.rewards, cluster=run.cluster)
-        try:
-            await rewards.start()
-            return await rewards.score(self.task.name, episode)
-        finally:
-            await rewards.close()
+
+async def scored(
+    run: RunFile,
+    task: TaskConfig,
+    seed: int,
+    turns: Sequence[EpisodeTurn],
+    *,
+    truncated: bool,
+    info: dict[str, object],
+) -> RewardResult:
+    """By the task's reward function, as in a run."""
+    episode = Episode(id="play", task=task.name, seed=seed, turns=tuple(turns), truncated=truncated, info=dict(info))
+    rewards = Rewards([task], run.rewards, cluster=run.cluster)
+    try:
+        await rewards.start()
+        return await rewards.score(task.name, episode)
+    finally:
+        await rewards.close()

@@ -1,7 +1,7 @@
 """The connection between the controller and a player: a Unix socket, and messages in both directions.
 
-Invariants: messages arrive in the order of `send`; all of one turn of the event loop are one frame, its length and then
-msgpack. A connection that breaks is reported once.
+Invariants: messages arrive in the order in which they were sent; all of one turn of the event loop are one frame, its
+length and then msgpack, with those before it that could wait. A connection that breaks is reported once.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ from typing import cast
 
 import msgspec
 
+LATER_S = 0.005  # a frame costs both sides more than a message does
 _LENGTH = struct.Struct("<I")
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -23,18 +24,30 @@ class Link(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._pending: list[object] = []
+        self._soon = False
+        self._later: asyncio.TimerHandle | None = None
         self._buffer = bytearray()
         self._lost = False
         self.received_at = 0.0  # the last frame
 
     def send(self, message: object) -> None:
-        if not self._pending and self._transport is not None:
-            self._loop.call_soon(self._flush)
         self._pending.append(message)
+        if not self._soon and self._transport is not None:
+            self._soon = True
+            self._loop.call_soon(self._flush)
+
+    def send_later(self, message: object) -> None:
+        """With the next one that cannot wait, or within `LATER_S`."""
+        self._pending.append(message)
+        if not self._soon and self._later is None and self._transport is not None:
+            self._later = self._loop.call_later(LATER_S, self._flush)
 
     def _flush(self) -> None:
+        if self._later is not None:
+            self._later.cancel()
+        self._soon, self._later = False, None
         messages, self._pending = self._pending, []
-        if self._transport is not None and not self._lost:
+        if messages and self._transport is not None and not self._lost:
             body = _encode(messages)
             self._transport.write(_LENGTH.pack(len(body)) + body)
 
@@ -50,6 +63,7 @@ class Link(asyncio.Protocol):
         if self._lost:
             self._transport.abort()  # closed before it was made
         elif self._pending:
+            self._soon = True
             self._loop.call_soon(self._flush)
 
     def data_received(self, data: bytes) -> None:

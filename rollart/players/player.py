@@ -57,10 +57,10 @@ _messages = msgspec.msgpack.Decoder(list[ControllerMessage])
 
 
 class ControllerLine:
-    """Messages to the controller and its replies; `link` sends them."""
+    """Messages to the controller and its replies. `report` is for what nobody waits for."""
 
-    def __init__(self, link: Callable[[PlayerMessage], None]) -> None:
-        self.tell = link
+    def __init__(self, tell: Callable[[PlayerMessage], None], report: Callable[[PlayerMessage], None]) -> None:
+        self.tell, self.report = tell, report
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self.ended: dict[str, AnyEvent] = {}  # the last event of an attempt, for its result
@@ -72,7 +72,7 @@ class ControllerLine:
         if isinstance(event, TrajectoryEnded):
             self.ended[event.trajectory] = event
         else:
-            self.tell(EventEmitted(event))
+            self.report(EventEmitted(event))
 
     def expect(self, number: int) -> asyncio.Future[Reply]:
         """The next reply to this number."""
@@ -105,7 +105,7 @@ class PlayerRouter(RequestLoop[Route]):
         return next(self._conversations)
 
     def forget(self, session: str) -> None:
-        self._line.tell(SessionOver(session))
+        self._line.report(SessionOver(session))
 
     async def close(self) -> None:
         for watch in self._watches:
@@ -161,7 +161,7 @@ class PlayerRouter(RequestLoop[Route]):
             self._clients[url].add_done_callback(lambda done: done.cancelled() or done.exception())
         connecting = self._clients[url]
         try:
-            return await asyncio.shield(connecting)
+            return connecting.result() if connecting.done() else await asyncio.shield(connecting)
         except ServiceError as error:
             if self._clients.get(url) is connecting:
                 del self._clients[url]
@@ -194,7 +194,7 @@ class PlayerRouter(RequestLoop[Route]):
 
     def record(self, route: Route, served: ServedRequest) -> None:
         self._close(route.number)
-        self._line.tell(RouteServed(route.number, served))
+        self._line.report(RouteServed(route.number, served))
 
     def release(self, route: Route) -> None:
         if self._close(route.number):

@@ -36,6 +36,9 @@ SILENT_S = 30.0  # a player reports every few seconds
 CANCEL_S = 60.0  # for an attempt to end after it was cancelled
 ENVIRONMENTS_EACH = 256
 SETTLED_S, MAX_SHORT_LIVES, BACKOFF_S = 60.0, 3, 1.0
+# Pieces of memory of one size that the C library keeps at hand; a tokenizer takes and returns hundreds at a time, and
+# by default there are seven. A text costs a fifth to a third less CPU.
+_ALLOCATOR = "glibc.malloc.tcache_count=2000"
 
 
 def played_tasks(run: RunFile) -> frozenset[str]:
@@ -53,8 +56,8 @@ def player_count(run: RunFile) -> int:
         return asked
     if run.rollout.schedule().lockstep or run.ledger.control:
         return 0
-    wanted = run.environments.processes * len(tasks) // ENVIRONMENTS_EACH
-    return min(wanted, (os.cpu_count() or 1) // 2) if wanted > 1 else 0
+    wanted = min(run.environments.processes * len(tasks) // ENVIRONMENTS_EACH, (os.cpu_count() or 1) // 2)
+    return wanted if wanted > 1 else 0
 
 
 class _PlayerProcess:
@@ -80,6 +83,8 @@ class _PlayerProcess:
         try:
             spec = setup.spec() | {"name": name, "socket": str(folder / "socket")}
             command = service_command("rollart.players.service", spec, name=name, logs=setup.logs)
+            tunables = ":".join(filter(None, [_ALLOCATOR, os.environ.get("GLIBC_TUNABLES")]))  # the user's count
+            command = replace(command, environment={**command.environment, "GLIBC_TUNABLES": tunables})
             self.handle = await launcher.launch(command, ResourceRequest())
             self.stack.push_async_callback(self.handle.stop)
             await asyncio.get_running_loop().create_unix_connection(lambda: self.link, spec["socket"])

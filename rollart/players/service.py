@@ -64,7 +64,7 @@ async def serve(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
     started = [binding for binding in bindings if not run.all_pools()[binding.pool].urls]
     # The player is made with the line, and the link only calls it later.
     link = Link(lambda frame: player.receive(frame), lambda reason: os.kill(os.getpid(), signal.SIGTERM))
-    line, launcher, tasks = ControllerLine(link.send), _launcher(run), played_tasks(run)
+    line, launcher, tasks = ControllerLine(link.send, link.send_later), _launcher(run), played_tasks(run)
     environments = EnvironmentPool(
         [task for task in run.tasks if task.name in tasks],
         share_of(run.environments, players),

@@ -9,11 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollart.core.errors import RollartError
+from rollart.robots.suites import sizes_of
 
 Floats = NDArray[np.float32]
 HDF5 = (".hdf5", ".h5")
@@ -30,6 +32,18 @@ class Demonstration:
 
     observations: Floats
     actions: Floats
+
+
+def load_for(task: str, path: Path, episodes: int, points: int = 0) -> list[Demonstration]:
+    """As `load`, for a task that observes a cloud of `points`, or with 0 the state. Raises DemonstrationError if they
+    are not of this task."""
+    found, expected = load(path, episodes), sizes_of(task, points)
+    if _sizes(found[0]) != expected:
+        has, needs = (
+            f"observations of {seen} and actions of {done} numbers" for seen, done in (_sizes(found[0]), expected)
+        )
+        raise DemonstrationError(f"the demonstrations {path} have {has}, but {task} has {needs}")
+    return found
 
 
 def load(path: Path, episodes: int) -> list[Demonstration]:
@@ -80,7 +94,7 @@ def checked(observations: Any, actions: Any, where: str) -> Demonstration:
     for name, value in (("observations", observations), ("actions", actions)):
         array = np.asarray(value)
         if array.ndim != 2 or array.dtype.kind not in "fiu":
-            raise DemonstrationError(f"{where}: `{name}` is {array.dtype} {array.shape}; expected numbers [time, size]")
+            raise DemonstrationError(f"{where}: {_shape(name, array)}")
         if not np.isfinite(array).all():
             raise DemonstrationError(f"{where}: `{name}` has values that are not finite, first at {_first_bad(array)}")
         arrays.append(array.astype(np.float32))
@@ -96,12 +110,14 @@ def _npz(file: Path) -> list[Demonstration]:
     try:
         with np.load(file, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}
-    except (OSError, ValueError, EOFError) as error:
-        raise DemonstrationError(f"{file} is not an npz file of arrays: {error}") from error
+    except (OSError, ValueError, EOFError, BadZipFile) as error:
+        raise DemonstrationError(f"{file} is not an npz file of plain arrays, as numpy.savez writes it") from error
     for name in ("observations", "actions"):
         if name not in arrays:
             have = ", ".join(sorted(arrays)) or "nothing"
             raise DemonstrationError(f"{file} has no array `{name}`; it has {have}")
+        if arrays[name].ndim != 2:
+            raise DemonstrationError(f"{file}: {_shape(name, arrays[name])}")
     observations, actions = arrays["observations"], arrays["actions"]
     lengths = arrays.get("lengths", np.array([len(actions)]))
     total = int(lengths.sum()) if lengths.dtype.kind in "iu" and lengths.ndim == 1 else -1
@@ -110,7 +126,8 @@ def _npz(file: Path) -> list[Demonstration]:
             f"{file}: `lengths` must be whole numbers that add up to the {len(observations)} observations and "
             f"{len(actions)} actions"
         )
-    return [checked(seen, done, str(file)) for seen, done in _cut(observations, actions, lengths)]
+    episodes = enumerate(_cut(observations, actions, lengths))
+    return [checked(seen, done, f"{file}, episode {number}") for number, (seen, done) in episodes]
 
 
 def _cut(observations: Any, actions: Any, lengths: Any) -> Iterator[tuple[Any, Any]]:
@@ -143,6 +160,10 @@ def _hdf5(file: Path) -> list[Demonstration]:
 
 def _sizes(one: Demonstration) -> tuple[int, int]:
     return one.observations.shape[1], one.actions.shape[1]
+
+
+def _shape(name: str, array: NDArray[Any]) -> str:
+    return f"`{name}` is {array.dtype} {array.shape}; expected numbers [time, size]"
 
 
 def _first_bad(array: NDArray[Any]) -> str:

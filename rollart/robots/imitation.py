@@ -53,7 +53,7 @@ class _Imitation(RobotRun):
         if not copy.exists():
             wanted = run.demonstrations
             if wanted.path is not None:
-                found = demonstrations.load(wanted.path, wanted.episodes)
+                found = demonstrations.load_for(run.task, wanted.path, wanted.episodes, run.control.cloud)
             else:
                 recorded = await record(
                     run.task,

@@ -103,7 +103,8 @@ class ImitationLearner:
 
     def _clip(self, most: float) -> None:
         gradients = [one.grad for one in self.parameters if one.grad is not None]
-        norms = torch.stack([gradient.flatten(1).square().sum(1) for gradient in gradients]).sum(0).sqrt()
+        parts = torch.stack([torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients])
+        norms = torch.linalg.vector_norm(parts, dim=0)
         scale = (most / norms.clamp_min(most))[:, None, None]
         for gradient in gradients:
             gradient.mul_(scale)

@@ -2,9 +2,9 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
 
 from rollart.config import EnvironmentsConfig
 from rollart.core.errors import ConfigError, EnvironmentFailed
@@ -38,33 +38,17 @@ async def record(
     task = robot_task(name, points=points, tail=TAIL)
     if task.player is None:
         raise ConfigError(f"{name} has no scripted expert; name recorded files with `demonstrations.path`")
-    numbers, kept, tried = count(), dict[int, Demonstration](), set[int]()
-
-    def enough() -> bool:
-        """Whether the first `episodes` successes are known: every episode up to the last of them has been tried."""
-        done = 0
-        for number in range(len(tried)):
-            if number not in tried:
-                return False
-            done += number in kept
-            if done == episodes:
-                return True
-        return False
-
-    async def play(env: SingleEnvironment) -> None:
-        while not enough():
-            number = next(numbers)
-            if number >= episodes / MIN_RATE:
-                raise EnvironmentFailed(f"the expert of {name} succeeded in {len(kept)} of {len(tried)} episodes only")
-            found = await _episode(env, name, seed_of(seed, name, "demonstration", number), deadline)
-            tried.add(number)
-            if found is not None:
-                kept[number] = found
-                on_progress(min(len(kept), episodes))
+    most = math.ceil(episodes / MIN_RATE)
+    numbers, kept = iter(range(most)), dict[int, Demonstration]()
 
     async def worker() -> None:
+        """Every episode that was begun is played to its end, so which ones are kept does not depend on the pace."""
         async with single_environment(task, config) as env:
-            await play(env)
+            while len(kept) < episodes and (number := next(numbers, None)) is not None:
+                found = await _episode(env, name, seed_of(seed, name, "demonstration", number), deadline)
+                if found is not None:
+                    kept[number] = found
+                    on_progress(min(len(kept), episodes))
 
     try:
         async with asyncio.timeout(deadline), asyncio.TaskGroup() as group:
@@ -76,6 +60,8 @@ async def record(
         ) from None
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from failures
+    if len(kept) < episodes:
+        raise EnvironmentFailed(f"the expert of {name} succeeded in {len(kept)} of {most} episodes only")
     first = sorted(kept)[:episodes]
     return Recording(tuple(kept[number] for number in first), first[-1] + 1)
 

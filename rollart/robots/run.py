@@ -44,6 +44,7 @@ class RobotRun(ABC):
         self._run, self._folder, self._count, self._alpha = run, folder, steps, alpha
         self._task = robot_task(run.task, points=run.control.cloud)
         self._stack = AsyncExitStack()
+        self._checkpoints = folder / "checkpoints"
         self._evaluating: asyncio.Task[RobotScore] | None = None
         self._log: EventLog
         self._pool: EnvironmentPool
@@ -52,7 +53,7 @@ class RobotRun(ABC):
         """Returns the final evaluation. Raises RollartError."""
         folder, run = self._folder, self._run
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-        done = newest_checkpoint(folder) if resume else None
+        done = self._newest() if resume else None
         async with self._stack as stack:
             stack.enter_context(run_folder.exclusive(folder))
             (folder / "run.yaml").write_text(loading.dump(run))
@@ -70,6 +71,12 @@ class RobotRun(ABC):
                 raise
             log.emit(RunEnded(version=self._count, reason="finished"))
             return score
+
+    def _newest(self) -> Path | None:
+        """The checkpoint to resume from."""
+        entries = self._checkpoints.iterdir() if self._checkpoints.is_dir() else ()
+        whole = [path for path in entries if path.name.isdigit() and (path / MANIFEST).is_file()]
+        return max(whole, key=lambda path: int(path.name), default=None)
 
     @abstractmethod
     async def _train(self, checkpoint: Path | None) -> RobotScore:
@@ -116,13 +123,15 @@ class RobotRun(ABC):
 
     async def _checkpoint(self, client: RobotTrainerClient, version: int) -> None:
         began = time.monotonic()
-        folder = self._folder / "checkpoints"
-        await client.save(folder / f"{version:06d}")
-        for old in folder.iterdir():
-            if old.name.isdigit() and int(old.name) < version:
-                shutil.rmtree(old)
+        await client.save(self._checkpoints / f"{version:06d}")
+        self._delete_before(version)
         seconds = time.monotonic() - began
         self._log.emit(Checkpointed(version=version, seconds=seconds, blocked_s=seconds))
+
+    def _delete_before(self, version: int) -> None:
+        for old in self._checkpoints.iterdir():
+            if old.name.isdigit() and int(old.name) < version:
+                shutil.rmtree(old)
 
     async def _evaluate(self, policy: TrainedPolicy, version: int, episodes: int, *, final: bool = False) -> RobotScore:
         self._log.emit(WorkStarted(work="evaluation", version=version))
@@ -191,10 +200,3 @@ async def score_run(
         return await evaluate(policy, pool, played, episodes=episodes, seed=run.seed, parallel=limits.processes)
     finally:
         await pool.close()
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    found = folder / "checkpoints"
-    entries = found.iterdir() if found.is_dir() else ()
-    whole = [path for path in entries if path.name.isdigit() and (path / MANIFEST).is_file()]
-    return max(whole, key=lambda path: int(path.name), default=None)

@@ -6,6 +6,7 @@ policy in the folder `start` by RL. Calls run one after the other in one thread.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -47,6 +48,9 @@ class RobotTrainerService:
     async def train(self, steps: int) -> list[float]:
         return await self._run(lambda: self._learner.train(steps))
 
+    async def cpu_seconds(self) -> float:
+        return time.process_time()
+
     async def update(self, batch: bytes) -> dict[str, float]:
         learner = self._learner
         assert isinstance(learner, TuningLearner)
@@ -74,6 +78,10 @@ class RobotTrainerClient:
     async def train(self, steps: int) -> list[float]:
         """The mean loss of each member over `steps`."""
         return await self._call("train", steps, list[float])
+
+    async def cpu_seconds(self) -> float:
+        """What the process has used so far."""
+        return await self._call("cpu_seconds", None, float)
 
     async def update(self, batch: ChunkBatch) -> dict[str, float]:
         """One version by RL; means over its optimizer steps."""
@@ -114,7 +122,8 @@ async def trainer(
 async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
     made = RobotTrainerService(spec)
     try:
-        yield {"train": made.train, "update": made.update, "save": made.save, "export": made.export}
+        handlers = (made.train, made.cpu_seconds, made.update, made.save, made.export)
+        yield {handler.__name__: handler for handler in handlers}
     finally:
         made.close()
 

@@ -1,5 +1,6 @@
 """Suites of robot tasks, by the first part of a task's name: which environment plays it, in which family."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rollart.config import TaskConfig
@@ -19,58 +20,83 @@ META_WORLD = (
 
 
 @dataclass(frozen=True, slots=True)
+class TaskShape:
+    """Numbers of an observation of the state and of an action, and the most steps of an episode."""
+
+    observations: int
+    actions: int
+    horizon: int = 200
+
+
+@dataclass(frozen=True, slots=True)
 class Suite:
-    """`player`: the scripted expert, empty if there is none. `horizons` of tasks that are not 200 steps long. Without
-    a `family` it runs in our own Python. `single`: it is one task, so the environment takes no name. `clouds`: it can
-    show point clouds."""
+    """`player`: the scripted expert, empty if there is none. Without a `family` it runs in our own Python. `single`: it
+    is one task, so the environment takes no name. `beside_cloud`: numbers that are observed beside a point cloud, 0: it
+    shows none."""
 
     env: str
-    tasks: tuple[str, ...]
+    tasks: Mapping[str, TaskShape]
     family: str | None = None
     player: str = ""
-    horizons: tuple[tuple[str, int], ...] = ()
     single: bool = False
-    clouds: bool = False
+    beside_cloud: int = 0
 
 
 SUITES = {
     "metaworld": Suite(
         env="rollart.envs.adapters.metaworld:MetaWorld",
-        tasks=tuple(f"{name}-v3" for name in META_WORLD),
+        tasks={f"{name}-v3": TaskShape(39, 4) for name in META_WORLD},
         family="metaworld",
         player="rollart.envs.adapters.metaworld:player",
-        clouds=True,
+        beside_cloud=7,
     ),
     "adroit": Suite(
         env="rollart.envs.adapters.adroit:Adroit",
-        tasks=("door", "hammer", "pen", "relocate"),
+        tasks={
+            "door": TaskShape(39, 28),
+            "hammer": TaskShape(46, 26),
+            "pen": TaskShape(45, 24, horizon=100),
+            "relocate": TaskShape(39, 30),
+        },
         family="adroit",
-        horizons=(("pen", 100),),
     ),
     "toy": Suite(
         env="rollart.envs.obstacle:Obstacle",
-        tasks=("obstacle",),
+        tasks={"obstacle": TaskShape(2, 2, horizon=60)},
         player="rollart.envs.obstacle:player",
-        horizons=(("obstacle", 60),),
         single=True,
     ),
 }
 
 
-def robot_task(name: str, *, points: int = 0, tail: int = 0, video: int = 0) -> TaskConfig:
-    """The environment of `suite:task`, for our environment pool; `points`: of the cloud that it shows, 0: the state.
-    Raises ConfigError."""
+def _found(name: str) -> tuple[Suite, str]:
+    """The suite and the task in it. Raises ConfigError."""
     suite, _, task = name.partition(":")
     if suite not in SUITES or not task:
         near = did_you_mean(suite, sorted(SUITES)) or f"; the suites are {', '.join(SUITES)}"
         raise ConfigError(f"a robot task is `suite:task`, as `metaworld:pick-place-v3`, not {name!r}{near}")
-    found = SUITES[suite]
-    if task not in found.tasks:
-        near = did_you_mean(task, found.tasks) or f"; its tasks are {', '.join(found.tasks)}"
+    if task not in SUITES[suite].tasks:
+        near = did_you_mean(task, list(SUITES[suite].tasks)) or f"; its tasks are {', '.join(SUITES[suite].tasks)}"
         raise ConfigError(f"the suite {suite} has no task {task!r}{near}")
-    if points and not found.clouds:
+    return SUITES[suite], task
+
+
+def sizes_of(name: str, points: int = 0) -> tuple[int, int]:
+    """Numbers of an observation, which has a cloud of `points` or is the state, and of an action. Raises
+    ConfigError."""
+    suite, task = _found(name)
+    shape = suite.tasks[task]
+    return suite.beside_cloud + 3 * points if points else shape.observations, shape.actions
+
+
+def robot_task(name: str, *, points: int = 0, tail: int = 0, video: int = 0) -> TaskConfig:
+    """The environment of `suite:task`, for our environment pool; `points`: of the cloud that it shows, 0: the state.
+    Raises ConfigError."""
+    found, task = _found(name)
+    suite = name.partition(":")[0]
+    if points and not found.beside_cloud:
         raise ConfigError(f"the suite {suite} shows no point clouds; use `control.observation: state`")
-    horizon = dict(found.horizons).get(task, 200)
+    horizon = found.tasks[task].horizon
     named: dict[str, object] = {} if found.single else {"task": task}
     if points:
         named["points"] = points

@@ -4,15 +4,17 @@ The run folder is that of an imitation, and holds besides
 
     start/         the policy that it started from
     before.json    its successes on the held-out episodes, by seed
+    ledger.sqlite  groups and episodes, those of the last steps with their chunks
 
-A checkpoint has everything that the next update depends on but the episodes under way: a run that was interrupted drops
-those, and plays others.
+Scheduler, training loop and ledger are those for language, so an interrupted run goes on from its newest checkpoint
+with every episode that was complete.
 """
 
 import json
 import math
 import shutil
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -20,17 +22,23 @@ from statistics import fmean, stdev
 from rollart.config.robots import RobotRunFile
 from rollart.core import run_folder
 from rollart.core.errors import ConfigError, RollartError
-from rollart.core.event_log import read_events
-from rollart.core.events import GroupStarted, Published, StepDone
+from rollart.core.events import Evaluated
+from rollart.core.schedule import Schedule
+from rollart.core.types import Batch, Publication, StepMetrics
 from rollart.robots.episodes import RobotScore
-from rollart.robots.exploration import GroupPlayer, chunk_batch
+from rollart.robots.exploration import ActingPolicy, RobotRunner, chunk_batch
 from rollart.robots.learner import TrainedPolicy
-from rollart.robots.run import OnLog, RobotRun, load, save_score
+from rollart.robots.run import OnLog, RobotRun, evaluated, load, save_score
 from rollart.robots.service import RobotTrainerClient
 from rollart.robots.tuning_learner import check_loss, learner_config
+from rollart.rollout.ledger import SqliteLedger
+from rollart.rollout.scheduler import Scheduler
+from rollart.rollout.training_loop import LoopPlan, TrainingLoop
+from rollart.rollout.trajectory import RolloutTask
 from rollart.training.advantages import ADVANTAGES, of_whole_trajectories
 
 _NORMAL_95 = 1.96
+_KEPT_STEPS = 2  # whose episodes stay in the ledger after a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +82,10 @@ async def tune(run: RobotRunFile, folder: Path, *, start: Path | None, on_log: O
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copytree(start / "policy", folder / "start")
         shutil.copy(start / "demonstrations.npz", folder)
-    tuning = _Tuning(run, folder, steps=run.tuning.steps, alpha=run.tuning.alpha)
-    score = await tuning.run(resume=start is None, on_log=on_log)
+    else:
+        _check_resumed(run, folder)
+    with closing(SqliteLedger.open(folder / "ledger.sqlite", keep=_KEPT_STEPS)) as ledger:
+        score = await _Tuning(run, folder, ledger).run(resume=start is None, on_log=on_log)
     before = {int(seed): won for seed, won in json.loads((folder / "before.json").read_text()).items()}
     return gain_of(before, _successes(score))
 
@@ -96,12 +106,29 @@ def imitated_run(run: RobotRunFile, start: Path | None) -> Path:
     return found
 
 
+def _check_resumed(run: RobotRunFile, folder: Path) -> None:
+    """Episodes that the ledger holds have as many candidates, and versions as many steps. Raises RollartError."""
+    before = load(folder / "run.yaml", []).tuning
+    for key in ("candidates", "optimizer_steps"):
+        if (old := getattr(before, key)) != getattr(run.tuning, key):
+            raise RollartError(f"the tuning in {folder} was started with tuning.{key} {old}; resume it with the same")
+
+
 def _successes(score: RobotScore) -> dict[int, bool]:
     return {episode.seed: episode.success for episode in score.played}
 
 
 class _Tuning(RobotRun):
     work = "tuning"
+
+    def __init__(self, run: RobotRunFile, folder: Path, ledger: SqliteLedger) -> None:
+        super().__init__(run, folder, steps=run.tuning.steps, alpha=run.tuning.alpha)
+        self._ledger = ledger
+
+    def _newest(self) -> Path | None:
+        """That the ledger knows: a later one may be there if the run was killed before it did."""
+        version = self._ledger.checkpoint
+        return self._checkpoints / f"{version:06d}" if version else None
 
     async def _train(self, checkpoint: Path | None) -> RobotScore:
         run, folder = self._run, self._folder
@@ -113,53 +140,98 @@ class _Tuning(RobotRun):
         if not (folder / "before.json").exists():
             before = await self._evaluate(TrainedPolicy(start), 0, run.evaluation.episodes)
             (folder / "before.json").write_text(json.dumps(_successes(before)))
-        await self._updates(client, int(checkpoint.name) if checkpoint else 0)
-        await self._evaluated()
+        await client.export([folder / "policy"])
+        try:
+            await self._learn(client, ActingPolicy(folder / "policy", run.tuning.optimizer_steps))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from failures
         policy = TrainedPolicy(folder / "policy")
         score = await self._evaluate(policy, run.tuning.steps, run.evaluation.episodes, final=True)
         save_score(score, folder)
         return score
 
-    async def _updates(self, client: RobotTrainerClient, version: int) -> None:
-        run, tuning, folder = self._run, self._run.tuning, self._folder
-        await client.export([folder / "policy"])
-        earlier = [int(event.group[1:]) for event in read_events(folder / "events", GroupStarted)]
-        player = GroupPlayer(
-            TrainedPolicy(folder / "policy"), self._pool, self._task, tuning,
-            seed=run.seed,
-            parallel=run.environments.processes,
-            version=version,
-            number=max(earlier, default=-1) + 1,
-            sink=self._log,
-        )  # fmt: skip
-        self._stack.push_async_callback(player.close)
-        while player.version < tuning.steps:
-            policy = await self._update(client, player)
-            if player.version % tuning.checkpoint_every == 0 or player.version == tuning.steps:
-                await self._checkpoint(client, player.version)
-            every = tuning.evaluate_every
-            if every and player.version % every == 0 and player.version < tuning.steps:
-                await self._evaluate_beside(policy, player.version)
-
-    async def _update(self, client: RobotTrainerClient, player: GroupPlayer) -> TrainedPolicy:
-        """One version, while episodes go on."""
-        groups = await player.take()
-        batch = chunk_batch(groups, self._run.tuning.advantage, player.policy)
-        began = time.monotonic()
-        values = await client.update(batch)
-        trained = time.monotonic()
-        await client.export([self._folder / "policy"])
-        policy = TrainedPolicy(self._folder / "policy")
-        player.advance(policy)
-        rewards = [reward for group in groups for reward in group.rewards]
-        self._log.emit(
-            StepDone(
-                version=player.version,
-                seconds=trained - began,
-                tokens=len(batch.chosen),
-                values={**values, "reward": fmean(rewards)},
-                tasks={self._task.name: {"reward": fmean(rewards)}},
-            )
+    async def _learn(self, client: RobotTrainerClient, acting: ActingPolicy) -> None:
+        tuning, log, ledger = self._run.tuning, self._log, self._ledger
+        scheduler = Scheduler(
+            tasks=[RolloutTask(self._task.name)],
+            schedule=Schedule(alpha=tuning.alpha),
+            batch_groups=tuning.groups,
+            group_size=tuning.group_size,
+            steps=tuning.steps,
+            runner=RobotRunner(environments=self._pool, acting=acting, task=self._task, sink=log),
+            engines=acting,
+            ledger=ledger,
+            seed=self._run.seed,
+            sink=log,
         )
-        self._log.emit(Published(version=player.version, seconds=time.monotonic() - trained))
-        return policy
+        recovery = ledger.recover()
+        scheduler.recover(recovery)
+        loop = TrainingLoop(
+            plan=LoopPlan(tuning.steps, tuning.checkpoint_every, tuning.evaluate_every, self._run.evaluation.quick),
+            version=recovery.version,
+            source=scheduler,
+            trainer=_ChunkTrainer(client, ledger, acting, tuning.advantage, self._folder / "policy"),
+            engines=acting,
+            evaluator=_HeldOut(self, acting),
+            ledger=ledger,
+            sink=log,
+            checkpoints=self._checkpoints,
+            on_saved=self._saved,
+        )
+        try:
+            await loop.run()
+        finally:
+            await scheduler.stop()
+
+    def _saved(self, version: int) -> None:
+        self._ledger.forget(version)
+        self._delete_before(version)
+
+    async def evaluate_quickly(self, policy: TrainedPolicy, version: int, episodes: int) -> Evaluated:
+        return evaluated(await self._evaluate(policy, version, episodes), self._task.name, version, final=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldOut:
+    """Evaluations while the training goes on."""
+
+    tuning: _Tuning
+    acting: ActingPolicy
+
+    async def run(self, version: int, episodes: int, *, label: str = "eval", final: bool = False) -> list[Evaluated]:
+        return [await self.tuning.evaluate_quickly(self.acting.policy, version, episodes)]
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkTrainer:
+    """The robot trainer, for the training loop. `folder`: where it publishes the policy."""
+
+    client: RobotTrainerClient
+    ledger: SqliteLedger
+    acting: ActingPolicy
+    advantage: str
+    folder: Path
+
+    async def step(self, batch: Batch) -> StepMetrics:
+        chunks = chunk_batch(batch, self.ledger, self.advantage, self.acting.policy)
+        began = time.monotonic()
+        values = await self.client.update(chunks)
+        reward = {"reward": fmean(value for group in batch.groups for value in group.rewards.values())}
+        return StepMetrics(
+            version=batch.step + 1,
+            seconds=time.monotonic() - began,
+            tokens=len(chunks.chosen),
+            values={**values, **reward},
+            tasks={batch.groups[0].task: reward},
+        )
+
+    async def publish(self) -> Publication:
+        await self.client.export([self.folder])
+        return Publication(self.acting.version_at(TrainedPolicy(self.folder).step))
+
+    async def save(self, path: Path) -> None:
+        await self.client.save(path)
+
+    async def saved(self) -> str:
+        """`save` returned when it was."""
+        return ""

@@ -1,7 +1,7 @@
 """Held-out episodes: the same ones at every version, run like any other trajectory and never trained."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from rollart.core.errors import RollartError
@@ -44,7 +44,8 @@ class EpisodeRunner(Protocol):
 
 
 class Evaluator:
-    """`samples`: attempts at each episode."""
+    """`samples`: attempts at each episode. `available`: held-out episodes of the tasks that have only so many: none is
+    played twice, or the interval of the result would be too narrow."""
 
     def __init__(
         self,
@@ -54,12 +55,14 @@ class Evaluator:
         sink: EventSink,
         *,
         samples: int = 1,
+        available: Mapping[str, int] | None = None,
     ) -> None:
         self._tasks, self._runner, self._ledger, self._sink = tasks, runner, ledger, sink
-        self._samples = samples
+        self._samples, self._available = samples, available or {}
 
     async def run(self, version: int, episodes: int, *, label: str = "eval", final: bool = False) -> list[Evaluated]:
-        """Run `episodes` of every task. Those that a service failed are counted apart, never as failures of the policy.
+        """Run `episodes` of every task, or all that it has. Those that a service failed are counted apart, never as
+        failures of the policy.
 
         A task of which no episode completed has no result, and a warning says so; if no task has one, that is an error
         in the evaluations before and after RL (`final`)."""
@@ -75,6 +78,7 @@ class Evaluator:
 
     async def _task(self, task: RolloutTask, version: int, episodes: int, label: str, final: bool) -> Evaluated | str:
         """The result, or why there is none."""
+        episodes = min(episodes, self._available.get(task.name, episodes))
         attempts = [self._attempt(task, version, member, label) for member in range(episodes * self._samples)]
         trajectories = await asyncio.gather(*(self._runner.run(attempt) for attempt in attempts))
         for trajectory in trajectories:

@@ -18,7 +18,7 @@ from itertools import count
 from msgspec import Struct
 
 from rollart.core.errors import EngineFailed, EngineLost
-from rollart.core.types import Completion, GenerationRequest, Publication
+from rollart.core.types import Completion, GenerationRequest
 from rollart.rollout.decode_lengths import DecodeLengths
 from rollart.rollout.engine_registry import EngineRegistry
 from rollart.rollout.engine_state import EngineState
@@ -77,10 +77,6 @@ class Router(RequestLoop[RouteTicket]):
         """The pool that answers a request of this conversation now; "" if none does."""
         engine = self._in_flight.get(session)
         return engine.pool.name if engine is not None else ""
-
-    async def load(self, publication: Publication) -> None:
-        """Bring every engine to a published version, each as soon as it can."""
-        await self.engines.load(publication)
 
     async def _admit(self, need: RouteNeed, clock: EpisodeClock | None) -> RouteTicket:
         return self.admit(need) or await self.wait_for_engine(need, clock)

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import structs
 
 from rollart.core.column import Column
-from rollart.core.events import BatchTaken
+from rollart.core.events import BatchTaken, TrajectoryEnded
 from rollart.core.expert_choice import join
 from rollart.core.packed import PackedTrajectory
 from rollart.core.types import Batch, Outcome, Sample, SampleGroup, TokenRole, Trajectory, Turn, TurnSpan
@@ -49,6 +49,24 @@ def batch_taken(step: int, groups: Sequence[Group], batch: Batch, waited: float)
         waited_s=waited,
         staleness=staleness,
         members=[trained_members(*pair) for pair in zip(groups, batch.groups, strict=True)],
+    )
+
+
+def trajectory_ended(trajectory: Trajectory, *, held_out: bool) -> TrajectoryEnded:
+    return TrajectoryEnded(
+        trajectory=trajectory.id,
+        task=trajectory.task,
+        group=trajectory.group,
+        outcome=trajectory.outcome,
+        turns=len(trajectory.turns),
+        tokens=trajectory.total_tokens,
+        seconds=trajectory.seconds,
+        reward=trajectory.reward,
+        success=trajectory.success,
+        reason=trajectory.reason,
+        held_out=held_out,
+        action_tokens=trajectory.action_tokens,
+        parts=trajectory.parts,
     )
 
 

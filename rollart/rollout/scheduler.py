@@ -26,11 +26,11 @@ from rollart.core.events import (
     Quarantined,
     Released,
 )
+from rollart.core.protocols import PolicyServers
 from rollart.core.schedule import QuarantineRule, Schedule
 from rollart.core.types import Batch, Outcome, SampleGroup, Trajectory
 from rollart.rollout.attempts import Attempts
 from rollart.rollout.elastic import BatchSizer
-from rollart.rollout.engine_registry import EngineRegistry
 from rollart.rollout.evaluation import EpisodeRunner
 from rollart.rollout.filters import LESS_SPREAD, Curriculum, GroupFilters
 from rollart.rollout.groups import Group
@@ -56,7 +56,7 @@ class Scheduler:
         group_size: int,
         steps: int,
         runner: EpisodeRunner,
-        engines: EngineRegistry,
+        engines: PolicyServers,
         ledger: Ledger,
         retries: int = 2,
         seed: int = 0,

@@ -6,6 +6,7 @@ task prefill and decode, what that costs on each device class, and how many such
 recomputed now and then.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ RATE = 0.1
 WEIGHT_RATE = 0.01
 INTERVAL_MIN, INTERVAL_MAX = 16, 256  # requests between two plans; doubles up to the second
 TYPICAL_BATCH = 16
-SHARE_MIN = 0.65  # of its largest share; a task keeps out of pools where it would have less
+SHARE_MIN = 0.65  # of its largest share; a task keeps out of pools of a device class where it would have less
 
 
 @dataclass(slots=True)
@@ -76,12 +77,18 @@ class Shares:
             task: {pool.name: demand.weight * _work(pool, demand) / engines[pool.name] for pool in pools}
             for task, demand in self._tasks.items()
         }
-        self._plan = {task: _worthwhile(shares) for task, shares in balanced(seconds).items()} if pools else {}
+        plan = balanced(seconds) if pools else {}
+        kinds = {pool.name: (pool.roofline.device.name, pool.roofline.devices) for pool in pools}
+        self._plan = {task: _worthwhile(shares, kinds) for task, shares in plan.items()}
 
 
-def _worthwhile(shares: dict[str, float]) -> dict[str, float]:
-    smallest = SHARE_MIN * max(shares.values(), default=0.0)
-    return {name: share for name, share in shares.items() if share >= smallest}
+def _worthwhile(shares: dict[str, float], kinds: dict[str, tuple[str, int]]) -> dict[str, float]:
+    """Without kinds of pools that get little of the task; a pool may get little because it is small."""
+    by_kind: defaultdict[tuple[str, int], float] = defaultdict(float)
+    for name, share in shares.items():
+        by_kind[kinds[name]] += share
+    smallest = SHARE_MIN * max(by_kind.values(), default=0.0)
+    return {name: share for name, share in shares.items() if share and by_kind[kinds[name]] >= smallest}
 
 
 def _work(pool: EnginePool, demand: _Demand) -> float:

@@ -15,10 +15,9 @@ from typing import Protocol
 
 from rollart.core.errors import DiskFull, RollartError
 from rollart.core.events import Checkpointed, Evaluated, EventSink, Published, StepDone, Warned, WorkStarted
-from rollart.core.protocols import Trainer
+from rollart.core.protocols import PolicyServers, Trainer
 from rollart.core.types import Batch, Publication, StepMetrics
 from rollart.rollout.ledger import Ledger
-from rollart.rollout.router import Router
 
 GRACE_S = 20.0
 
@@ -58,7 +57,7 @@ def published(publication: Publication, seconds: float) -> Published:
 
 
 class TrainingLoop:
-    """Without a `router` there are no engines: nothing is published, and the evaluator asks the trainer."""
+    """Without `engines` nothing is published, and the evaluator asks the trainer."""
 
     def __init__(
         self,
@@ -67,7 +66,7 @@ class TrainingLoop:
         version: int,
         source: BatchSource,
         trainer: Trainer,
-        router: Router | None,
+        engines: PolicyServers | None,
         evaluator: HeldOut,
         ledger: Ledger,
         sink: EventSink,
@@ -75,7 +74,7 @@ class TrainingLoop:
         on_saved: Callable[[int], None],
     ) -> None:
         self.version = version
-        self._plan, self._source, self._trainer, self._router = plan, source, trainer, router
+        self._plan, self._source, self._trainer, self._engines = plan, source, trainer, engines
         self._evaluator, self._ledger, self._sink = evaluator, ledger, sink
         self._checkpoints, self._on_saved = checkpoints, on_saved
         self._publication: Publication | None = None  # the newest
@@ -95,11 +94,11 @@ class TrainingLoop:
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as group:
-            swapping = None if self._router is None else group.create_task(self._swap(group, self._router))
+            swapping = None if self._engines is None else group.create_task(self._swap(group, self._engines))
             while self.version < self._plan.steps:
                 batch = await self._source.take_batch()
                 await self._train(batch)
-                if self._router is None:
+                if self._engines is None:
                     self._evaluate_if_due(group, self.version)
                 if self.version % self._plan.checkpoint_every == 0 or self.version == self._plan.steps:
                     await self._save(group)
@@ -111,11 +110,11 @@ class TrainingLoop:
         self._stepping = asyncio.ensure_future(self._trainer.step(batch))
         metrics = await asyncio.shield(self._stepping)  # a run that is stopped waits for it
         self._stepped(metrics)
-        if self._router is None or (self.version % self._plan.publish_every and self.version < self._plan.steps):
+        if self._engines is None or (self.version % self._plan.publish_every and self.version < self._plan.steps):
             return
         began = clock()
         self._publication = await self._trainer.publish()
-        self._router.engines.announce(self._publication)
+        self._engines.announce(self._publication)
         self._sink.emit(published(self._publication, clock() - began))
         self._published.set()
 
@@ -135,9 +134,9 @@ class TrainingLoop:
         for message in metrics.warnings:
             self._sink.emit(Warned(message=message))
 
-    async def _swap(self, group: asyncio.TaskGroup, router: Router) -> None:
+    async def _swap(self, group: asyncio.TaskGroup, engines: PolicyServers) -> None:
         """Bring the engines to the newest version again and again, and evaluate it when that is due."""
-        version = router.engines.target
+        version = engines.target
         while version < self._plan.steps:
             await self._published.wait()
             self._published.clear()
@@ -146,10 +145,10 @@ class TrainingLoop:
             await self._source.prepare_swap(publication.version)
             if publication is self._publication:  # else a newer one was published meanwhile
                 version = publication.version
-                group.create_task(self._load(group, router, publication))
+                group.create_task(self._load(group, engines, publication))
 
-    async def _load(self, group: asyncio.TaskGroup, router: Router, publication: Publication) -> None:
-        await router.load(publication)
+    async def _load(self, group: asyncio.TaskGroup, engines: PolicyServers, publication: Publication) -> None:
+        await engines.load(publication)
         self._evaluate_if_due(group, publication.version)
 
     async def _save(self, group: asyncio.TaskGroup) -> None:

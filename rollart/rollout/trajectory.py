@@ -5,6 +5,7 @@ reward is computed; a failure of a service is an outcome of its own and never a 
 """
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -20,7 +21,6 @@ from rollart.core.events import (
     EnvironmentReset,
     EventSink,
     Scored,
-    TrajectoryEnded,
     TrajectoryStarted,
 )
 from rollart.core.protocols import (
@@ -52,7 +52,7 @@ from rollart.rollout.episode_clock import EpisodeClock
 from rollart.rollout.lockstep import Lockstep
 from rollart.rollout.phases import PhaseChanges
 from rollart.rollout.requests import RequestRouter, Routed
-from rollart.rollout.samples import samples
+from rollart.rollout.samples import samples, trajectory_ended
 
 _SAMPLING = Sampling()
 
@@ -121,18 +121,20 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrajectoryRunner:
-    """Runs attempts on the services of the run."""
+class AttemptRunner(ABC):
+    """Runs attempts on the services of the run; subclasses define an episode and its reward."""
 
     environments: EnvironmentPool
-    router: RequestRouter
-    renderer: Renderer
-    rewards: RewardInvoker
     sink: EventSink = NULL_SINK
-    lockstep: Lockstep | None = None
-    agents: AgentPool | None = None
-    teachers: TeacherInvoker | None = None
     phases: PhaseChanges = field(default_factory=PhaseChanges)
+
+    @abstractmethod
+    async def _play(self, attempt: Attempt) -> Outcome:
+        """The episode, with its turns and info in the attempt. Raises EnvironmentFailed and EngineFailed."""
+
+    @abstractmethod
+    async def _score(self, attempt: Attempt, trajectory: Trajectory) -> Trajectory:
+        """With its reward. Raises RewardFailed."""
 
     async def run(self, attempt: Attempt) -> Trajectory:
         """Raises only for bugs: whatever happens to the attempt is in the outcome, cancellation included."""
@@ -163,7 +165,6 @@ class TrajectoryRunner:
         except asyncio.CancelledError:
             trajectory = replace(blank, outcome=attempt.verdict or Outcome.CANCELLED, reason=attempt.reason)
         finally:
-            self.router.forget(attempt.id)
             self.phases.leave(attempt)
         trajectory = replace(
             trajectory,
@@ -173,12 +174,12 @@ class TrajectoryRunner:
             started_s=began,
             seconds=clock() - began,
         )
-        self._emit_end(attempt, trajectory)
+        self.sink.emit(trajectory_ended(trajectory, held_out=attempt.held_out))
         return trajectory
 
     async def _outcome(self, attempt: Attempt, blank: Trajectory) -> Trajectory:
         try:
-            outcome = await (self._run_agent(attempt) if attempt.task.agent else self._run_environment(attempt))
+            outcome = await self._play(attempt)
             attempt.episode_over = True
             if attempt.on_episode_end:
                 await attempt.on_episode_end()
@@ -195,6 +196,24 @@ class TrajectoryRunner:
         except TimeoutError:
             failed = Outcome.ENGINE_FAILED if attempt.phase == "generating" else Outcome.ENV_FAILED
             return replace(blank, outcome=failed, reason=f"still {attempt.phase} after {attempt.task.deadline:g} s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryRunner(AttemptRunner):
+    """Episodes of a language model: it converses with an environment, or serves an agent."""
+
+    router: RequestRouter
+    renderer: Renderer
+    rewards: RewardInvoker
+    lockstep: Lockstep | None = None
+    agents: AgentPool | None = None
+    teachers: TeacherInvoker | None = None
+
+    async def _play(self, attempt: Attempt) -> Outcome:
+        try:
+            return await (self._run_agent(attempt) if attempt.task.agent else self._run_environment(attempt))
+        finally:
+            self.router.forget(attempt.id)
 
     async def _run_environment(self, attempt: Attempt) -> Outcome:
         attempt.phase = "waiting for an environment"
@@ -355,25 +374,6 @@ class TrajectoryRunner:
             return trajectory
         whole = samples(replace(trajectory, turns=tuple(attempt.turns), temperature=attempt.task.sampling.temperature))
         return replace(trajectory, teaching=await self.teachers.teach(attempt.task.name, whole))
-
-    def _emit_end(self, attempt: Attempt, trajectory: Trajectory) -> None:
-        self.sink.emit(
-            TrajectoryEnded(
-                trajectory=attempt.id,
-                task=attempt.task.name,
-                group=attempt.group,
-                outcome=trajectory.outcome,
-                turns=len(trajectory.turns),
-                tokens=trajectory.total_tokens,
-                seconds=trajectory.seconds,
-                reward=trajectory.reward,
-                success=trajectory.success,
-                reason=trajectory.reason,
-                held_out=attempt.held_out,
-                action_tokens=trajectory.action_tokens,
-                parts=trajectory.parts,
-            )
-        )
 
 
 def _turn(

@@ -5,10 +5,16 @@ from dataclasses import dataclass
 
 from rollart.placement.workload import remedy, training_changes
 from rollart.simulator.distributions import mean_of
-from rollart.simulator.scenario import Scenario
+from rollart.simulator.scenario import Scenario, engine_defaults
 from rollart.simulator.weight_transfer import WeightTransfer
 
 _TOKENS = ("turns", "prompt", "observation", "response")
+_SECONDS = ("reset", "step", "reward")
+_LIMITS = {
+    "max_batch": "sequences of an engine at once",
+    "prefill_chunk": "tokens of a prefill pass",
+    "kv_megabytes": "weights and KV of an engine",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +42,47 @@ def assumptions(scenario: Scenario) -> Iterator[Assumption]:
                 continue
             value = f"{mean_of(getattr(workload, key)):.4g}"
             yield Assumption(f"{key} of {task.name}", value, f"simulate.workloads.{task.name}.{key}")
+    if (part := scenario.simulate.one_in) > 1:
+        left = scenario.training.batch_groups // part
+        yield Assumption("fleet", f"one in {part} stands for all, {left} groups a batch are left", "simulate.one_in")
+    yield from _seconds(scenario)
     yield from _weights(scenario)
+    yield from _devices(scenario)
+
+
+def _seconds(scenario: Scenario) -> Iterator[Assumption]:
+    """Of environments and rewards."""
+    for key in _SECONDS:
+        given = scenario.simulate.workloads
+        tasks = [t.name for t in scenario.tasks if t.name not in given or key not in given[t.name].model_fields_set]
+        if tasks:
+            yield Assumption(f"{key} of {', '.join(tasks)}", "0 s", f"simulate.workloads.<task>.{key}")
+    if "scoring" not in scenario.simulate.model_fields_set:
+        scoring = scenario.simulate.scoring
+        value = (
+            f"{scoring.concurrency} {scoring.where} calls at once, {mean_of(scoring.cold_start):g} s of a cold start"
+        )
+        yield Assumption("rewards", value, "simulate.scoring")
+
+
+def _devices(scenario: Scenario) -> Iterator[Assumption]:
+    """How fast they are, and what an engine has room for."""
+    constants = scenario.simulate.constants
     if scenario.simulate.train is None:
-        share = scenario.simulate.constants.train_efficiency
-        yield Assumption("training", f"at {share:.0%} of the peak FLOP/s", "simulate.constants.train_efficiency")
-    if not scenario.simulate.engines:
-        yield Assumption("engines", "as fast as the roofline of their devices allows", "simulate.engines")
+        value = f"at {constants.train_efficiency:.0%} of the peak FLOP/s, and {constants.train_fixed_s:g} s a step"
+        yield Assumption("training", value, "simulate.constants.train_efficiency, train_fixed_s; simulate.train")
+    modelled = [name for name in scenario.pools_of("generate") if name not in scenario.simulate.engines]
+    if modelled:
+        value = (
+            f"{constants.compute_efficiency:.0%} of the peak FLOP/s, {constants.memory_efficiency:.0%} of the "
+            f"bandwidth, {1e3 * constants.pass_s:g} ms a pass and {1e3 * constants.sequence_s:g} ms a sequence"
+        )
+        yield Assumption(f"engines of {', '.join(modelled)}", value, "simulate.constants; simulate.engines")
+    for key, what in _LIMITS.items():
+        if not getattr(scenario.engine, key):
+            classes = {pool.devices[0] for pool in scenario.pools_of("generate").values()}
+            values = {engine_defaults(name).get(key, f"{constants.kv_memory:.0%} of memory") for name in classes}
+            yield Assumption(what, ", ".join(map(str, sorted(values, key=str))), f"engine.{key}")
 
 
 def _weights(scenario: Scenario) -> Iterator[Assumption]:

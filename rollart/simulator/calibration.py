@@ -20,6 +20,8 @@ from rollart.simulator.measurements import RunMeasurements, TaskMeasurements, me
 from rollart.simulator.scenario import Scenario, SimulateConfig, TransferConfig, Workload
 
 _CHUNK = 512
+SATURATED = 0.9  # share of the CPU seconds of a machine above which everything waits for a core
+_LATE = 0.05  # share of the busy time of emulated engines
 _WHOLE = ("turns", "prompt", "observation", "response")
 _KEYS = (*_WHOLE, "reset", "step", "delay", "reward")
 
@@ -42,6 +44,23 @@ class Calibration:
         how = "Run it with `rollart simulate`, change it with --set and --preset."
         return f"# Calibrated on the run in {self.folder}. {how}\n{body}"
 
+    @property
+    def warnings(self) -> list[str]:
+        """Why predictions from this run may be wrong, each in a sentence."""
+        host, found = self.measurements.host, []
+        if host.cpu > SATURATED:
+            found.append(
+                f"the machine was saturated: {host.cpu:.0%} of its CPU seconds were used. What was measured includes "
+                "waiting for a core, which the scenario takes for constant, so runs with less load are predicted too "
+                "slow; calibrate on a run with fewer environments at once, or while the machine has nothing else to do"
+            )
+        if host.late > _LATE:
+            found.append(
+                f"emulated engines lagged behind their devices for {host.late:.0%} of their time, and the scenario has "
+                "the speed of the devices; calibrate on a run with a larger `emulate`"
+            )
+        return found
+
     def fits(self, task: str) -> dict[str, tuple[list[float], float | Distribution]]:
         """By key of the workload: the measured values and their fit."""
         workload = self.scenario.workload(task)
@@ -56,18 +75,26 @@ def calibrate(folder: Path, run_file: Path | None = None) -> Calibration:
         raise RollartError(f"{folder} has no run.yaml; name the run file of this run with --run-file")
     tree = _as_measured(loading.read(path), measurements)
     blank = loading.validated(tree, Scenario)
+    for log in measurements.tasks.values():
+        # Of an agent that waited for no process, what came before its first request.
+        log.values["reset"] += [seconds for number, seconds in log.starts if number <= blank.environments.processes]
     every = [each for generations in measurements.generations.values() for each in generations]
+    cores = _shared_cores(blank, measurements)
+    crowd = fit.Crowd(every, measurements.trainings, cores)
+    paced = {name for name, pool in blank.pools.items() if pool.emulate}  # their speed is known
     engines = {
-        pool: fit.engine(generations, measurements.trainings, blank.engine.prefill_chunk or _CHUNK)
+        pool: fit.engine(generations, crowd, blank.engine.prefill_chunk or _CHUNK)
         for pool, generations in measurements.generations.items()
+        if pool not in paced
     }
     contention = max((each.contention for each in engines.values()), default=0.0)
     weights, links = _transfer(blank, measurements.swaps)
     section = SimulateConfig(
         workloads={name: _workload(log) for name, log in measurements.tasks.items()},
         engines={pool: each.pace for pool, each in engines.items()},
-        train=fit.trainer(measurements.trainings, contention, fit.busy_shares(measurements.trainings, every)),
+        train=fit.trainer(measurements.trainings, contention, crowd),
         contention=contention,
+        cores=cores,
         weights=weights,
         links=links,
     )
@@ -83,13 +110,20 @@ def _as_measured(tree: Tree, measurements: RunMeasurements) -> Tree:
     run.setdefault("environments", {}).update(retries=0, hedges=0)
     run.setdefault("rewards", {}).update(retries=0)
     for name, pool in run.get("pools", {}).items():
-        if name in measurements.devices:
+        if name in measurements.devices and not pool.get("emulate"):
             pool["device"] = measurements.devices[name]
     for task in run["tasks"]:
         if not task.get("env"):  # an agent: its part of a turn counts as an environment step
             task.pop("env", None)
             task.pop("agent", None)
     return tree
+
+
+def _shared_cores(run: Scenario, measurements: RunMeasurements) -> int:
+    """Of the machine on which engines and trainer computed together; 0 if they did not."""
+    pools = [*run.pools_of("generate").values(), *run.pools_of("train").values()]
+    together = all(pool.devices == ("cpu",) and not pool.emulate and not pool.urls for pool in pools)
+    return measurements.host.cores if together and run.cluster is None else 0
 
 
 def _data(log: TaskMeasurements) -> dict[str, list[float]]:

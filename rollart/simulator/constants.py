@@ -12,6 +12,7 @@ from pydantic import Field
 
 from rollart.config import Section
 from rollart.core.seeds import seed_of
+from rollart.hardware.roofline import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY
 
 LINKS = {"ethernet": 25.0, "infiniband": 50.0}
 """GB/s: 200 Gbit/s between clusters and 400 Gbit/s within one, as in the paper's set-up."""
@@ -57,6 +58,15 @@ class Constants(Section):
         return self.model_copy(update=update)
 
 
+EMULATED = Constants(
+    compute_efficiency=COMPUTE_EFFICIENCY,
+    memory_efficiency=MEMORY_EFFICIENCY,
+    pass_s=0.0,
+    sequence_s=0.0,
+    all_reduce_s=0.0,
+)
+"""Of engines that are paced to a device: exactly its roofline."""
+
 UNCERTAINTY = {
     "compute_efficiency": 0.15,
     "memory_efficiency": 0.08,
@@ -71,3 +81,6 @@ UNCERTAINTY = {
 }
 """Standard deviations of their logarithms: about half as wide as the priors of those that have one, and what the
 published transfers of three sizes differ by."""
+
+ASSUMED_TOKENS = 0.4
+"""The same for the tokens of tasks that a scenario says nothing about."""

@@ -47,8 +47,12 @@ class SimulatedPrefixCache:
         self._sessions: OrderedDict[str, int] = OrderedDict()
         self._prompts: OrderedDict[int, None] = OrderedDict()
 
-    def cached(self, session: str) -> int:
-        return self._sessions.get(session, 0)
+    def missing(self, request: GenerationRequest) -> int:
+        """How many tokens must be fetched; the prompt of a group is fetched once."""
+        limit = len(request.tokens) - 1
+        if request.session in self._sessions or request.turn:
+            return limit - self._sessions.get(request.session, 0)
+        return 0 if self._has_prompt(request) else limit
 
     def take(self, request: GenerationRequest) -> int:
         """How many of its tokens are cached; a conversation's KV leaves the cache, as it is in use from now on."""
@@ -57,14 +61,17 @@ class SimulatedPrefixCache:
             cached = self._sessions.pop(request.session)
             self.tokens -= cached
             return min(cached, limit)
-        if request.turn == 0:
-            prompt = request.tokens.spans[0][0]  # type: ignore[attr-defined] # run-length, as all simulated tokens
-            if prompt in self._prompts:
-                return limit
-            self._prompts[prompt] = None
-            if len(self._prompts) > _MAX_PROMPTS:
-                self._prompts.popitem(last=False)
-        return 0
+        return limit if request.turn == 0 and self._has_prompt(request) else 0
+
+    def _has_prompt(self, request: GenerationRequest) -> bool:
+        """Whether the prompt is here; from now on it is."""
+        prompt = request.tokens.spans[0][0]  # type: ignore[attr-defined] # run-length, as all simulated tokens
+        if prompt in self._prompts:
+            return True
+        self._prompts[prompt] = None
+        if len(self._prompts) > _MAX_PROMPTS:
+            self._prompts.popitem(last=False)
+        return False
 
     def put(self, session: str, tokens: int) -> None:
         self.tokens += tokens - self._sessions.pop(session, 0)
@@ -118,8 +125,10 @@ class SimulatedEngine:
         self._recompute = False
         self._slowdown = 1.0
         self._timer: asyncio.TimerHandle | None = None
-        self._due = 0.0
+        self._due = self._link_free = 0.0
         self._cache = SimulatedPrefixCache()
+        self.on_change: Callable[[], None] | None = None  # it began to work, or has no more work
+        self._was_idle = True
 
     @property
     def idle(self) -> bool:
@@ -131,8 +140,9 @@ class SimulatedEngine:
         tokens, finish = self._response(request)
         fetched = 0
         if request.kv_from is not None and request.kv_from != self.url:
-            fetched = len(request.tokens) - 1 - self._cache.cached(request.session)
-            await asyncio.sleep(fetched * self._cost.link)
+            fetched = self._cache.missing(request)
+            self._link_free = max(self._link_free, self._clock()) + fetched * self._cost.link  # one after the other
+            await asyncio.sleep(self._link_free - self._clock())
         return await self._serve(request, tokens, finish, fetched)
 
     async def prefill(self, request: GenerationRequest) -> int:
@@ -186,11 +196,6 @@ class SimulatedEngine:
         )
 
     # Contention for cores
-
-    def busy_seconds(self) -> float:
-        """Seconds of work so far."""
-        self._advance()
-        return self.times.busy
 
     def set_slowdown(self, factor: float) -> None:
         """From now on passes take `factor` times as long as they would alone, the current one included."""
@@ -246,6 +251,9 @@ class SimulatedEngine:
         """Begin the next phase if there is none, and set the timer for what ends first."""
         if not self._phase:
             self._begin()
+        if self.on_change is not None and self._was_idle != self.idle:
+            self._was_idle = not self._was_idle
+            self.on_change()
         due = self._phase_end if self._phase else math.inf
         if (end := self._batch.next_end()) is not None:
             due = min(due, self._first_end(end - self._batch.steps))

@@ -14,6 +14,7 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
+from rollart.simulator.contention import slowdown
 from rollart.simulator.distributions import Distribution, LogNormal, MixturePart, Normal, draw_of, mean_of
 from rollart.simulator.measurements import MeasuredGeneration, MeasuredStep
 from rollart.simulator.scenario import EnginePace, TrainPace
@@ -122,33 +123,67 @@ class EngineFit:
     seconds: list[float]
 
 
-def engine(generations: Sequence[MeasuredGeneration], trainings: Sequence[MeasuredStep], chunk: int) -> EngineFit:
+class Crowd:
+    """How many processes, engines and the trainer, worked at the same time. Without `cores`, all engines are one."""
+
+    def __init__(
+        self, generations: Iterable[MeasuredGeneration], trainings: Sequence[MeasuredStep], cores: int = 0
+    ) -> None:
+        spans: dict[str, list[tuple[float, float]]] = {"": [(step.began, step.ended) for step in trainings]}
+        for each in generations:
+            spans.setdefault(each.engine if cores else "engines", []).append((each.began, each.ended))
+        joined = [span for of in spans.values() for span in _joined(of)]
+        at = np.array([began for began, _ in joined] + [ended for _, ended in joined])
+        order = np.argsort(at, kind="stable")
+        count = np.cumsum(np.repeat([1, -1], len(joined))[order])
+        self._cores, self._at = cores, at[order]
+        self._count = count[:-1]
+
+    def shares(self, began: Array, ended: Array) -> Array:
+        """For each interval, the shares of its time in which 1, 2, 3... processes worked."""
+        columns = []
+        for working in range(1, int(self._count.max(initial=1)) + 1):
+            passed = np.concatenate([[0.0], np.cumsum(np.diff(self._at) * (self._count == working))])
+            until = np.interp(ended, self._at, passed) - np.interp(began, self._at, passed)
+            columns.append(until / np.maximum(_EDGE, ended - began))
+        return np.column_stack(columns)
+
+    def speed(self, contention: float, shares: Array) -> Array:
+        """Mean speed of work that went on while that many others did."""
+        slow = [slowdown(working, contention, self._cores) for working in range(1, shares.shape[1] + 1)]
+        return 1.0 - shares @ (1.0 - 1.0 / np.array(slow))
+
+
+def engine(generations: Sequence[MeasuredGeneration], crowd: Crowd, chunk: int) -> EngineFit:
     """From the seconds of every generation and what its engine computed in that time.
 
     Each token of a response is one pass, shared with all other requests that the engine computes then."""
-    columns, seconds, overlap = _design(generations, trainings, chunk)
+    columns, began, ended = _design(generations, chunk)
+    seconds = ended - began
     if not len(seconds):
         return EngineFit(EnginePace(fixed=0.0, token=0.0), 0.0, [], [])
+    shares = crowd.shares(began, ended)
     weights = 1.0 / np.sqrt(seconds)  # noise adds up with the length of a generation
-    contentions = [n * 0.05 for n in range(41)] if overlap.std() > 0.05 else [0.0]
+    contentions = [n * 0.05 for n in range(41)] if shares[:, 0].std() > 0.05 else [0.0]
     fits = [
-        (contention, *_paced(columns * (weights / _speed(contention, overlap))[:, None], seconds * weights))
+        (contention, *_paced(columns * (weights / crowd.speed(contention, shares))[:, None], seconds * weights))
         for contention in contentions
     ]
     contention, parts, _ = min(fits, key=lambda each: each[2])
-    expected = (columns / _speed(contention, overlap)[:, None]) @ parts
+    expected = (columns / crowd.speed(contention, shares)[:, None]) @ parts
     scale = seconds.sum() / expected.sum() if expected.sum() > 0 else 1.0
     fixed, token, context = (_digits(float(part) * scale) for part in parts)
     pace = EnginePace(fixed=fixed, token=token, context=context)
     return EngineFit(pace, contention, (expected * scale).tolist(), seconds.tolist())
 
 
-def trainer(trainings: Sequence[MeasuredStep], contention: float, shares: Sequence[float]) -> TrainPace:
-    """`shares` of the time of each step in which engines worked too.
+def trainer(trainings: Sequence[MeasuredStep], contention: float, crowd: Crowd) -> TrainPace:
+    """Without what it lost to engines that worked at the same time.
 
     If batches had about the same size, computing counts as proportional to it, and what comes before and after as
     fixed."""
-    alone = np.array([step.seconds for step in trainings]) * _speed(contention, np.array(shares))
+    began, ended = np.array([(step.began, step.ended) for step in trainings]).T
+    alone = np.array([step.seconds for step in trainings]) * crowd.speed(contention, crowd.shares(began, ended))
     around = max(0.0, median(step.ended - step.began - step.seconds for step in trainings))
     tokens = np.array([float(step.tokens) for step in trainings])
     if len(trainings) > 3 and tokens.std() > _STEADY * tokens.mean():
@@ -158,26 +193,10 @@ def trainer(trainings: Sequence[MeasuredStep], contention: float, shares: Sequen
     return TrainPace(fixed=_digits(around), token=_digits(each))
 
 
-def _speed(contention: float, overlap: Array) -> Array:
-    """Mean speed of work that for the share `overlap` of its time takes `1 + contention` times as long."""
-    return 1.0 - overlap * contention / (1.0 + contention)
-
-
-def busy_shares(trainings: Sequence[MeasuredStep], generations: Iterable[MeasuredGeneration]) -> list[float]:
-    """The share of each training step in which engines worked."""
-    working = _covered([(each.began, each.ended) for each in generations])
-    began, ended = np.array([(step.began, step.ended) for step in trainings]).reshape(-1, 2).T
-    shares: list[float] = ((working(ended) - working(began)) / np.maximum(_EDGE, ended - began)).tolist()
-    return shares
-
-
-def _design(
-    generations: Sequence[MeasuredGeneration], trainings: Sequence[MeasuredStep], chunk: int
-) -> tuple[Array, Array, Array]:
-    """For each generation its passes, the tokens computed and the KV read by its engine meanwhile; its seconds; and the
-    share of them in which training went on."""
-    training = _covered([(step.began, step.ended) for step in trainings])
-    rows, seconds, overlap = [np.empty((0, 3))], [np.empty(0)], [np.empty(0)]
+def _design(generations: Sequence[MeasuredGeneration], chunk: int) -> tuple[Array, Array, Array]:
+    """For each generation its passes, the tokens computed and the KV read by its engine meanwhile; and when it began
+    and ended."""
+    rows, begins, ends = [np.empty((0, 3))], [np.empty(0)], [np.empty(0)]
     for name in sorted({each.engine for each in generations}):
         mine = np.array(
             [
@@ -190,9 +209,9 @@ def _design(
         computed, read = _work(mine)
         passes = tokens + np.ceil(new / chunk) - 1
         rows.append(np.column_stack([passes, computed(ended) - computed(began), read(ended) - read(began)]))
-        seconds.append(ended - began)
-        overlap.append((training(ended) - training(began)) / (ended - began))
-    return np.concatenate(rows), np.concatenate(seconds), np.concatenate(overlap)
+        begins.append(began)
+        ends.append(ended)
+    return np.concatenate(rows), np.concatenate(begins), np.concatenate(ends)
 
 
 def _work(generations: Array) -> tuple[Integral, Integral]:
@@ -207,15 +226,15 @@ def _work(generations: Array) -> tuple[Integral, Integral]:
     return _integral(computed), _integral(np.column_stack([*decoding, after * context[decoded]]))
 
 
-def _covered(spans: Sequence[tuple[float, float]]) -> Integral:
-    """Seconds up to a time that lie in any of the spans."""
+def _joined(spans: Sequence[tuple[float, float]]) -> list[list[float]]:
+    """The spans, with those that overlap made one."""
     joined: list[list[float]] = []
     for began, ended in sorted(spans):
         if joined and began <= joined[-1][1]:
             joined[-1][1] = max(joined[-1][1], ended)
         else:
             joined.append([began, ended])
-    return _integral(np.array([(began, ended, ended - began) for began, ended in joined if ended > began]))
+    return [span for span in joined if span[1] > span[0]]
 
 
 def _integral(flows: Array) -> Integral:

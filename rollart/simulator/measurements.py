@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 from rollart.core import events as ev
@@ -19,17 +20,19 @@ from rollart.core.event_log import read_events
 from rollart.core.types import Outcome
 
 _KINDS: tuple[type[ev.Event], ...] = (
-    *(ev.TurnDone, ev.TrajectoryStarted, ev.EnvironmentReset, ev.Scored, ev.TrajectoryEnded),
-    *(ev.BatchTaken, ev.StepDone, ev.Published, ev.EngineSwapped, ev.Placed),
+    *(ev.TurnDone, ev.TrajectoryStarted, ev.EnvironmentReset, ev.AgentPlayed, ev.Scored, ev.TrajectoryEnded),
+    *(ev.BatchTaken, ev.StepDone, ev.Published, ev.EngineSwapped, ev.Placed, ev.HostSample, ev.EngineSample),
 )
 
 
 @dataclass(slots=True)
 class TaskMeasurements:
     """Of one task, by key of its `Workload`. A prompt counts once per group; a `delay` is what a generation took
-    besides queue, prefill and decode. `cut` has the turn, or the seconds of the reset, of cancelled ones."""
+    besides queue, prefill and decode. `starts` are of agents: trajectories under way, and seconds until the first
+    request. `cut` has the turn, or the seconds of the reset, of cancelled ones."""
 
     values: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    starts: list[tuple[int, float]] = field(default_factory=list)
     cut: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     failed: Counter[str] = field(default_factory=Counter)
 
@@ -58,6 +61,33 @@ class MeasuredStep:
 
 
 @dataclass(slots=True)
+class HostLoad:
+    """How busy the machine of the controller was, and how far emulated engines lagged behind their devices."""
+
+    cores: int = 0
+    samples: list[float] = field(default_factory=list)
+    _engines: dict[str, tuple[ev.EngineSample, ev.EngineSample]] = field(default_factory=dict)
+
+    @property
+    def cpu(self) -> float:
+        """Share of the CPU seconds that were used, by this run or others."""
+        return fmean(self.samples) if self.samples else 0.0
+
+    @property
+    def late(self) -> float:
+        """Share of the busy time of engines by which they were late."""
+        late, busy = (
+            sum(getattr(last, key) - getattr(first, key) for first, last in self._engines.values())
+            for key in ("late_s", "busy_s")
+        )
+        return late / busy if busy > 0 else 0.0
+
+    def add(self, event: ev.EngineSample) -> None:
+        first, _ = self._engines.get(event.engine, (event, event))
+        self._engines[event.engine] = (first, event)
+
+
+@dataclass(slots=True)
 class RunMeasurements:
     """`generations` and `devices` by pool; `swaps` are seconds from the request to load weights to the swap."""
 
@@ -66,6 +96,7 @@ class RunMeasurements:
     trainings: list[MeasuredStep] = field(default_factory=list)
     swaps: list[float] = field(default_factory=list)
     devices: dict[str, str] = field(default_factory=dict)
+    host: HostLoad = field(default_factory=HostLoad)
 
 
 def measure(folder: Path) -> RunMeasurements:
@@ -83,11 +114,13 @@ def measure(folder: Path) -> RunMeasurements:
 
 @dataclass(slots=True)
 class _Open:
-    """A running trajectory: when it began, when its last reset or turn ended, its context and turns so far."""
+    """A running trajectory: when it began and as which of its task, when its last reset or turn ended, its context and
+    turns so far."""
 
     began: float
     last: float
     group: str
+    number: int
     context: int = 0
     reset: bool = False
     observations: list[int] = field(default_factory=list)
@@ -100,6 +133,7 @@ class _Reader:
         self._since = since
         self._open: dict[str, _Open] = {}
         self._groups: set[str] = set()
+        self._running: Counter[str] = Counter()
         self._batch: ev.BatchTaken | None = None
         self._step: ev.StepDone | None = None
 
@@ -108,11 +142,14 @@ class _Reader:
             case ev.TurnDone():
                 self._turn(event)
             case ev.TrajectoryStarted() if not event.held_out:
-                self._open[event.trajectory] = _Open(event.t, event.t, event.group)
+                self._running[event.task] += 1
+                self._open[event.trajectory] = _Open(event.t, event.t, event.group, self._running[event.task])
             case ev.EnvironmentReset() if event.trajectory in self._open:
                 self._open[event.trajectory].reset, self._open[event.trajectory].last = True, event.t
                 if event.t - event.seconds >= self._since:
                     self._log(event.task).values["reset"].append(event.seconds)
+            case ev.AgentPlayed() if event.trajectory in self._open and event.t >= self._since:
+                self._log(event.task).values["step"].append(event.t - self._open[event.trajectory].last)
             case ev.Scored() if event.trajectory in self._open and event.t >= self._since:
                 self._log(event.task).values["reward"].append(event.seconds)
             case ev.TrajectoryEnded():
@@ -125,8 +162,13 @@ class _Reader:
                 self._published(event)
             case ev.EngineSwapped() if event.t > self._since:
                 self.measurements.swaps.append(event.seconds)
+            case ev.HostSample() if event.t > self._since:
+                self.measurements.host.cores = event.cores
+                self.measurements.host.samples.append(event.cpu)
+            case ev.EngineSample() if event.t > self._since:
+                self.measurements.host.add(event)
             case ev.Placed():
-                self.measurements.devices[event.pool] = event.device
+                self.measurements.devices[event.pool.partition(": ")[0]] = event.device
 
     def _log(self, task: str) -> TaskMeasurements:
         tasks = self.measurements.tasks
@@ -149,11 +191,15 @@ class _Reader:
         trajectory.last = event.t
         if asked < self._since:
             return
-        # An agent's work between two requests has no event; for an environment this gap is empty.
-        values["step"].append(event.env_s + (max(0.0, asked - before) if event.turn else 0.0))
+        if trajectory.reset:
+            values["step"].append(event.env_s)
+        elif event.turn:  # an agent's work between two requests has no event
+            values["step"].append(max(0.0, asked - before))
+        elif trajectory.began >= self._since:
+            self._log(event.task).starts.append((trajectory.number, asked - before))
         values["delay"].append(max(0.0, event.generate_s - (event.queue_s + event.prefill_s + event.decode_s)))
         ended = event.t - event.env_s
-        pool = event.pool or event.engine.rpartition("-")[0]
+        pool = event.pool.partition(": ")[0] or event.engine.rpartition("-")[0]
         self.measurements.generations.setdefault(pool, []).append(
             MeasuredGeneration(
                 engine=event.engine,
@@ -170,6 +216,7 @@ class _Reader:
         trajectory = self._open.pop(event.trajectory, None)
         if trajectory is None:
             return
+        self._running[event.task] -= 1
         log = self._log(event.task)
         if event.outcome.trainable:
             log.values["turns"].append(event.turns)

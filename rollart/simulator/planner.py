@@ -29,7 +29,7 @@ from rollart.simulator.plans import (
     transfer_seconds,
     variations,
 )
-from rollart.simulator.result import SimulationResult, interval, price_per_hour
+from rollart.simulator.result import SimulationResult, interval, prediction_interval, price_per_hour
 from rollart.simulator.scenario import Scenario
 from rollart.simulator.simulation import simulate
 
@@ -65,7 +65,8 @@ class PlanResult:
     @property
     def half_s(self) -> float:
         """Half of the 95% interval of the seconds of a step; NaN for one simulation."""
-        return interval(self.times)[1]
+        low, high = prediction_interval(self.times)
+        return (high - low) / 2
 
     def gain_over(self, other: "PlanResult") -> tuple[float, float]:
         """By which share its steps are shorter, and half of the 95% interval of that, over the same simulations."""

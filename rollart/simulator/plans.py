@@ -118,7 +118,7 @@ def applied(plan: ClusterPlan, scenario: Scenario) -> Scenario:
     rollout = {"preset": "rollart", "alpha": plan.alpha, "extra_members": plan.extra_members}
     training = {"batch_groups": plan.batch_groups, "group_size": plan.group_size}
     training |= training_changes(scenario, scenario.device_classes()[plan.trainer], plan.trainers) or {}
-    return scenario.model_copy(
+    changed = scenario.model_copy(
         update={
             "pools": pools,
             "tasks": [_task(task, generate) for task in scenario.tasks],
@@ -128,6 +128,7 @@ def applied(plan: ClusterPlan, scenario: Scenario) -> Scenario:
             "environments": scenario.environments.model_copy(update={"processes": plan.processes}),
         }
     )
+    return changed.divisible()
 
 
 def as_values(scenario: Scenario) -> dict[str, Any]:
@@ -164,7 +165,7 @@ def splits(
     scenario: Scenario, budget: float, kinds: Sequence[str], max_devices: Mapping[str, int] | None = None
 ) -> Iterator[ClusterPlan]:
     """Plans within the budget that train on the scenario's class and generate on `kinds`, on at most `max_devices` of
-    each, with enough memory for both: `rollart check` accepts them."""
+    each, with enough memory for both: `rollart check` accepts them. Engines come in multiples of `simulate.one_in`."""
     classes, base, limits = scenario.device_classes(), plan_of(scenario), max_devices or {}
     sizes = {kind: min_parallel(scenario, kind) for kind in kinds}
     parallel = {kind: size for kind, size in sizes.items() if size is not None}
@@ -182,7 +183,10 @@ def splits(
                 left[base.trainer] -= trainers
             money = spend * budget - trainers * classes[base.trainer].price
             for mix in mixes:
-                engines = _bought(money, dict(zip(kinds, mix, strict=True)), parallel, classes, left)
+                parts = dict(zip(kinds, mix, strict=True))
+                engines = _bought(
+                    money, parts, parallel=parallel, classes=classes, max_devices=left, unit=scenario.simulate.one_in
+                )
                 if engines and (trainers, engines) not in seen and trainers and trains(trainers):
                     seen.add((trainers, engines))
                     yield replace(base, trainers=trainers, engines=engines, disaggregate=False)
@@ -228,17 +232,20 @@ def _bought(
     parallel: Mapping[str, int],
     classes: Mapping[str, DeviceClass],
     max_devices: Mapping[str, int],
+    unit: int,
 ) -> tuple[PlannedEngines, ...]:
-    """Engines for their shares of the money; what rounding leaves buys more, the most expensive first."""
-    price = {kind: classes[kind].price * parallel[kind] for kind in mix}
-    limit = {kind: max_devices[kind] // parallel[kind] if kind in max_devices else 1 << 30 for kind in mix}
+    """Engines for their shares of the money, in multiples of `unit`; what rounding leaves buys more, the most expensive
+    first."""
+    devices = {kind: parallel[kind] * unit for kind in mix}
+    price = {kind: classes[kind].price * devices[kind] for kind in mix}
+    limit = {kind: max_devices[kind] // devices[kind] if kind in max_devices else 1 << 30 for kind in mix}
     counts = {kind: min(limit[kind], math.floor(money * part / PARTS / price[kind])) for kind, part in mix.items()}
     left = money - sum(counts[kind] * price[kind] for kind in mix)
     for kind in sorted((kind for kind, part in mix.items() if part), key=lambda kind: -price[kind]):
         more = max(0, min(limit[kind] - counts[kind], math.floor(left / price[kind])))
         counts[kind] += more
         left -= more * price[kind]
-    return tuple(PlannedEngines(kind, count, parallel[kind]) for kind, count in counts.items() if count)
+    return tuple(PlannedEngines(kind, unit * count, parallel[kind]) for kind, count in counts.items() if count)
 
 
 @dataclass(frozen=True, slots=True)

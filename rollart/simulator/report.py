@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from rollart.simulator.result import PARTS, STAGES, SimulationResult, interval
+from rollart.simulator.result import PARTS, STAGES, SimulationResult, interval, prediction_interval
 
 _NUMBERS = {
     "step_s": "step",
@@ -26,15 +26,27 @@ _NUMBERS = {
 }
 
 
-def _numbers(results: Sequence[SimulationResult]) -> dict[str, tuple[float, float]]:
-    """Mean and half of the 95% interval, by key."""
-    found = {key: interval([getattr(result, key) for result in results]) for key in _NUMBERS}
-    found["seconds"] = interval([result.step_times[-1] if result.step_times else math.nan for result in results])
+def _values(results: Sequence[SimulationResult]) -> dict[str, list[float]]:
+    found = {key: [getattr(result, key) for result in results] for key in _NUMBERS}
+    found["seconds"] = [result.step_times[-1] if result.step_times else math.nan for result in results]
     return found
 
 
-def summary(results: Sequence[SimulationResult]) -> dict[str, Any]:
-    """Means over the seeds; `interval` is half of the 95% interval of each, `runs` the full result of each seed."""
+def _numbers(results: Sequence[SimulationResult]) -> dict[str, tuple[float, float]]:
+    """Mean and half of the 95% interval, by key."""
+    return {key: interval(values) for key, values in _values(results).items()}
+
+
+def _ranges(results: Sequence[SimulationResult], drawn: Sequence[SimulationResult]) -> dict[str, tuple[float, float]]:
+    """Where the real number is with 95%, by key, as far as seeds and the uncertain constants decide it."""
+    if not drawn:
+        return {}
+    return {key: prediction_interval(values) for key, values in _values([*results, *drawn]).items()}
+
+
+def summary(results: Sequence[SimulationResult], drawn: Sequence[SimulationResult] = ()) -> dict[str, Any]:
+    """Means over the seeds; `interval` is half of the 95% interval of each, `runs` the full result of each seed.
+    `range` is the 95% interval of the prediction, over `drawn` too: simulations with other seeds and constants."""
     first, numbers = results[0], _numbers(results)
     return {
         "name": first.name,
@@ -44,17 +56,18 @@ def summary(results: Sequence[SimulationResult]) -> dict[str, Any]:
         "seeds": [result.seed for result in results],
         **{key: mean for key, (mean, _) in numbers.items()},
         "interval": {key: None if math.isnan(half) else half for key, (_, half) in numbers.items()},
+        "range": _ranges(results, drawn),
         "price_per_hour": first.price_per_hour,
         "runs": [asdict(result) for result in results],
     }
 
 
-def report(results: Sequence[SimulationResult]) -> RenderableType:
+def report(results: Sequence[SimulationResult], drawn: Sequence[SimulationResult] = ()) -> RenderableType:
     first = results[0]
     seeds = f"seed {first.seed}" if len(results) == 1 else f"{len(results)} seeds"
     head = f" ({first.preset}, alpha {first.alpha}, {seeds}): {first.counted} simulated steps after the warmup"
     shares, stages = [result.exposed for result in results], [result.trajectory for result in results]
-    parts: list[RenderableType] = [Text.assemble((first.name, "bold"), head), _overview(results), Text()]
+    parts: list[RenderableType] = [Text.assemble((first.name, "bold"), head), _overview(results, drawn), Text()]
     parts += [_heading("What a step is made of"), _means(PARTS, shares, "{:.1%}"), Text()]
     parts += [_heading("Where the time of a trajectory goes, seconds"), _means(STAGES, stages, "{:.1f}"), Text()]
     parts += [_heading("Devices"), _pools(results), Text(), _rest(results)]
@@ -70,11 +83,16 @@ def _table(first: str, *others: str) -> Table:
     return Table(first, *columns, box=None, pad_edge=False, header_style="dim")
 
 
-def _overview(results: Sequence[SimulationResult]) -> Table:
-    table = _table("", "", "+-")
+def _overview(results: Sequence[SimulationResult], drawn: Sequence[SimulationResult]) -> Table:
+    ranges = _ranges(results, drawn)
+    table = _table("", "", *(["+-"] if len(results) > 1 else []), *(["95% of predictions"] if ranges else []))
     for key, (number, half) in _numbers(results).items():
         unit = " s" if (key.endswith("_s") and "per" not in key) or key == "seconds" else ""
-        table.add_row(_NUMBERS[key], f"{number:,.4g}{unit}", "" if math.isnan(half) else f"{half:,.2g}")
+        cells = [f"{number:,.4g}{unit}"] + ([] if math.isnan(half) else [f"{half:,.2g}"])
+        if key in ranges:
+            low, high = ranges[key]
+            cells.append("" if low == high else f"{low:,.3g} to {high:,.3g}")
+        table.add_row(_NUMBERS[key], *cells)
     return table
 
 

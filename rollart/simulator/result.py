@@ -38,7 +38,8 @@ class SimulationResult:
     """Times are seconds. A step is from the end of one optimizer step to the end of the next: `wait_s` for its batch,
     `blocked_s` for weights, `train_s`. `exposed` divides the step: moments in which nothing but training goes on,
     resets of batches that start as a whole, and all others by what the trajectories under way do. `tokens_per_s`
-    counts all tokens of trained batches, `mfu` is the model FLOPs utilization of the trainer's devices."""
+    counts all tokens of trained batches, `mfu` is the model FLOPs utilization of the trainer's devices. With
+    `simulate.one_in`, rates and counts are those of the whole; `all_turns` and `events` were simulated."""
 
     name: str
     preset: str
@@ -160,6 +161,7 @@ def result_of(
     totals: Any = tally.measured
     steps, span, samples = max(1, totals["steps"]), max(1e-9, totals["t"] or seconds), max(1, totals["samples"])
     scoring, price = scenario.simulate.scoring, price_per_hour(scenario, classes)
+    one_in = scenario.simulate.one_in
     ended, processes = max(1, totals["ended"]), max(1, scenario.environments.processes * len(scenario.tasks))
     return SimulationResult(
         name=scenario.name,
@@ -174,27 +176,27 @@ def result_of(
         wait_s=totals["wait"] / steps,
         train_s=totals["train"] / steps,
         blocked_s=totals["blocked"] / steps,
-        tokens_per_s=totals["trained tokens"] / span,
-        answers_per_s=totals["answer tokens"] / span,
-        trajectories_per_s=totals["trained"] / span,
+        tokens_per_s=one_in * totals["trained tokens"] / span,
+        answers_per_s=one_in * totals["answer tokens"] / span,
+        trajectories_per_s=one_in * totals["trained"] / span,
         price_per_hour=price,
         cost_per_step=price * span / steps / 3600,
         trainer_use=totals["train"] / span,
-        mfu=_mfu(scenario, classes, totals["trained tokens"] / span),
-        environments_use=totals["environments"] / samples / processes,
-        reward_use=totals["reward busy"] / span / scoring.concurrency,
-        reward_calls=totals["reward calls"] / steps,
+        mfu=_mfu(scenario, classes, one_in * totals["trained tokens"] / span),
+        environments_use=one_in * totals["environments"] / samples / processes,
+        reward_use=one_in * totals["reward busy"] / span / scoring.concurrency,
+        reward_calls=one_in * totals["reward calls"] / steps,
         reward_cold=totals["reward cold"] / max(1, totals["reward calls"]),
         turns=totals["turns"] / ended,
-        running=totals["running"] / samples,
+        running=one_in * totals["running"] / samples,
         all_turns=tally.totals["turns"],
         events=events,
         exposed={part: totals[f"part {part}"] / samples for part in PARTS},
         trajectory={stage: totals[f"stage {stage}"] / ended for stage in STAGES},
-        pools={name: _use(name, pool, totals, span, samples) for name, pool in pools.items()},
+        pools={name: _use(name, pool, totals, span, samples, one_in) for name, pool in pools.items()},
         staleness={int(age): count / max(1, totals["trained"]) for age, count in _named(totals, "age ") if count},
-        outcomes={name: count for name, count in _named(totals, "outcome ") if count},
-        drops={reason: count for reason, count in _named(totals, "dropped ") if count},
+        outcomes={name: one_in * count for name, count in _named(totals, "outcome ") if count},
+        drops={reason: one_in * count for reason, count in _named(totals, "dropped ") if count},
         step_times=tuple(tally.step_times),
     )
 
@@ -207,11 +209,11 @@ def _mfu(scenario: Scenario, classes: Mapping[str, DeviceClass], tokens_per_s: f
     return 3 * tokens_per_s * scenario.shape.token_flops / peak
 
 
-def _use(name: str, pool: EnginePool, totals: Any, span: float, samples: int) -> PoolUse:
+def _use(name: str, pool: EnginePool, totals: Any, span: float, samples: int, one_in: int) -> PoolUse:
     engines = max(1, len(pool.engines))
     shares = {kind: totals[f"{kind} {name}"] / (engines * span) for kind in ("prefill", "decode", "weights")}
     idle = {cause: count / engines / samples for cause, count in _named(totals, f"idle {name} ")}
-    return PoolUse(pool.roofline.device.name, engines * pool.roofline.devices, **shares, idle=idle)
+    return PoolUse(pool.roofline.device.name, one_in * engines * pool.roofline.devices, **shares, idle=idle)
 
 
 def _named(totals: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -225,3 +227,21 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
         return values[0], math.nan
     factor = _T95[len(values) - 1] if len(values) <= len(_T95) else 1.96
     return mean(values), factor * stdev(values) / math.sqrt(len(values))
+
+
+def prediction_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Where another such value would be, with 95%; NaN for a single one. Unlike `interval` it does not shrink with the
+    number of values: more draws of what is uncertain do not make it certain. Positive values vary by factors."""
+    if len(values) < 2:
+        return math.nan, math.nan
+    if min(values) > 0:
+        low, high = _around([math.log(value) for value in values])
+        return math.exp(low), math.exp(high)
+    low, high = _around(values)
+    return max(0.0, low) if min(values) >= 0 else low, high
+
+
+def _around(values: Sequence[float]) -> tuple[float, float]:
+    middle, half = interval(values)
+    half *= math.sqrt(len(values) + 1)
+    return middle - half, middle + half

@@ -4,6 +4,8 @@ All other keys mean the same as in a run file: pools and devices, preset, alpha,
 that trains can be simulated as it is, once it has a `simulate` section.
 """
 
+import math
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
@@ -16,13 +18,22 @@ from rollart.config.base import Conflict, ImportPath, Natural, Positive, Seconds
 from rollart.config.rollout import SCHEDULE_KEYS, Preset, RolloutConfig
 from rollart.config.yaml_tree import did_you_mean
 from rollart.core.errors import ConfigError
+from rollart.core.seeds import seed_of
 from rollart.engines.backends import unsupported
 from rollart.hardware.roofline import ModelShape
 from rollart.placement.workload import model_shape, shape_of
-from rollart.simulator.constants import LINKS, Constants
+from rollart.simulator.constants import ASSUMED_TOKENS, LINKS, Constants
 from rollart.simulator.distributions import Quantity
 
 Share = Field(0.0, ge=0, lt=1)
+_ONE_IN = ("simulate", "one_in")
+_CPU_ENGINE = {"max_batch": 64, "prefill_chunk": 512, "kv_megabytes": 512}  # as the run file's own defaults
+_GPU_ENGINE = {"max_batch": 256, "prefill_chunk": 2048}
+
+
+def engine_defaults(device: str) -> dict[str, int]:
+    """Limits of an engine on this class of device, where the scenario has none."""
+    return _CPU_ENGINE if device == "cpu" else _GPU_ENGINE
 
 
 class ScenarioTask(TaskConfig):
@@ -52,6 +63,13 @@ class Workload(Section):
     step_failures: float = Share
     reward: Quantity = Field(0.0, description="seconds")
     reward_failures: float = Share
+
+    def longer(self, factor: float) -> "Workload":
+        """With this many times the tokens, where they are numbers."""
+        tokens = {key: getattr(self, key) for key in ("prompt", "observation", "response")}
+        return self.model_copy(
+            update={key: value * factor for key, value in tokens.items() if isinstance(value, float)}
+        )
 
 
 class ScoringConfig(Section):
@@ -99,12 +117,17 @@ class SimulateConfig(Section):
     engines: dict[str, EnginePace] = Field(default_factory=dict, description="by pool: measured speed")
     train: TrainPace | None = None
     contention: float = Field(
-        0.0, ge=0, description="engines and training share cores: while both work, each takes longer by this share"
+        0.0, ge=0, description="engines and training share cores: while two work, each takes longer by this share"
     )
+    cores: Natural = Field(0, description="cores that engines and training share, if more of them may work than that")
     constants: Constants = Constants()
     colocated: bool = Field(False, description="training and generation take turns on the same devices")
     log: Literal["full", "off"] = Field("full", description="write the event log of a real run, or none")
     sample_s: Seconds = Field(5.0, description="between samples of what is going on")
+    one_in: Positive = Field(
+        1,
+        description="simulate one in this many engines, groups of a batch, environments and reward workers, for all",
+    )
 
 
 class Scenario(RunFile):
@@ -129,6 +152,9 @@ class Scenario(RunFile):
                 "training",
                 "steps",
             )
+        for what, count in self._alike().items():
+            if count % self.simulate.one_in:
+                raise Conflict(f"one in {self.simulate.one_in} needs a multiple of it, not {count} {what}", *_ONE_IN)
         return self
 
     @property
@@ -152,9 +178,50 @@ class Scenario(RunFile):
         return self.model_copy(update={"rollout": RolloutConfig(**left | {"preset": preset})})
 
     def with_other_constants(self, seed: int) -> "Scenario":
-        """The same with constants as they could be too."""
-        section = self.simulate.model_copy(update={"constants": self.simulate.constants.drawn(seed)})
-        return self.model_copy(update={"simulate": section})
+        """The same with constants as they could be too, and with more or fewer tokens where these are made up."""
+        rng = random.Random(seed_of("tokens", seed))
+        made_up = {
+            task.name: self.workload(task.name).longer(math.exp(rng.gauss(0.0, ASSUMED_TOKENS)))
+            for task in self.tasks
+            if task.name not in self.simulate.workloads
+        }
+        changes = {
+            "constants": self.simulate.constants.drawn(seed),
+            "workloads": self.simulate.workloads | made_up,
+        }
+        return self.model_copy(update={"simulate": self.simulate.model_copy(update=changes)})
+
+    def _alike(self) -> dict[str, int]:
+        """What may be simulated in part: how many there are of each."""
+        engines = {f"engines in pool {name!r}": pool.workers for name, pool in self.pools_of("generate").items()}
+        return engines | {"groups in training.batch_groups": self.training.batch_groups}
+
+    def divisible(self) -> "Scenario":
+        """With the largest divisor of its `one_in` that divides it."""
+        part = math.gcd(self.simulate.one_in, *self._alike().values())
+        return self.model_copy(update={"simulate": self.simulate.model_copy(update={"one_in": part})})
+
+    def thinned(self) -> "Scenario":
+        """The part of it that is simulated, one in `simulate.one_in`. The trainer and the weights stay whole."""
+        if (part := self.simulate.one_in) == 1:
+            return self
+        pools = {
+            name: pool.model_copy(update={"count": pool.count // part}) if pool.role == "generate" else pool
+            for name, pool in self.pools.items()
+        }
+        scoring = self.simulate.scoring
+        fewer = scoring.model_copy(update={"concurrency": math.ceil(scoring.concurrency / part)})
+        extra = math.ceil(self.rollout.schedule().extra_groups / part)
+        processes, groups = math.ceil(self.environments.processes / part), self.training.batch_groups // part
+        return self.model_copy(
+            update={
+                "pools": pools,
+                "training": self.training.model_copy(update={"batch_groups": groups}),
+                "environments": self.environments.model_copy(update={"processes": processes}),
+                "rollout": self.rollout.model_copy(update={"extra_groups": extra}) if extra else self.rollout,
+                "simulate": self.simulate.model_copy(update={"scoring": fewer}),
+            }
+        )
 
     def workload(self, task: str) -> Workload:
         """As given; else the tokens that `rollart check` assumes: half of the limits of the task."""

@@ -1,9 +1,9 @@
-"""Simulated rewards, a simulated trainer, contention between engines and trainer, and a ledger that stores nothing."""
+"""Simulated rewards, a simulated trainer, and a ledger that stores nothing."""
 
 import asyncio
 import heapq
 import random
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,11 +26,8 @@ from rollart.hardware.training_time import StepPasses, step_seconds
 from rollart.placement.workload import training_setup
 from rollart.rollout.groups import Group
 from rollart.simulator.distributions import draw_of
-from rollart.simulator.engine import SimulatedEngine
 from rollart.simulator.scenario import Scenario
 from rollart.simulator.weight_transfer import WeightTransfer
-
-_DONE_S = 1e-4
 
 
 class SimulatedRewards:
@@ -104,22 +101,24 @@ def training_seconds(scenario: Scenario, device: DeviceClass, ranks: int) -> Cal
 
 
 class SimulatedTrainer:
-    """`work` makes the `seconds` of a step pass. `blocked_s` are seconds that it waited for a weight transfer."""
+    """`work` makes the `seconds` of a step pass. `blocked_s` are seconds that it waited for a weight transfer. Every
+    trajectory of a batch stands for `one_in`."""
 
     def __init__(
         self,
         seconds: Callable[[Sequence[float]], float],
         weights: WeightTransfer,
         work: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        one_in: int = 1,
     ) -> None:
         self.version = 0
         self.busy = False
         self.blocked_s = 0.0
-        self._seconds, self._weights, self._work = seconds, weights, work
+        self._seconds, self._weights, self._work, self._one_in = seconds, weights, work, one_in
 
     async def step(self, batch: Batch) -> StepMetrics:
         clock = asyncio.get_running_loop().time
-        lengths = [len(sample.tokens) for group in batch.groups for sample in group.samples]
+        lengths = [len(sample.tokens) for group in batch.groups for sample in group.samples] * self._one_in
         if (wait := self._weights.free_at - clock()) > 0:
             await asyncio.sleep(wait)
             self.blocked_s += wait
@@ -139,40 +138,6 @@ class SimulatedTrainer:
 
     async def saved(self) -> str:
         return ""
-
-    async def load(self, path: Path) -> None:
-        """Nothing was saved."""
-
-
-class Contention:
-    """Engines and trainer share the cores of one machine: while both work, each takes `1 + extra` times as long.
-
-    One number stands for cores, caches and memory bandwidth. Environments and the control plane are not in it: what
-    they cost is in the measured times of steps and generations."""
-
-    def __init__(self, extra: float, engines: Collection[SimulatedEngine]) -> None:
-        self._extra, self._engines = extra, engines
-
-    async def train(self, seconds: float) -> None:
-        """Work that takes `seconds` alone; what it lost to engines is made up for at the end."""
-        if not self._extra:
-            return await asyncio.sleep(seconds)
-        lost = self._extra / (1.0 + self._extra)
-        self._set_slowdown(1.0 + self._extra)
-        try:
-            while seconds > _DONE_S:
-                before = self._engine_seconds()
-                await asyncio.sleep(seconds)
-                seconds = lost * (self._engine_seconds() - before)
-        finally:
-            self._set_slowdown(1.0)
-
-    def _set_slowdown(self, factor: float) -> None:
-        for engine in self._engines:
-            engine.set_slowdown(factor)
-
-    def _engine_seconds(self) -> float:
-        return max((engine.busy_seconds() for engine in self._engines), default=0.0)
 
 
 class NullLedger:

@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from rollart.core import gc_tuning
@@ -30,13 +31,14 @@ from rollart.rollout.scheduler import Scheduler
 from rollart.rollout.training_loop import LoopPlan, TrainingLoop
 from rollart.rollout.trajectory import RolloutTask, TrajectoryRunner
 from rollart.simulator import clock
+from rollart.simulator.constants import EMULATED
+from rollart.simulator.contention import Contention
 from rollart.simulator.engine import SimulatedEngine
 from rollart.simulator.environments import ResponseLengths, SimulatedEnvironments, SimulatedRenderer
 from rollart.simulator.pass_cost import PassCost
 from rollart.simulator.result import SimulationResult, Tally, price_per_hour, result_of
-from rollart.simulator.scenario import Scenario
+from rollart.simulator.scenario import Scenario, engine_defaults
 from rollart.simulator.services import (
-    Contention,
     NullLedger,
     SimulatedRewards,
     SimulatedTrainer,
@@ -45,8 +47,6 @@ from rollart.simulator.services import (
 )
 from rollart.simulator.weight_transfer import WeightTransfer
 
-_CPU_ENGINE = {"max_batch": 64, "prefill_chunk": 512, "kv_megabytes": 512}  # as the run file's own defaults
-_GPU_ENGINE = {"max_batch": 256, "prefill_chunk": 2048}
 OnProgress = Callable[[int, float], None]
 
 
@@ -70,7 +70,8 @@ class Simulation:
     def __init__(
         self, scenario: Scenario, folder: Path | None, until: float | None, on_progress: OnProgress | None = None
     ) -> None:
-        self._scenario, self._folder, self._until, self._on_progress = scenario, folder, until, on_progress
+        self._whole, self._scenario = scenario, scenario.thinned()
+        self._folder, self._until, self._on_progress = folder, until, on_progress
         self._classes = scenario.device_classes()
         self._samples: defaultdict[str, float] = defaultdict(float)
         self._engines: dict[str, SimulatedEngine] = {}
@@ -105,7 +106,7 @@ class Simulation:
                 log.close()
         loop, took = asyncio.get_running_loop(), time.process_time() - began
         return result_of(
-            scenario=scenario,
+            scenario=self._whole,
             tally=self._tally,
             classes=self._classes,
             pools=self._pools,
@@ -123,9 +124,8 @@ class Simulation:
         self._rewards = SimulatedRewards(scenario)
         (train,) = scenario.pools_of("train").values()
         seconds = training_seconds(scenario, self._device(train.devices[0]), train.count)
-        contention = Contention(scenario.simulate.contention, self._engines.values())
-        self._trainer = SimulatedTrainer(seconds, self._weights, contention.train)
         router = self._make_router(sink)
+        self._trainer = SimulatedTrainer(seconds, self._weights, self._contention().train, scenario.simulate.one_in)
         runner = TrajectoryRunner(
             environments=self._environments,
             router=router,
@@ -169,7 +169,7 @@ class Simulation:
             version=0,
             source=self._scheduler,
             trainer=self._trainer,
-            router=router,
+            engines=router.engines,
             evaluator=Evaluator(tasks, runner, ledger, sink),
             ledger=ledger,
             sink=sink,
@@ -177,14 +177,23 @@ class Simulation:
             on_saved=lambda version: None,
         )
 
+    def _contention(self) -> Contention:
+        """Between the engines that compute and training; emulated ones mostly sleep."""
+        section, pools = self._scenario.simulate, self._scenario.pools_of("generate")
+        computing = [self._pools[name] for name, pool in pools.items() if not pool.emulate]
+        engines = [self._engines[each.name] for pool in computing for each in pool.engines]
+        return Contention(section.contention, engines, section.cores)
+
     def _make_router(self, sink: EventSink) -> Router:
         scenario, responses = self._scenario, ResponseLengths(self._scenario)
         pools: dict[str, EnginePool] = {}
         for name, pool in scenario.pools_of("generate").items():
-            device = self._device(pool.devices[0])
-            roofline = Roofline(device, scenario.shape, pool.emulate or 1.0, pool.tensor_parallel)
-            cost = PassCost(roofline, scenario.simulate.engines.get(name), scenario.simulate.constants)
-            max_batch, chunk, kv_tokens = self._limits(name, roofline)
+            device, shape, constants = self._device(pool.devices[0]), scenario.shape, scenario.simulate.constants
+            if pool.emulate:  # the pace is given by a roofline in bfloat16, the memory by the engine that is paced
+                shape, constants = replace(shape, number_bytes=2), EMULATED
+            roofline = Roofline(device, shape, pool.emulate or 1.0, pool.tensor_parallel)
+            cost = PassCost(roofline, scenario.simulate.engines.get(name), constants)
+            max_batch, chunk, kv_tokens = self._limits(name, device, pool.tensor_parallel)
             kind = self._pools[name] = EnginePool(name, roofline, max_batch, kv_tokens)
             for number in range(pool.workers):
                 engine = self._engines[f"{name}-{number}"] = SimulatedEngine(
@@ -208,15 +217,15 @@ class Simulation:
             keeps_kv=scenario.engine.on_swap == "keep",
         )
 
-    def _limits(self, pool: str, roofline: Roofline) -> tuple[int, int, int]:
+    def _limits(self, pool: str, device: DeviceClass, count: int) -> tuple[int, int, int]:
         """Maximum batch, tokens of a prefill pass and tokens of KV: as configured, or the defaults of the device."""
-        config, shape = self._scenario.engine, roofline.shape
-        defaults = _CPU_ENGINE if roofline.device.name == "cpu" else _GPU_ENGINE
+        config, shape = self._scenario.engine, self._scenario.shape
+        defaults = engine_defaults(device.name)
         megabytes = config.kv_megabytes or defaults.get("kv_megabytes")
         if megabytes:
             kv_bytes = float(megabytes << 20)
         else:
-            kv_bytes = roofline.device.memory * 1e9 * roofline.devices * self._scenario.simulate.constants.kv_memory
+            kv_bytes = device.memory * 1e9 * count * self._scenario.simulate.constants.kv_memory
             kv_bytes -= shape.parameters * shape.number_bytes
         kv_tokens = int(kv_bytes // shape.kv_bytes)
         longest = max(task.max_context for task in self._scenario.tasks)
@@ -294,7 +303,7 @@ class Simulation:
                 steps=scenario.training.steps,
                 tasks=[task.name for task in scenario.tasks],
                 emulated=["all of it is simulated"],
-                price=price_per_hour(scenario, scenario.device_classes()),
+                price=price_per_hour(self._whole, self._classes),
             )
         )
         for name, kind in self._pools.items():

@@ -28,6 +28,8 @@ NOISE = {"float32": 1e-4, "bfloat16": 0.04, "float16": 0.01, "tf32": 0.01}
 MIN_TOKENS, MIN_STALE_TOKENS = 16, 256
 # Older tokens are out of range at DRIFT_FACTOR times their usual mean gap, and at DRIFT_MIN_GAP at least.
 DRIFT_FACTOR, DRIFT_MIN_GAP = 5.0, 0.05
+# Whatever is usual, a mean gap for each version of age at which runs hardly learn: those that do have 0.003 to 0.12.
+RUINOUS_GAP = 0.35
 HISTORY, MIN_HISTORY = 20, 5
 STANDARD_ERRORS = 3.0  # by which a mean must exceed that limit: it may be one of few tokens, and gaps have long tails
 # Share of the squared gaps that one temperature factor must explain: more if the policy has moved as well.
@@ -116,17 +118,25 @@ class Guard:
 
     def _drifted(self, rows: Sequence[GapRow]) -> Iterator[Diagnosis]:
         for row in _by_age(rows):
-            usual = self._usual[row.cell.task, row.cell.age]
-            if len(usual) < MIN_HISTORY or row.tokens < MIN_TOKENS:
+            if row.tokens < MIN_TOKENS:
                 continue
-            middle = median(usual)
-            if row.mean - STANDARD_ERRORS * row.error > max(DRIFT_MIN_GAP, DRIFT_FACTOR * middle):
-                reason = (
-                    f"{row.mean / max(middle, 1e-12):.0f} times what is usual for tokens {row.cell.age} versions old: "
-                    "the last update moved the policy far (training.lr, training.grad_clip), or tokens carry the "
-                    "wrong version"
+            usual = self._usual[row.cell.task, row.cell.age]
+            middle = median(usual) if len(usual) >= MIN_HISTORY else math.inf
+            at_least = row.mean - STANDARD_ERRORS * row.error
+            if at_least > max(DRIFT_MIN_GAP, DRIFT_FACTOR * middle):
+                yield _drift(
+                    row,
+                    "the last update moved the policy far: lower training.lr or training.grad_clip, unless tokens "
+                    "carry the wrong version",
+                    f"{row.mean / max(middle, 1e-12):.0f} times what is usual",
                 )
-                yield Diagnosis(Cause.DRIFT, row.cell.task, row, reason)
+            elif at_least > RUINOUS_GAP * row.cell.age:
+                yield _drift(
+                    row,
+                    "the last update moved the policy too far to learn from what it said before: lower training.lr, or "
+                    "raise training.batch_groups",
+                    "where a few hundredths are usual",
+                )
 
 
 def diagnose(rows: Sequence[GapRow], noise: float) -> Diagnosis | None:
@@ -177,9 +187,18 @@ def _sharpened(row: GapRow) -> Diagnosis | None:
     if factor is None or abs(math.log(factor)) <= MIN_LOG_DRIFT:
         return None
     what = "certain, which leaves it few answers to learn from" if factor > 1 else "random"
+    return _drift(
+        row,
+        f"the last updates made the policy far more {what}: lower training.lr, or raise training.batch_groups",
+        f"as a temperature of {1 / factor:.2g} would, and tokens of the newest weights agreed before",
+    )
+
+
+def _drift(row: GapRow, what: str, evidence: str) -> Diagnosis:
+    """What happened and what to do come first, for views that cut."""
     reason = (
-        f"and tokens of the newest weights agreed before: the last updates made the policy far more {what} (as a "
-        f"temperature of {1 / factor:.2g} would); lower training.lr, or raise training.batch_groups"
+        f"{what}. Logprobs of {row.tokens} tokens of older weights changed by {row.mean:.2g} on average and "
+        f"{row.peak:.2g} at most, {evidence}"
     )
     return Diagnosis(Cause.DRIFT, row.cell.task, row, reason)
 
@@ -210,6 +229,8 @@ def _other_weights(fresh: Sequence[GapRow], stale: Sequence[GapRow], noise: floa
 
 def _sentence(diagnosis: Diagnosis) -> str:
     row = diagnosis.row
+    if diagnosis.cause is Cause.DRIFT:
+        return f"{diagnosis.cause}: in task {diagnosis.task} {diagnosis.reason}"
     age = "sampled by the weights being trained" if row.cell.age == 0 else "of older weights"
     return (
         f"{diagnosis.cause}: in task {diagnosis.task} the engine's logprobs are off by {row.mean:.2g} on average and "

@@ -19,7 +19,6 @@ from msgspec import Struct
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from rollart.core.errors import RollartError
@@ -277,6 +276,8 @@ def _flash(
     query: Tensor, key: Tensor, value: Tensor, packed: Packed, scaling: float | None, window: int | None
 ) -> Tensor:
     """FlashAttention on the flat layout, which cannot show a prompt twice. Never exercised: it needs a GPU."""
+    from torch.nn.attention.varlen import varlen_attn  # imports torch's compiler, a second of CPU time
+
     assert packed.shown is None
     width = packed.bands[0][1]
     out = varlen_attn(
@@ -300,9 +301,12 @@ def _in_grid(
 ) -> Tensor:
     if query.is_cuda and query.shape[1] != key.shape[1]:  # float32 with grouped heads has no kernel but the slow one
         key, value = (states.repeat_interleave(query.shape[1] // states.shape[1], 1) for states in (key, value))
+    rows, tokens = query.shape[2], packed.tokens.shape[1]  # more rows than tokens: the rest is padding
 
     def to_grid(states: Tensor, summed: bool = False) -> list[Tensor]:
-        flat = states.transpose(1, 2)[0]
+        flat = states.transpose(1, 2)[0, :tokens]
+        if not flat.is_cuda:
+            flat = flat.float()  # on CPUs the backward pass in bfloat16 takes ten times as long
         if packed.grid is not None:
             flat = _ToGrid.apply(flat, packed, summed)  # type: ignore[no-untyped-call]
         parts = torch.split(flat, [rows * width for rows, width in packed.bands])
@@ -314,7 +318,9 @@ def _in_grid(
     flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if packed.slots is not None:
         flat = _ToFlat.apply(flat, packed.slots)  # type: ignore[no-untyped-call]
-    return flat[None]
+    if rows > tokens:
+        flat = functional.pad(flat, (0, 0, 0, 0, 0, rows - tokens))
+    return flat.to(query.dtype)[None]
 
 
 def _in_band(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:

@@ -4,7 +4,8 @@ Each rank reads only its part of the weights from disk, with the sharding plans 
 tensor and expert parallelism by module, then FSDP2 over the rest. Master weights, gradients and their sums are float32;
 with `dtype: bfloat16` FSDP casts the weights that a layer computes with. With `lora` only adapters are trained, and the
 others are kept in the dtype of computation. A single rank that computes in float32 has a plain model and no process
-group.
+group. So has one on a CPU that multiplies in bfloat16: it casts all weights for a pass, and pads passes to a few sizes,
+because oneDNN compiles a kernel for every shape. A CPU that has no instructions for it computes in float32.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.func import functional_call
+from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.utils.logging import disable_progress_bar
@@ -33,6 +36,7 @@ from rollart.training.ranks import Ranks, mesh_of_one
 from rollart.training.recompute import recompute
 from rollart.training.score import VocabularySplit, score
 
+PASS_SIZES, MIN_PADDING = 16, 64  # of the passes whose shapes oneDNN compiles
 WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
 PLAIN = TrainingConfig()
 
@@ -54,10 +58,21 @@ class PolicyModel:
         """Not `trained`: no gradients, and no adapters."""
         self._ranks = ranks or Ranks.single()
         self._adapted = trained and config.lora is not None
+        recomputed = trained and config.recompute != "none"
+        alone = self._ranks.size == 1 and self._ranks.device.type == "cpu" and not self._adapted and not recomputed
+        dtype = config.dtype if not alone or multiplies_bfloat16() else "float32"
+        self._casts = alone and dtype == "bfloat16"
         try:
             kind, options = self._kind(folder, config.lora if trained else None)
             self.model = _load(
-                folder, self._ranks, config, kind, frozen=self._adapted, tensor_plan=self.tensor_plan, **options
+                folder,
+                self._ranks,
+                config,
+                kind,
+                mixed=dtype == "bfloat16" and not self._casts,
+                frozen=self._adapted,
+                tensor_plan=self.tensor_plan,
+                **options,
             )
         except (OSError, ValueError) as error:
             raise RollartError(f"no causal language model can be loaded from {folder}: {error}") from error
@@ -89,7 +104,9 @@ class PolicyModel:
         self.shares_prompts = self._gates is None and not flash  # experts are counted, and chosen, by sequence
         last = getattr(_layers(self.model)[-1], "mlp", None) if self._gates is None else None
         tail = None if last is None else _TrainedRows(last)
-        self.model.forward = MethodType(_Forward(self._ranks, self._gates, tail, self._outputs), self.model)
+        multiple = max(MIN_PADDING, config.pack_tokens // PASS_SIZES) if self._casts and self._gates is None else 1
+        self.model.forward = MethodType(_Forward(self._ranks, self._gates, tail, self._outputs, multiple), self.model)
+        self._cast_names = self._to_cast() if self._casts else {}
 
     def _kind(self, folder: Path, lora: LoraConfig | None) -> tuple[Any, dict[str, Any]]:
         """The class of the model, and what `from_pretrained` needs besides."""
@@ -104,7 +121,7 @@ class PolicyModel:
     def _outputs(self, model: Any, hidden: Tensor, targets: Tensor, temperature: Tensor | None) -> tuple[Tensor, ...]:
         """What the head makes of the states before the trained tokens."""
         weight, bias, split = _head(model, self._ranks.tensor)
-        return score(hidden, weight, targets, bias=bias, temperature=temperature, split=split)
+        return score(hidden.to(weight.dtype), weight, targets, bias=bias, temperature=temperature, split=split)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """By name, tied ones once; with LoRA the adapters alone. They are DTensors if they are sharded."""
@@ -140,10 +157,25 @@ class PolicyModel:
 
     def logprobs(self, packed: Packed) -> tuple[Tensor, Tensor]:
         """Log-probability of every trained token, and the entropy of the distribution it was sampled from."""
-        values: tuple[Tensor, Tensor] = self.model(packed)
+        values: tuple[Tensor, Tensor] = self._cast_pass(packed) if self._casts else self.model(packed)
         if not torch.is_grad_enabled():
             _reshard(self.model)
         return values
+
+    def _cast_pass(self, packed: Packed) -> Any:
+        weights = self.parameters()
+        given = {
+            name: weights[owner].to(torch.bfloat16) if cast else weights[owner]
+            for name, (owner, cast) in self._cast_names.items()
+        }
+        return functional_call(self.model, given, (packed,), tie_weights=False)
+
+    def _to_cast(self) -> dict[str, tuple[str, bool]]:
+        """By name in the model: that in parameters(), and whether a pass casts it. Not the head: logits as coarse as
+        bfloat16 would be off by more than the states are."""
+        head = self.model.get_output_embeddings()
+        exact = {f"{name}." for name, module in self.model.named_modules() if module is head}
+        return {name: (owner, not name.startswith(tuple(exact))) for name, owner in self.names().items()}
 
     def base(self) -> "FrozenBase | None":
         """What it was before it was trained, if that is still there: with adapters off."""
@@ -190,8 +222,11 @@ class _Forward:
         gates: WatchedGates | None,
         tail: _TrainedRows | None,
         outputs: Callable[[Any, Tensor, Tensor, Tensor | None], tuple[Tensor, ...]],
+        multiple: int,
     ) -> None:
+        """Passes are padded to a `multiple` of tokens."""
         self._context, self._gates, self._tail, self._outputs = ranks.context, gates, tail, outputs
+        self._multiple = multiple
 
     def __call__(self, model: Any, packed: Packed) -> tuple[Tensor, ...]:
         context, total = self._context, packed.tokens.shape[1]
@@ -203,10 +238,13 @@ class _Forward:
             mine = (predict >= start) & (predict < start + size)
             predict, targets = predict[mine] - start, targets[mine]
             temperature = None if temperature is None else temperature[mine]
+        if padding := -total % self._multiple:
+            tokens, positions = (functional.pad(each, (0, padding)) for each in (tokens, positions))
         if self._gates is not None:
             self._gates.begin(packed)
         if self._tail is not None:
-            self._tail.rows = torch.unique(predict)  # a teacher's likeliest tokens repeat a position
+            rows = torch.unique(predict)  # a teacher's likeliest tokens repeat a position
+            self._tail.rows = _with_others(rows, -len(rows) % self._multiple, tokens.shape[1])
         states = model.base_model(
             input_ids=tokens, position_ids=positions, use_cache=False, packed=packed, context=context
         ).last_hidden_state[0]
@@ -225,6 +263,20 @@ class _Forward:
         return values
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions for it."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def _with_others(rows: Tensor, count: int, total: int) -> Tensor:
+    """`rows`, and `count` of the other rows up to `total`."""
+    if not count:
+        return rows
+    free = torch.ones(total, dtype=torch.bool, device=rows.device)
+    free[rows] = False
+    return torch.cat((rows, free.nonzero()[:count, 0]))
+
+
 def _head(model: Any, peers: Peers | None) -> tuple[Tensor, Tensor | None, VocabularySplit | None]:
     head = model.get_output_embeddings()
     weight, bias, split = head.weight, getattr(head, "bias", None), None
@@ -236,10 +288,18 @@ def _head(model: Any, peers: Peers | None) -> tuple[Tensor, Tensor | None, Vocab
 
 
 def _load(
-    folder: Path, ranks: Ranks, config: TrainingConfig, kind: Any, *, frozen: bool, tensor_plan: Any, **options: Any
+    folder: Path,
+    ranks: Ranks,
+    config: TrainingConfig,
+    kind: Any,
+    *,
+    mixed: bool,
+    frozen: bool,
+    tensor_plan: Any,
+    **options: Any,
 ) -> Any:
-    """With `frozen` weights, which are kept in the dtype of computation."""
-    layout, mixed = ranks.layout, config.dtype == "bfloat16"
+    """If `mixed`, FSDP casts to bfloat16. With `frozen` weights, which are kept in the dtype of computation."""
+    layout = ranks.layout
     offloaded = "optimizer" in config.offload and ranks.device.type != "cpu"  # on CPUs it is there already
     if ranks.size > 1:
         options["distributed_config"] = DistributedConfig(

@@ -15,7 +15,7 @@ import pytest
 from rollart.app import preflight
 from rollart.core.event_log import read_events
 from rollart.core.events import AgentPlayed, StepDone
-from rollart.fleet import controller as controller
+from rollart.fleet import controller, evaluation
 from rollart.observe.metrics import measure
 from rollart.rollout.ledger import SqliteLedger
 from rollart.rollout.samples import samples
@@ -59,7 +59,7 @@ def test_an_agent_task_trains_and_reports_what_its_agents_did(trained: Path) -> 
 @pytest.mark.slow
 def test_an_agent_task_is_evaluated_with_a_saved_model(trained: Path, tmp_path: Path) -> None:
     run = preflight.load_run(EXAMPLE, SMALL, need_model=False)
-    result = asyncio.run(controller.evaluate(run, trained / "model", directory=tmp_path / "eval"))
+    result = asyncio.run(evaluation.evaluate(run, trained / "model", directory=tmp_path / "eval"))
     assert result["tasks"]["digits"]["episodes"] == 4
     assert result["tasks"]["digits"]["failed"] == 0
 

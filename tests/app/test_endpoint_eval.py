@@ -4,14 +4,18 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import StringIO
 from pathlib import Path
 from threading import Thread
 
 import pytest
+from rich.console import Console
 
 import rollart
+from rollart.app.run_reader import RunFolder
 from rollart.config.loading import load
 from rollart.core.errors import ConfigError, RollartError
+from rollart.observe.report import report
 from rollart.rollout.ledger import SqliteLedger
 
 RUN = """
@@ -63,6 +67,24 @@ def test_an_endpoint_plays_every_episode_as_often_as_asked(run_file: Path, tmp_p
     played = list(SqliteLedger.open_readonly(tmp_path / "eval" / "ledger.sqlite").trajectories(held_out=True))
     assert {trajectory.turns[0].action for trajectory in played} == {'"12"\nnot the sum\x1e'}
     assert len({trajectory.seed for trajectory in played}) == 6
+
+
+@pytest.mark.slow
+def test_an_endpoint_answers_each_held_out_row_once_and_the_report_names_it(tmp_path: Path) -> None:
+    rows = [json.dumps({"question": f"{number}?", "answer": "12"}) for number in range(60)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    dataset = f"dataset: {{path: {tmp_path / 'rows.jsonl'}, prompt: '{{question}}'}}, reward: exact"
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN.replace('env: "rollart.envs.addition:Addition"', dataset).replace("6, samples: 2", "100"))
+    with served("12") as (url, requests):
+        found = rollart.evaluate(path, "big-model", endpoint=url, folder=tmp_path / "eval")
+    asked = [str(request["messages"]) for request in requests]
+    assert 0 < len(asked) == len(set(asked)) == found.tasks["sums"].episodes < 20
+    console = Console(width=100, record=True, file=StringIO())
+    console.print(report(RunFolder(tmp_path / "eval").snapshot()))
+    page = console.export_text()
+    assert f"sums (eval of big-model at {url}, seed 0): finished" in page
+    assert "before" not in page and "trained" not in page
 
 
 @pytest.mark.slow

@@ -1,7 +1,9 @@
 """What `rollart launch` writes: valid scripts and manifests, with the nodes that the pools need."""
 
+import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from typer.testing import CliRunner
 from rollart.app.cli import app
 from rollart.app.manifests import NodeGroup, NodeShape, node_groups
 from rollart.config.loading import load
+from rollart.launch.local import free_port
 
 RUN = """
 name: fleet
@@ -22,6 +25,15 @@ pools:
   trainer: {role: train, device: H800, count: 8}
   reading: {role: generate, device: H800, count: 8}
   given: {role: generate, device: H20, urls: ["http://elsewhere:1"]}
+"""
+
+JOB = """
+name: job
+model: {tiny: {hidden: 32, layers: 1, heads: 2, kv_heads: 1, context: 128}}
+tasks: [{name: sums, env: "rollart.envs.addition:Addition", max_context: 100, sampling: {max_tokens: 4}}]
+environments: {processes: 2}
+training: {steps: 1, batch_groups: 1, group_size: 2, lr: 1.0e-4}
+evaluation: {every: 0, final_episodes: 1}
 """
 
 
@@ -135,4 +147,27 @@ def test_the_ray_job_names_the_run_file_as_one_word(run_file: Path) -> None:
         "seed=2",
         "--set",
         "cluster=auto",
+        "--output",
+        str(Path("runs").absolute()),
     ]
+
+
+@pytest.mark.slow
+def test_a_job_submitted_to_ray_trains_and_leaves_its_run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(JOB)
+    port = free_port("127.0.0.1")
+    head = {"num_cpus": 8, "object_store_memory": 80_000_000, "include_dashboard": True, "dashboard_port": port}
+    cluster = Cluster(initialize_head=True, head_node_args={**head, "labels": {"rollart.io/device": "cpu"}})
+    try:
+        command = written("ray", "run.yaml", "--address", f"http://127.0.0.1:{port}")
+        job = subprocess.run(command, shell=True, timeout=300, check=False, capture_output=True, text=True)
+    finally:
+        cluster.shutdown()
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert "ended at version 1: finished" in job.stdout
+    assert (tmp_path / "runs" / "job-1" / "model" / "config.json").is_file()

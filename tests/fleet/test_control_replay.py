@@ -129,7 +129,7 @@ async def train(tape: AnyTape, registry: EngineRegistry, world: World) -> None:
         version=0,
         source=scheduler,
         trainer=TapedTrainer(tape, lambda: modelled),
-        router=runner.router,
+        engines=registry,
         evaluator=Evaluator(tasks, runner, ledger, sink),
         ledger=ledger,
         sink=sink,

@@ -13,7 +13,7 @@ from world import Recorder
 from benchmarks.modelled import ModelledEngine
 from rollart.app import preflight
 from rollart.config import RunFile
-from rollart.core.events import ServiceEnded
+from rollart.core.events import ServiceEnded, Warned
 from rollart.core.types import EngineStatus, LoadResult, Publication
 from rollart.engines.client import StatusPush, push_handler
 from rollart.fleet import engine_supervisor
@@ -208,3 +208,30 @@ def test_thousands_of_engines_are_sampled_less_often_but_all_of_them(
     assert len(asked) == engines
     assert fewest <= min(asked.values()) and max(asked.values()) <= most
     assert asked.total() <= seconds * SAMPLES_PER_S + 1
+
+
+def test_an_engine_that_does_not_report_any_more_is_asked_again() -> None:
+    sink, reported = Recorder(), 0
+
+    class Forgetful(ModelledEngine):
+        asked = 0
+
+        async def push_status(self, push: StatusPush, on_status: Callable[[EngineStatus], None]) -> None:
+            nonlocal reported
+            self.asked += 1
+            for _ in range(3):
+                await asyncio.sleep(push.every)
+                on_status(await self.status())
+                reported += 1
+            await asyncio.Event().wait()
+
+    async def sampled() -> None:
+        engine = Forgetful(Random(0))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(60):
+                await EngineSampler(EngineRegistry({"engine": engine}), sink).sample("engine", engine)
+        assert engine.asked == 2
+
+    clock.run(sampled())
+    assert reported == 6
+    assert [event.message for event in sink.of(Warned)] == ["engine has not reported its status for 31 s"]

@@ -70,13 +70,17 @@ def test_plain_lines_come_every_ten_seconds_and_for_what_matters(tmp_path: Path)
         for step in range(1, 101):
             log.emit(ev.WarmupStep(step=step, steps=100, loss=2.0))
         log.emit(ev.Evaluated(version=0, task="a", episodes=8, success=0.5, reward=0.5, failed=0))
+        log.emit(ev.GroupStarted(group="g", task="a", seed=1, members=1, version=0))
+        for version in (1, 2):
+            log.emit(ev.StepDone(version=version, seconds=0.25, tokens=10, values={}, tasks={}))
         log.emit(ev.Warned(message="careful"))
         log.emit(ev.RunEnded(version=10, reason="finished"))
     log.close()
     lines = text(console).splitlines()
     assert sum("warmup" in line for line in lines) == 2
-    assert [line.split("] ")[1] for line in lines[-3:]] == [
+    assert [line.split("] ")[1].partition(",")[0] for line in lines[-4:]] == [
         "version 0: a 0.500 on 8 held-out episodes",
+        "step 1/10",
         "warning: careful",
         "ended at version 10: finished",
     ]

@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rollart.core import events as ev
 from rollart.observe import tensorboard
+from rollart.observe.live import status
 from rollart.observe.metric_table import METRICS, Metric, on
 from rollart.observe.metrics import measure
 from rollart.observe.report import report
@@ -59,6 +60,6 @@ def test_every_metric_has_a_name_and_a_tag_of_its_own() -> None:
 
 def test_a_metric_without_a_value_is_not_shown(declared: list[ev.AnyEvent]) -> None:
     shot = measure([event for event in declared if not isinstance(event, ev.TurnDone)])
-    for page in (text(screen(shot, {}, 80)), text(report(shot, 80))):
-        assert "prompts cached" not in page
+    for page in (text(screen(shot, {}, 80)), text(report(shot, 80)), status(shot)):
+        assert "prompts cached" not in page and "tokens/s" not in page  # robots have none
     assert summarise(shot)["cache_hits"] is None

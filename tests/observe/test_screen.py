@@ -27,6 +27,13 @@ def test_no_line_is_wider_than_the_terminal_at_any_moment(width: int, task: str)
     assert max(map(len, drawn(metrics, width))) <= width
 
 
+def test_a_long_warning_is_wrapped_so_that_its_advice_is_seen() -> None:
+    metrics = Metrics()
+    metrics.fold(ev.Warned(message=f"drift: {'words ' * 20}: lower training.lr. {'evidence ' * 90}"))
+    page = drawn(metrics, 80)
+    assert any("lower training.lr" in line for line in page) and sum("evidence" in line for line in page) < 4
+
+
 def test_the_screen_tells_what_matters() -> None:
     metrics = Metrics()
     log = sample_run(steps=20)

@@ -132,3 +132,44 @@ def test_the_limits_of_the_task_end_it_with_their_name(run_file: Path) -> None:
 def test_what_cannot_be_played_is_reported_in_a_sentence(run_file: Path, arguments: list[str], sentence: str) -> None:
     code, _, errors = play(run_file, *arguments)
     assert code == 2 and sentence in errors and "Traceback" not in errors
+
+
+AGENT = """\
+from rollart.core.llm_client import ask
+
+
+def solve(endpoint, episode):
+    said = [{"role": "user", "content": "a number"}]
+    for question in ("a larger one", ""):
+        answer = ask(endpoint.base_url, endpoint.model, said, whole=False)
+        said += [{"role": "assistant", "content": answer}, {"role": "user", "content": question}]
+    return {"reward": float(said[3]["content"] > said[1]["content"]), "success": True}
+"""
+
+
+@pytest.fixture
+def agent_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "larger.py").write_text(AGENT)
+    path = tmp_path / "agent.yaml"
+    task = '{name: larger, agent: "larger:solve", max_context: 100, sampling: {max_tokens: 4}}'
+    path.write_text(f"model: {{tiny: {{context: 256}}}}\ntasks: [{task}]\n")
+    monkeypatch.chdir(tmp_path)
+    return path
+
+
+def test_a_person_answers_the_requests_of_an_agent(agent_file: Path) -> None:
+    code, text, errors = play(agent_file, "larger", typed="3\n7\n")
+    assert (code, errors) == (0, "")
+    assert (
+        text.index("a number") < text.index("a larger one") < text.index("finished after 2 answers; reward 1, success")
+    )
+    code, text, errors = play(agent_file, "larger", typed="3\n")
+    assert (code, errors) == (0, "") and text.rstrip().endswith("you left")
+
+
+def test_a_saved_model_answers_an_agent_and_a_script_cannot(agent_file: Path, tmp_path: Path) -> None:
+    model = tiny.make(TinyModelConfig(hidden=32, layers=1, heads=2, kv_heads=1, context=256), tmp_path / "model", 0)
+    code, text, errors = play(agent_file, "larger", "--player", model, "--tokens")
+    assert (code, errors) == (0, "") and "finished after 2 answers" in text and " tokens: " in text
+    code, _, errors = play(agent_file, "larger", "--player", "scripted")
+    assert code == 2 and "is an agent: answer it yourself" in errors

@@ -50,7 +50,7 @@ class Pair:
         self.registry = EngineRegistry(engines)
         self.bugs: list[BaseException] = []
         self.desk = RoutingDesk(Router(self.registry), Recorder(), {}, send=self._reply, on_bug=self.bugs.append)
-        self.line = ControllerLine(self._tell)
+        self.line = ControllerLine(self._tell, self._tell)
         self.router = DirectRouter(self.line, engines)
 
     def _tell(self, message: PlayerMessage) -> None:

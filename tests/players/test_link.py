@@ -6,7 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from rollart.players.link import Link
+from rollart.players.link import LATER_S, Link
+from rollart.simulator import clock
 
 
 async def linked(folder: Path, ended: Callable[[str], object]) -> tuple[Link, Link, asyncio.Queue[bytes]]:
@@ -37,6 +38,36 @@ def test_messages_of_one_turn_of_the_loop_are_one_frame_and_stay_in_order(tmp_pa
         far.close()
 
     asyncio.run(main())
+
+
+def test_what_can_wait_goes_with_what_cannot_or_a_little_later() -> None:
+    async def main() -> None:
+        frames: list[bytes] = []
+        link = Link(lambda frame: None, lambda reason: None)
+
+        class Wire(asyncio.Transport):
+            def write(self, data: object) -> None:
+                frames.append(bytes(data)[4:])  # type: ignore[call-overload]
+
+        def got() -> list[object]:
+            return [msgspec.msgpack.decode(frame) for frame in frames]
+
+        link.send_later("before there is a connection")
+        link.connection_made(Wire())
+        await asyncio.sleep(0)
+        for message in (1, 2):
+            link.send_later(message)
+        await asyncio.sleep(LATER_S / 2)
+        assert got() == [["before there is a connection"]]
+        link.send(3)
+        await asyncio.sleep(0)
+        link.send_later(4)
+        await asyncio.sleep(2 * LATER_S)
+        link.send_later(5)
+        await asyncio.sleep(2 * LATER_S)
+        assert got()[1:] == [[1, 2, 3], [4], [5]]
+
+    clock.run(main())
 
 
 def test_frames_are_found_wherever_the_stream_is_cut() -> None:

@@ -18,7 +18,7 @@ def run_file(tasks: list[dict[str, object]], **sections: object) -> RunFile:
 
 
 @pytest.mark.parametrize(
-    ("processes", "cores", "players"), [(64, 64, 0), (256, 64, 0), (512, 2, 1), (512, 64, 2), (100_000, 64, 32)]
+    ("processes", "cores", "players"), [(64, 64, 0), (256, 64, 0), (512, 2, 0), (512, 64, 2), (100_000, 64, 32)]
 )
 def test_auto_is_one_for_256_environments_on_half_of_the_cores(
     processes: int, cores: int, players: int, monkeypatch: pytest.MonkeyPatch

@@ -98,6 +98,7 @@ def test_trajectories_of_a_killed_player_are_replaced(tmp_path: Path, monkeypatc
             made.scheduler.admit()
             async with asyncio.timeout(120):
                 await sink.until(lambda: len(sink.of(TurnDone)) >= 10)
+                assert b"tcache_count" in Path(f"/proc/{sink.starts('player-1')[0]}/environ").read_bytes()
                 os.kill(sink.starts("player-1")[0], signal.SIGKILL)
                 batch = await made.scheduler.take_batch()
                 await sink.until(lambda: len(sink.starts("player-1")) == 2)

@@ -89,6 +89,8 @@ def test_the_last_score_that_the_judge_gives_is_the_reward(reply, score):
         (b"<html>Score: 1", 200, "did not reply"),
         ("Score: 1", 500, "HTTP 500"),
         ("Score: 1", 429, "HTTP 429"),
+        ("Score: 1", 401, "HTTP 401 at http.*no key was sent: OPENAI_API_KEY"),
+        ("Score: 1", 404, "HTTP 404 at http.*ends in /v1"),
     ],
 )
 def test_a_judge_that_gives_no_clear_score_is_a_failure_and_never_a_reward(answer, status, reason):

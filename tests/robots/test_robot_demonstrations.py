@@ -10,7 +10,7 @@ import torch
 
 from rollart.config.robots import ControlConfig
 from rollart.robots.chunks import ImitationData, Scaling
-from rollart.robots.demonstrations import Demonstration, DemonstrationError, load, save
+from rollart.robots.demonstrations import Demonstration, DemonstrationError, load, load_for, save
 
 
 def episode(length: int, start: float = 0.0) -> Demonstration:
@@ -47,7 +47,8 @@ def test_a_folder_gives_its_files_in_order_and_no_more_than_asked_for(tmp_path: 
         ({**GOOD, "lengths": np.array([2, 2])}, "`lengths` must be whole numbers that add up"),
         ({**GOOD, "lengths": np.array([5, 0])}, "`lengths` must be whole numbers that add up"),
         ({**GOOD, "actions": np.zeros(5)}, "expected numbers [time, size]"),
-        ({**GOOD, "actions": np.full((5, 2), np.nan)}, "not finite, first at step 0, number 0"),
+        ({**GOOD, "observations": np.zeros(15)}, "`observations` is float64 (15,); expected numbers [time, size]"),
+        ({**GOOD, "actions": np.full((5, 2), np.nan)}, "episode 0: `actions` has values that are not finite, first at"),
         ({**GOOD, "observations": np.full((5, 3), "x")}, "expected numbers [time, size]"),
     ],
 )
@@ -67,6 +68,15 @@ def test_a_file_that_is_not_npz_a_missing_one_and_too_few_episodes_are_refused(t
     save(tmp_path / "one.npz", [episode(3)])
     with pytest.raises(DemonstrationError, match="have 1 episodes, fewer than the 2 asked for"):
         load(tmp_path / "one.npz", 2)
+
+
+def test_demonstrations_of_another_task_are_refused_before_training(tmp_path: Path) -> None:
+    file = written(tmp_path / "b.npz", observations=np.zeros((5, 39)), actions=np.zeros((5, 4)))
+    assert len(load_for("metaworld:reach-v3", file, 1)) == 1
+    with pytest.raises(DemonstrationError, match="observations of 39 and actions of 4 numbers, but adroit:door has"):
+        load_for("adroit:door", file, 1)
+    with pytest.raises(DemonstrationError, match="reach-v3 has observations of 391 and actions of 4 numbers"):
+        load_for("metaworld:reach-v3", file, 1, points=128)
 
 
 def test_episodes_of_different_sizes_are_refused(tmp_path: Path) -> None:

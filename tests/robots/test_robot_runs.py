@@ -18,6 +18,7 @@ from rollart.core.event_log import read_events
 from rollart.core.events import Checkpointed, Evaluated, RunEnded, RunStarted, WarmupStep
 from rollart.core.types import Message, Step
 from rollart.robots import comparison, imitation
+from rollart.robots import record as recording
 from rollart.robots.chunks import ImitationData
 from rollart.robots.demonstrations import Demonstration
 from rollart.robots.episodes import PolicyDiverged, evaluate
@@ -102,6 +103,32 @@ def test_a_task_of_another_size_is_refused(tmp_path: Path) -> None:
         asyncio.run(evaluate(policy, ScriptedPool(5, broken=False), TASK, episodes=1, seed=0, parallel=1))
 
 
+def test_the_others_do_not_go_on_for_a_slow_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+
+    @asynccontextmanager
+    async def no_environment(task: object, config: object) -> AsyncIterator[None]:
+        yield
+
+    async def recorded() -> list[int]:
+        enough = asyncio.Event()
+
+        async def episode(env: None, name: str, seed: int, deadline: float) -> Demonstration:
+            begun.append(seed)
+            if len(begun) == 1:
+                await enough.wait()
+            return Demonstration(np.zeros((1, 2)), np.full((1, 2), seed))
+
+        monkeypatch.setattr(recording, "single_environment", no_environment)
+        monkeypatch.setattr(recording, "_episode", episode)
+        found = await record(
+            "toy:obstacle", 4, 0, config=two_processes(), on_progress=lambda done: done == 4 and enough.set()
+        )
+        return [int(one.actions[0, 0]) for one in found.demonstrations]
+
+    assert asyncio.run(recorded()) == begun[:4] and len(begun) == 5
+
+
 @pytest.mark.slow
 def test_the_same_seed_records_the_same_episodes_whatever_the_processes() -> None:
     one, two = (
@@ -139,24 +166,32 @@ def test_a_run_leaves_its_log_policy_and_score_and_resumes_from_its_checkpoint(t
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+PLAN = comparison.ComparisonFile.model_validate(
+    {
+        **{key: SMALL[key] for key in ("demonstrations", "control", "network", "training")},
+        "evaluation": {"episodes": 2},
+        "tasks": ["toy:obstacle"],
+        "policies": {"mean": "regression", "fast": "meanflow"},
+        "seeds": 2,
+    }
+)
+
+
+def test_a_comparison_whose_time_is_up_begins_nothing(tmp_path: Path) -> None:
+    assert asyncio.run(comparison.compare(PLAN, tmp_path, lambda one: None, seconds=0.0)) == []
+    assert not (tmp_path / "demonstrations").exists() and not (tmp_path / "logs").exists()
+
+
 @pytest.mark.slow
 def test_a_comparison_trains_stacks_and_does_only_what_is_missing(tmp_path: Path) -> None:
-    plan = comparison.ComparisonFile.model_validate(
-        {
-            **{key: SMALL[key] for key in ("demonstrations", "control", "network", "training")},
-            "evaluation": {"episodes": 2},
-            "tasks": ["toy:obstacle"],
-            "policies": {"mean": "regression", "fast": "meanflow"},
-            "seeds": 2,
-        }
-    )
     seen: list[comparison.ComparedPolicy] = []
-    results = asyncio.run(comparison.compare(plan, tmp_path, seen.append))
+    results = asyncio.run(comparison.compare(PLAN, tmp_path, seen.append))
+    assert all(one.step_ms > 0 for one in results)
     assert {(one.policy, one.seed) for one in results} == {(name, seed) for name in ("mean", "fast") for seed in (0, 1)}
     lines = (tmp_path / comparison.RESULTS).read_text().splitlines(keepends=True)
     (tmp_path / comparison.RESULTS).write_text("".join(lines[1:]))
     seen.clear()
-    asyncio.run(comparison.compare(plan, tmp_path, seen.append))
+    asyncio.run(comparison.compare(PLAN, tmp_path, seen.append))
     assert len(seen) == 1
 
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import pytest
@@ -12,21 +12,35 @@ import torch
 from typer.testing import CliRunner
 
 from rollart.app.cli import app
+from rollart.config import loading
 from rollart.config.robots import RobotRunFile
 from rollart.core.errors import EnvironmentFailed, RollartError
-from rollart.core.event_log import read_events
-from rollart.core.events import BatchTaken, Checkpointed, Evaluated, GroupDropped, GroupStarted, RunStarted, StepDone
-from rollart.core.types import Message, Step
+from rollart.core.event_log import EventLog, read_events
+from rollart.core.events import (
+    BatchTaken,
+    Checkpointed,
+    Evaluated,
+    GroupDropped,
+    GroupStarted,
+    RunStarted,
+    StepDone,
+    TrajectoryEnded,
+)
+from rollart.core.schedule import Schedule
+from rollart.core.types import Message, Publication, Step
 from rollart.envs.obstacle import Obstacle, player
 from rollart.observe.snapshot import words_of
 from rollart.robots import imitation
 from rollart.robots.chunks import ImitationData
 from rollart.robots.demonstrations import checked
-from rollart.robots.exploration import EpisodeGroup, GroupPlayer, chunk_batch
+from rollart.robots.exploration import ActingPolicy, RobotRunner, chunk_batch
 from rollart.robots.learner import DivergedError, ImitationLearner, LearnerConfig, TrainedPolicy
 from rollart.robots.suites import robot_task
 from rollart.robots.tuning import gain_of, tune
 from rollart.robots.tuning_learner import ChunkBatch, TuningLearner, learner_config
+from rollart.rollout.ledger import SqliteLedger
+from rollart.rollout.scheduler import Scheduler
+from rollart.rollout.trajectory import RolloutTask
 
 TASK = robot_task("toy:obstacle")
 RUN = {
@@ -115,17 +129,43 @@ class Kept:
         return [event for event in self.events if isinstance(event, kind)]
 
 
-def group_player(policy: TrainedPolicy, pool: LocalPool, run: RobotRunFile, sink: Kept) -> GroupPlayer:
-    return GroupPlayer(policy, pool, TASK, run.tuning, seed=0, parallel=8, version=0, number=0, sink=sink)
+class Exploring:
+    """The scheduler, with the obstacle in this process and a ledger in memory."""
+
+    def __init__(self, learner: TuningLearner, folder: Path, run: RobotRunFile, pool: LocalPool) -> None:
+        exported(learner, folder)
+        self.run, self.sink, self.ledger = run, Kept(), SqliteLedger.open(Path(":memory:"))
+        self.acting = ActingPolicy(folder / "policy", run.tuning.optimizer_steps)
+        self.scheduler = Scheduler(
+            tasks=[RolloutTask(TASK.name)],
+            schedule=Schedule(alpha=run.tuning.alpha),
+            batch_groups=run.tuning.groups,
+            group_size=run.tuning.group_size,
+            steps=run.tuning.steps,
+            runner=RobotRunner(environments=pool, acting=self.acting, task=TASK, sink=self.sink),
+            engines=self.acting,
+            ledger=self.ledger,
+            sink=self.sink,
+        )
+
+    async def take(self) -> ChunkBatch:
+        batch = await self.scheduler.take_batch()
+        return chunk_batch(batch, self.ledger, self.run.tuning.advantage, self.acting.policy)
+
+    def advance(self, learner: TuningLearner, folder: Path) -> None:
+        """An update that changed nothing."""
+        learner.step += self.run.tuning.optimizer_steps
+        exported(learner, folder)
+        self.acting.announce(Publication(self.acting.serving + 1))
 
 
 def batch_of(learner: TuningLearner, folder: Path, run: RobotRunFile) -> ChunkBatch:
     async def take() -> ChunkBatch:
-        acting = group_player(exported(learner, folder), LocalPool(), run, Kept())
+        exploring = Exploring(learner, folder, run, LocalPool())
         try:
-            return chunk_batch(await acting.take(), run.tuning.advantage, acting.policy)
+            return await exploring.take()
         finally:
-            await acting.close()
+            await exploring.scheduler.stop()
 
     return asyncio.run(take())
 
@@ -222,61 +262,81 @@ def test_a_scorer_that_diverges_stops_the_tuning(tmp_path: Path) -> None:
 
 
 def test_a_group_that_is_too_old_is_dropped_and_counted_and_the_others_do_not_wait_for_it(tmp_path: Path) -> None:
-    run, sink = run_file(steps=4, alpha=1), Kept()
-    policy = exported(tuner(tmp_path, run), tmp_path)
+    run = run_file(steps=4, alpha=1)
+    learner = tuner(tmp_path, run)
 
-    async def play() -> list[list[EpisodeGroup]]:
+    async def play() -> tuple[Kept, str]:
         never = asyncio.Event()  # the first group hangs in its first chunk
 
         def gate(seed: int) -> asyncio.Event | None:
-            return never if seed == sink.of(GroupStarted)[0].seed else None
+            return never if seed == exploring.sink.of(GroupStarted)[0].seed else None
 
-        acting = group_player(policy, LocalPool(gate), run, sink)
-        taken = []
-        for version in range(1, 4):
-            taken.append(await acting.take())
-            policy.step = version * run.tuning.optimizer_steps
-            acting.advance(policy)
-        await acting.close()
-        return taken
+        exploring = Exploring(learner, tmp_path, run, LocalPool(gate))
+        for _ in range(3):
+            assert len((await exploring.take()).chosen)
+            exploring.advance(learner, tmp_path)
+        await exploring.scheduler.stop()
+        return exploring.sink, exploring.sink.of(GroupStarted)[0].group
 
-    taken = asyncio.run(play())
-    assert [len(groups) for groups in taken] == [2, 2, 2]
-    assert all(group.number != 0 for groups in taken for group in groups)
-    assert [(event.group, event.reason) for event in sink.of(GroupDropped)] == [("g0", "stale")]
+    sink, first = asyncio.run(play())
+    assert [len(event.ids) for event in sink.of(BatchTaken)] == [2, 2, 2]
+    assert all(first not in event.ids for event in sink.of(BatchTaken))
+    assert [(event.group, event.reason) for event in sink.of(GroupDropped)] == [(first, "stale")]
     assert all(age <= 1 for event in sink.of(BatchTaken) for age in event.staleness)
 
 
 def test_no_more_groups_are_started_than_the_bound_allows(tmp_path: Path) -> None:
-    run, sink = run_file(steps=3, alpha=0), Kept()
-    policy = exported(tuner(tmp_path, run), tmp_path)
+    run = run_file(steps=3, alpha=0)
+    learner = tuner(tmp_path, run)
 
     async def play() -> list[int]:
-        acting, started = group_player(policy, LocalPool(), run, sink), []
-        while acting.version < 3:
-            await acting.take()
-            started.append(len(sink.of(GroupStarted)))  # nothing runs while the policy is trained
-            acting.advance(policy)
-        await acting.close()
-        return [*started, len(sink.of(GroupStarted))]
+        exploring, started = Exploring(learner, tmp_path, run, LocalPool()), []
+        for _ in range(3):
+            await exploring.take()
+            started.append(len(exploring.sink.of(GroupStarted)))  # nothing runs while the policy is trained
+            exploring.advance(learner, tmp_path)
+        await exploring.scheduler.stop()
+        return [*started, len(exploring.sink.of(GroupStarted))]
 
     assert asyncio.run(play()) == [2, 4, 6, 6]
 
 
+def test_a_policy_that_is_too_old_waits_for_the_next(tmp_path: Path) -> None:
+    run = run_file()
+    learner = tuner(tmp_path, run)
+
+    async def play() -> list[int]:
+        exploring = Exploring(learner, tmp_path, run, LocalPool())
+        acting, steps = exploring.acting, []
+        for version in (0, 1):
+            acting.require(version)
+            noise = torch.zeros(acting.policy.noise_size)
+            proposing = asyncio.create_task(acting.propose(torch.zeros(1, 2), noise))
+            await asyncio.wait([proposing], timeout=0 if version else 30)
+            assert proposing.done() is (version == 0)
+            if version:
+                exploring.advance(learner, tmp_path)
+            steps.append((await proposing)[1])
+        return steps
+
+    assert asyncio.run(play()) == [0, 3]
+
+
 def test_an_environment_that_fails_is_no_failure_of_the_policy(tmp_path: Path) -> None:
-    run, sink = run_file(group_size=4), Kept()
-    policy = exported(tuner(tmp_path, run), tmp_path)
+    run = run_file(group_size=4)
+    learner = tuner(tmp_path, run)
 
-    async def play(broken) -> list[EpisodeGroup]:
-        acting = group_player(policy, LocalPool(broken=broken), run, sink)
+    async def play(broken) -> tuple[ChunkBatch, Kept]:
+        exploring = Exploring(learner, tmp_path, run, LocalPool(broken=broken))
         try:
-            return await acting.take()
+            return await exploring.take(), exploring.sink
         finally:
-            await acting.close()
+            await exploring.scheduler.stop()
 
-    groups = asyncio.run(play(lambda claim: claim % 4 == 1))
-    assert [len(group.played) for group in groups] == [3, 3]
-    with pytest.raises(RollartError, match="4 groups of toy-obstacle could not be played; the simulator crashed"):
+    batch, sink = asyncio.run(play(lambda claim: claim % 4 == 1))
+    assert len(batch.sequences.unique()) == 8  # others are played in place of those that failed
+    assert {event.outcome for event in sink.of(TrajectoryEnded) if event.reward is None} >= {"env_failed"}
+    with pytest.raises(RollartError, match=r"nothing is left to train on; .*the simulator crashed"):
         asyncio.run(play(lambda claim: True))
 
 
@@ -306,24 +366,33 @@ def test_what_cannot_be_tuned_is_one_sentence(tmp_path: Path, changes: list[str]
     assert "Traceback" not in result.output
 
 
+def test_what_the_episodes_so_far_depend_on_stays_when_a_tuning_is_resumed(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(loading.dump(run_file()))
+    with pytest.raises(RollartError, match=r"was started with tuning\.candidates 4; resume it with the same"):
+        asyncio.run(tune(run_file(candidates=2), tmp_path, start=None, on_log=lambda log: None))
+
+
 @pytest.mark.slow
 def test_a_tuning_leaves_its_log_policy_and_gain_and_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     run, trained, folder = run_file(evaluate_every=2), tmp_path / "trained", tmp_path / "tuned"
     asyncio.run(imitation.train(run, trained, resume=False, on_log=lambda log: None))
 
-    def stop(event: object) -> None:
-        if isinstance(event, Checkpointed):
-            asyncio.get_running_loop().call_soon(asyncio.current_task().cancel)
+    def stop_at_a_checkpoint(log: EventLog) -> None:
+        tuning = asyncio.current_task()
+        log.subscribe(lambda event: isinstance(event, Checkpointed) and not tuning.cancelling() and tuning.cancel())
 
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(tune(run, folder, start=trained, on_log=lambda log: log.subscribe(stop)))
+        asyncio.run(tune(run, folder, start=trained, on_log=stop_at_a_checkpoint))
     started = next(iter(read_events(folder / "events", RunStarted)))
     assert words_of(started.work).command == "robots tune"
     gain = asyncio.run(tune(run, folder, start=None, on_log=lambda log: None))
-    assert [event.version for event in read_events(folder / "events", RunStarted)] == [0, 2]
+    first, second = (event.version for event in read_events(folder / "events", RunStarted))
+    assert first == 0 and second in (2, 3)  # an update that is under way when the run is stopped is saved
     assert [event.version for event in read_events(folder / "events", StepDone)] == [1, 2, 3]
     groups = [event.group for event in read_events(folder / "events", GroupStarted)]
     assert len(set(groups)) == len(groups)
+    with closing(SqliteLedger.open_readonly(folder / "ledger.sqlite")) as ledger:
+        assert ledger.group_states()["consumed"] == 3 * 2
     assert [event.version for event in read_events(folder / "events", Evaluated)] in ([0, 3], [0, 2, 3])
     assert json.loads((folder / "score.json").read_text())["success"] == gain.after
     policy = TrainedPolicy(folder / "policy")

@@ -126,7 +126,7 @@ def test_an_engine_that_cannot_load_a_version_keeps_serving_its_own_until_that_i
         recorder, lost = Recorder(), []
         engines = EngineRegistry({"x": Broken(random.Random(0)), "y": engine()}, sink=recorder, on_lost=lost.append)
         router = Router(engines)
-        await router.load(Publication(1))
+        await router.engines.load(Publication(1))
         assert engines.serving == 0 and not lost
         assert {(await router.generate(request(session))).engine for session in "abc"} == {"x", "y"}
         warned = [event.message for event in recorder.events if isinstance(event, Warned)]
@@ -134,7 +134,7 @@ def test_an_engine_that_cannot_load_a_version_keeps_serving_its_own_until_that_i
         engines.require(1)
         assert engines.serving == 1
         assert {(await router.generate(request(session))).engine for session in "def"} == {"y"}
-        await router.load(Publication(2))
+        await router.engines.load(Publication(2))
         assert lost == ["x"] and engines.serving == 2
 
     run(main())

@@ -134,6 +134,16 @@ def test_long_prompts_go_to_the_strong_device_and_long_answers_to_the_wide_ones(
     assert load["decode", "bandwidth"] > 5 * load.get(("decode", "compute"), 0)
 
 
+def test_a_small_pool_of_the_same_class_gets_its_part_of_a_task() -> None:
+    pools = [EnginePool(name, Roofline(STRONG, SHAPE)) for name in ("small", "large")]
+    for pool, count in zip(pools, (1, 4), strict=True):
+        for number in range(count):
+            pool.engines.append(EngineState(f"{pool.name}-{number}", pool, ModelledEngine(random.Random(0)), 0))
+    rule = routing_policy("measured")
+    to_small = sum(chosen(rule, ask(task="t"), pools).engine.pool.name == "small" for _ in range(100))
+    assert 10 <= to_small <= 30
+
+
 def test_a_conversation_leaves_its_prefix_only_for_something_clearly_better() -> None:
     pools = fleet(2, 0)
     here, there = pools[0].engines

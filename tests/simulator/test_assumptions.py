@@ -34,14 +34,31 @@ def test_every_assumption_names_its_value_and_the_key_that_changes_it() -> None:
     assert "response 512" in found["simulate.workloads.maths"]
     assert "ethernet of 25 GB/s" in found["simulate.weights"] and "s a transfer" in found["simulate.weights"]
 
+    assert found["simulate.workloads.<task>.step"] == "0 s"
+    assert found["engine.max_batch"] == "256" and found["engine.kv_megabytes"] == "90% of memory"
+    assert "40 s a step" in found["simulate.constants.train_efficiency, train_fixed_s; simulate.train"]
+
 
 def test_what_is_given_is_not_assumed() -> None:
-    tokens = {"turns": 4, "prompt": 100, "observation": 50, "response": 20}
-    weights = {"method": "store", "push": "ethernet", "pull": "infiniband"}
-    keys = {each.key for each in assumptions(scenario(workloads={"maths": tokens}, weights=weights))}
-    assert not any(key.startswith(("simulate.workloads", "simulate.weights")) for key in keys)
+    workload = {"turns": 4, "prompt": 100, "observation": 50, "response": 20, "reset": 3, "step": 1, "reward": 0}
+    given = scenario(
+        workloads={"maths": workload},
+        weights={"method": "store", "push": "ethernet", "pull": "infiniband"},
+        scoring={"concurrency": 10},
+        one_in=1,
+        train={"fixed": 3},
+        engines={"engines": {"fixed": 0.1, "token": 0}},
+    )
+    keys = {each.key for each in assumptions(given)}
+    assert keys == {"engine.max_batch", "engine.prefill_chunk", "engine.kv_megabytes"}
 
 
 def test_a_trainer_without_the_memory_for_its_model_is_reported_with_what_fits() -> None:
     assert too_little_memory(scenario(trainers=32)) is None
     assert "rollart check" in str(too_little_memory(scenario(trainers=2)))
+
+
+def test_a_part_that_stands_for_the_fleet_is_an_assumption() -> None:
+    whole = scenario()
+    part = whole.model_copy(update={"simulate": whole.simulate.model_copy(update={"one_in": 2})})
+    assert any(each.key == "simulate.one_in" and "one in 2" in each.value for each in assumptions(part))

@@ -1,4 +1,6 @@
+import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -6,9 +8,11 @@ import pytest
 from rollart.config import loading
 from rollart.core.errors import RollartError
 from rollart.core.event_log import EventLog
+from rollart.core.events import EngineSample
 from rollart.simulator.calibration import Calibration, calibrate, describe
 from rollart.simulator.distributions import Distribution, mean_of
 from rollart.simulator.fit import distance
+from rollart.simulator.measurements import HostLoad, RunMeasurements
 from rollart.simulator.scenario import Scenario, load
 from rollart.simulator.simulation import simulate
 
@@ -108,6 +112,38 @@ def test_a_calibrated_scenario_takes_as_long_as_its_run(folder: Path, tmp_path: 
     again = simulate(load(tmp_path / "workload.yaml"))
 
     assert again.step_s == pytest.approx(simulate(_truth()).step_s, rel=0.15)
+
+
+def test_emulated_engines_keep_the_pace_of_their_device(tmp_path: Path) -> None:
+    pools = {
+        "trainer": {"role": "train", "device": "cpu"},
+        "h20": {"role": "generate", "device": "H20", "count": 2, "emulate": 1e5},
+    }
+    run = _truth().model_dump(mode="json") | {"pools": pools}
+    run["simulate"]["engines"] = {}
+    truth = Scenario.model_validate_json(json.dumps(run))
+    simulate(truth, folder=tmp_path)
+    (tmp_path / "run.yaml").write_text(loading.dump(truth))
+
+    found = calibrate(tmp_path)
+
+    assert found.scenario.simulate.engines == {}
+    assert found.scenario.pools["h20"].device == "H20"
+    assert simulate(found.scenario).step_s == pytest.approx(simulate(truth).step_s, rel=0.15)
+
+
+def test_a_saturated_machine_and_late_engines_are_warned_about(found: Calibration) -> None:
+    host = HostLoad(cores=2, samples=[1.0, 0.9])
+    for seconds in (0.0, 10.0):
+        counters = dict.fromkeys(("version", "running", "waiting", "kv_bytes", "prefilled", "generated"), 0)
+        host.add(EngineSample(engine="e-0", busy_s=seconds, late_s=seconds / 5, **counters))
+    busy = replace(found, measurements=RunMeasurements(host=host))
+
+    saturated, late = busy.warnings
+
+    assert "95% of its CPU seconds" in saturated
+    assert "for 20% of their time" in late
+    assert found.warnings == []
 
 
 def test_a_run_that_has_not_trained_cannot_be_calibrated(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ from rollart.core.types import GenerationRequest, Message, Sampling
 from rollart.hardware.devices import CATALOGUE
 from rollart.hardware.roofline import ModelShape, Roofline
 from rollart.simulator import clock
+from rollart.simulator.contention import Contention
 from rollart.simulator.engine import SimulatedEngine
 from rollart.simulator.environments import SimulatedRenderer
 from rollart.simulator.pass_cost import PassCost
 from rollart.simulator.scenario import EnginePace
-from rollart.simulator.services import Contention
 from rollart.simulator.weight_transfer import WeightTransfer
 
 _PASS_S, _TOKENS = 0.01, 101
@@ -36,9 +36,10 @@ async def _answered(engine: SimulatedEngine) -> float:
 def test_an_engine_is_slower_only_while_training_goes_on() -> None:
     async def main() -> tuple[float, float]:
         engine = _engine()
+        contention = Contention(1.0, [engine])
         answer = asyncio.create_task(_answered(engine))
         await asyncio.sleep(0.2)
-        await Contention(1.0, [engine]).train(0.2)
+        await contention.train(0.2)
         trained = asyncio.get_running_loop().time()
         return trained, await answer
 
@@ -55,6 +56,22 @@ def test_training_next_to_an_idle_engine_is_not_slowed_down() -> None:
         return asyncio.get_running_loop().time()
 
     assert clock.run(main()) == pytest.approx(3.0)
+
+
+def test_two_engines_and_training_share_two_cores() -> None:
+    async def main() -> tuple[float, list[float]]:
+        engines = [_engine(), _engine()]
+        contention = Contention(0.0, engines, cores=2)
+        answers = [asyncio.create_task(_answered(engine)) for engine in engines]
+        await asyncio.sleep(0.2)
+        await contention.train(0.2)
+        return asyncio.get_running_loop().time(), [await answer for answer in answers]
+
+    trained, answered = clock.run(main())
+
+    # Each of the three gets two thirds of a core: training takes 0.3 s, in which each engine loses 0.1 s.
+    assert trained == pytest.approx(0.5, abs=0.01)
+    assert answered == pytest.approx([_TOKENS * _PASS_S + 0.1] * 2, abs=0.02)
 
 
 def test_without_contention_neither_is_slowed_down() -> None:

@@ -1,11 +1,11 @@
 import math
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.predict import scaled
 from rollart.simulator import fit
 from rollart.simulator.distributions import Distribution, LogNormal, draw_of, mean_of
 from rollart.simulator.measurements import MeasuredGeneration, MeasuredStep
@@ -82,13 +82,6 @@ def test_values_that_were_cut_short_count_as_longer() -> None:
     assert fit.uncut([3.0, 1.0], []) == [3.0, 1.0]
 
 
-@given(st.floats(0.1, 10))
-def test_a_scaled_spread_has_the_scaled_mean(factor: float) -> None:
-    distribution = Distribution(lognormal=LogNormal(median=2.0, sigma=0.5), max=20.0)
-
-    assert mean_of(scaled(distribution, factor)) == pytest.approx(factor * mean_of(distribution), rel=0.03)
-
-
 def _engine_log(
     fixed: float, token: float, contention: float, trainings: list[MeasuredStep]
 ) -> list[MeasuredGeneration]:
@@ -106,7 +99,8 @@ def _engine_log(
 
 
 def test_the_pace_of_an_engine_is_fitted_to_its_generations() -> None:
-    found = fit.engine(_engine_log(0.004, 0.0003, 0.0, []), [], chunk=4096)
+    log = _engine_log(0.004, 0.0003, 0.0, [])
+    found = fit.engine(log, fit.Crowd(log, []), chunk=4096)
 
     assert found.pace.fixed == pytest.approx(0.004, rel=0.05)
     assert found.pace.token == pytest.approx(0.0003, rel=0.05)
@@ -115,7 +109,8 @@ def test_the_pace_of_an_engine_is_fitted_to_its_generations() -> None:
 
 def test_slower_passes_overlapping_training_are_contention_and_not_pace() -> None:
     trainings = [MeasuredStep(at, at + 5.0, 5.0, 100) for at in range(0, 200, 10)]
-    found = fit.engine(_engine_log(0.004, 0.0003, 0.5, trainings), trainings, chunk=4096)
+    log = _engine_log(0.004, 0.0003, 0.5, trainings)
+    found = fit.engine(log, fit.Crowd(log, trainings), chunk=4096)
 
     assert found.contention == pytest.approx(0.5, abs=0.1)
     assert found.pace.fixed == pytest.approx(0.004, rel=0.2)
@@ -123,7 +118,7 @@ def test_slower_passes_overlapping_training_are_contention_and_not_pace() -> Non
 
 def test_training_of_one_batch_size_counts_as_proportional_to_it() -> None:
     steps = [MeasuredStep(10.0 * n, 10.0 * n + 1.25, 1.0, 1000) for n in range(6)]
-    pace = fit.trainer(steps, 0.0, [0.0] * 6)
+    pace = fit.trainer(steps, 0.0, fit.Crowd([], steps))
 
     assert pace.fixed == pytest.approx(0.25)
     assert pace.token == pytest.approx(0.001)
@@ -131,7 +126,7 @@ def test_training_of_one_batch_size_counts_as_proportional_to_it() -> None:
 
 def test_batches_of_many_sizes_reveal_the_fixed_part_of_training() -> None:
     steps = [MeasuredStep(0.0, 2.0 + n * 0.002, 2.0 + n * 0.002, n) for n in (100, 500, 1000, 2000)]
-    pace = fit.trainer(steps, 0.0, [0.0] * 4)
+    pace = fit.trainer(steps, 0.0, fit.Crowd([], steps))
 
     assert pace.fixed == pytest.approx(2.0, rel=0.01)
     assert pace.token == pytest.approx(0.002, rel=0.01)
@@ -139,9 +134,31 @@ def test_batches_of_many_sizes_reveal_the_fixed_part_of_training() -> None:
 
 def test_training_time_that_overlaps_engines_is_corrected_for_contention() -> None:
     steps = [MeasuredStep(0.0, 1.5, 1.5, 1000)]
-    assert fit.busy_shares(steps, [MeasuredGeneration("e-0", -1.0, 0.5, 0.75, 1, 1, 2)]) == [pytest.approx(0.5)]
+    crowd = fit.Crowd([MeasuredGeneration("e-0", -1.0, 0.5, 0.75, 1, 1, 2)], steps)
 
-    alone, overlapping = fit.trainer(steps, 1.0, [0.0]), fit.trainer(steps, 1.0, [0.5])
+    alone, overlapping = fit.trainer(steps, 1.0, fit.Crowd([], steps)), fit.trainer(steps, 1.0, crowd)
 
     assert overlapping.token == pytest.approx(alone.token * 0.75)
     assert not math.isclose(alone.token, overlapping.token)
+
+
+def test_three_processes_on_two_cores_also_share_the_cores() -> None:
+    steps = [MeasuredStep(0.0, 4.0, 4.0, 1000)]
+    generations = [MeasuredGeneration(f"e-{n}", 0.0, 0.5, end, 1, 2, 3) for n, end in enumerate((1.0, 2.0))]
+    crowd = fit.Crowd(generations, steps, cores=2)
+
+    shares = crowd.shares(np.array([0.0]), np.array([4.0]))
+
+    assert shares.tolist() == [pytest.approx([0.5, 0.25, 0.25])]
+    assert crowd.speed(0.2, shares).tolist() == [pytest.approx(0.5 + 0.25 / 1.2 + 0.25 / 1.7)]
+
+
+def test_the_pace_of_two_engines_is_that_of_one_alone() -> None:
+    alone = _engine_log(0.004, 0.0003, 0.0, [])
+    both = [each._replace(engine=f"engine-{n}", began=1.5 * each.began, first=1.5 * each.first, ended=1.5 * each.ended)
+            for n in range(2) for each in alone]  # fmt: skip
+
+    found = fit.engine(both, fit.Crowd(both, [MeasuredStep(0.0, both[-1].ended, 1.0, 1)], cores=2), chunk=4096)
+
+    assert found.contention == 0.0
+    assert found.pace.fixed == pytest.approx(0.004, rel=0.05)

@@ -42,13 +42,22 @@ def test_reproduce_counts_missed_figures_and_their_reasons(monkeypatch: pytest.M
         paper.PaperRow("f", "a step, s", 100.0, 105.0, absolute=True),
     ]
     monkeypatch.setattr(paper, "reproduce", lambda scenarios: iter(rows))
-    result = CliRunner().invoke(app, ["reproduce", "paper", "--json", "-o", str(tmp_path / "paper.png")])
+    (tmp_path / "end_to_end.yaml").touch()
+    fit = {"cross_validated_within_15": 0.8, "not_pinned_down": ["pass_s"], "command": "solve", "values": {}}
+    (tmp_path / "fit.json").write_text(json.dumps(fit))
+    arguments = ["--json", "-o", str(tmp_path / "paper.png"), "--scenarios", str(tmp_path)]
+    result = CliRunner().invoke(app, ["reproduce", "paper", *arguments])
     assert result.exit_code == 0, result.output
     summary = json.loads(result.stdout.strip().splitlines()[-1])
-    counts = [summary[key] for key in ("within_15_percent", "missed", "missed_with_reason")]
+    counts = [summary[key] for key in ("within_15", "missed", "missed_with_reason")]
     assert counts == [1, 1, 1]
-    assert summary["seconds"]["within_15_percent"] == 1
+    assert summary["seconds"]["within_15"] == 1
+    assert summary["cross_validated_within_15"] == 0.8 and summary["fit"]["not_pinned_down"] == ["pass_s"]
     assert (tmp_path / "paper.png").stat().st_size > 1000
+
+
+def test_without_a_stored_fit_nothing_is_said_of_it(tmp_path: Path) -> None:
+    assert set(paper.stored_fit(tmp_path).values()) == {None}
 
 
 @pytest.mark.benchmark

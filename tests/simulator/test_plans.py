@@ -1,4 +1,5 @@
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,3 +90,16 @@ def test_a_model_too_large_for_one_device_gets_as_many_as_it_needs() -> None:
 def test_a_plan_needs_named_devices() -> None:
     with pytest.raises(ConfigError, match="give every pool a device class"):
         plan_of(scenario(pools={"fast": {"role": "generate"}}, tasks=[{"name": "maths"}]))
+
+
+def test_plans_of_a_fleet_that_is_simulated_in_part_have_multiples_of_its_engines() -> None:
+    own = scenario(simulate={"one_in": 4})
+    plans = list(splits(own, 300.0, ["H800", "H20"], {"H800": 64, "H20": 30}))
+    assert len(plans) > 10
+    assert all(engines.count % 4 == 0 for plan in plans for engines in plan.engines)
+    assert all(applied(plan, own).simulate.one_in == 4 for plan in plans)
+    (halved,) = (used for name, used in variations(plan_of(own)) if name == "groups of 4")
+    assert (halved.batch_groups, applied(halved, own).simulate.one_in) == (16, 4)
+    odd = replace(plan_of(own), batch_groups=6)
+    assert applied(odd, own).simulate.one_in == 2
+    assert applied(odd, own).thinned().training.batch_groups == 3

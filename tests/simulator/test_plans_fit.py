@@ -1,6 +1,5 @@
 """No plan is shown that `rollart check --nodes` would refuse."""
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -12,20 +11,19 @@ from rollart.config.yaml_tree import Tree
 from rollart.launch.launcher import Node
 from rollart.placement.inventory import Inventory
 from rollart.placement.plan import plan as place
-from rollart.simulator.plans import applied, as_values, splits
+from rollart.simulator.plans import applied, as_values, splits, variations
 from rollart.simulator.scenario import Scenario
 
-_NODES = 12
+_NODE = 8
 
 
-@cache
-def fleet() -> Inventory:
-    nodes = [Node(f"{kind}-{n}", "", devices(kind), devices(kind)) for kind in KINDS for n in range(_NODES)]
+def fleet(counts: dict[str, int]) -> Inventory:
+    """Nodes by class."""
+    devices = {kind: {kind: float(_NODE), "cpu": 128.0} for kind in counts}
+    nodes = [
+        Node(f"{kind}-{n}", "", devices[kind], devices[kind]) for kind, count in counts.items() for n in range(count)
+    ]
     return Inventory(tuple(nodes), "a test")
-
-
-def devices(kind: str) -> dict[str, float]:
-    return {kind: 8.0, "cpu": 128.0}
 
 
 KINDS = ["H800", "H20", "A100", "L40S", "H200"]
@@ -46,13 +44,21 @@ TRAINING = st.fixed_dictionaries(
     model=st.sampled_from(["qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b", "qwen3-235b-a22b"]),
     trainer=st.sampled_from(KINDS),
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3, unique=True),
+    nodes=st.fixed_dictionaries({kind: st.integers(1, 12) for kind in KINDS}),
     budget=st.floats(5, 200),
     context=st.sampled_from([4096, 32768, 65536]),
     training=TRAINING,
     pick=st.randoms(use_true_random=False),
 )
 def test_a_plan_that_check_would_refuse_is_never_shown(
-    model: str, trainer: str, kinds: list[str], budget: float, context: int, training: dict[str, Any], pick: Any
+    model: str,
+    trainer: str,
+    kinds: list[str],
+    nodes: dict[str, int],
+    budget: float,
+    context: int,
+    training: dict[str, Any],
+    pick: Any,
 ) -> None:
     scenario = Scenario.model_validate(
         {
@@ -65,9 +71,11 @@ def test_a_plan_that_check_would_refuse_is_never_shown(
             "training": {"batch_groups": 8, "group_size": 8, **training},
         }
     )
-    shown = list(splits(scenario, budget, kinds, dict.fromkeys(KINDS, 8 * _NODES)))
+    shown = list(splits(scenario, budget, kinds, {kind: _NODE * count for kind, count in nodes.items()}))
     for plan in pick.sample(shown, min(1, len(shown))):
-        place(as_run_file(applied(plan, scenario)), fleet())  # raises if a pool does not fit
+        _, other_use = pick.choice([*variations(plan)])
+        for each in (plan, other_use):
+            place(as_run_file(applied(each, scenario)), fleet(nodes))  # raises if a pool does not fit
 
 
 def as_run_file(scenario: Scenario) -> RunFile:

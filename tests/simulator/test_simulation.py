@@ -1,4 +1,5 @@
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from rollart.app.cli import app
 from rollart.core.errors import ConfigError
 from rollart.core.event_log import read_events
 from rollart.core.events import BatchTaken
+from rollart.simulator.result import interval, prediction_interval
 from rollart.simulator.scenario import Scenario, load
 from rollart.simulator.simulation import simulate
 
@@ -167,6 +169,7 @@ def test_a_workload_file_overrides_the_scenario(file: Path, tmp_path: Path) -> N
         ("simulate.workloads.chta={turns: 2}", "did you mean 'chat'"),
         ("simulate.weights.push=wire", "no link 'wire'"),
         ("simulate.workloads.chat.turns={normal: {mean: 2}}", "sd"),
+        ("simulate.one_in=4", "one in 4 needs a multiple of it, not 2 engines in pool 'fast'"),
     ],
 )
 def test_errors_are_sentences(override: str, message: str, file: Path) -> None:
@@ -180,11 +183,14 @@ def test_a_model_that_does_not_fit_its_engine_is_refused(file: Path) -> None:
 
 
 def test_the_command_prints_one_object_and_leaves_a_run_folder(file: Path, tmp_path: Path) -> None:
-    call = ["simulate", str(file), "--seeds", "2", "--output", str(tmp_path / "runs"), "--json"]
+    call = ["simulate", str(file), "--seeds", "2", "--draws", "2", "--output", str(tmp_path / "runs"), "--json"]
     result = CliRunner().invoke(app, call)
     assert result.exit_code == 0, result.output
     answer: dict[str, Any] = json.loads(result.stdout.strip().splitlines()[-1])
     assert answer["seeds"] == [0, 1] and answer["interval"]["step_s"] > 0
+    low, high = answer["range"]["step_s"]
+    assert low < answer["step_s"] < high
+    assert "95% of predictions" in result.stderr and "compute_efficiency" in result.stderr
     shown = CliRunner().invoke(app, ["show", answer["folder"], "--json"])
     assert json.loads(shown.stdout)["steps"] == 4
     drawn = CliRunner().invoke(app, ["timeline", answer["folder"], "-o", str(tmp_path / "timeline.json")])
@@ -212,3 +218,43 @@ def test_a_warmup_must_leave_steps_to_measure(file: Path) -> None:
     assert load(file, ["rollout.alpha=2"]).warmup == 3
     with pytest.raises(ConfigError, match="4 steps of training leave none to measure after a warmup of 4"):
         load(file, ["rollout.alpha=3"])
+
+
+def test_a_part_of_the_engines_and_groups_stands_for_all(file: Path) -> None:
+    large = ("pools.fast.count=8", "pools.wide.count=8", "training.batch_groups=32", "environments.processes=512")
+    whole = simulate(changed(file, *large, "training.steps=8"))
+    part = simulate(changed(file, *large, "training.steps=8", "simulate.one_in=4"))
+    assert whole.all_turns > 3 * part.all_turns
+    assert (part.price_per_hour, part.pools["fast"].devices) == (whole.price_per_hour, whole.pools["fast"].devices)
+    assert part.trajectories_per_s * part.step_s == pytest.approx(32 * 4)  # the whole batch
+    for key in ("step_s", "train_s", "tokens_per_s", "answers_per_s", "running"):
+        assert getattr(part, key) == pytest.approx(getattr(whole, key), rel=0.15), key
+    assert part.staleness.keys() == whole.staleness.keys()
+
+
+def test_a_prediction_has_an_interval_unless_it_takes_long(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = ["simulate", str(file), "--output", str(tmp_path)]
+    assert "over 4 simulations with other seeds" in CliRunner().invoke(app, call).output
+    monkeypatch.setattr("rollart.app.commands.simulate._MAX_EVENTS", 1)
+    assert "no interval" in CliRunner().invoke(app, call).output
+
+
+def test_made_up_tokens_are_uncertain_too(file: Path) -> None:
+    made_up = load(file, ["simulate.workloads={chat: {turns: 2}}"])
+    other = made_up.with_other_constants(1)
+    assert other.workload("sum").response != made_up.workload("sum").response
+    assert other.workload("chat") == made_up.workload("chat")
+    assert other == made_up.with_other_constants(1) != made_up.with_other_constants(2)
+
+
+def test_an_interval_of_predictions_contains_them_however_many_there_are() -> None:
+    few = [90.0, 100.0, 110.0, 105.0]
+    for values in (few, few * 8):
+        low, high = prediction_interval(values)
+        assert 0 < low < min(values) < max(values) < high
+    assert interval(few * 8)[1] < interval(few)[1] / 2  # that of the mean shrinks
+    assert prediction_interval([-1.0, 0.0, 1.0])[0] < -1.0
+    assert prediction_interval([0.0, 1.0, 2.0])[0] == 0.0  # no seconds are negative
+    assert all(math.isnan(bound) for bound in prediction_interval([3.0]))

@@ -207,7 +207,7 @@ def build(
         version=recovery.version,
         source=scheduler,
         trainer=model,
-        router=router,
+        engines=router.engines,
         evaluator=evaluator,
         ledger=ledger,
         sink=recorder,

@@ -257,6 +257,13 @@ def test_older_tokens_that_leave_their_usual_range_are_named() -> None:
     assert warning.startswith("drift") and "20 times" in warning and "training.lr" in warning
 
 
+def test_a_policy_that_leaps_from_the_first_step_on_is_named_without_a_history() -> None:
+    (warning,) = Guard().check(1, [row(age=1, mean=0.5)])
+    assert warning.startswith("drift: in task t the last update moved the policy too far") and "training.lr" in warning
+    assert not Guard().check(1, [row(age=4, mean=0.5)]), "four updates may move it further than one"
+    assert not Guard().check(1, [row(age=1, mean=0.12)])
+
+
 def test_older_tokens_may_drift_with_the_policy() -> None:
     guard = Guard()
     for step in range(30):

@@ -17,6 +17,7 @@ from rollart.training.algorithms import Algorithms
 from rollart.training.learner import Learn
 from rollart.training.microbatch import split_into_mini_batches
 from rollart.training.packing import deal, pack
+from rollart.training.policy import multiplies_bfloat16
 from rollart.training.ranks import Ranks
 from rollart.training.trainer import Trainer
 
@@ -146,7 +147,8 @@ def test_bfloat16_learns_like_float32_and_its_gap_is_rounding(folder: Path) -> N
     full, half = likelihoods(folder), likelihoods(folder, dtype="bfloat16")
     assert full[0] - full[1] > 20
     assert half[0] - half[1] == pytest.approx(full[0] - full[1], rel=0.1)
-    assert full[2] < 1e-5 < half[2] < 0.02
+    assert full[2] < 1e-5 and half[2] < 0.02
+    assert half[2] > 1e-5 or not multiplies_bfloat16()
 
 
 @pytest.mark.parametrize("offload", [["optimizer"], ["activations"], ["optimizer", "activations"]])

@@ -1,9 +1,16 @@
+from pathlib import Path
+from typing import Literal
+
 import pytest
 import torch
-from tiny_models import tiny_model
-from torch import nn
+from tiny_models import save_tiny, tiny_model
+from torch import Tensor, nn
 
+from rollart.config import TrainingConfig
+from rollart.training import policy
 from rollart.training.norms import rms_norm, use_fast_norms
+from rollart.training.packing import pack
+from rollart.training.policy import PolicyModel
 
 
 class PlusOneNorm(nn.Module):
@@ -41,3 +48,43 @@ def test_a_norm_that_computes_something_else_is_left_alone() -> None:
     norm = PlusOneNorm()
     assert use_fast_norms(norm) == 0
     assert "forward" not in vars(norm)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "qwen3_moe"])
+def test_a_cpu_in_bfloat16_pads_passes_which_changes_nothing(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slow without instructions for it, but the same."""
+    monkeypatch.setattr(policy, "multiplies_bfloat16", lambda: True)
+    folder = save_tiny(tmp_path, architecture)
+    rows = [[3, 5, 7, 9, *(n % 11 for n in range(length))] for length in (20, 3, 20, 41)]
+    packed = pack(rows, [[0] * 4 + [1] * (len(row) - 4) for row in rows], share=architecture != "qwen3_moe")
+
+    def run(multiple: int, dtype: Literal["float32", "bfloat16"]) -> tuple[Tensor, dict[str, Tensor]]:
+        monkeypatch.setattr(policy, "MIN_PADDING", multiple)
+        model = PolicyModel(folder, config=TrainingConfig(dtype=dtype, pack_tokens=16))
+        logprobs, _ = model.logprobs(packed)
+        logprobs.sum().backward()  # type: ignore[no-untyped-call]
+        assert all(weight.dtype == torch.float32 for weight in model.parameters().values())
+        return logprobs.detach(), {
+            name: weight.grad for name, weight in model.parameters().items() if weight.grad is not None
+        }
+
+    (exact, slopes), (plain, plain_slopes), (padded, padded_slopes) = (
+        run(*how) for how in ((1, "float32"), (1, "bfloat16"), (64, "bfloat16"))
+    )
+    torch.testing.assert_close(padded, plain)
+    torch.testing.assert_close(padded_slopes, plain_slopes, rtol=1e-3, atol=1e-3)
+    assert 1e-5 < (plain - exact).abs().mean() < 0.05
+    assert slopes.keys() == plain_slopes.keys()
+
+
+def test_a_cpu_without_instructions_for_bfloat16_computes_in_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy, "multiplies_bfloat16", lambda: False)
+    folder, packed = save_tiny(tmp_path), pack([[1, 2, 3]], [[0, 1, 1]])
+    exact, asked = (
+        PolicyModel(folder, config=TrainingConfig(dtype=each)).logprobs(packed)[0] for each in ("float32", "bfloat16")
+    )
+    assert torch.equal(exact, asked)

@@ -44,6 +44,8 @@ def calibrate(
     plots.fits(calibration, picture)
     console = Console(highlight=False)
     console.print(_table(calibration))
+    for warning in calibration.warnings:
+        console.print(f"warning: {warning}", style="yellow", soft_wrap=True, markup=False)
     console.print(f"scenario: {output}\npicture:  {picture}", soft_wrap=True, markup=False)
 
 

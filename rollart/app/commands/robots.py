@@ -99,8 +99,6 @@ def train(
         for run in runs:
             folder = folder_for(run, run_dir, resume=resume)
             scores.append((run.task, folder, _train(console, run, folder, resume=resume)))
-            if video:
-                _film(console, folder, run.task)
         console.print()
         console.print(score_table(scores))
         console.print()
@@ -108,6 +106,10 @@ def train(
             say(console, f"policy: {folder / 'policy'}   curves: {folder / 'curves.png'}")
     if as_json:
         print_json([_as_dict(folder) for _, folder, _ in scores] if len(scores) > 1 else _as_dict(scores[0][1]))
+    if video:  # last: there may be no renderer
+        with console_for(as_json) as console:
+            for task, folder, _ in scores:
+                _film(console, folder, task)
 
 
 def _train(console: Console, run: "RobotRunFile", folder: Path, *, resume: bool) -> "RobotScore":

@@ -9,6 +9,8 @@ from rich.console import Console
 
 from rollart.app.commands.common import AsJson, Overrides, ScenarioPath, guarded, print_json, say
 
+_DRAWS, _MAX_EVENTS = 4, 1_000_000  # about half a minute: what takes longer is repeated only when asked to
+
 if TYPE_CHECKING:
     from rollart.simulator.scenario import Scenario
 
@@ -30,6 +32,14 @@ def simulate(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The first seed; default: the scenario's.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds, one simulation each.")] = 1,
+    draws: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Simulations with other seeds and constants, for the 95% interval. "
+            f"Default: {_DRAWS}, or 0 where one takes long.",
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Create the run folder in DIR instead of `output`.")
     ] = None,
@@ -59,12 +69,17 @@ def simulate(
         if as_json:
             print_json({"sweep": rows})
         return
-    _simulate(scenario=load([]), console=console, seed=seed, seeds=seeds, output=output, as_json=as_json)
+    _simulate(load([]), console, (seed, seeds, draws), output, as_json)
 
 
 def _simulate(
-    scenario: "Scenario", console: Console, seed: int | None, seeds: int, output: Path | None, as_json: bool
+    scenario: "Scenario",
+    console: Console,
+    simulations: tuple[int | None, int, int | None],
+    output: Path | None,
+    as_json: bool,
 ) -> None:
+    """`simulations`: the first seed, the number of seeds, and of draws."""
     from rollart.app import api
     from rollart.core import run_folder
     from rollart.simulator.report import report, summary
@@ -76,12 +91,26 @@ def _simulate(
         def update(step: int, seconds: float) -> None:
             status.update(f"step {step} of {scenario.training.steps}, {seconds:,.0f} s simulated")
 
+        seed, seeds, draws = simulations
         results = api.simulate(scenario, seed=seed, seeds=seeds, folder=folder, on_progress=update)
-    console.print(report(results))
+        if draws is None:
+            draws = _DRAWS if results[0].events <= _MAX_EVENTS else 0
+        after = results[-1].seed + 1
+        drawn = api.simulate(scenario, seed=after, seeds=draws, uncertain=True, on_progress=update) if draws else []
+    console.print(report(results, drawn))
+    console.print(_how_certain(draws), style="dim")
     if folder is not None:
         say(console, f"run folder: {folder}")
     if as_json:
-        print_json({**summary(results), "assumed": assumed, "folder": str(folder) if folder else None})
+        print_json({**summary(results, drawn), "assumed": assumed, "folder": str(folder) if folder else None})
+
+
+def _how_certain(draws: int) -> str:
+    from rollart.simulator.constants import UNCERTAINTY
+
+    if not draws:
+        return "no interval: that takes simulations with other seeds and constants, for instance --draws 4"
+    return f"95%: over {draws} simulations with other seeds and constants ({', '.join(UNCERTAINTY)})"
 
 
 def print_assumptions(scenario: "Scenario", console: Console) -> list[str]:

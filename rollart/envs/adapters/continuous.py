@@ -16,15 +16,28 @@ from typing import Any
 
 import numpy
 
-if ctypes.util.find_library("EGL"):
-    os.environ.setdefault("MUJOCO_GL", "egl")  # read when mujoco is imported
-
 FRAME_EVERY, FRAME_MS, MAX_FRAMES = 4, 80, 60
 NO_RENDERER = (
     "videos and point clouds need an offscreen renderer, and there is none here; install Mesa's EGL "
     "(apt-get install libegl1 libgl1-mesa-dri) and set MUJOCO_GL=egl, or leave out --video and observe states"
 )
 DEPTH_PIXELS = 128
+DISABLED = "disable"
+
+
+def _choose_renderer() -> None:
+    """MUJOCO_GL is read when mujoco is imported, which fails without that renderer: states need none."""
+    if ctypes.util.find_library("EGL"):
+        os.environ.setdefault("MUJOCO_GL", "egl")
+    try:
+        import mujoco  # noqa: F401
+    except ModuleNotFoundError:  # not all environments here are of mujoco
+        return
+    except Exception:  # drivers raise all kinds of things
+        os.environ["MUJOCO_GL"] = DISABLED
+
+
+_choose_renderer()
 
 
 class ContinuousEnvironment(ABC):
@@ -141,7 +154,7 @@ class ContinuousEnvironment(ABC):
 
     def _open_renderer(self, camera: str | int | None, pixels: int) -> Any:
         """Raises ValueError if there is none."""
-        if camera is None or os.environ.get("MUJOCO_GL") is None:
+        if camera is None or os.environ.get("MUJOCO_GL", DISABLED) == DISABLED:
             raise ValueError(NO_RENDERER)
         import mujoco
 

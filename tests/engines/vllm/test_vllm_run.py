@@ -33,8 +33,8 @@ vllm: {{python: {PYTHON}}}
 tasks:
   - {{name: reader, env: "benchmarks.paced:Shaped", args: {{turns: 3, characters: 40}}, max_turns: 3,
      reward: "vllm_rewards:letters", max_context: 200, sampling: {{max_tokens: 4, temperature: 0.8}}}}
-  - {{name: writer, env: "benchmarks.paced:Shaped", args: {{turns: 1, characters: 10}}, max_context: 120,
-     reward: "vllm_rewards:letters", sampling: {{max_tokens: 80}}}}
+  - {{name: writer, env: "benchmarks.paced:Shaped", args: {{turns: 1, characters: 10}}, max_context: 250,
+     reward: "vllm_rewards:letters", sampling: {{max_tokens: 200}}}}
 pools:
   policy: {{role: generate, device: cpu, engine: vllm}}
 engine: {{max_batch: 32, kv_megabytes: 64}}

@@ -5,13 +5,14 @@ import base64
 import json
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from rollart.config.robots import two_processes
 from rollart.core.errors import EnvironmentFailed
 from rollart.core.types import Step
 from rollart.envs.single import SingleEnvironment, single_environment
-from rollart.robots.suites import robot_task
+from rollart.robots.suites import robot_task, sizes_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -40,6 +41,7 @@ def test_a_seed_of_meta_world_is_one_episode_and_held_out_ones_are_others(family
     first, other, again, held_out = asyncio.run(episodes())
     assert first == again
     assert len({first[0], other[0], held_out[0]}) == 3
+    assert len(json.loads(first[0])[0]) == sizes_of("metaworld:pick-place-v3")[0]
     assert all(step.info["success"] for _, step in (first, other, held_out))
 
 
@@ -60,17 +62,18 @@ def test_actions_that_are_not_finite_fail_and_the_next_episode_is_played(
 
 def test_a_chunk_for_the_hand_moves_it_and_a_seed_is_one_episode(family: Callable[[str], str]) -> None:
     python = family("adroit")
+    observations, actions = sizes_of("adroit:door")
 
     async def episode() -> list[str]:
         async with single_environment(robot_task("adroit:door"), two_processes(), python=python) as env:
             seen = []
             for _ in range(2):
                 await env.reset(3, held_out=False)
-                seen.append((await env.step(json.dumps([[0.1] * 28] * 8))).messages[0].content)
+                seen.append((await env.step(json.dumps([[0.1] * actions] * 8))).messages[0].content)
             return seen
 
     first, again = asyncio.run(episode())
-    assert first == again and len(json.loads(first)) == 8
+    assert first == again and np.shape(json.loads(first)) == (8, observations)
 
 
 def test_an_episode_is_filmed_or_refused_in_a_sentence(family: Callable[[str], str]) -> None:

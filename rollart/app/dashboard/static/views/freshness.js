@@ -44,7 +44,7 @@ export function create(pane, { run }) {
     el("label", { tip: "Weight of the past in the moving average that is drawn over the values; 0 draws the values alone." }, "Smoothing", el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: 0, "aria-label": "Smoothing", oninput: (event) => { smooth = Number(event.target.value); redraw(); } })),
     el("button", { type: "button", "aria-pressed": "false", tip: "Logarithmic axes; values that are not positive are left out.", onclick: (event) => { log = !log; event.currentTarget.setAttribute("aria-pressed", String(log)); redraw(); } }, "Log scale"));
   const stale = lineChart({ label: "staleness", x: "version", low: 0, height: 190 }), gap = lineChart({ label: "gap between engine and trainer", x: "version", low: 0, height: 190 });
-  const none = empty("Nothing here is trained on trajectories", "Samples are not trained, and imitation learns from demonstrations: its loss and results are in the overview.");
+  const none = empty("Nothing here is trained on trajectories", "Samples and evaluations are not trained, and imitation learns from demonstrations: its loss and results are in the overview.");
   none.hidden = true;
   const charts = new Map(), sections = new Map();
   pane.append(el("div", { class: "head" }, el("h1", {}, "Freshness and loss")), none, grid, tools, more);
@@ -52,7 +52,7 @@ export function create(pane, { run }) {
     card("Ages of what was trained", { width: "w6", tip: "Trajectories by the age of their oldest token." }, ages), card("Thrown away, by cause", { width: "w6", tip: "Tokens of trajectories that will not be trained. A cancelled one was a surplus member, or its group was dropped." }, wasted));
 
   function update(data) {
-    const untrained = ["sample", "imitation"].includes(data.about.work); // nothing in it is of RL
+    const untrained = ["eval", "sample", "imitation"].includes(data.about.work); // nothing in it is of RL
     none.hidden = !untrained; grid.hidden = tools.hidden = more.hidden = untrained;
     if (untrained) return;
     const lost = data.wasted.reduce((sum, row) => sum + row.tokens, 0), all = lost + data.trained_tokens;

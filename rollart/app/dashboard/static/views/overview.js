@@ -11,6 +11,7 @@ const STAGES = { queue: "var(--bad)", generate: "var(--generating)", claim: "var
 const RL = { success: ["Held-out success", "Share of held-out episodes that succeed, with its 95% Wilson interval. The same episodes at every version, never trained."], results: "Before and after" };
 const WORKS = {
   train: { ...RL, training: "RL" }, sft: { ...RL, training: "SFT" }, dpo: { ...RL, training: "DPO" },
+  eval: { ...RL, results: "Success by task", training: "" },
   sample: { success: ["Success", ""], results: "Success by task", training: "" },
   imitation: { success: ["Success of evaluation episodes", "Share of the episodes of each evaluation that succeed, with its 95% Wilson interval. They begin otherwise than the demonstrations."], results: "First and last evaluation", training: "imitation" },
 };
@@ -71,7 +72,7 @@ export function create(pane, { run }) {
     above.textContent = title; above.dataset.tip = tip;
     cards.results.getElementsByTagName("h2")[0].textContent = heading;
     const rl = work === "train", steps = rl || data.steps_s.length > 0;
-    has("success", work !== "sample"); has("reward", rl); has("spread", rl); has("time", steps); has("pace", steps);
+    has("success", work !== "sample" && work !== "eval"); has("reward", rl); has("spread", rl); has("time", steps); has("pace", steps);
     has("loss", data.losses.length > 0 && !data.steps_s.length); // of the warmup only while it lasts
     side.className = `card ${steps ? "w4" : "w5"}`;
   }
@@ -102,10 +103,12 @@ const interval = (point) => { if (!point) return "–"; const [low, high] = wils
 function columnsOf(work) {
   const { training } = WORKS[work], half = "with half its 95% interval in percentage points";
   if (work === "sample") return [NAME, { name: "success", num: true, tip: `Share of the sampled trajectories that succeed, ${half}.`, value: (task) => interval(task.now) }, PASSED, ...MEANS];
-  if (work === "imitation") return [NAME, { name: "first", num: true, tip: `Success at the first evaluation, ${half}.`, value: (task) => interval(task.before) }, { name: "last", num: true, tip: "Success at the newest evaluation.", value: (task) => interval(task.now) }, FAILURES, { name: "episodes", num: true, tip: "Episodes of the newest evaluation.", value: (task) => (task.now ? count(task.now.episodes) : "–") }];
+  if (work === "eval") return [NAME, { name: "success", num: true, tip: `Share of the held-out episodes that succeed, ${half}.`, value: (task) => interval(task.now) }, PASSED, EPISODES];
+  if (work === "imitation") return [NAME, { name: "first", num: true, tip: `Success at the first evaluation, ${half}.`, value: (task) => interval(task.before) }, { name: "last", num: true, tip: "Success at the newest evaluation.", value: (task) => interval(task.now) }, FAILURES, EPISODES];
   return [NAME, { name: "before", num: true, tip: `Held-out success before ${training}, ${half}.`, value: (task) => interval(task.before) }, { name: "now", num: true, tip: "Held-out success of the newest evaluation.", value: (task) => interval(task.now) }, FAILURES, ...MEANS];
 }
 const NAME = { name: "task", value: (task) => task.name };
+const EPISODES = { name: "episodes", num: true, tip: "Episodes of the newest evaluation.", value: (task) => (task.now ? count(task.now.episodes) : "–") };
 const PASSED = { name: "pass@k", num: true, tip: "Share of the episodes with an attempt that succeeded; k is the number of attempts at each.", value: (task) => (task.now?.passed === null || task.now?.passed === undefined ? "–" : percent(task.now.passed, 1)) };
 const FAILURES = { name: "failures", num: true, tip: "Failures now over failures before: 0.5 means halved.", value: (task) => (task.failure_ratio === null ? "–" : `×${trim(task.failure_ratio, 2)}`) };
 const MEANS = [
