@@ -251,7 +251,7 @@ def matmul_flops_per_s() -> float:
 
 
 def compare(name: str, *, fraction: float, rounds: int, rows: int, config: TrainingConfig, trl: Path | None) -> Any:
-    threads, (make, sequences) = config.threads, WORKLOADS[name]
+    threads, (make, sequences) = config.thread_count, WORKLOADS[name]
     took: dict[str, list[Took]] = {side: [] for side in ("rollart", "padded", *(["trl"] if trl else []))}
     peaks = []
     with tempfile.TemporaryDirectory() as scratch:

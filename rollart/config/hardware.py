@@ -32,11 +32,17 @@ class EngineConfig(Section):
     )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="weights and KV of the engine")
     device: TorchDevice = "auto"
-    threads: Positive = Field(1, description="CPU threads of each engine")
+    threads: Positive | None = Field(
+        None, description="CPU threads of each engine; default: its share of this machine's cores, 1 for tiny models"
+    )
     deadline: Seconds = Field(120.0, description="seconds for one request")
     start_deadline: Seconds = Field(
         300.0, description="seconds until an engine must have started, in addition to reading the model's files"
     )
+
+    @property
+    def thread_count(self) -> int:
+        return self.threads or 1
 
 
 class VllmConfig(Section):

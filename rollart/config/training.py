@@ -230,7 +230,9 @@ class TrainingConfig(Section):
         description="what GPUs keep in the host's memory: `optimizer` (with the master weights), `activations`; "
         "on CPUs it changes nothing",
     )
-    threads: Positive = Field(1, description="CPU threads of each rank")
+    threads: Positive | None = Field(
+        None, description="CPU threads of each rank; default: its share of this machine's cores, 1 for tiny models"
+    )
     device: TorchDevice = "auto"
     transport: str = Field(
         "http", description="how weights reach other machines: http, nixl or mooncake://host:port; http is the fallback"
@@ -241,6 +243,10 @@ class TrainingConfig(Section):
     start_deadline: Seconds = Field(
         300.0, description="seconds until the trainer must have started, in addition to reading the model's files"
     )
+
+    @property
+    def thread_count(self) -> int:
+        return self.threads or 1
 
     @model_validator(mode="after")
     def _consistent_updates(self) -> "TrainingConfig":

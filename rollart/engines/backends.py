@@ -6,12 +6,15 @@ that service, or run one in front of a server of its own.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from rollart.config import PoolConfig, RunFile
+from rollart.config import EngineConfig, PoolConfig, RunFile
 from rollart.config.yaml_tree import KeyPath, did_you_mean
 from rollart.core.errors import ConfigError
 from rollart.engines.vllm import preflight as vllm
+from rollart.hardware.roofline import ModelShape
+from rollart.hardware.threads import thread_share, usable_cores
 
 Problem = tuple[KeyPath, str]  # the key of the run file to change, and a sentence
 
@@ -96,3 +99,9 @@ def problems(run: RunFile, *, here: bool = True) -> Iterator[Problem]:
     for backend in () if wrong or not here else BACKENDS.values():
         pools = {name: pool for name, pool in run.pools.items() if pool.engine == backend.name and not pool.urls}
         yield from backend.problems(run, pools)
+
+
+def alone(config: EngineConfig, model: Path) -> EngineConfig:
+    """The settings of an engine that has this machine to itself."""
+    threads = config.threads or thread_share(usable_cores(), 1, ModelShape.of_folder(model).parameters)
+    return config.model_copy(update={"threads": threads})

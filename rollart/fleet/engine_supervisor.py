@@ -334,7 +334,7 @@ def engine_command(
 def engine_process(run: RunFile, binding: Binding, logs: Path) -> Command:
     """The command of an engine, without its spec."""
     module = backend_of(run.all_pools()[binding.pool]).module
-    return service_command(module, {}, name=binding.worker, logs=logs, threads=run.engine.threads)
+    return service_command(module, {}, name=binding.worker, logs=logs, threads=run.engine.thread_count)
 
 
 def request_of(binding: Binding) -> ResourceRequest:

@@ -33,7 +33,7 @@ from rollart.launch.local import LocalLauncher
 from rollart.models.chat import ChatRenderer
 from rollart.placement.bindings import Binding
 from rollart.placement.inventory import Inventory
-from rollart.placement.plan import PlacementPlan, plan, with_layout, with_ranks
+from rollart.placement.plan import PlacementPlan, plan, with_plan, with_ranks
 from rollart.placement.workload import MEASURED
 from rollart.players.pool import PlayerPool, PlayerSetup, played_tasks, player_count
 from rollart.rewards.invokers import Rewards
@@ -114,7 +114,7 @@ class Fleet:
         launcher = self._launcher or make_launcher(self._run)
         self._stack.push_async_callback(launcher.close)
         placed = await placement_plan(self._run, launcher)
-        self._asked, self._run = self._run, with_layout(self._run, placed)
+        self._asked, self._run = self._run, with_plan(self._run, placed)
         await self._start_judges(placed, launcher)
         self._build(placed, launcher)
         if not self.rollouts:
@@ -323,7 +323,7 @@ def make_launcher(run: RunFile) -> Launcher:
 async def expect_services(run: RunFile, launcher: LocalLauncher, logs: Path) -> None:
     """Spawn the engines and the trainer of a run whose model is still made: their imports take seconds."""
     placed = await placement_plan(run, launcher)
-    run, pools = with_layout(run, placed), run.all_pools()
+    run, pools = with_plan(run, placed), run.all_pools()
     by_role = {
         role: [b for b in placed.bindings if pools[b.pool].role == role and not b.url] for role in ("generate", "train")
     }

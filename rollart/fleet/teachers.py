@@ -45,9 +45,9 @@ class _ScorerService:
 
     def __init__(self, run: RunFile, binding: Binding, folder: Path, launcher: Launcher, logs: Path) -> None:
         self._launcher, self._binding, self._deadline = launcher, binding, run.engine.deadline
-        spec = {"model": str(folder.absolute()), "threads": run.engine.threads, "classes": binding.choices}
+        spec = {"model": str(folder.absolute()), "threads": run.engine.thread_count, "classes": binding.choices}
         command = service_command(
-            "rollart.training.scorer", spec, name=binding.worker, logs=logs, threads=run.engine.threads
+            "rollart.training.scorer", spec, name=binding.worker, logs=logs, threads=run.engine.thread_count
         )
         deadline = run.engine.start_deadline + read_seconds(folder)
         self._command = replace(command, start_deadline=deadline, start_key="engine.start_deadline")

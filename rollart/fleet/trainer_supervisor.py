@@ -172,5 +172,5 @@ def trainer_commands(
 ) -> Sequence[Command]:
     """Of all ranks."""
     names = ["trainer"] if len(bindings) == 1 else [binding.worker for binding in bindings]
-    threads = run.training.threads
+    threads = run.training.thread_count
     return [service_command("rollart.training.service", spec, name=name, logs=logs, threads=threads) for name in names]

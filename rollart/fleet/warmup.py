@@ -23,7 +23,7 @@ from rollart.fleet.trainer_supervisor import TrainerSupervisor, trainer_commands
 from rollart.launch.launcher import Launcher
 from rollart.launch.local import LocalLauncher
 from rollart.models.folder import is_model
-from rollart.placement.plan import with_layout
+from rollart.placement.plan import with_plan
 from rollart.training.client import TrainerClient, TrainerLost, export_in_child, is_checkpoint
 from rollart.warmup.examples import StoredExamples, batches
 from rollart.warmup.prepare import Progress, prepare_in_child
@@ -107,7 +107,7 @@ class _Warmup:
         launcher = make_launcher(self._run)
         stack.push_async_callback(launcher.close)
         placed = await placement_plan(self._run, launcher)
-        self._run = with_layout(self._run, placed)
+        self._run = with_plan(self._run, placed)
         (pool,) = self._run.pools_of("train")
         bindings = [binding for binding in placed.bindings if binding.pool == pool]
         if isinstance(launcher, LocalLauncher):

@@ -15,7 +15,7 @@ from rollart.core.endpoint import Endpoint
 from rollart.core.errors import ServiceError
 from rollart.core.protocols import Generate, TokenStream
 from rollart.core.types import Completion, GenerationRequest, Sampling
-from rollart.engines.backends import BACKENDS
+from rollart.engines.backends import BACKENDS, alone
 from rollart.engines.client import EngineClient
 from rollart.gateway.app import App
 from rollart.gateway.http import listening
@@ -46,6 +46,7 @@ async def serve_model(
     model: Path, *, name: str, key: str, host: str, port: int, config: EngineConfig, limits: GatewayLimits
 ) -> AsyncIterator[ModelServer]:
     """Raises ServiceError if the engine or the HTTP server cannot start."""
+    config = alone(config, model)
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollart-serve-")))
         launcher, classes = LocalLauncher(), (*dict.fromkeys(gpus()), "cpu")
@@ -53,7 +54,7 @@ async def serve_model(
         spec: dict[str, Any] = {"model": str(model.absolute()), "weights": str(folder / "weights")}
         spec |= {"seed": 0, "version": 0, "config": config.model_dump(mode="json"), "classes": classes}
         command = service_command(
-            BACKENDS[DEFAULT_ENGINE].module, spec, name="engine", logs=folder, threads=config.threads
+            BACKENDS[DEFAULT_ENGINE].module, spec, name="engine", logs=folder, threads=config.thread_count
         )
         engine = await launcher.launch(command, ResourceRequest(classes))
         client = await stack.enter_async_context(rpc.connected(str(engine.answer["url"]), key=launcher.key))

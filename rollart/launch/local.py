@@ -5,7 +5,6 @@ What is expected to be launched soon can be spawned before its spec is known: it
 """
 
 import asyncio
-import os
 import secrets
 import socket
 from collections import Counter
@@ -15,6 +14,7 @@ from typing import Any
 
 from rollart.core.errors import ServiceError
 from rollart.hardware.gpus import gpus
+from rollart.hardware.threads import usable_cores
 from rollart.launch.child import Child
 from rollart.launch.launcher import Command, Node, ResourceRequest, ServiceHandle, Unsatisfiable, all_or_none
 
@@ -42,7 +42,7 @@ class LocalLauncher:
         return LOOPBACK
 
     def _node(self) -> Node:
-        cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        cores = float(usable_cores())
         free = dict.fromkeys(self._devices, 0.0)
         for device, part in zip(self._devices, self._free, strict=True):
             free[device] += part

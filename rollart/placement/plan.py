@@ -10,6 +10,7 @@ from rollart.hardware.balance import balanced
 from rollart.hardware.devices import DeviceClass
 from rollart.hardware.layout import misfits
 from rollart.hardware.roofline import ModelShape, Roofline
+from rollart.hardware.threads import thread_share
 from rollart.placement.bindings import Binding, place
 from rollart.placement.inventory import Inventory
 from rollart.placement.mapping import Mapper
@@ -68,6 +69,7 @@ class PlacementPlan:
 def plan(run: RunFile, inventory: Inventory, measured: Mapping[str, WorkloadShape] | None = None) -> PlacementPlan:
     """`measured` are the shapes of tasks, by default of the run file's `measured` run. Raises RollartError."""
     classes, model = run.device_classes(), model_shape(run)
+    run = _with_threads(run, inventory, model)
     if measured is None and run.measured is not None:
         measured = measured_shapes(run.measured)
     auto = Mapper(run, inventory, classes, model, measured).choices()
@@ -81,7 +83,7 @@ def plan(run: RunFile, inventory: Inventory, measured: Mapping[str, WorkloadShap
             choice = auto.get(name) or _named(
                 run=run, name=name, pool=pool, classes=classes, model=model, warnings=warnings
             )
-            threads = {"train": run.training.threads} | dict.fromkeys(ENGINE_ROLES, run.engine.threads)
+            threads = {"train": run.training.thread_count} | dict.fromkeys(ENGINE_ROLES, run.engine.thread_count)
             requests.append(
                 PlacementRequest(
                     pool=name,
@@ -118,8 +120,27 @@ def first_batch(run: RunFile) -> dict[str, int]:
     return Mixture({task.name: task.weight for task in run.tasks}, run.training.batch_groups, plans).quota(0)
 
 
-def with_layout(run: RunFile, plan: PlacementPlan) -> RunFile:
-    """The run file with the layout that the plan has chosen for the trainer."""
+def _with_threads(run: RunFile, inventory: Inventory, model: ModelShape) -> RunFile:
+    """With the threads that the run file leaves open. On clusters one: workers reserve cores for more."""
+    pools = [pool for pool in run.all_pools().values() if pool.role != "environment" and not pool.urls]
+    workers = sum(pool.count * pool.tensor_parallel for pool in pools)
+    share = thread_share(inventory.total("cpu"), workers, model.parameters) if inventory.overcommit else 1
+    return _having_threads(run, run.engine.threads or share, run.training.threads or share)
+
+
+def _having_threads(run: RunFile, engine: int, rank: int) -> RunFile:
+    return run.model_copy(
+        update={
+            "engine": run.engine.model_copy(update={"threads": engine}),
+            "training": run.training.model_copy(update={"threads": rank}),
+        }
+    )
+
+
+def with_plan(run: RunFile, plan: PlacementPlan) -> RunFile:
+    """The run file with what the plan has chosen: threads, and the layout of the trainer."""
+    threads = {binding.role: binding.threads for binding in plan.bindings if not binding.url}
+    run = _having_threads(run, threads.get("generate", run.engine.thread_count), threads.get("train", 1))
     layout = next((need.layout for need in plan.memory.values() if need.layout is not None), None)
     if layout is None or not run.training.parallel.auto:
         return run

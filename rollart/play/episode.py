@@ -30,6 +30,7 @@ from rollart.rewards.invokers import Rewards
 from rollart.training.client import model_folder
 
 if TYPE_CHECKING:
+    from rollart.engines.backends import alone
     from rollart.engines.torch.engine import TorchEngine
 
 ACT_TIMEOUT = 600.0  # seconds, for a model of any size
@@ -176,7 +177,8 @@ async def load_engine(folder: Path, config: EngineConfig) -> "AsyncIterator[Torc
     from rollart.launch.service import torch_device
 
     logging.disable_progress_bar()
-    torch.set_num_threads(config.threads)
+    config = alone(config, folder)
+    torch.set_num_threads(config.thread_count)
     model = EngineModel.open(folder, getattr(torch, config.dtype), torch_device(config.device, {}))
     async with TorchEngine(model, config) as engine:
         yield engine

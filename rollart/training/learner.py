@@ -128,7 +128,7 @@ class Learner:
         publisher: Publisher | None = None,
         tasks: Mapping[str, AlgorithmConfig] | None = None,
     ) -> None:
-        torch.set_num_threads(config.threads)
+        torch.set_num_threads(config.thread_count)
         torch.manual_seed(seed)
         if ranks.device.type == "cuda":
             torch.set_float32_matmul_precision("high")  # TF32 where float32 is asked for; never exercised

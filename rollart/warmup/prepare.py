@@ -132,7 +132,7 @@ async def prepare_in_child(
     """`prepare_model`, whose result is returned, and with a warmup `prepare_examples`, in a process of its own. Its
     standard error goes to `log`. `on_model` is called with the model while examples are still made. Cancelling kills
     it."""
-    threads = str(run.training.threads)
+    threads = str(run.training.thread_count)
     try:  # it plays the environments of demonstrations
         inherited = variables.passed(os.environ, [name for task in run.tasks for name in task.pass_env])
     except variables.MissingVariables as error:

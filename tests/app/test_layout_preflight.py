@@ -13,7 +13,7 @@ from rollart.config import RunFile
 from rollart.core.errors import ConfigError
 from rollart.launch.launcher import Node
 from rollart.placement.inventory import Inventory
-from rollart.placement.plan import PlacementPlan, plan, with_layout
+from rollart.placement.plan import PlacementPlan, plan, with_plan
 from rollart.placement.request import PlacementError
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +62,7 @@ def test_auto_is_data_parallelism_where_memory_does_not_matter(tmp_path: Path) -
     run = load_run(written(tmp_path, "training: {parallel: auto}\n"))
     nodes = (Node("here", "", {"cpu": 4.0}, {"cpu": 4.0}),)
     planned = plan(run, Inventory(nodes, "this machine", overcommit=True))
-    resolved = with_layout(run, planned)
+    resolved = with_plan(run, planned)
     assert not resolved.training.parallel.auto
     assert resolved.training.parallel.layout(4).data == 4
     assert "its node" in planned.memory["trainer"].why or "node's" in planned.memory["trainer"].why
@@ -88,7 +88,7 @@ def test_the_run_files_at_scale_fit_as_they_are_and_with_auto(path: Path) -> Non
     assert own.gigabytes < 72
     assert chosen.gigabytes < 72
     assert "GB" in chosen.why
-    assert chosen.layout == with_layout(run, planned).training.parallel.layout(run.pools["trainer"].count)
+    assert chosen.layout == with_plan(run, planned).training.parallel.layout(run.pools["trainer"].count)
 
 
 @pytest.mark.usefixtures("in_the_project")

@@ -92,7 +92,7 @@ def test_what_was_used_stays_known_when_new_weights_compute_a_context_again(tmp_
         for name, value in other.state_dict().items()
         for part, values, _ in cut(names.of(name, value.shape), value, 0)
     }
-    stepper.swap(1, EngineModel(twin(network)).prepare(weights))
+    stepper.swap(1, stepper._model.prepare(weights))
     (made,) = run(stepper).values()
     before = made.versions.count(0)
     tokens = [*asked.tokens, *made.tokens[:-1]]

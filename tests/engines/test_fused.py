@@ -11,18 +11,22 @@ from tiny_decoders import ARCHITECTURES, decoder, request, twin, worst
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rollart.config import EngineConfig
-from rollart.engines.torch import kernels
+from rollart.engines.torch import kernels, products
 from rollart.engines.torch.fused import FusedDecoder
 from rollart.engines.torch.kernels import CompiledKernels, TorchKernels
 from rollart.engines.torch.model import EngineModel
+from rollart.engines.torch.products import PackedProduct, PlainProduct
 from rollart.engines.torch.stepper import Stepper
 
-WAYS = ("compiled", "operators", "network")
+WAYS = ("compiled", "packed", "operators", "network")
 
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The three forward passes of the engine: by our C code, by torch operators, and the network's own."""
+    """The forward passes of the engine: by our C code, with plain or packed weights, by torch operators, and the
+    network's own."""
+    if request.param == "packed":
+        monkeypatch.setattr(products, "PACK_FROM", 1)
     if request.param == "operators":
         monkeypatch.setattr(kernels, "_compiled", lambda *_: None)
     if request.param == "network":
@@ -31,13 +35,15 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_all_three_passes_give_the_logprobs_of_transformers(architecture: str, way: str) -> None:
+def test_all_passes_give_the_logprobs_of_transformers(architecture: str, way: str) -> None:
     network, rng = decoder(architecture), random.Random(0)
     asked = [request(str(n), text(rng, size), max_tokens=30) for n, size in enumerate((3, 40, 90, 300, 7))]
     stepper = engine(network, prefill_chunk=128)
     fused = stepper._model.fused
-    expected = {"compiled": CompiledKernels, "operators": TorchKernels}.get(way)
+    expected = {"compiled": CompiledKernels, "packed": CompiledKernels, "operators": TorchKernels}.get(way)
     assert (fused is None) if expected is None else isinstance(fused and fused._kernels, expected)
+    if fused is not None:
+        assert isinstance(fused._weights.head, PackedProduct if way == "packed" else PlainProduct)
     made = run(stepper, *asked)
     assert max(worst({0: network}, one, made[one.id]) for one in asked) <= 1e-4
 
@@ -62,6 +68,26 @@ def test_several_threads_change_nothing() -> None:
     finally:
         torch.set_num_threads(before)
     assert max(worst({0: network}, one, made[one.id]) for one in asked) <= 1e-4
+
+
+def test_new_weights_are_packed_while_the_old_ones_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "PACK_FROM", 1)
+    networks = {0: decoder("qwen2"), 1: decoder("qwen2", seed=1)}
+    stepper = Stepper(EngineModel(twin(networks[0])), EngineConfig())
+    prepared = stepper._model.prepare(networks[1].state_dict())
+    before, after = request("before", [1, 2, 3], max_tokens=8), request("after", [1, 2, 3], max_tokens=8)
+    assert worst(networks, before, run(stepper, before)["before"]) <= 1e-4
+    stepper.swap(1, prepared)
+    assert worst(networks, after, run(stepper, after)["after"]) <= 1e-4
+
+
+def test_where_operators_are_missing_weights_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(weight: torch.Tensor) -> torch.Tensor:
+        raise AttributeError("no such operator")
+
+    assert products._can_pack.__wrapped__(torch.float32)
+    monkeypatch.setattr(products, "_pack", missing)
+    assert not products._can_pack.__wrapped__(torch.float32)
 
 
 def test_a_changed_parameter_counts_from_the_next_step_on() -> None:

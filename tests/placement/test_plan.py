@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -5,7 +6,7 @@ import pytest
 from rollart.config import RunFile
 from rollart.launch.launcher import Node
 from rollart.placement.inventory import Inventory
-from rollart.placement.plan import acts_as, plan
+from rollart.placement.plan import acts_as, plan, with_plan
 from rollart.placement.request import PlacementError
 from rollart.placement.workload import WorkloadShape
 
@@ -49,6 +50,20 @@ def test_more_threads_than_cores_are_a_warning_here_and_an_error_on_a_cluster() 
     assert "ask for 5 threads, this machine has 2 cores" in plan(run(engine={"threads": 4}), HERE).warnings[0]
     with pytest.raises(PlacementError, match="pool 'engine' wants 1 engine on cpu of 4 threads each"):
         plan(run(engine={"threads": 4}), there(cpu=3))
+
+
+def test_processes_that_compute_share_the_cores_of_this_machine() -> None:
+    laptop = replace(HERE, nodes=(Node("here", "", {"cpu": 10.0}, {"cpu": 10.0}),))
+    large = run(model={"name": "qwen3-8b"}, engine={"count": 2})
+    assert {one.worker: one.threads for one in plan(large, laptop).bindings if one.role != "environment"} == {
+        "trainer-0": 3,
+        "engine-0": 3,
+        "engine-1": 3,
+    }
+    chosen = with_plan(large, plan(large, laptop))
+    assert (chosen.engine.threads, chosen.training.threads) == (3, 3)
+    assert {one.threads for one in plan(run(), laptop).bindings} == {1}, "a tiny model gains nothing"
+    assert {one.threads for one in plan(large, there(cpu=10)).bindings} == {1}, "on a cluster, cores are reserved"
 
 
 def test_emulated_engines_need_only_cpus_and_are_labelled() -> None:

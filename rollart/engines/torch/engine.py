@@ -29,7 +29,7 @@ from rollart.core.types import Completion, EngineStatus, GenerationRequest, Hop,
 from rollart.engines.contexts import StreamRequest
 from rollart.engines.torch.kv_cache import FetchedKV
 from rollart.engines.torch.kv_transfer import KVFetcher, KVRequest, KVServer
-from rollart.engines.torch.model import EngineModel, Weights
+from rollart.engines.torch.model import EngineModel, PreparedWeights
 from rollart.engines.torch.pace import EmulatedLink, Pacer, emulation_label
 from rollart.engines.torch.sequence import EngineSequence
 from rollart.engines.torch.stepper import Stepper
@@ -91,7 +91,7 @@ class TorchEngine:
         self._fetcher = KVFetcher(model.layout, None if emulate is None else EmulatedLink(emulate), key)
         self._fetching: dict[str, tuple[EngineSequence, asyncio.Task[FetchedKV | None]]] = {}
         self._model = model
-        self._threads = config.threads
+        self._threads = config.thread_count
         self._drain = config.on_swap == "drain"
         self._store = store
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -221,7 +221,7 @@ class TorchEngine:
                 relay=held.relay,
             )
 
-    def _fetch(self, store: WeightSource, publication: Publication) -> tuple[LoadedWeights, Weights]:
+    def _fetch(self, store: WeightSource, publication: Publication) -> tuple[LoadedWeights, PreparedWeights]:
         held = store.fetch(publication)
         try:
             return held, self._model.prepare(held.tensors)

@@ -1,10 +1,12 @@
 """The forward pass of common decoders, written for steps: few calls, buffers that are used again, no autograd.
 
 transformers computes the same with five times as many operators, which is most of the time of a small model. A model
-that is not in `ARCHITECTURES`, or not built as expected, keeps its own forward pass. The weights are those of the
-network, without copies: call `refresh` when any of them has been replaced.
+that is not in `ARCHITECTURES`, or not built as expected, keeps its own forward pass. Large weights are copied for
+faster products, others are those of the network: when any of them has been replaced, call `refresh`, or `use` what
+`load` has made of the new ones while steps went on.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from rollart.engines.torch.attention import ProbedLayer
 from rollart.engines.torch.kernels import AttentionSettings, Kernels, Rotation
 from rollart.engines.torch.kv_rows import KVLayout
+from rollart.engines.torch.products import Affine, Output, Product, product
 from rollart.engines.torch.step import StepInputs
 
 # Values of `model_type` whose layers are norm, attention, norm, MLP, with residuals around both halves.
@@ -26,51 +29,36 @@ MAX_VIEWS = 256
 
 
 @dataclass(slots=True)
-class Linear:
-    """`weight` is transposed: [inputs, outputs]."""
+class Layer:
+    """`mlp` is gate with up, and down; a module where it is a mixture of experts."""
 
-    weight: Tensor
-    bias: Tensor | None
-
-    @classmethod
-    def of(cls, module: nn.Linear) -> "Linear":
-        return cls(module.weight.t(), module.bias)
-
-    def into(self, x: Tensor, out: Tensor) -> None:
-        if self.bias is None:
-            torch.mm(x, self.weight, out=out)
-        else:
-            torch.addmm(self.bias, x, self.weight, out=out)
-
-    def add_to(self, total: Tensor, x: Tensor) -> None:
-        torch.addmm(total, x, self.weight, out=total)
-        if self.bias is not None:
-            total.add_(self.bias)
+    norms: tuple[Tensor, Tensor]
+    qkv: Product
+    output: Product
+    attention: AttentionSettings
+    mlp: tuple[Product, Product] | nn.Module
 
 
 @dataclass(slots=True)
-class Layer:
-    """`mlp` is a module where it is not gate, up and down: a mixture of experts."""
+class FusedWeights:
+    """Those of a network, as the forward pass uses them."""
 
-    norms: tuple[Tensor, Tensor]
-    qkv: tuple[Linear, Linear, Linear]
-    output: Linear
-    attention: AttentionSettings
-    mlp: tuple[Linear, Linear, Linear] | nn.Module
+    embedding: Tensor
+    layers: list[Layer]
+    norm: Tensor
+    head: Product
 
 
 @dataclass(slots=True)
 class Views:
-    """Buffers of a step. `qkv` and `gate_up` are whole, then in the parts that projections fill."""
+    """Buffers of a step."""
 
     x: Tensor
     normed: Tensor
-    qkv: Tensor
-    qkv_parts: tuple[Tensor, ...]
+    qkv: Output
     attended: Tensor
     heads: Tensor
-    gate_up: Tensor
-    gate_up_parts: tuple[Tensor, ...]
+    gate_up: Output
     inner: Tensor
 
 
@@ -102,43 +90,54 @@ class FusedDecoder:
 
     def refresh(self) -> None:
         """Reads the weights of the network again."""
+        self._weights = self.load({})
+
+    def use(self, weights: FusedWeights) -> None:
+        self._weights = weights
+
+    def load(self, replaced: Mapping[int, Tensor]) -> FusedWeights:
+        """Of the network with these in place of parameters, which are given by their `id`. For any thread."""
+
+        def current(parameter: Tensor) -> Tensor:
+            return replaced.get(id(parameter), parameter.data)
+
         body = self._network.model
-        self._embedding = body.embed_tokens.weight
-        self._norm = body.norm.weight
-        self._head = Linear.of(self._network.lm_head)
-        self._layers = [
-            _layer(module, probed, self._eps) for module, probed in zip(body.layers, self._probed, strict=True)
-        ]
+        return FusedWeights(
+            embedding=current(body.embed_tokens.weight),
+            layers=[
+                _layer(module, probed, self._eps, current)
+                for module, probed in zip(body.layers, self._probed, strict=True)
+            ],
+            norm=current(body.norm.weight),
+            head=product((current(self._network.lm_head.weight), None)),
+        )
 
     def forward(self, step: StepInputs) -> Tensor:
         """The logits [wanted, vocabulary] that the step asks for."""
-        kernels, eps = self._kernels, self._eps
+        kernels, eps, weights = self._kernels, self._eps, self._weights
         count = step.tokens.shape[1]
         views = self._views.get(count) or self._make_views(count)
         x, normed = views.x, views.normed
         rotation = self._rotate_up_to(step.layers[0].shape[2])
-        torch.index_select(self._embedding, 0, step.tokens[0], out=x)
-        for number, layer in enumerate(self._layers):
+        torch.index_select(weights.embedding, 0, step.tokens[0], out=x)
+        for number, layer in enumerate(weights.layers):
             kernels.rms_norm(x, layer.norms[0], eps, normed)
-            for linear, part in zip(layer.qkv, views.qkv_parts, strict=True):
-                linear.into(normed, part)
+            qkv = layer.qkv.into(normed, views.qkv)
             kv = step.layers[2 * number], step.layers[2 * number + 1]
-            kernels.attend(views.qkv, step, layer.attention, rotation, kv, views.heads)
-            layer.output.add_to(x, views.attended)
+            kernels.attend(qkv, step, layer.attention, rotation, kv, views.heads)
+            x = layer.output.onto(x, views.attended)
             kernels.rms_norm(x, layer.norms[1], eps, normed)
             if isinstance(layer.mlp, nn.Module):
                 x.add_(layer.mlp(normed.unsqueeze(0))[0])
                 continue
-            gate, up, down = layer.mlp
-            gate.into(normed, views.gate_up_parts[0])
-            up.into(normed, views.gate_up_parts[1])
-            kernels.silu_mul(views.gate_up, views.inner)
-            down.add_to(x, views.inner)
+            gate_up, down = layer.mlp
+            kernels.silu_mul(gate_up.into(normed, views.gate_up), views.inner)
+            x = down.onto(x, views.inner)
         if step.wanted is not None:
             x = x.index_select(0, step.wanted)
             normed = torch.empty_like(x)
-        kernels.rms_norm(x, self._norm, eps, normed)
-        return torch.mm(normed, self._head.weight)
+        kernels.rms_norm(x, weights.norm, eps, normed)
+        return weights.head.of(normed)
 
     def _rotate_up_to(self, positions: int) -> Rotation:
         if len(self._rotation.cos) < positions:
@@ -152,7 +151,7 @@ class FusedDecoder:
 
     def _make_views(self, count: int) -> Views:
         layout, heads, kv_heads = self._layout, self._heads, self._layout.heads
-        hidden = self._embedding.shape[1]
+        hidden = self._weights.embedding.shape[1]
         sizes = [heads * layout.dim, kv_heads * layout.dim, kv_heads * layout.dim]
         if len(self._views) >= MAX_VIEWS or not self._buffers or len(self._buffers[0]) < count:
             self._views.clear()
@@ -165,12 +164,13 @@ class FusedDecoder:
         views = self._views[count] = Views(
             x=x,
             normed=normed,
-            qkv=qkv.view(count, heads + 2 * kv_heads, layout.dim),
-            qkv_parts=qkv.tensor_split([sizes[0], sizes[0] + sizes[1]], 1),
+            qkv=Output(
+                qkv.view(count, heads + 2 * kv_heads, layout.dim),
+                qkv.tensor_split([sizes[0], sizes[0] + sizes[1]], 1),
+            ),
             attended=attended,
             heads=attended.view(count, heads, layout.dim),
-            gate_up=gate_up,
-            gate_up_parts=gate_up.chunk(2, 1),
+            gate_up=Output(gate_up, gate_up.chunk(2, 1)),
             inner=inner,
         )
         return views
@@ -186,20 +186,27 @@ def _expected(layer: nn.Module) -> bool:
     return {name for name, _ in layer.named_children()} == LAYER and all(type(one) is nn.Linear for one in projections)
 
 
-def _layer(module: Any, probed: ProbedLayer, eps: float) -> Layer:
+def _layer(module: Any, probed: ProbedLayer, eps: float, current: Callable[[Tensor], Tensor]) -> Layer:
+    def affine(linear: nn.Linear) -> Affine:
+        return current(linear.weight), None if linear.bias is None else current(linear.bias)
+
+    def scale(norm: Any) -> Tensor | None:
+        return None if norm is None else current(norm.weight)
+
     attention, mlp = module.self_attn, module.mlp
-    q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
     return Layer(
-        norms=(module.input_layernorm.weight, module.post_attention_layernorm.weight),
-        qkv=(Linear.of(attention.q_proj), Linear.of(attention.k_proj), Linear.of(attention.v_proj)),
-        output=Linear.of(attention.o_proj),
+        norms=(current(module.input_layernorm.weight), current(module.post_attention_layernorm.weight)),
+        qkv=product(affine(attention.q_proj), affine(attention.k_proj), affine(attention.v_proj)),
+        output=product(affine(attention.o_proj)),
         attention=AttentionSettings(
             heads=probed.heads,
             scale=probed.scaling,
             window=probed.window,
-            q_norm=None if q_norm is None else q_norm.weight,
-            k_norm=None if k_norm is None else k_norm.weight,
+            q_norm=scale(getattr(attention, "q_norm", None)),
+            k_norm=scale(getattr(attention, "k_norm", None)),
             eps=eps,
         ),
-        mlp=(Linear.of(mlp.gate_proj), Linear.of(mlp.up_proj), Linear.of(mlp.down_proj)) if _plain(mlp) else mlp,
+        mlp=(product(affine(mlp.gate_proj), affine(mlp.up_proj)), product(affine(mlp.down_proj)))
+        if _plain(mlp)
+        else mlp,
     )

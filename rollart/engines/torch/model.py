@@ -1,6 +1,7 @@
 """The transformers model: a plain forward pass with our attention, and weights that can be replaced in place."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rollart.core.errors import EngineFailed
 from rollart.engines.torch.attention import PROBE, ROWS, ProbedLayer
-from rollart.engines.torch.fused import FusedDecoder
+from rollart.engines.torch.fused import FusedDecoder, FusedWeights
 from rollart.engines.torch.kernels import kernels_for
 from rollart.engines.torch.kv_rows import KVLayout
 from rollart.engines.torch.step import StepInputs
@@ -20,6 +21,14 @@ from rollart.models.disk_names import DiskNames
 from rollart.models.expert_gates import ExpertGates
 
 Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedWeights:
+    """New weights by name, and what the fused forward pass makes of them, if it makes copies."""
+
+    tensors: Weights
+    fused: FusedWeights | None = None
 
 
 class EngineModel:
@@ -68,12 +77,17 @@ class EngineModel:
         """Of the tokens of the last step, if they are recorded."""
         return None if self.experts is None else self.experts.rows()
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> Weights:
+    def prepare(self, tensors: Mapping[str, Tensor]) -> PreparedWeights:
         """Checks weights and casts them to our dtype, so that `replace` has little to do. For any thread. On the same
-        device they are not copied, except experts, which are matrices of their own in publications: `replace` points to
-        them, and nothing may change them."""
-        if holds_adapters(tensors):
-            return self._merged(tensors)
+        device the network's are not copied, except experts, which are matrices of their own in publications: `replace`
+        points to them, and nothing may change them."""
+        weights = self._merged(tensors) if holds_adapters(tensors) else self._cast(tensors)
+        if self.fused is None or self.layout.device.type != "cpu":
+            return PreparedWeights(weights)
+        by_id = {id(self._weights[name]): tensor for name, tensor in weights.items()}
+        return PreparedWeights(weights, self.fused.load(by_id))
+
+    def _cast(self, tensors: Mapping[str, Tensor]) -> Weights:
         tensors = self._disk_names.merged(tensors, {name: weight.shape for name, weight in self._weights.items()})
         prepared: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in tensors.items():
@@ -108,15 +122,18 @@ class EngineModel:
             merged[name] = whole.pin_memory() if weight.is_cuda else whole
         return merged
 
-    def replace(self, prepared: Weights) -> None:
+    def replace(self, prepared: PreparedWeights) -> None:
         """On another device the model keeps its memory: there is seldom room for a second set."""
-        for name, tensor in prepared.items():
+        for name, tensor in prepared.tensors.items():
             weight = self._weights[name]
             if weight.device == tensor.device:
                 weight.data = tensor
             else:
                 weight.copy_(tensor, non_blocking=True)
-        self.weights_changed()
+        if self.fused is not None and prepared.fused is not None:
+            self.fused.use(prepared.fused)
+        else:
+            self.weights_changed()
 
     def weights_changed(self) -> None:
         """Call after any change of the network's parameters, between two steps."""

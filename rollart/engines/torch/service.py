@@ -30,7 +30,7 @@ from rollart.weights.reader import WeightReader
 @asynccontextmanager
 async def build(spec: dict[str, Any]) -> AsyncIterator[Mapping[str, Handler]]:
     config = EngineConfig.model_validate(spec["config"])
-    torch.set_num_threads(config.threads)
+    torch.set_num_threads(config.thread_count)
     folder = Path(spec["model"])
     emulate = _emulated(spec["emulate"], folder) if spec.get("emulate") else None
     model = EngineModel.open(

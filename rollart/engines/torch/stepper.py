@@ -22,7 +22,7 @@ from rollart.core.types import EngineStatus, Finish, GenerationRequest, LoadResu
 from rollart.engines.torch.batch import BatchState, Chunk
 from rollart.engines.torch.kv_cache import FetchedKV, KVCache, PrefixHit, find_prefix
 from rollart.engines.torch.kv_rows import KVRows
-from rollart.engines.torch.model import EngineModel, Weights
+from rollart.engines.torch.model import EngineModel, PreparedWeights
 from rollart.engines.torch.pace import Pacer, work_of
 from rollart.engines.torch.prefix_cache import PrefixIndex
 from rollart.engines.torch.sampler import sample
@@ -117,7 +117,7 @@ class Stepper:
         self._then, self._full = action, self.batch.size
 
     @torch.inference_mode()
-    def swap(self, version: int, weights: Weights) -> LoadResult:
+    def swap(self, version: int, weights: PreparedWeights) -> LoadResult:
         """Replaces the weights with requests in flight. `engine.on_swap` says what happens to KV of the old ones."""
         began = time.perf_counter()
         for running in self.batch.running:

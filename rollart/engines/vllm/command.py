@@ -91,7 +91,7 @@ def environment(spec: Mapping[str, Any]) -> dict[str, str]:
     if on_cpu(spec):
         # Engines share the cores; compiling takes longer than it saves in eager mode.
         settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
-        settings["OMP_NUM_THREADS"] = str(EngineConfig.model_validate(spec["config"]).threads)
+        settings["OMP_NUM_THREADS"] = str(EngineConfig.model_validate(spec["config"]).thread_count)
         if int(spec.get("tensor_parallel", 1)) == 1:
             settings["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process less
     elif "CUDA_VISIBLE_DEVICES" in os.environ:
