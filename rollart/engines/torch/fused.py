@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rollart.engines.torch.attention import ProbedLayer
 from rollart.engines.torch.kernels import AttentionSettings, Kernels, Rotation
 from rollart.engines.torch.kv_rows import KVLayout
-from rollart.engines.torch.products import Affine, Output, Product, product
+from rollart.engines.torch.products import MatVec, Output, Product, product
 from rollart.engines.torch.step import StepInputs
 
 # Values of `model_type` whose layers are norm, attention, norm, MLP, with residuals around both halves.
@@ -105,11 +105,11 @@ class FusedDecoder:
         return FusedWeights(
             embedding=current(body.embed_tokens.weight),
             layers=[
-                _layer(module, probed, self._eps, current)
+                _layer(module, probed, self._eps, current, self._kernels.matvec)
                 for module, probed in zip(body.layers, self._probed, strict=True)
             ],
             norm=current(body.norm.weight),
-            head=product((current(self._network.lm_head.weight), None)),
+            head=product([(current(self._network.lm_head.weight), None)], self._kernels.matvec),
         )
 
     def forward(self, step: StepInputs) -> Tensor:
@@ -186,9 +186,13 @@ def _expected(layer: nn.Module) -> bool:
     return {name for name, _ in layer.named_children()} == LAYER and all(type(one) is nn.Linear for one in projections)
 
 
-def _layer(module: Any, probed: ProbedLayer, eps: float, current: Callable[[Tensor], Tensor]) -> Layer:
-    def affine(linear: nn.Linear) -> Affine:
-        return current(linear.weight), None if linear.bias is None else current(linear.bias)
+def _layer(
+    module: Any, probed: ProbedLayer, eps: float, current: Callable[[Tensor], Tensor], matvec: MatVec | None
+) -> Layer:
+    def joined(*linears: nn.Linear) -> Product:
+        return product(
+            [(current(one.weight), None if one.bias is None else current(one.bias)) for one in linears], matvec
+        )
 
     def scale(norm: Any) -> Tensor | None:
         return None if norm is None else current(norm.weight)
@@ -196,8 +200,8 @@ def _layer(module: Any, probed: ProbedLayer, eps: float, current: Callable[[Tens
     attention, mlp = module.self_attn, module.mlp
     return Layer(
         norms=(current(module.input_layernorm.weight), current(module.post_attention_layernorm.weight)),
-        qkv=product(affine(attention.q_proj), affine(attention.k_proj), affine(attention.v_proj)),
-        output=product(affine(attention.o_proj)),
+        qkv=joined(attention.q_proj, attention.k_proj, attention.v_proj),
+        output=joined(attention.o_proj),
         attention=AttentionSettings(
             heads=probed.heads,
             scale=probed.scaling,
@@ -206,7 +210,5 @@ def _layer(module: Any, probed: ProbedLayer, eps: float, current: Callable[[Tens
             k_norm=scale(getattr(attention, "k_norm", None)),
             eps=eps,
         ),
-        mlp=(product(affine(mlp.gate_proj), affine(mlp.up_proj)), product(affine(mlp.down_proj)))
-        if _plain(mlp)
-        else mlp,
+        mlp=(joined(mlp.gate_proj, mlp.up_proj), joined(mlp.down_proj)) if _plain(mlp) else mlp,
     )

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rollart.engines.torch.attention import attend_span, write_kv
 from rollart.engines.torch.kv_rows import CopyHeads, KVLayout
+from rollart.engines.torch.products import Affine, MatVec
 from rollart.engines.torch.sampler import draw
 from rollart.engines.torch.step import StepInputs
 
@@ -54,6 +55,11 @@ class Rotation:
 class Kernels(Protocol):
     copy_heads: CopyHeads | None  # None: by torch
 
+    @property
+    def matvec(self) -> MatVec | None:
+        """None: by torch."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None: ...
 
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
@@ -80,6 +86,7 @@ class Kernels(Protocol):
 
 class TorchKernels:
     copy_heads: CopyHeads | None = None
+    matvec: None = None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         out.copy_(F.rms_norm(x, (x.shape[-1],), weight, eps))
@@ -135,18 +142,19 @@ class _Shape(ctypes.Structure):
 class CompiledKernels:
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._norm, self._silu = library.rms_norm, library.silu_mul
+        self._norm, self._silu, self._matvec = library.rms_norm, library.silu_mul, library.matvec
         self._store, self._attend, self._draw = library.store, library.attend, library.draw
         pointer, long, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         self._norm.argtypes = (*(pointer,) * 3, long, number, ctypes.c_float, number)
         self._silu.argtypes = (*(pointer,) * 2, long, number, number)
+        self._matvec.argtypes = (*(pointer,) * 5, long, long, number)
         self._store.argtypes = (*(pointer,) * 2, long, *(pointer,) * 8)
         self._attend.argtypes = (*(pointer,) * 2, long, *(pointer,) * 5)
         self._draw.argtypes = (pointer, long, long, *(pointer,) * 4)
         self.copy_heads: CopyHeads | None = library.copy_heads
         library.copy_heads.argtypes = (pointer, long, long, pointer, long, long, long, long, long)
         library.copy_heads.restype = None
-        for function in (self._norm, self._silu, self._store, self._attend, self._draw):
+        for function in (self._norm, self._silu, self._matvec, self._store, self._attend, self._draw):
             function.restype = None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
@@ -156,6 +164,12 @@ class CompiledKernels:
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
         tokens, size = out.shape
         self._silu(gate_up.data_ptr(), out.data_ptr(), tokens, size, torch.get_num_threads())
+
+    def matvec(self, x: Tensor, affine: Affine, total: Tensor | None, out: Tensor) -> None:
+        weight, bias = affine
+        optional = (None if tensor is None else tensor.data_ptr() for tensor in (bias, total))
+        rows, size = weight.shape
+        self._matvec(x.data_ptr(), weight.data_ptr(), *optional, out.data_ptr(), rows, size, torch.get_num_threads())
 
     def attend(
         self,
