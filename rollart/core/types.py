@@ -267,15 +267,15 @@ class Trajectory(Struct, frozen=True):
     @property
     def oldest(self) -> int | None:
         """The oldest policy version that sampled one of its tokens."""
-        return min((lowest(turn.versions) for turn in self.turns if turn.versions), default=None)
+        return min([lowest(turn.versions) for turn in self.turns if turn.versions], default=None)
 
     @property
     def action_tokens(self) -> int:
-        return sum(len(turn.tokens) for turn in self.turns)
+        return sum([len(turn.tokens) for turn in self.turns])
 
     @property
     def total_tokens(self) -> int:
-        return sum(len(turn.prompt) + len(turn.tokens) for turn in self.turns)
+        return sum([len(turn.prompt) + len(turn.tokens) for turn in self.turns])
 
 
 class TokenRole(IntEnum):

@@ -199,7 +199,8 @@ class RequestLoop(ABC, Generic[R]):
         answer, failures = Answer(request, stream, on_version), 0
         while True:
             rest = answer.rest()
-            route = await self._admit(RouteNeed.of(rest), clock)
+            need = RouteNeed.of(rest)
+            route = self.admit(need) or await self.wait_for_engine(need, clock)
             try:
                 completion = await self._attempt(route, rest, answer)
             except EngineFailed as error:
@@ -216,7 +217,11 @@ class RequestLoop(ABC, Generic[R]):
                 self.release(route)
 
     @abstractmethod
-    async def _admit(self, need: RouteNeed, clock: EpisodeClock | None) -> R:
+    def admit(self, need: RouteNeed) -> R | None:
+        """Where it goes, if that can be decided at once."""
+
+    @abstractmethod
+    async def wait_for_engine(self, need: RouteNeed, clock: EpisodeClock | None = None) -> R:
         """Waits while no engine can take it, and `clock` stands still. Raises EngineFailed if none ever will."""
 
     @abstractmethod

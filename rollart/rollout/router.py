@@ -10,9 +10,10 @@ ends.
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cached_property
 from itertools import count
 
 from msgspec import Struct
@@ -73,17 +74,19 @@ class Router(RequestLoop[RouteTicket]):
         self._conversations = count(1)
         self._keeps_kv = keeps_kv
 
+    @cached_property
+    def _clock(self) -> Callable[[], float]:
+        """Of the event loop that all requests are on: asking for that loop costs a system call."""
+        return asyncio.get_running_loop().time
+
     def pool_of(self, session: str) -> str:
         """The pool that answers a request of this conversation now; "" if none does."""
         engine = self._in_flight.get(session)
         return engine.pool.name if engine is not None else ""
 
-    async def _admit(self, need: RouteNeed, clock: EpisodeClock | None) -> RouteTicket:
-        return self.admit(need) or await self.wait_for_engine(need, clock)
-
     def admit(self, need: RouteNeed) -> RouteTicket | None:
         """Reserve the engine that suits the request best; None if none can take it now."""
-        now = asyncio.get_running_loop().time()
+        now = self._clock()
         choice = self._choose(need, now)
         if choice is None:
             return None
@@ -221,7 +224,7 @@ class Router(RequestLoop[RouteTicket]):
         self._prefixes[route.need.session] = _CachedAt(engine, route.need.tokens - 1, engine.version)
 
     def record(self, route: RouteTicket, served: ServedRequest) -> None:
-        choice, need, ended = route.choice, route.need, asyncio.get_running_loop().time()
+        choice, need, ended = route.choice, route.need, self._clock()
         engine, pool, made = choice.engine, choice.engine.pool, served.made
         version = served.version if served.version is not None else engine.version
         self._sessions[need.session] = _CachedAt(engine, need.tokens + made - 1, version)
