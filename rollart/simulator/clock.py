@@ -53,6 +53,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._now
 
+    def close(self) -> None:
+        """Timers that are left keep everything that they would call."""
+        super().close()
+        self._due.clear()
+        self._times.clear()
+
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:  # type: ignore[override]
         call = Call(self._now, callback, args, self, context)
         self._ready.append(call)  # type: ignore[attr-defined]
