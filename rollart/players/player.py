@@ -49,7 +49,7 @@ from rollart.rollout.episode_clock import EpisodeClock
 from rollart.rollout.ledger import TrajectoryCodec
 from rollart.rollout.phases import PhaseChanges
 from rollart.rollout.requests import Answer, RequestLoop, Routed, RouteNeed, ServedRequest
-from rollart.rollout.samples import TrajectoryPacker
+from rollart.rollout.samples import pack
 from rollart.rollout.trajectory import Attempt, TrajectoryRunner
 
 SAMPLE_S, ALIVE_TICKS = 0.5, 4
@@ -260,7 +260,6 @@ class Player:
                 self.line.on_reply(message)
 
     async def _play(self, asked: AttemptToPlay) -> None:
-        packer = TrajectoryPacker(self._codec)
         attempt = Attempt(
             id=asked.id,
             task=asked.task,
@@ -271,13 +270,12 @@ class Player:
             held_out=asked.held_out,
             peers=asked.peers,
             on_version=_older_only(lambda version: self.line.tell(VersionSampled(asked.id, version))),
-            on_turn=packer.add,
             on_episode_end=partial(self._episode_over, asked.id),
         )
         self._attempts[attempt.id] = attempt
         try:
             trajectory = await self._runner.run(attempt)
-            self.line.tell(Played(packer.pack(trajectory), self.line.ended.pop(attempt.id)))
+            self.line.tell(Played(pack(trajectory, self._codec), self.line.ended.pop(attempt.id)))
         except Exception as error:  # the boundary: a bug ends the run, by the controller
             self.line.tell(PlayCrashed(attempt.id, "".join(traceback.format_exception(error))))
         finally:

@@ -1,6 +1,5 @@
 """Trajectories as training samples."""
 
-from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ from msgspec import structs
 
 from rollart.core.column import Column
 from rollart.core.events import BatchTaken, TrajectoryEnded
-from rollart.core.expert_choice import ExpertChoices, join
+from rollart.core.expert_choice import join
 from rollart.core.packed import PackedTrajectory
 from rollart.core.types import Batch, Outcome, Sample, SampleGroup, TokenRole, Trajectory, Turn, TurnSpan
 from rollart.rollout.groups import Group
@@ -79,92 +78,76 @@ def samples(trajectory: Trajectory) -> list[Sample]:
         raise ValueError(f"trajectory {trajectory.id} ended as {trajectory.outcome} and cannot be trained")
     if isinstance(trajectory, PackedTrajectory):
         return cast(list[Sample], [msgspec.Raw(sample) for sample in trajectory.samples])
-    segments: dict[int, _Segment] = {}
+    segments: dict[int, list[tuple[int, Turn]]] = {}
     for number, turn in enumerate(trajectory.turns):
-        segments.setdefault(turn.segment, _Segment()).add(number, turn)
-    return _samples(trajectory, segments)
-
-
-class TrajectoryPacker:
-    """Packs a trajectory for another process, which needs the outcome and passes on the rest. It does so turn by turn:
-    at the end of a long trajectory, most of its numbers have left the processor's caches."""
-
-    def __init__(self, codec: TrajectoryCodec) -> None:
-        self._codec = codec
-        self._segments: dict[int, _Segment] = {}
-        self._turns: list[msgspec.Raw] = []
-
-    def add(self, turn: Turn) -> None:
-        """The next turn."""
-        self._segments.setdefault(turn.segment, _Segment()).add(len(self._turns), turn)
-        self._turns.append(msgspec.Raw(_encode(turn)))
-
-    def pack(self, trajectory: Trajectory) -> PackedTrajectory:
-        """With the turns that were added."""
-        made = _samples(trajectory, self._segments) if trajectory.outcome.trainable else []
-        encoded = [_encode(sample) for sample in made]
-        body = structs.replace(trajectory, turns=cast(tuple[Turn, ...], tuple(self._turns)))
-        return PackedTrajectory(
-            **structs.asdict(structs.replace(trajectory, turns=(), info={}, teaching=())),
-            body=self._codec.encode(body),
-            samples=tuple(encoded),
-            checksum=reduce(lambda before, sample: crc32(sample, before), encoded, 0),
-            turn_count=len(self._turns),
-            oldest_version=trajectory.oldest,
-            sampled_tokens=trajectory.action_tokens,
-            all_tokens=trajectory.total_tokens,
-        )
-
-
-class _Segment:
-    """The turns of one segment, as the columns of a sample."""
-
-    def __init__(self) -> None:
-        self._tokens, self._logprobs, self._versions = array("i"), array("f"), array("i")
-        self._roles = bytearray()
-        self._spans: list[TurnSpan] = []
-        self._experts: list[ExpertChoices | None] = []
-
-    def add(self, number: int, turn: Turn) -> None:
-        self._roles += (OBSERVATION if self._spans else PROMPT) * len(turn.prompt) + ACTION * len(turn.tokens)
-        self._tokens += array("i", turn.prompt)
-        start = len(self._tokens)
-        self._tokens += array("i", turn.tokens)
-        self._logprobs += array("f", turn.logprobs)
-        self._versions += array("i", turn.versions)
-        self._spans.append(TurnSpan(number, start, len(self._tokens), turn.reward or 0.0, state_key(turn)))
-        self._experts.append(turn.experts)
-
-    def sample(self, trajectory: Trajectory, id: str, owner: str) -> Sample:
-        spans, last = list(self._spans), len(trajectory.turns) - 1
-        if spans and spans[-1].number == last and trajectory.outcome is Outcome.FINISHED:
-            spans[-1] = structs.replace(spans[-1], done=True)
-        assert trajectory.reward is not None
-        return Sample(
-            id=id,
-            task=trajectory.task,
-            tokens=Column("i4", self._tokens.tobytes()),
-            roles=Column("u1", bytes(self._roles)),
-            logprobs=Column("f4", self._logprobs.tobytes()),
-            versions=Column("i4", self._versions.tobytes()),
-            reward=trajectory.reward,
-            truncated=trajectory.outcome is Outcome.TRUNCATED,
-            temperature=trajectory.temperature,
-            trajectory=owner,
-            turns=tuple(spans),
-            experts=join(self._experts, len(self._tokens)),
-        )
-
-
-def _samples(trajectory: Trajectory, segments: dict[int, _Segment]) -> list[Sample]:
-    first, *others = segments.values() or [_Segment()]
+        segments.setdefault(turn.segment, []).append((number, turn))
+    first, *others = segments.values() or [[]]
     made = [
-        first.sample(trajectory, trajectory.id, ""),
-        *(each.sample(trajectory, f"{trajectory.id}/{number}", trajectory.id) for number, each in enumerate(others, 1)),
+        _sample(trajectory, trajectory.reward, first, trajectory.id, ""),
+        *(
+            _sample(trajectory, trajectory.reward, turns, f"{trajectory.id}/{number}", trajectory.id)
+            for number, turns in enumerate(others, 1)
+        ),
     ]
     if not trajectory.teaching:
         return made
     return [replace(sample, teacher=one) for sample, one in zip(made, trajectory.teaching, strict=True)]
+
+
+def pack(trajectory: Trajectory, codec: TrajectoryCodec) -> PackedTrajectory:
+    """For another process, which needs the outcome and passes on the rest."""
+    encoded = [_encode(sample) for sample in samples(trajectory)] if trajectory.outcome.trainable else []
+    header = structs.asdict(structs.replace(trajectory, turns=(), info={}, teaching=()))
+    return PackedTrajectory(
+        **header,
+        body=codec.encode(trajectory),
+        samples=tuple(encoded),
+        checksum=reduce(lambda before, sample: crc32(sample, before), encoded, 0),
+        turn_count=len(trajectory.turns),
+        oldest_version=trajectory.oldest,
+        sampled_tokens=trajectory.action_tokens,
+        all_tokens=trajectory.total_tokens,
+    )
+
+
+def _sample(trajectory: Trajectory, reward: float, turns: Sequence[tuple[int, Turn]], id: str, owner: str) -> Sample:
+    """Of the numbered turns of one segment."""
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    roles = bytearray()
+    spans: list[TurnSpan] = []
+    last = len(trajectory.turns) - 1
+    for number, turn in turns:
+        roles += (OBSERVATION if spans else PROMPT) * len(turn.prompt) + ACTION * len(turn.tokens)
+        tokens += turn.prompt
+        spans.append(
+            TurnSpan(
+                number=number,
+                start=len(tokens),
+                stop=len(tokens) + len(turn.tokens),
+                reward=turn.reward or 0.0,
+                state=state_key(turn),
+                done=number == last and trajectory.outcome is Outcome.FINISHED,
+            )
+        )
+        tokens += turn.tokens
+        logprobs += turn.logprobs
+        versions += turn.versions
+    return Sample(
+        id=id,
+        task=trajectory.task,
+        tokens=Column.ints(tokens),
+        roles=Column("u1", bytes(roles)),
+        logprobs=Column.floats(logprobs),
+        versions=Column.ints(versions),
+        reward=reward,
+        truncated=trajectory.outcome is Outcome.TRUNCATED,
+        temperature=trajectory.temperature,
+        trajectory=owner,
+        turns=tuple(spans),
+        experts=join((turn.experts for _, turn in turns), len(tokens)),
+    )
 
 
 def state_key(turn: Turn) -> str:

@@ -87,8 +87,7 @@ class RolloutTask:
 @dataclass(slots=True)
 class Attempt:
     """A trajectory under way, one of `peers` at its episode. `on_version` gets older and older versions of its tokens,
-    `on_turn` each turn of a conversation with an environment, `on_episode_end` is called before the reward is
-    computed."""
+    `on_episode_end` is called before the reward is computed."""
 
     id: str
     task: RolloutTask
@@ -99,7 +98,6 @@ class Attempt:
     held_out: bool = False
     peers: int = 1
     on_version: Callable[[int], None] = lambda version: None
-    on_turn: Callable[[Turn], None] | None = None
     on_episode_end: Callable[[], Awaitable[None]] | None = None
     episode_over: bool = False
     conversation: int = 0
@@ -274,12 +272,22 @@ class TrajectoryRunner(AttemptRunner):
             action = self.renderer.read(prompt, completion.tokens, opening)
             step = await environment.step(action.text)
             generate_s, env_s = generated - began, clock() - generated
-            turn = _turn(messages, prompt, action, completion, step, (generate_s, env_s))
-            number = len(attempt.turns)
-            attempt.turns.append(turn)
-            if attempt.on_turn is not None:
-                attempt.on_turn(turn)
-            self.sink.emit(turn_done(attempt.id, attempt.task.name, number, routed, generate_s, env_s))
+            attempt.turns.append(
+                _turn(
+                    messages=messages,
+                    prompt=prompt,
+                    action=action,
+                    completion=completion,
+                    step=step,
+                    seconds=(generate_s, env_s),
+                )
+            )
+            turn = len(attempt.turns) - 1
+            self.sink.emit(
+                turn_done(
+                    id=attempt.id, task=attempt.task.name, turn=turn, routed=routed, generate_s=generate_s, env_s=env_s
+                )
+            )
             attempt.info.update(step.info)
             if step.done:
                 return self._truncated(attempt, "by its environment") if step.truncated else Outcome.FINISHED

@@ -7,11 +7,10 @@ import msgspec
 from msgspec.structs import replace
 
 from rollart.core.column import Column
-from rollart.core.packed import PackedTrajectory
 from rollart.core.types import Message, Outcome, SampleGroup, Trajectory, Turn
 from rollart.rollout.groups import Group
 from rollart.rollout.ledger import GroupRecord, SqliteLedger, TrajectoryCodec
-from rollart.rollout.samples import TrajectoryPacker, samples, state_key, trained_members
+from rollart.rollout.samples import pack, samples, state_key, trained_members
 
 
 def values(column: Column) -> list[Any]:
@@ -79,15 +78,8 @@ def test_a_trajectory_of_one_segment_is_one_sample_under_its_own_id() -> None:
     assert not any(turn.done for turn in sample.turns)
 
 
-def pack(trajectory: Trajectory) -> PackedTrajectory:
-    packer = TrajectoryPacker(TrajectoryCodec())
-    for turn in trajectory.turns:
-        packer.add(turn)
-    return packer.pack(trajectory)
-
-
 def test_a_packed_trajectory_gives_the_same_samples_checksums_and_record(tmp_path: Path) -> None:
-    packed = pack(FORKED)
+    packed = pack(FORKED, TrajectoryCodec())
     group = Group.of(GroupRecord("g", "task", 0, 0, 1, 0), 0.0)
     whole, sent = (SampleGroup("g", "task", tuple(samples(each))) for each in (FORKED, packed))
     encode = msgspec.msgpack.encode
@@ -107,6 +99,6 @@ def test_a_packed_trajectory_gives_the_same_samples_checksums_and_record(tmp_pat
 
 
 def test_what_cannot_be_trained_has_no_samples_but_is_recorded() -> None:
-    failed = pack(replace(FORKED, outcome=Outcome.ENV_FAILED, reward=None))
+    failed = pack(replace(FORKED, outcome=Outcome.ENV_FAILED, reward=None), TrajectoryCodec())
     assert failed.samples == ()
     assert failed.turn_count == 4
