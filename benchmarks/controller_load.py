@@ -46,6 +46,7 @@ from rollart.core.event_log import EventLog
 from rollart.core.schedule import Schedule
 from rollart.engines.client import EngineClient
 from rollart.envs.pool import EnvironmentPool
+from rollart.fleet.control_services import loop_factory
 from rollart.fleet.controller import rollout_tasks
 from rollart.fleet.engine_supervisor import EngineSampler
 from rollart.fleet.ledger_writer import LedgerWriter
@@ -340,7 +341,8 @@ def measure(load: Load, counts: list[int], players: list[int], profile: bool) ->
         with scripted("engines", spec) as engine_url, scripted("environments", spec) as environment_url:
             services = Services(engine_url, environment_url, key, tokenizer)
             for number, (engines, count) in enumerate(plan):
-                run = asyncio.run(play(load, engines, count, services, scratch / str(number)))
+                with asyncio.Runner(loop_factory=loop_factory(services.run_file(load, count))) as runner:
+                    run = runner.run(play(load, engines, count, services, scratch / str(number)))
                 runs.append(run | {"turns_per_s": turns_per_s(run)})
                 print(json.dumps(runs[-1]), flush=True)
             parts: dict[str, float] = {}

@@ -25,6 +25,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from benchmarks.scratch import scratch_folder
@@ -96,7 +97,7 @@ def conversations(folder: Path, dtype: str, count: int, tokens: int) -> list[Tra
 
     sampling = Sampling(max_tokens=tokens)
     first = [
-        GenerationRequest(f"{n}/0", str(n), "gap", 0, [*shared, *observed()], replace(sampling, seed=n))
+        GenerationRequest(f"{n}/0", str(n), "gap", 0, [*shared, *observed()], structs.replace(sampling, seed=n))
         for n in range(count)
     ]
     answers = generate(stepper, first)

@@ -33,7 +33,8 @@ _PART_BYTES = 16 << 20
 _BLOCK = 1 << 16  # bytes read at once
 _LEVEL = 7  # a fifth smaller than 1, for two microseconds more per event
 _SUFFIX = ".jsonl.zst"
-_DIGITS = 5  # of seconds: what is finer is noise, and half of the compressed log
+_DIGITS, _PER_SECOND = 5, 1e5  # of seconds: what is finer is noise, and half of the compressed log
+_LONG = 1e9  # seconds
 
 
 class LineLog:
@@ -131,10 +132,10 @@ class EventLog(LineLog):
         if self._full_since is not None and not self._full_reported and self._error is None:
             self._full_reported = True
             self.emit(Warned(message=f"the disk of {self._path.parent} is full; the run goes on for {FULL_S:g} s"))
-        event.t = round(self._clock() - self._origin, _DIGITS)
+        event.t = _rounded(self._clock() - self._origin)
         round_durations(event)
         self.append(self._encode(event))
-        for listener in list(self._listeners):
+        for listener in tuple(self._listeners):
             try:
                 listener(event)
             except Exception as error:
@@ -148,7 +149,13 @@ class EventLog(LineLog):
 def round_durations(event: AnyEvent) -> None:
     """As they are in the log."""
     for name in _durations(type(event)):
-        setattr(event, name, round(getattr(event, name), _DIGITS))
+        if seconds := getattr(event, name):
+            setattr(event, name, _rounded(seconds))
+
+
+def _rounded(seconds: float) -> float:
+    """As `round` to five digits, in half the time."""
+    return int(seconds * _PER_SECOND + 0.5) / _PER_SECOND if 0.0 <= seconds < _LONG else round(seconds, _DIGITS)
 
 
 @cache

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 
 def collect_rarely() -> None:
     """Reference counting frees nearly everything that a controller keeps; scanning it all for the few cycles would cost
-    more than scheduling. Young objects are still scanned, old ones rarely."""
+    more than scheduling. Young objects are still scanned, old ones rarely: the first threshold is above what thousands
+    of trajectories have in flight, or each of their objects would be scanned before its turn is over."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 50, 1_000)
+    gc.set_threshold(100_000, 10, 1_000)
 
 
 @contextmanager

@@ -42,19 +42,17 @@ class Message(Struct, frozen=True, gc=False):
     content: str
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(Struct, frozen=True):
     """What an environment returns for an action. `truncated`: it ended by a limit, not by its own rules."""
 
     messages: tuple[Message, ...]
     reward: float | None = None
     done: bool = False
     truncated: bool = False
-    info: dict[str, Any] = field(default_factory=dict)
+    info: dict[str, Any] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(Struct, frozen=True):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -63,7 +61,7 @@ class Sampling:
     seed: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, though nobody changes one: that takes four times as long to make
 class GenerationRequest:
     """`tokens` is the whole context; `session` names the conversation whose cached prefix may be reused, `kv_from` the
     address of an engine to fetch missing KV from, `branch_of` a conversation that it begins like, `episode` the attempt
@@ -92,7 +90,7 @@ class TokenPart(Struct, frozen=True, array_like=True):
     versions: list[int]
 
 
-class Completion(Struct, frozen=True):
+class Completion(Struct, frozen=True, gc=False):
     """`cached` of the `prompt` tokens needed no prefill; `fetched` of these came from another engine. `experts` are
     those that a mixture used, for prompt and tokens but the last, which was not computed with yet."""
 
@@ -188,8 +186,7 @@ class Turn(Struct, frozen=True, gc=False):
     reasoning: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class EpisodeTurn:
+class EpisodeTurn(Struct, frozen=True):
     messages: tuple[Message, ...]
     action: str
     reward: float | None = None
@@ -270,15 +267,15 @@ class Trajectory(Struct, frozen=True):
     @property
     def oldest(self) -> int | None:
         """The oldest policy version that sampled one of its tokens."""
-        return min((lowest(turn.versions) for turn in self.turns if turn.versions), default=None)
+        return min([lowest(turn.versions) for turn in self.turns if turn.versions], default=None)
 
     @property
     def action_tokens(self) -> int:
-        return sum(len(turn.tokens) for turn in self.turns)
+        return sum([len(turn.tokens) for turn in self.turns])
 
     @property
     def total_tokens(self) -> int:
-        return sum(len(turn.prompt) + len(turn.tokens) for turn in self.turns)
+        return sum([len(turn.prompt) + len(turn.tokens) for turn in self.turns])
 
 
 class TokenRole(IntEnum):

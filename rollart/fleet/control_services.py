@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
+import uvloop
 from msgspec import Struct
 
 from rollart.config import RunFile
@@ -38,7 +39,7 @@ from rollart.fleet.control_engines import public
 from rollart.fleet.control_tape import FORMAT, ControlTape, Inbound, RecordingLoop, Tape, outside
 from rollart.fleet.fleet import Fleet
 from rollart.fleet.session import Session
-from rollart.players.pool import PlayerPool
+from rollart.players.pool import PlayerPool, player_count
 from rollart.rollout.ledger import GroupRecord, Recovery
 from rollart.rollout.router import Router
 
@@ -349,5 +350,8 @@ def recorded(session: Session) -> Iterator[Tape]:
 
 
 def loop_factory(run: RunFile) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Of the loop that a run needs; None: any."""
-    return RecordingLoop if run.ledger.control else None
+    """Of the loop that a run needs; None: any. A controller with players mostly reads and writes small messages, which
+    uvloop does in half the time."""
+    if run.ledger.control:
+        return RecordingLoop
+    return uvloop.new_event_loop if player_count(run) else None

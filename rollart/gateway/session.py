@@ -12,10 +12,12 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count
 from typing import Literal
+
+from msgspec.structs import replace
 
 from rollart.core.action import ToolCall
 from rollart.core.errors import EngineFailed

@@ -114,7 +114,10 @@ class PlayerRouter(RequestLoop[Route]):
             connecting.cancel()
         await asyncio.gather(*self._clients.values(), *self._watches, return_exceptions=True)
 
-    async def _admit(self, need: RouteNeed, clock: EpisodeClock | None) -> Route:
+    def admit(self, need: RouteNeed) -> None:
+        """The controller decides, and is asked by `wait_for_engine`."""
+
+    async def wait_for_engine(self, need: RouteNeed, clock: EpisodeClock | None = None) -> Route:
         number = self._line.new_number()
         asked = self._line.expect(number)
         self._line.tell(RouteAsked(number, need))

@@ -21,13 +21,17 @@ class DecodeLengths:
 
     def expected(self, task: str, turn: int, max_tokens: int) -> float:
         means = self._means
-        for known in range(min(turn, LAST_TURN), -1, -1):
-            if (mean := means.get((task, known))) is not None:
-                return min(mean, float(max_tokens))
-        return min(self._priors.get(task, max_tokens / 2), float(max_tokens))
+        mean = means.get((task, turn if turn < LAST_TURN else LAST_TURN))
+        if mean is None:
+            for known in range(min(turn, LAST_TURN) - 1, -1, -1):
+                if (mean := means.get((task, known))) is not None:
+                    break
+            else:
+                mean = self._priors.get(task, max_tokens / 2)
+        return mean if mean < max_tokens else float(max_tokens)
 
     def record(self, task: str, turn: int, tokens: int) -> None:
-        key = (task, min(turn, LAST_TURN))
+        key = (task, turn if turn < LAST_TURN else LAST_TURN)
         prior = self._priors.get(task)
         count = self._counts.get(key, 0) + 1
         mean = self._means.get(key, tokens if prior is None else prior)

@@ -66,17 +66,27 @@ class EngineState:
         self.reserved -= tokens + max_tokens
         self.pool.reserved -= tokens + max_tokens
 
+    @property
+    def load(self) -> tuple[float, float]:
+        """Sequences that a request will meet there, and the tokens of their contexts."""
+        sequences = self.open if self.open > self.mean_open else self.mean_open
+        context = self.context if self.context > self.mean_context else self.mean_context
+        return sequences + self.foreign, context + self.foreign_kv
+
     def add_prefill(self, seconds: float, now: float) -> None:
-        self.prefill_until = max(self.prefill_until, now) + seconds
+        self.prefill_until = (self.prefill_until if self.prefill_until > now else now) + seconds
         self.recent_prefill = self._recent(now) + seconds
         self.recent_at = now
 
     def prefill_share(self, now: float) -> float:
         """The share of its time that recently went into prefill."""
         window = PREFILL_WINDOW * self.pool.mean_s
-        return min(PREFILL_SHARE_MAX, self._recent(now) / window) if window else 0.0
+        share = self._recent(now) / window if window else 0.0
+        return share if share < PREFILL_SHARE_MAX else PREFILL_SHARE_MAX
 
     def _recent(self, now: float) -> float:
+        if now == self.recent_at:
+            return self.recent_prefill
         window = PREFILL_WINDOW * self.pool.mean_s
         return self.recent_prefill * math.exp(-(now - self.recent_at) / window) if window else 0.0
 

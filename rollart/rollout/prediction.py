@@ -23,38 +23,35 @@ class Predictor:
         self._link = roofline.transfer_seconds(1)
         self._shape = shape
         self._read: dict[int, float] = {}
-        self._fixed = None if shape.experts else shape.weight_bytes(1) * self._memory
+        self._fixed = 0.0 if shape.experts else shape.weight_bytes(1) * self._memory  # 0: it depends on the tokens
 
-    def prefill(self, new: int, cached: int) -> float:
-        """`new` tokens after `cached` ones."""
+    def prefill(self, new: int, cached: int) -> tuple[float, float]:
+        """`new` tokens after `cached` ones: the computation alone, and with the reading of weights, which requests that
+        are prefilled together share."""
         if new <= 0:
-            return 0.0
+            return 0.0, 0.0
         compute = new * (self._token + self._attend * (cached + new / 2))
-        return max(compute, self._weights(new) + (cached + new) * self._kv)
-
-    def compute(self, new: int, cached: int) -> float:
-        """As `prefill`, without reading the weights, which requests that are prefilled together share."""
-        return max(0, new) * (self._token + self._attend * (cached + new / 2))
+        read = (self._fixed or self._weights(new)) + (cached + new) * self._kv
+        return compute, compute if compute > read else read
 
     def decode(self, sequences: int, contexts: float) -> float:
         """One step: a token for each of `sequences`, whose contexts have `contexts` tokens in all."""
         if sequences <= 0:
             return 0.0
         compute = sequences * self._token + contexts * self._attend
-        return max(compute, self._weights(sequences) + contexts * self._kv)
+        read = (self._fixed or self._weights(sequences)) + contexts * self._kv
+        return compute if compute > read else read
 
     def transfer(self, tokens: int) -> float:
         return tokens * self._link
 
     def _weights(self, tokens: int) -> float:
-        if self._fixed is not None:
-            return self._fixed
         if (read := self._read.get(tokens)) is None:
             read = self._read[tokens] = self._shape.weight_bytes(tokens) * self._memory
         return read
 
 
-class Prediction(Struct):
+class Prediction(Struct, gc=False):
     """Seconds until there is room for it, until the prefill before it is done, of its prefill, of each decoded token
     and of all of them. `work` is what its prefill adds to the engine's backlog, `delay` what it costs all requests
     there, `factors` the corrections of prefill and decode that are included."""

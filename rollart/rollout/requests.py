@@ -5,7 +5,7 @@ Invariants: an answer whose engine fails goes on at another one, from the tokens
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
@@ -21,7 +21,7 @@ from rollart.rollout.routing_policy import Why
 PART_TOKENS = 256  # at most as many are sampled again after the loss of an engine
 
 
-class Routed(Struct):
+class Routed(Struct, gc=False):
     """A completion, the engine and pool that made it, why they were chosen, and the predicted seconds."""
 
     completion: Completion
@@ -84,7 +84,9 @@ class ServedRequest(Struct, frozen=True, gc=False, array_like=True):
 
 
 class Answer:
-    """What there is of the answer to a request, whichever engines sampled it."""
+    """What there is of the answer to a request, whichever engines sampled it: `count` tokens."""
+
+    __slots__ = ("_enough", "_oldest", "_on_version", "_parts", "_request", "_stream", "count", "every")
 
     def __init__(
         self, request: GenerationRequest, stream: TokenStream | None, on_version: Callable[[int], None] | None
@@ -93,19 +95,17 @@ class Answer:
         self._oldest: int | None = None
         self._enough = False
         self.every = PART_TOKENS if stream is None else min(stream.every, PART_TOKENS)
-        self.tokens: list[int] = []
-        self._logprobs: list[float] = []
-        self._versions: list[int] = []
+        self._parts: list[TokenPart] = []
+        self.count = 0
 
     @property
     def over(self) -> bool:
         """Whether nothing of it is missing, though no engine said so."""
-        return self._enough or len(self.tokens) >= self._request.sampling.max_tokens
+        return self._enough or self.count >= self._request.sampling.max_tokens
 
     def on_part(self, part: TokenPart) -> bool:
-        self.tokens += part.tokens
-        self._logprobs += part.logprobs
-        self._versions += part.versions
+        self._parts.append(part)
+        self.count += len(part.tokens)
         self._report(min(part.versions))
         self._enough = self._stream is not None and self._stream.on_tokens(part.tokens)
         return self._enough
@@ -117,14 +117,14 @@ class Answer:
 
     def rest(self) -> GenerationRequest:
         """A request for what is missing."""
-        if not self.tokens:
+        if not self.count:
             return self._request
         sampling = self._request.sampling
         return replace(
             self._request,
-            tokens=[*self._request.tokens, *self.tokens],
-            sampling=replace(sampling, max_tokens=sampling.max_tokens - len(self.tokens)),
-            resumed=len(self.tokens),
+            tokens=[*self._request.tokens, *(token for part in self._parts for token in part.tokens)],
+            sampling=structs.replace(sampling, max_tokens=sampling.max_tokens - self.count),
+            resumed=self.count,
         )
 
     def join(self, rest: GenerationRequest, completion: Completion) -> Completion:
@@ -133,12 +133,12 @@ class Answer:
             self._report(lowest(completion.versions))
         if not (kept := rest.resumed):
             return completion
-        prompt = completion.prompt - kept
+        prompt, before = completion.prompt - kept, self.completion()
         return structs.replace(
             completion,
-            tokens=self.tokens[:kept] + completion.tokens,
-            logprobs=self._logprobs[:kept] + completion.logprobs,
-            versions=self._versions[:kept] + completion.versions,
+            tokens=before.tokens[:kept] + completion.tokens,
+            logprobs=before.logprobs[:kept] + completion.logprobs,
+            versions=before.versions[:kept] + completion.versions,
             prompt=prompt,
             cached=min(completion.cached, prompt),
             fetched=min(completion.fetched, prompt),
@@ -146,7 +146,13 @@ class Answer:
 
     def completion(self) -> Completion:
         """Of what there is."""
-        return Completion(self.tokens, self._logprobs, self._versions, "length", prompt=len(self._request.tokens))
+        return Completion(
+            [token for part in self._parts for token in part.tokens],
+            [logprob for part in self._parts for logprob in part.logprobs],
+            [version for part in self._parts for version in part.versions],
+            "length",
+            prompt=len(self._request.tokens),
+        )
 
 
 class RequestRouter(Protocol):
@@ -193,14 +199,15 @@ class RequestLoop(ABC, Generic[R]):
         answer, failures = Answer(request, stream, on_version), 0
         while True:
             rest = answer.rest()
-            route = await self._admit(RouteNeed.of(rest), clock)
+            need = RouteNeed.of(rest)
+            route = self.admit(need) or await self.wait_for_engine(need, clock)
             try:
                 completion = await self._attempt(route, rest, answer)
             except EngineFailed as error:
                 self.record_failure(route, str(error), isinstance(error, EngineLost))
                 if answer.over:
                     return self._routed(route, answer.completion())
-                failures = 1 if len(answer.tokens) > rest.resumed else failures + 1
+                failures = 1 if answer.count > rest.resumed else failures + 1
                 if failures >= self._attempts:
                     raise EngineFailed(f"{error} (tried {failures} times)") from error
             else:
@@ -210,12 +217,16 @@ class RequestLoop(ABC, Generic[R]):
                 self.release(route)
 
     @abstractmethod
-    async def _admit(self, need: RouteNeed, clock: EpisodeClock | None) -> R:
+    def admit(self, need: RouteNeed) -> R | None:
+        """Where it goes, if that can be decided at once."""
+
+    @abstractmethod
+    async def wait_for_engine(self, need: RouteNeed, clock: EpisodeClock | None = None) -> R:
         """Waits while no engine can take it, and `clock` stands still. Raises EngineFailed if none ever will."""
 
     @abstractmethod
-    async def _attempt(self, route: R, rest: GenerationRequest, answer: Answer) -> Completion:
-        """Raises EngineFailed."""
+    def _attempt(self, route: R, rest: GenerationRequest, answer: Answer) -> Awaitable[Completion]:
+        """Raises EngineFailed when it is awaited."""
 
     @abstractmethod
     def record_failure(self, route: R, reason: str, lost: bool) -> None:

@@ -10,9 +10,10 @@ ends.
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cached_property
 from itertools import count
 
 from msgspec import Struct
@@ -29,7 +30,7 @@ from rollart.rollout.routing_policy import MeasuredPolicy, RoutingChoice, Routin
 _FIRST_PROMPTS = 4096
 
 
-class _CachedAt(Struct):
+class _CachedAt(Struct, gc=False):
     """Where a conversation's KV is: `tokens` of it, made by `version`."""
 
     engine: EngineState
@@ -73,17 +74,19 @@ class Router(RequestLoop[RouteTicket]):
         self._conversations = count(1)
         self._keeps_kv = keeps_kv
 
+    @cached_property
+    def _clock(self) -> Callable[[], float]:
+        """Of the event loop that all requests are on: asking for that loop costs a system call."""
+        return asyncio.get_running_loop().time
+
     def pool_of(self, session: str) -> str:
         """The pool that answers a request of this conversation now; "" if none does."""
         engine = self._in_flight.get(session)
         return engine.pool.name if engine is not None else ""
 
-    async def _admit(self, need: RouteNeed, clock: EpisodeClock | None) -> RouteTicket:
-        return self.admit(need) or await self.wait_for_engine(need, clock)
-
     def admit(self, need: RouteNeed) -> RouteTicket | None:
         """Reserve the engine that suits the request best; None if none can take it now."""
-        now = asyncio.get_running_loop().time()
+        now = self._clock()
         choice = self._choose(need, now)
         if choice is None:
             return None
@@ -100,11 +103,19 @@ class Router(RequestLoop[RouteTicket]):
                 await self.engines.revived.wait()
         return ticket
 
-    async def _attempt(self, route: RouteTicket, rest: GenerationRequest, answer: Answer) -> Completion:
-        sent = rest if route.choice.prefill_at is None else await self._prefill(route, rest)
-        if (streaming := route.choice.engine.streaming) is None:
-            return await route.choice.engine.client.generate(sent)
-        return await streaming.generate_in_parts(sent, answer.every, answer.on_part)
+    def _attempt(self, route: RouteTicket, rest: GenerationRequest, answer: Answer) -> Awaitable[Completion]:
+        if route.choice.prefill_at is not None:
+            return self._prefill_and_decode(route, rest, answer)
+        return self._decode(route, rest, answer)
+
+    async def _prefill_and_decode(self, route: RouteTicket, rest: GenerationRequest, answer: Answer) -> Completion:
+        return await self._decode(route, await self._prefill(route, rest), answer)
+
+    def _decode(self, route: RouteTicket, rest: GenerationRequest, answer: Answer) -> Awaitable[Completion]:
+        engine = route.choice.engine
+        if engine.streaming is None:
+            return engine.client.generate(rest)
+        return engine.streaming.generate_in_parts(rest, answer.every, answer.on_part)
 
     def record_failure(self, route: RouteTicket, reason: str, lost: bool) -> None:
         self._sessions.pop(route.need.session, None)
@@ -139,7 +150,9 @@ class Router(RequestLoop[RouteTicket]):
         self._prefixes.pop(session, None)
 
     def _choose(self, need: RouteNeed, now: float) -> RoutingChoice | None:
-        cached_at = self._sessions.get(need.session) or self._sessions.get(need.branch_of)
+        cached_at = self._sessions.get(need.session)
+        if cached_at is None and need.branch_of:
+            cached_at = self._sessions.get(need.branch_of)
         cached, shared_at, tokens = 0, None, need.tokens
         if cached_at is not None:
             cached = min(cached_at.tokens, tokens - 1) if self._valid(cached_at) else 0  # a branch may be shorter
@@ -158,7 +171,7 @@ class Router(RequestLoop[RouteTicket]):
             cached=cached,
             shared_at=shared_at,
         )
-        if (prefix := self._prefixes.get(need.session)) is not None:
+        if self._prefixes and (prefix := self._prefixes.get(need.session)) is not None:
             query.prefilled_at, query.prefilled = prefix.engine, prefix.tokens if self._valid(prefix) else 0
         return self._policy.choose(query, self.engines.pools)
 
@@ -211,7 +224,7 @@ class Router(RequestLoop[RouteTicket]):
         self._prefixes[route.need.session] = _CachedAt(engine, route.need.tokens - 1, engine.version)
 
     def record(self, route: RouteTicket, served: ServedRequest) -> None:
-        choice, need, ended = route.choice, route.need, asyncio.get_running_loop().time()
+        choice, need, ended = route.choice, route.need, self._clock()
         engine, pool, made = choice.engine, choice.engine.pool, served.made
         version = served.version if served.version is not None else engine.version
         self._sessions[need.session] = _CachedAt(engine, need.tokens + made - 1, version)

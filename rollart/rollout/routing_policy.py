@@ -19,7 +19,7 @@ Why = Literal["prefix", "group", "fastest", "moved", "disaggregated", "pinned", 
 CLEARLY = 0.8  # leave a cached prefix only for less than this share of the cost of staying
 
 
-class RoutingQuery(Struct):
+class RoutingQuery(Struct, gc=False):
     """One request: `tokens` of context, an answer of about `decoded` and at most `max_tokens`. `cached_at` has `cached`
     tokens of its KV, and `prefilled_at`, which prefills for it, `prefilled`; `shared_at` got the same prompt before.
     `floor` is the oldest version that may answer."""
@@ -38,7 +38,7 @@ class RoutingQuery(Struct):
     prefilled: int = 0
 
 
-class RoutingChoice(Struct):
+class RoutingChoice(Struct, gc=False):
     """`prefill_at`: prefill there first, then decode at `engine`."""
 
     engine: EngineState
@@ -57,33 +57,29 @@ class RoutingPolicy(Protocol):
 def predict(engine: EngineState, query: RoutingQuery, cached: int) -> Prediction:
     """The request on that engine in its present state."""
     pool, model = engine.pool, engine.pool.predictor
-    tokens, decoded = query.tokens, query.decoded
-    load = max(engine.open, engine.mean_open) + engine.foreign
-    excess = load - pool.max_batch + 1
+    tokens, decoded, now = query.tokens, query.decoded, query.now
+    prefill_factor, decode_factor, max_batch = pool.prefill_factor, pool.decode_factor, pool.max_batch
+    load, context = engine.load
+    excess = load - max_batch + 1
     room = 0.0
     if excess > 0 or engine.reserved + engine.foreign_kv + tokens + query.max_tokens > pool.kv_tokens:
-        room = pool.mean_s * (1 + max(0, excess) / pool.max_batch)
-    new = tokens - cached
-    work = model.compute(new, cached) * pool.prefill_factor
-    prefill = max(work, model.prefill(new, cached) * pool.prefill_factor)
-    others = int(min(load, pool.max_batch - 1))  # sequences in the same batch
-    contexts = (max(engine.context, engine.mean_context) + engine.foreign_kv) * (others / load if load else 0.0)
-    decode_share = 1.0 - engine.prefill_share(query.now)
+        room = pool.mean_s * (1 + max(0, excess) / max_batch)
+    work, prefill = model.prefill(tokens - cached, cached)
+    work *= prefill_factor
+    others = int(load) if load < max_batch - 1 else max_batch - 1  # sequences in the same batch
+    contexts = context * (others / load) if load else 0.0
     step = model.decode(others + 1, contexts + tokens + decoded / 2)
-    token = step * pool.decode_factor / decode_share
-    wait = max(0.0, engine.prefill_until - query.now)
+    token = step * decode_factor / (1.0 - engine.prefill_share(now))
     without = model.decode(others, contexts) if others else 0.0
-    delay = (1.0 + load) * (work + decoded * ((step - without) * pool.decode_factor))
-    factors = (pool.prefill_factor, pool.decode_factor)
     return Prediction(
         room=room,
-        wait=wait,
-        prefill=prefill,
+        wait=engine.prefill_until - now if engine.prefill_until > now else 0.0,
+        prefill=prefill * prefill_factor,
         token=token,
         decode=decoded * token,
         work=work,
-        delay=delay,
-        factors=factors,
+        delay=(1.0 + load) * (work + decoded * ((step - without) * decode_factor)),
+        factors=(prefill_factor, decode_factor),
     )
 
 

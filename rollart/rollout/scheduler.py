@@ -213,6 +213,8 @@ class Scheduler:
     # One attempt
 
     def _record_version(self, group: Group, version: int) -> None:
+        if group.oldest is not None and version >= group.oldest:
+            return  # as nearly always; `_evict` looks at all groups whenever `next` moves
         group.record_version(version)
         if not group.closed and not group.probe and not self.schedule.within(group.oldest, self.next):
             self._drop(group, "stale", Outcome.STALE)

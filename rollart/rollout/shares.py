@@ -97,4 +97,4 @@ def _work(pool: EnginePool, demand: _Demand) -> float:
     cached = int(max(0.0, demand.context - demand.new))
     batch = max(TYPICAL_BATCH, int(sum(engine.mean_open for engine in pool.engines) / max(1, len(pool.engines))))
     step = model.decode(batch, batch * demand.context) / batch
-    return model.compute(int(demand.new), cached) + demand.decoded * step
+    return model.prefill(int(demand.new), cached)[0] + demand.decoded * step

@@ -51,7 +51,7 @@ from rollart.rollout.agent_episode import AgentEpisodeRunner, checked, turn_done
 from rollart.rollout.episode_clock import EpisodeClock
 from rollart.rollout.lockstep import Lockstep
 from rollart.rollout.phases import PhaseChanges
-from rollart.rollout.requests import RequestRouter, Routed
+from rollart.rollout.requests import RequestRouter
 from rollart.rollout.samples import samples, trajectory_ended
 
 _SAMPLING = Sampling()
@@ -211,16 +211,15 @@ class TrajectoryRunner(AttemptRunner):
 
     async def _play(self, attempt: Attempt) -> Outcome:
         try:
-            return await (self._run_agent(attempt) if attempt.task.agent else self._run_environment(attempt))
+            if attempt.task.agent:
+                return await self._run_agent(attempt)
+            attempt.phase = "waiting for an environment"
+            async with self.environments.claim(attempt.task.name, attempt.held_out) as environment:
+                with self.lockstep.barrier(attempt.task.name).member() if self.lockstep is not None else nullcontext():
+                    async with attempt.clock.limit():
+                        return await self._converse(attempt, environment)
         finally:
             self.router.forget(attempt.id)
-
-    async def _run_environment(self, attempt: Attempt) -> Outcome:
-        attempt.phase = "waiting for an environment"
-        async with self.environments.claim(attempt.task.name, attempt.held_out) as environment:
-            with self.lockstep.barrier(attempt.task.name).member() if self.lockstep is not None else nullcontext():
-                async with attempt.clock.limit():
-                    return await self._converse(attempt, environment)
 
     async def _run_agent(self, attempt: Attempt) -> Outcome:
         """The agent sends requests as it likes; what was captured comes back at its end."""
@@ -264,7 +263,7 @@ class TrajectoryRunner(AttemptRunner):
                 self._request(attempt, context), clock=attempt.clock, on_version=attempt.on_version
             )
             generated = clock()
-            completion = self._checked(attempt, routed)
+            completion = checked(routed, f"turn {len(attempt.turns)} of {attempt.id}")
             context = joined(context, completion.tokens)
             if barrier is not None:
                 await barrier.wait()
@@ -348,9 +347,6 @@ class TrajectoryRunner(AttemptRunner):
             experts_known=0 if experts is None else experts.stop,
             conversation=attempt.conversation,
         )
-
-    def _checked(self, attempt: Attempt, routed: Routed) -> Completion:
-        return checked(routed, f"turn {len(attempt.turns)} of {attempt.id}")
 
     async def _score(self, attempt: Attempt, trajectory: Trajectory) -> Trajectory:
         clock = asyncio.get_running_loop().time

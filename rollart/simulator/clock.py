@@ -28,7 +28,8 @@ class Call(asyncio.TimerHandle):
     def cancel(self) -> None:
         if not self._cancelled:
             self._cancelled = True
-            self._loop._timer_handle_cancelled(self)
+            if self._scheduled:  # one that has fired is gone already
+                self._loop._timer_handle_cancelled(self)
             self._callback = self._args = None  # type: ignore[assignment] # as the library does
 
 
@@ -51,6 +52,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._now
+
+    def close(self) -> None:
+        """Timers that are left keep everything that they would call."""
+        super().close()
+        self._due.clear()
+        self._times.clear()
 
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:  # type: ignore[override]
         call = Call(self._now, callback, args, self, context)
@@ -77,7 +84,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return call
 
     def _timer_handle_cancelled(self, handle: Call) -> None:
-        self._cancelled += handle._scheduled  # one that has fired is gone already
+        self._cancelled += 1
         if self._cancelled > 1000 and self._cancelled * 2 > self._timers:
             left = {when: [call for call in due if not call._cancelled] for when, due in self._due.items()}
             self._due = {when: calls for when, calls in left.items() if calls}

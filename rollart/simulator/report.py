@@ -125,10 +125,20 @@ def _rest(results: Sequence[SimulationResult]) -> Text:
         "environments": fmean(result.environments_use for result in results),
         "rewards": fmean(result.reward_use for result in results),
     }
+    idle = fmean(result.trainer_idle for result in results)
     lines = [
         f"busy      {', '.join(f'{name} {share:.1%}' for name, share in used.items())}",
-        f"trained   {ages or 'nothing'}",
+        f"idle      trainer {idle:.1%}, waiting for batches",
+        f"trained   {ages or 'nothing'}; allowed: {first.alpha}",
+        f"mixture   {_mixture(first)}",
         f"dropped   {drops or 'no trajectory'}; groups: {groups or 'none'}",
         f"price     {first.price_per_hour:.4g} per hour, one H20 is 1",
     ]
     return Text("\n".join(lines))
+
+
+def _mixture(result: SimulationResult) -> str:
+    """Groups are whole, so a share is exact if it is less than one group off."""
+    off = max((abs(share.trained - share.asked) for share in result.mixture.values()), default=0.0)
+    tasks = ", ".join(f"{task} {share.trained:,} of {share.asked:,.1f}" for task, share in result.mixture.items())
+    return f"{'exact' if off < 1 else f'up to {off:,.1f} groups off'}; groups trained and asked for: {tasks}"

@@ -34,6 +34,14 @@ class PoolUse:
 
 
 @dataclass(frozen=True, slots=True)
+class TaskShare:
+    """Groups of a task in all batches together: those that were trained, and its share by the weights of the tasks."""
+
+    trained: int
+    asked: float
+
+
+@dataclass(frozen=True, slots=True)
 class SimulationResult:
     """Times are seconds. A step is from the end of one optimizer step to the end of the next: `wait_s` for its batch,
     `blocked_s` for weights, `train_s`. `exposed` divides the step: moments in which nothing but training goes on,
@@ -75,6 +83,12 @@ class SimulationResult:
     outcomes: dict[str, int] = field(default_factory=dict)
     drops: dict[str, int] = field(default_factory=dict)
     step_times: tuple[float, ...] = ()
+    mixture: dict[str, TaskShare] = field(default_factory=dict)
+
+    @property
+    def trainer_idle(self) -> float:
+        """The share of a step in which the trainer waits for its batch."""
+        return self.wait_s / self.step_s
 
 
 def price_per_hour(scenario: Scenario, classes: Mapping[str, DeviceClass]) -> float:
@@ -92,6 +106,7 @@ class Tally:
     def __init__(self, clock: Callable[[], float], warmup: int, service_totals: Callable[[], dict[str, float]]) -> None:
         self.totals: Any = Counter()
         self.step_times: list[float] = []
+        self.batches: list[dict[str, int]] = []  # groups of each task
         self._clock, self._warmup, self._service_totals = clock, warmup, service_totals
         self._started: dict[str, float] = {}
         self._before: Counter[str] = Counter()
@@ -125,6 +140,7 @@ class Tally:
             case ev.GroupDropped():
                 totals[f"dropped {event.reason}"] += 1
             case ev.BatchTaken():
+                self.batches.append(event.groups)
                 totals["wait"] += event.waited_s
                 totals["trained"] += event.trajectories
                 totals["trained tokens"] += event.tokens
@@ -198,7 +214,24 @@ def result_of(
         outcomes={name: one_in * count for name, count in _named(totals, "outcome ") if count},
         drops={reason: one_in * count for reason, count in _named(totals, "dropped ") if count},
         step_times=tuple(tally.step_times),
+        mixture=_mixture(scenario, tally.batches),
     )
+
+
+def _mixture(scenario: Scenario, batches: Sequence[Mapping[str, int]]) -> dict[str, TaskShare]:
+    """Of all batches, warmup included: a task's share is exact over all of them, not over any part."""
+    plans = {task.name: task.schedule.plan() for task in scenario.tasks if task.schedule is not None}
+    asked: Counter[str] = Counter()
+    trained: Counter[str] = Counter()
+    for number, groups in enumerate(batches):
+        weights = {
+            task.name: task.weight * (plans[task.name].at(number) if task.name in plans else 1.0)
+            for task in scenario.tasks
+        }
+        trained.update(groups)
+        each = sum(groups.values()) / (sum(weights.values()) or 1.0)
+        asked.update({task: weight * each for task, weight in weights.items()})
+    return {task.name: TaskShare(trained[task.name], asked[task.name]) for task in scenario.tasks}
 
 
 def _mfu(scenario: Scenario, classes: Mapping[str, DeviceClass], tokens_per_s: float) -> float:

@@ -13,6 +13,7 @@ from rollart.core.event_log import read_events
 from rollart.core.events import AnyEvent, BatchTaken, Published, ServiceEnded, ServiceStarted, StepDone, TrajectoryEnded
 from rollart.core.types import Outcome
 from rollart.fleet import controller
+from rollart.fleet.control_services import loop_factory
 from rollart.rollout.ledger import SqliteLedger
 
 pytestmark = pytest.mark.slow
@@ -45,7 +46,8 @@ def test_a_killed_player_is_replaced_and_nothing_is_lost(tmp_path: Path) -> None
             os.kill(pids["player-1"], signal.SIGKILL)
 
     folder = tmp_path / "run"
-    summary = asyncio.run(controller.train(run, folder, on_log=lambda log: log.subscribe(watch)))
+    with asyncio.Runner(loop_factory=loop_factory(run)) as runner:
+        summary = runner.run(controller.train(run, folder, on_log=lambda log: log.subscribe(watch)))
     assert summary["version"] == 3
     events = list(read_events(folder / "events"))
     assert [event.name for event in events if isinstance(event, ServiceStarted)].count("player-0") == 1

@@ -1,3 +1,4 @@
+import io
 import json
 import math
 import subprocess
@@ -6,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from rollart.app.cli import app
 from rollart.core.errors import ConfigError
 from rollart.core.event_log import read_events
 from rollart.core.events import BatchTaken
+from rollart.simulator.report import report
 from rollart.simulator.result import interval, prediction_interval
 from rollart.simulator.scenario import Scenario, load
 from rollart.simulator.simulation import simulate
@@ -90,6 +93,26 @@ def test_every_preset_trains_all_its_steps_within_its_bound(preset: str, file: P
     taken = [event for event in read_events(tmp_path / preset / "events") if isinstance(event, BatchTaken)]
     assert [event.trajectories for event in taken] == [16] * 4
     assert all(age <= result.alpha for event in taken for age in event.staleness)
+
+
+@pytest.mark.parametrize("overrides", [(), ("rollout.elastic=3",), ("tasks.0.weight=0.3",)])
+def test_the_trained_mixture_is_compared_with_the_one_asked_for(overrides: tuple[str, ...], file: Path) -> None:
+    result = simulate(changed(file, *overrides))
+    trained = sum(share.trained for share in result.mixture.values())
+    weights = {"chat": 0.3 if "tasks.0.weight=0.3" in overrides else 1.0, "sum": 1.0}
+    for task, share in result.mixture.items():
+        assert share.asked == pytest.approx(trained * weights[task] / sum(weights.values()))
+        assert abs(share.trained - share.asked) < 1
+    assert trained >= 4 * 4
+
+
+def test_a_task_that_leaves_the_mixture_is_reported(file: Path) -> None:
+    """Its environments fail, so it is quarantined, and the other task takes its share."""
+    result = simulate(changed(file, "simulate.workloads.chat.reset_failures=0.99", "training.steps=8"))
+    assert result.mixture["chat"].trained < result.mixture["chat"].asked - 1
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(report([result]))
+    assert "groups off; groups trained and asked for: chat 0 of" in console.export_text()
 
 
 def test_asynchrony_makes_steps_shorter(file: Path) -> None:

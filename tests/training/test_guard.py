@@ -71,7 +71,7 @@ class Loop:
     def answer(self, talks: Sequence[Talk]) -> None:
         """One turn of every conversation."""
         for talk in talks:
-            sampling = replace(self.sampling, seed=self._draw.randrange(1 << 30))
+            sampling = msgspec.structs.replace(self.sampling, seed=self._draw.randrange(1 << 30))
             request = GenerationRequest(talk.name, talk.name, "t", 0, list(talk.tokens), sampling)
             self.engine.add(self.engine.accept(request))
         while self.engine.busy:

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import psutil
 import pytest
+from msgspec import structs
 from vllm_fleet import DEADLINE_S, NEEDS_VLLM, Fronted, Versions, begun, fronted, request
 
 from rollart.core.errors import EngineFailed
@@ -88,7 +89,7 @@ def test_a_stop_token_ends_the_answer_and_is_its_last_token(setup: Setup) -> Non
     plain = setup.generate(*prompts(1, max_tokens=20))[0]
     stop = plain.tokens[7]
     [asked] = prompts(1, max_tokens=20)
-    made = setup.generate(replace(asked, sampling=replace(asked.sampling, stop=(stop,))))[0]
+    made = setup.generate(replace(asked, sampling=structs.replace(asked.sampling, stop=(stop,))))[0]
     assert made.finish == "stop"
     assert made.tokens == plain.tokens[: plain.tokens.index(stop) + 1]
 
