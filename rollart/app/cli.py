@@ -27,7 +27,7 @@ from rollart.app.commands.train import evaluate, sft, train
 app = typer.Typer(
     name="rollart",
     help="Train LLM agents with reinforcement learning, fully asynchronously.",
-    epilog="Start with:  rollart init quickstart quick && cd quick && rollart train run.yaml",
+    epilog="Start: rollart init quickstart quick && cd quick && rollart train run.yaml",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
