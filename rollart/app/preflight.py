@@ -61,7 +61,9 @@ def load_run(
 def _missing(run: RunFile, tree: Tree, need_model: bool, only_task: str | None, *, here: bool) -> Iterator[str]:
     """What the values themselves cannot show: files, modules and packages that are not there."""
     if need_model and run.model.path and not (run.model.path / "config.json").is_file():
-        yield f"{tree.place(('model', 'path'))}: model.path {str(run.model.path)!r} is not a Hugging Face model folder"
+        lacks = "it has no config.json" if run.model.path.exists() else "it is not there"
+        where = f"{tree.place(('model', 'path'))}: model.path {str(run.model.path)!r}"
+        yield f"{where} is not a Hugging Face model folder: {lacks}"
     elif need_model and run.model.path and (senses := _senses(run.model.path)):
         what = f"{run.model.id or run.model.path} is a multimodal model (its config.json has `{senses}`)"
         yield f"{tree.place(('model',))}: model: {what}; rollart trains models of text only"

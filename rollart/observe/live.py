@@ -142,7 +142,8 @@ class PlainView(View):
             case ev.RolledBack():
                 self._say(f"the trainer was lost and restarts from version {event.version}: {event.reason}")
             case ev.RunEnded():
-                self._say(f"ended at version {event.version}: {event.reason}")
+                at = f" at version {event.version}" if self.metrics.run is None or self.metrics.run.steps else ""
+                self._say(f"ended{at}: {event.reason}")
             case _ if event.t >= self._next or (isinstance(event, ev.StepDone) and event.version == 1):
                 self._next = event.t + _LINE_S
                 self._say(status(self.metrics.snapshot()))
