@@ -17,7 +17,7 @@ from rich.live import Live
 
 from rollart.core import events as ev
 from rollart.observe.draw import clock, span
-from rollart.observe.metric_table import METRICS
+from rollart.observe.metric_table import metrics_of
 from rollart.observe.metrics import Metrics
 from rollart.observe.screen import screen
 from rollart.observe.snapshot import Snapshot, words_of
@@ -160,7 +160,7 @@ def status(shot: Snapshot) -> str:
     if shot.phase != "training":
         return shot.phase
     rewards = " ".join(f"{task.name} {task.reward:.2f}" for task in shot.tasks if task.reward is not None)
-    speed = next(filter(None, (metric.text(shot.metrics) for metric in METRICS)), "")
+    speed = next(filter(None, (metric.text(shot.metrics) for metric in metrics_of(shot.work))), "")
     label = " on EMULATED devices" if shot.emulated else ""
     left = "" if shot.eta_s is None else f"ETA {clock(shot.eta_s)}"
     parts = (f"step {shot.step}/{shot.steps}{label}", f"reward {rewards or '-'}", speed, left)
