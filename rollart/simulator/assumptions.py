@@ -14,7 +14,7 @@ _SECONDS = ("reset", "step", "reward")
 _LIMITS = {
     "max_batch": "sequences of an engine at once",
     "prefill_chunk": "tokens of a prefill pass",
-    "kv_megabytes": "weights and KV of an engine",
+    "kv_megabytes": "MB of weights and KV of an engine",
 }
 
 
@@ -70,7 +70,9 @@ def _devices(scenario: Scenario) -> Iterator[Assumption]:
     """How fast they are, and what an engine has room for."""
     constants = scenario.simulate.constants
     if scenario.simulate.train is None:
-        value = f"at {constants.train_efficiency:.0%} of the peak FLOP/s, and {constants.train_fixed_s:g} s a step"
+        ((_, trainer),) = scenario.pools_of("train").items()
+        fixed = "" if trainer.devices[0] == "cpu" else f", and {constants.train_fixed_s:g} s a step"
+        value = f"at {constants.train_efficiency:.0%} of the peak FLOP/s{fixed}"
         yield Assumption("training", value, "simulate.constants.train_efficiency, train_fixed_s; simulate.train")
     modelled = [name for name in scenario.pools_of("generate") if name not in scenario.simulate.engines]
     if modelled:
