@@ -188,5 +188,5 @@ def test_a_gpu_that_torch_is_not_built_for_is_refused_before_anything_starts(
 @pytest.mark.parametrize("command", ["sft", "dpo", "reward-model"])
 def test_a_stage_without_data_leaves_no_run_folder(tmp_path: Path, command: str) -> None:
     shown = CliRunner().invoke(app, [command, str(write(tmp_path)), "--output", str(tmp_path / "runs")])
-    assert shown.exit_code == 1 and "the run file has no" in shown.stderr
+    assert shown.exit_code == 2 and "the run file has no" in shown.stderr
     assert not (tmp_path / "runs").exists()
