@@ -119,7 +119,7 @@ class PlainView(View):
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
-        self._next = 0.0
+        self._next, self._status = 0.0, ""
 
     def on_event(self, event: ev.AnyEvent) -> None:
         super().on_event(event)
@@ -145,8 +145,10 @@ class PlainView(View):
                 at = f" at version {event.version}" if self.metrics.run is None or self.metrics.run.steps else ""
                 self._say(f"ended{at}: {event.reason}")
             case _ if event.t >= self._next or (isinstance(event, ev.StepDone) and event.version == 1):
-                self._next = event.t + _LINE_S
-                self._say(status(self.metrics.snapshot()))
+                self._next, before = event.t + _LINE_S, self._status
+                self._status = status(self.metrics.snapshot())
+                if self._status != before:  # once is enough for "starting"
+                    self._say(self._status)
 
     def _say(self, text: str) -> None:
         self.console.print(f"[{clock(self.metrics.t):>7}] {text}", markup=False, highlight=False, soft_wrap=True)
