@@ -45,7 +45,7 @@ def adapted_class(kind: Any, about: Any, config: LoraConfig) -> tuple[Any, dict[
 def target_layers(model: Any, config: LoraConfig) -> list[str]:
     """The names of the linear layers that get adapters, of the decoder alone: the head is trained whole or not at all.
     Raises RollartError if a target is not there."""
-    inside = {id(each) for each in model.base_model.modules()}
+    inside = {id(each) for each in model.base_model.modules()} - {id(model.get_output_embeddings())}
     linear = [name for name, each in model.named_modules() if isinstance(each, nn.Linear) and id(each) in inside]
     if config.targets == "all":
         return linear
