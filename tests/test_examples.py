@@ -43,6 +43,33 @@ def test_a_run_file_for_hardware_fits_its_nodes(run: Path, monkeypatch: pytest.M
     assert "Memory of each device" in checked.output
 
 
+@pytest.mark.parametrize("path", HARDWARE, ids=lambda path: path.name)
+def test_a_run_file_for_hardware_is_simulated_within_the_memory_of_its_devices(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    part = ["--set", "simulate.one_in=32"] if "235b" in path.name else []
+    arguments = ["--set", "training.steps=2", "--set", "simulate.warmup=1", *part, "--draws", "0", "--json"]
+    simulated = CliRunner().invoke(app, ["simulate", str(path), *arguments])
+    assert simulated.exit_code == 0, simulated.output
+    found = json.loads(simulated.stdout)
+    assert 0 < found["step_s"] < 3600 and 0 < found["mfu"] < 1
+    scenario = load_scenario(path)
+    pools = scenario.pools_of("train") | scenario.pools_of("generate")
+    rooms = {name: scenario.device_classes()[pool.devices[0]].memory for name, pool in pools.items()}
+    assert found["memory"].keys() == rooms.keys(), "a GPU each"
+    assert all(0 < used < rooms[name] for name, used in found["memory"].items())
+    assert f"of {next(iter(rooms.values())):g}" in simulated.stderr and "step " in simulated.stderr
+
+
+def test_the_hardware_people_have_is_there_and_said_to_be_untried() -> None:
+    said = " ".join(path.read_text().splitlines()[0] for path in HARDWARE)
+    for kind in ("one GPU", "8 H100: 4 train, 4 generate", "16 H800 train, 16 H20 generate", "235B-A22B"):
+        assert kind in said
+    assert all("Never run on" in path.read_text().split("\nname:")[0] for path in HARDWARE)
+    assert load_scenario(ROOT / "examples/hardware/one-gpu.yaml").training.lora is not None
+
+
 OTHERS = [path for path in FILES if path.parent.name in ("examples", "pipelines")]
 INSTALLS = ("run: rollart envs add ", "`make vllm` makes")  # the command that installs what this machine lacks
 

@@ -22,7 +22,7 @@ from rollart.core import run_folder
 from rollart.core.errors import RollartError
 from rollart.core.event_log import EventLog, read_events
 from rollart.core.events import AnyEvent
-from rollart.models.folder import is_adapter
+from rollart.models.folder import is_adapter, model_problem
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -97,6 +97,7 @@ def train(
 
     metrics = Metrics()
     run = run if isinstance(run, RunFile) else load_run(run)
+    preflight.check_stage(run, stage)
     path = folder_for(run, folder, resume=resume)
     with contextlib.ExitStack() as stack:
         attach = stack.enter_context(_watched(run, console, on_event))
@@ -175,7 +176,7 @@ def evaluate(
         RollartError: If the model is not there, or the evaluation ends early.
     """
     if endpoint is None:
-        _check_model(model)
+        check_model(model)
     from rollart.fleet import evaluation
     from rollart.fleet.endpoint import ModelEndpoint
 
@@ -218,7 +219,7 @@ def sample(
     if endpoint is not None and model is None:
         raise RollartError("an endpoint serves several models; name one of them with --model")
     if endpoint is None and model is not None:
-        _check_model(model)
+        check_model(model)
     run = run if isinstance(run, RunFile) else load_run(run, need_model=model is None)
     path = folder_for(run.model_copy(update={"name": f"{run.name}-sample"}), folder, resume=resume)
     source = sampling.SampleSource(str(model or ""), endpoint or "")
@@ -226,9 +227,10 @@ def sample(
         return _run(lambda: sampling.sample(run, path, source, resume=resume, on_log=attach))
 
 
-def _check_model(model: AnyPath) -> None:
-    if not (Path(model) / "config.json").is_file() and not is_adapter(Path(model)):
-        raise RollartError(f"{model} is not a Hugging Face model folder: it has no config.json")
+def check_model(model: AnyPath) -> None:
+    """Raises RollartError if it is neither a model folder nor an adapter."""
+    if (problem := model_problem(Path(model))) and not is_adapter(Path(model)):
+        raise RollartError(f"{model} {problem}")
 
 
 def load_scenario(

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from rollart.app.commands import envs, launch, reward, robots
 from rollart.app.commands.calibrate import calibrate
-from rollart.app.commands.common import AsJson, Overrides, RunDir, RunPath, console_for, guarded, print_json
+from rollart.app.commands.common import AsJson, Overrides, RunDir, RunPath, console_for, guarded, print_json, say
 from rollart.app.commands.dashboard import dashboard
 from rollart.app.commands.export import export
 from rollart.app.commands.init import init
@@ -27,7 +27,7 @@ from rollart.app.commands.train import evaluate, sft, train
 app = typer.Typer(
     name="rollart",
     help="Train LLM agents with reinforcement learning, fully asynchronously.",
-    epilog="Start with:  rollart init quickstart quick && cd quick && rollart train run.yaml",
+    epilog="Start: rollart init quickstart quick && cd quick && rollart train run.yaml",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -202,7 +202,11 @@ def trajectory(
     if id is None:
         from rollart.observe.report import trajectory_list
 
-        console.print(trajectory_list(run.latest()))
+        if not (latest := run.latest()):
+            say(console, f"{run_dir} has no trajectory that ended well; `rollart show {run_dir}` has what went wrong")
+            return
+        console.print(trajectory_list(latest))
+        say(console, f"to read one: rollart trajectory {run_dir} {latest[0].id}")
         return
     from rollart.core.events import TrajectoryStarted, TurnDone
     from rollart.observe.conversation import conversation

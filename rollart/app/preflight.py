@@ -3,8 +3,10 @@
 import asyncio
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -21,11 +23,12 @@ from rollart.envs.dataset import DatasetTask
 from rollart.hardware.layout import misfits
 from rollart.hardware.layout_choice import candidates, parallel_of
 from rollart.models import hub
+from rollart.models.folder import model_problem
 from rollart.placement.workload import model_config, model_shape
 from rollart.sandbox.providers import is_remote, missing_key
 from rollart.training.optimizers import OPTIMIZERS
 from rollart.warmup.conversations import conversations_problem
-from rollart.warmup.pairs import pairs_problem
+from rollart.warmup.pairs import NO_PAIRS, pairs_problem
 
 T = TypeVar("T")
 SANDBOXED = ("rollart.envs.terminal", "rollart.rewards.execution")  # modules whose code runs in a sandbox
@@ -60,15 +63,23 @@ def load_run(
 
 def _missing(run: RunFile, tree: Tree, need_model: bool, only_task: str | None, *, here: bool) -> Iterator[str]:
     """What the values themselves cannot show: files, modules and packages that are not there."""
-    if need_model and run.model.path and not (run.model.path / "config.json").is_file():
-        yield f"{tree.place(('model', 'path'))}: model.path {str(run.model.path)!r} is not a Hugging Face model folder"
+    if need_model and run.model.path and (problem := model_problem(run.model.path)):
+        yield f"{tree.place(('model', 'path'))}: model.path {str(run.model.path)!r} {problem}"
     elif need_model and run.model.path and (senses := _senses(run.model.path)):
         what = f"{run.model.id or run.model.path} is a multimodal model (its config.json has `{senses}`)"
         yield f"{tree.place(('model',))}: model: {what}; rollart trains models of text only"
     for name, pool in run.pools.items() if need_model and here else ():
-        if pool.model and not pool.urls and not (Path(pool.model) / "config.json").is_file():
+        if pool.model and not pool.urls and (problem := model_problem(Path(pool.model))):
             where = f"{tree.place(('pools', name, 'model'))}: pools.{name}.model {pool.model!r}"
-            yield f"{where} is not a Hugging Face model folder; a {pool.role} behind an API needs `urls`"
+            yield f"{where} {problem}; a {pool.role} behind an API needs `urls`"
+    if need_model and here and only_task is None and run.cluster is None and not _torch_has_cuda():
+        for role, key, device in (
+            ("train", "training", run.training.device),
+            ("generate", "engine", run.engine.device),
+        ):
+            if device == "cuda" and not any(pool.role == role for pool in run.pools.values()):
+                what = f"{key}.device is cuda, but torch here is a build for CPUs"
+                yield f"{tree.place((key, 'device'))}: {what}: install one for your GPU, or set it to cpu"
     if wrong := _impossible_layout(run):
         yield f"{tree.place(('training', 'parallel'))}: training.parallel: {wrong}"
     warmup = run.model.warmup
@@ -93,6 +104,23 @@ def _missing(run: RunFile, tree: Tree, need_model: bool, only_task: str | None, 
         if only_task in (None, task.name):
             for key, wrong in (*_missing_for_task(task, remote), *(_missing_sandbox(task) if here else ())):
                 yield f"{tree.place(('tasks', index, key))}: tasks.{task.name}.{key} {wrong}"
+
+
+def _torch_has_cuda() -> bool:
+    """Whether its build has CUDA, without importing it, which takes seconds."""
+    found = find_spec("torch")
+    version = Path(str(found.origin)).with_name("version.py") if found is not None else None
+    if version is None or not version.is_file():
+        return True  # it will say so itself
+    return re.search(r"^cuda\b.*= *['\"]", version.read_text(), re.MULTILINE) is not None
+
+
+def check_stage(run: RunFile, stage: str) -> None:
+    """Raises ConfigError if the run file lacks what a stage (`rollart.train`) learns from."""
+    if stage == "sft" and run.model.warmup is None:
+        raise ConfigError("the run file has no model.warmup, so there is nothing to learn without RL")
+    if stage in ("dpo", "reward-model") and run.preference.pairs is None:
+        raise ConfigError(NO_PAIRS)
 
 
 def _senses(folder: Path) -> str:

@@ -9,11 +9,15 @@ import yaml
 from pydantic import ValidationError
 
 from rollart.config import RunFile, Section, error_messages
+from rollart.config.task import by_function, dataset_source
+from rollart.config.training import model_source
 from rollart.config.yaml_tree import Dumper, Tree, parse
 from rollart.core.errors import ConfigError
 
 _MAX_PROBLEMS = 10
 S = TypeVar("S", bound=Section)
+# So that `--set model.enable_thinking=false` works where the file has `model: Qwen/Qwen3-8B`.
+SHORT_FORMS = {"model": model_source, "reward": by_function, "agent": by_function, "dataset": dataset_source}
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> RunFile:
@@ -32,6 +36,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Tree:
     tree = parse(text, str(path))
     if not isinstance(tree.value, dict):
         raise ConfigError(f"{path}: a run file is a list of `key: value` lines; `rollart schema` shows the keys")
+    tree.short_forms = SHORT_FORMS
     for override in overrides:
         tree.set(override)
     return tree

@@ -150,12 +150,12 @@ class RewardConfig(Section):
         return self.function in map(REWARDS.get, GROUP_REWARDS) if self.group is None else self.group
 
 
-def _by_name(value: Any) -> Any:
+def by_function(value: Any) -> Any:
     return {"function": value} if isinstance(value, str) else value
 
 
 def _program(value: Any) -> Any:
-    return {"command": value} if isinstance(value, list) else _by_name(value)
+    return {"command": value} if isinstance(value, list) else by_function(value)
 
 
 class AgentConfig(Section):
@@ -222,7 +222,7 @@ class DatasetConfig(Section):
         return self
 
 
-def _dataset_path(value: Any) -> Any:
+def dataset_source(value: Any) -> Any:
     return {"path": value} if isinstance(value, str) else value
 
 
@@ -313,7 +313,7 @@ class TaskConfig(Section):
         None, description="instead of `env`, a program that drives itself: module:function, a command or a section"
     )
     dataset: Annotated[
-        DatasetConfig | None, BeforeValidator(_dataset_path, json_schema_input_type=str | DatasetConfig | None)
+        DatasetConfig | None, BeforeValidator(dataset_source, json_schema_input_type=str | DatasetConfig | None)
     ] = Field(None, description="instead of `env`, the rows of a file or of a dataset of the hub: a path or a section")
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment or the agent")
     family: str | None = Field(
@@ -330,7 +330,7 @@ class TaskConfig(Section):
     )
     player: ImportPath | None = Field(None, description="module:function, the scripted player of the warmup")
     player_args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the player")
-    reward: Annotated[RewardConfig, BeforeValidator(_by_name, json_schema_input_type=ImportPath | RewardConfig)] = (
+    reward: Annotated[RewardConfig, BeforeValidator(by_function, json_schema_input_type=ImportPath | RewardConfig)] = (
         Field(RewardConfig(), description="module:function of an episode, or a section that also says how to call it")
     )
     teacher: str | None = Field(

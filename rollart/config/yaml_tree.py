@@ -5,7 +5,7 @@ written twice is an error. A `Tree` is plain values and the place of each, for e
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
@@ -46,10 +46,12 @@ for _kind, _pattern, _first in _SCALARS:
 
 @dataclass(slots=True)
 class Tree:
-    """`places` has where each key was written, for messages: `run.yaml:14` or `--set training.lr=x`."""
+    """`places` has where each key was written, for messages: `run.yaml:14` or `--set training.lr=x`. `short_forms`: by
+    the name of a section, what makes keys of a text that may stand in its place."""
 
     value: Any
     places: dict[KeyPath, str] = field(default_factory=dict)
+    short_forms: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
 
     def place(self, path: KeyPath) -> str:
         """Where `path` or its nearest parent was written."""
@@ -86,6 +88,8 @@ class Tree:
                 if isinstance(value, dict) and value.get(key) is None:
                     value[key] = {}
                     self.places[path] = place
+                if isinstance(value[step], str) and key in self.short_forms:
+                    value[step] = self.short_forms[key](value[step])
                 value = value[step]
         return path, value
 

@@ -78,7 +78,8 @@ def _post(url: str, body: dict[str, Any], key: str, timeout: float) -> Any:
             hint = _hint(error.code, None if secret else key)
             raise NoReply(f"answered HTTP {error.code} at {shown}{hint}: {text!r}") from None
     except (OSError, ValueError) as error:
-        raise NoReply(f"did not reply at {shown}: {error}") from error
+        reason = getattr(error, "reason", error)  # urllib wraps the error of the socket
+        raise NoReply(f"did not reply at {shown}: {getattr(reason, 'strerror', None) or reason}") from error
 
 
 def _hint(status: int, missing_key: str | None) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollart.config import RewardConfig, RunFile
-from rollart.core.errors import ConfigError, ServiceError
+from rollart.core.errors import ServiceError
 from rollart.core.events import EventSink, RolledBack
 from rollart.core.schedule import Schedule
 from rollart.core.types import Sampling
@@ -308,8 +308,6 @@ def _scheduler(
 
 
 async def _fine_tune(session: Session) -> None:
-    if session.run.model.warmup is None:
-        raise ConfigError("the run file has no model.warmup, so there is nothing to learn without RL")
     model = await first_model(session.run, session.directory, session.log)
     with atomic_folder(session.directory / "model") as draft:
         shutil.copytree(model, draft, dirs_exist_ok=True)

@@ -26,7 +26,7 @@ from rollart.gateway.model_server import model_front
 from rollart.launch import rpc
 from rollart.launch.launcher import Launcher, ServiceHandle, service_started
 from rollart.launch.service import LOOPBACK
-from rollart.models.folder import is_reward_model
+from rollart.models.folder import is_reward_model, model_problem
 from rollart.placement.bindings import Binding
 
 OPPONENT = "rollart.envs.adapters.opponents:Served"
@@ -207,8 +207,8 @@ def with_judges(task: TaskConfig, addresses: Mapping[str, tuple[str, str]]) -> T
 
 
 def _check_folder(folder: Path, pool: str) -> None:
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"pools.{pool}.model: {folder} is not a Hugging Face model folder: it has no config.json")
+    if problem := model_problem(folder):
+        raise ConfigError(f"pools.{pool}.model: {folder} {problem}")
     if is_reward_model(folder):
         use = f"reward: {{function: reward_model, args: {{model: {folder}}}}}"
         raise ConfigError(f"pools.{pool}.model: {folder} is a reward model, which writes nothing; use {use}")

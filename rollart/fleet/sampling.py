@@ -5,9 +5,8 @@ the end, in the order of the plan, so that the same run gives the same file.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, closing
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,24 +17,20 @@ from rollart.config import RunFile
 from rollart.core.errors import ConfigError, RollartError
 from rollart.core.events import Warned
 from rollart.core.types import Trajectory
-from rollart.fleet.controller import make_runner, rollout_tasks
-from rollart.fleet.endpoint import ModelEndpoint, endpoint_runner, without_limits
-from rollart.fleet.fleet import Fleet
+from rollart.fleet.endpoint import ModelEndpoint
 from rollart.fleet.ledger_writer import LedgerWriter
+from rollart.fleet.model_players import model_players
 from rollart.fleet.session import OnLog, Session, run_stage
 from rollart.fleet.supervision import supervised
 from rollart.fleet.warmup import first_model
 from rollart.observe.metrics import Metrics
-from rollart.rollout.evaluation import EpisodeRunner, evaluated
+from rollart.rollout.evaluation import evaluated
 from rollart.rollout.ledger import SqliteLedger
-from rollart.rollout.phases import PhaseChanges
 from rollart.rollout.sampling import SamplePlan, Sampler
 from rollart.rollout.trajectory import RolloutTask
-from rollart.training.client import model_folder
 
 SOURCE = "source.json"
 NAMES = {"jsonl": "samples.jsonl", "parquet": "samples.parquet"}
-Watch = Callable[[], Awaitable[Any]]
 
 
 class SampleSource(msgspec.Struct, frozen=True):
@@ -43,13 +38,6 @@ class SampleSource(msgspec.Struct, frozen=True):
 
     model: str = ""
     endpoint: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Players:
-    runner: EpisodeRunner
-    tasks: list[RolloutTask]
-    watch: Watch
 
 
 async def sample(
@@ -85,7 +73,7 @@ async def _sample(session: Session, source: SampleSource) -> None:
     done = {played.id for played in session.ledger.trajectories() if played.outcome.trainable}
     tasks: list[RolloutTask] = []
     try:
-        async with _players(session, source) as players:
+        async with model_players(session, await _model(session, source)) as players:
             tasks = [task for task in players.tasks if task.weight or plan.held_out]
             with closing(LedgerWriter(session.ledger, log.flush)) as ledger:
                 parallel = run.environments.processes * len(tasks)
@@ -115,21 +103,10 @@ def _named(source: SampleSource) -> str:
     return f"{source.model or 'the model of the run'}{f' at {source.endpoint}' if source.endpoint else ''}"
 
 
-@asynccontextmanager
-async def _players(session: Session, source: SampleSource) -> AsyncIterator[_Players]:
-    run, directory, log = session.run, session.directory, session.log
-    tasks = rollout_tasks(run)
+async def _model(session: Session, source: SampleSource) -> Path | ModelEndpoint:
     if source.endpoint:
-        endpoint = ModelEndpoint(source.endpoint, source.model)
-        async with endpoint_runner(run, endpoint, directory / "logs", log) as runner:
-            yield _Players(runner, without_limits(tasks), asyncio.Event().wait)
-        return
-    model = Path(source.model) if source.model else await first_model(run, directory, log)
-    async with (
-        model_folder(model) as folder,
-        Fleet(run, directory, log, model=folder, trainer=False) as fleet,
-    ):
-        yield _Players(make_runner(run, fleet, log, PhaseChanges()), tasks, fleet.supervise)
+        return ModelEndpoint(source.endpoint, source.model)
+    return Path(source.model) if source.model else await first_model(session.run, session.directory, session.log)
 
 
 def _write(session: Session, plan: SamplePlan, tasks: list[RolloutTask]) -> None:

@@ -17,6 +17,7 @@ from rollart.models.folder import ADAPTER_CONFIG
 
 WEIGHTS = "adapter_model.safetensors"
 IN_MEMORY = ".default."  # peft's name for the only adapter of a model
+HEAD = "score"  # of a reward model, in transformers; new, so it is kept whole beside the adapters
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
@@ -54,15 +55,23 @@ def adapters_of(tensors: Mapping[str, Tensor], scale: float) -> Iterator[tuple[s
             yield name.removeprefix(_PREFIX).removesuffix(_A) + ".weight", LinearAdapter(tensor, tensors[other], scale)
 
 
+def split_head(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The adapters, and the head of a reward model by its names in transformers."""
+    head = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{_PREFIX}{HEAD}.")}
+    others = {name: tensor for name, tensor in tensors.items() if name not in head}
+    return others, {name.removeprefix(_PREFIX): tensor for name, tensor in head.items()}
+
+
 def holds_adapters(tensors: Mapping[str, Tensor]) -> bool:
     return next(iter(tensors), "").startswith(_PREFIX)
 
 
-def peft_config(*, base: str, rank: int, alpha: float, targets: list[str]) -> dict[str, Any]:
-    """The values of `adapter_config.json`."""
+def peft_config(*, base: str, rank: int, alpha: float, targets: list[str], scores: bool = False) -> dict[str, Any]:
+    """The values of `adapter_config.json`. `scores`: of a reward model."""
+    kind = {"task_type": "SEQ_CLS", "modules_to_save": [HEAD]} if scores else {"task_type": "CAUSAL_LM"}
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        **kind,
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": alpha,
@@ -82,4 +91,9 @@ def read_config(folder: Path) -> tuple[str, float]:
         raise RollartError(f"{folder / ADAPTER_CONFIG} is damaged: {error}") from error
     if config.get("use_dora") or config.get("use_rslora") or config.get("peft_type") != "LORA":
         raise RollartError(f"{folder} has an adapter of another kind than plain LoRA")
+    if config.get("modules_to_save"):
+        raise RollartError(
+            f"{folder} has whole layers beside its adapter, as that of a reward model has: "
+            "export its run without --adapter"
+        )
     return base, scale

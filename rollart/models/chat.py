@@ -15,6 +15,7 @@ a turn nor open one. Tools are declared in a first message of the role `tools` (
 import json
 import os
 import re
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -32,7 +33,8 @@ ACTION_MARKER = "Marker-of-an-action"
 CALL_MARKER = "Marker-of-a-call"
 CONTENT_MARKER = "Marker-of-a-message"
 CALL_ID = "call00000"  # of nine letters and digits, as some templates demand
-MAX_CACHED = 100_000  # characters of an opening that is cached
+LONG_OPENING = 100_000  # characters; of longer ones only those of the groups under way are kept
+SHORT_CACHED, LONG_CACHED = 4096, 64  # openings
 ALWAYS_RENDERED = 8_000  # characters: rendered in a few milliseconds in any case
 MAX_DENSITY = 16  # characters a token; no readable text has more
 CHUNK, CHUNK_SLACK = 2000, 2  # characters, and the tokens that a cut may add
@@ -75,13 +77,14 @@ class ChatRenderer:
         self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
         self._glues: dict[str, tuple[str, str] | None] = {}
         # Members of a group have the same opening, and so do evaluations.
-        self._opening = lru_cache(maxsize=4096)(lambda messages: self._encode(self._render(messages)))
+        self._opening = lru_cache(SHORT_CACHED)(lambda messages: self._encode(self._render(messages)))
+        self._long_opening = lru_cache(LONG_CACHED)(lambda messages: array("I", self._encode(self._render(messages))))
+        self._fits = lru_cache(LONG_CACHED)(self._fits_in_chunks)
 
     def open(self, messages: Sequence[Message]) -> list[int]:
         messages = self._escape_special(messages)
-        if sum(len(message.content) for message in messages) > MAX_CACHED:
-            return self._encode(self._render(messages))
-        return list(self._opening(messages))
+        long = sum(len(message.content) for message in messages) > LONG_OPENING
+        return list(self._long_opening(messages) if long else self._opening(messages))
 
     def extend(self, last: int, messages: Sequence[Message]) -> list[int]:
         messages = self._escape_special(messages)
@@ -99,6 +102,9 @@ class ChatRenderer:
             return True
         if characters > tokens * min(self._longest, MAX_DENSITY):
             return False
+        return self._fits(text, tokens)
+
+    def _fits_in_chunks(self, text: str, tokens: int) -> bool:
         left = tokens
         for start in range(0, len(text), CHUNK):
             left -= len(self._encode(text[start : start + CHUNK])) - CHUNK_SLACK

@@ -30,6 +30,13 @@ def is_reward_model(folder: Path) -> bool:
     return any(str(name).endswith("ForSequenceClassification") for name in about.get("architectures") or ())
 
 
+def model_problem(path: Path) -> str:
+    """Why a folder is no model, to end a sentence that begins with its name; empty if it is one."""
+    if (path / "config.json").is_file():
+        return ""
+    return f"is not a Hugging Face model folder: it {'has no config.json' if path.exists() else 'is not there'}"
+
+
 def is_adapter(path: Path) -> bool:
     """Whether the folder has an adapter alone, as peft writes it."""
     return (path / ADAPTER_CONFIG).is_file()

@@ -50,7 +50,7 @@ def _is_split(file: Path, split: str) -> bool:
 
 
 def _snapshot(id: str, revision: str | None, *, kind: str, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     wanted: dict[str, Any] = {"repo_type": kind, "revision": revision, "allow_patterns": patterns}
@@ -67,7 +67,8 @@ def _snapshot(id: str, revision: str | None, *, kind: str, patterns: list[str]) 
     try:
         return Path(snapshot_download(id, **wanted, local_files_only=True))
     except (LocalEntryNotFoundError, OfflineModeIsEnabled):
-        reason = "it is neither a folder here nor in the cache of this machine, and the hub cannot be reached"
+        why = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else "the hub cannot be reached"
+        reason = f"it is neither a folder here nor in the cache of this machine, and {why}"
         raise ConfigError(_missing(id, revision, reason)) from None
 
 

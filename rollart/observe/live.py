@@ -17,7 +17,7 @@ from rich.live import Live
 
 from rollart.core import events as ev
 from rollart.observe.draw import clock, span
-from rollart.observe.metric_table import METRICS
+from rollart.observe.metric_table import metrics_of
 from rollart.observe.metrics import Metrics
 from rollart.observe.screen import screen
 from rollart.observe.snapshot import Snapshot, words_of
@@ -119,7 +119,7 @@ class PlainView(View):
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
-        self._next = 0.0
+        self._next, self._status = 0.0, ""
 
     def on_event(self, event: ev.AnyEvent) -> None:
         super().on_event(event)
@@ -142,10 +142,13 @@ class PlainView(View):
             case ev.RolledBack():
                 self._say(f"the trainer was lost and restarts from version {event.version}: {event.reason}")
             case ev.RunEnded():
-                self._say(f"ended at version {event.version}: {event.reason}")
+                at = f" at version {event.version}" if self.metrics.run is None or self.metrics.run.steps else ""
+                self._say(f"ended{at}: {event.reason}")
             case _ if event.t >= self._next or (isinstance(event, ev.StepDone) and event.version == 1):
-                self._next = event.t + _LINE_S
-                self._say(status(self.metrics.snapshot()))
+                self._next, before = event.t + _LINE_S, self._status
+                self._status = status(self.metrics.snapshot())
+                if self._status != before:  # once is enough for "starting"
+                    self._say(self._status)
 
     def _say(self, text: str) -> None:
         self.console.print(f"[{clock(self.metrics.t):>7}] {text}", markup=False, highlight=False, soft_wrap=True)
@@ -159,7 +162,7 @@ def status(shot: Snapshot) -> str:
     if shot.phase != "training":
         return shot.phase
     rewards = " ".join(f"{task.name} {task.reward:.2f}" for task in shot.tasks if task.reward is not None)
-    speed = next(filter(None, (metric.text(shot.metrics) for metric in METRICS)), "")
+    speed = next(filter(None, (metric.text(shot.metrics) for metric in metrics_of(shot.work))), "")
     label = " on EMULATED devices" if shot.emulated else ""
     left = "" if shot.eta_s is None else f"ETA {clock(shot.eta_s)}"
     parts = (f"step {shot.step}/{shot.steps}{label}", f"reward {rewards or '-'}", speed, left)

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from rollart.core import events as ev
 from rollart.observe.aggregates import Aggregate, LastValue, MeanValue, RateValue
 from rollart.observe.draw import count, percent
-from rollart.observe.snapshot import MetricValue
+from rollart.observe.snapshot import MetricValue, words_of
 
 E = TypeVar("E", bound=ev.Event)
 
@@ -40,7 +40,8 @@ def on(kind: type[E], value: Callable[[E], Amount | float | None]) -> Source:
 class Metric:
     """`name` is the key in `Snapshot.metrics`, `StepPoint.metrics` and `summary.json`; `show` makes the text on the
     live view and in the report; `tag` names the scalar of TensorBoard. With a title in `bar`, the report draws a bar
-    instead: a share of the time. `live` is what the live view shows: the recent value, or that of all of RL."""
+    instead: a share of the time. `live` is what the live view shows: the recent value, or that of all of RL. One
+    `of_tokens` is not shown for a run that samples none."""
 
     name: str
     sources: tuple[Source, ...]
@@ -49,6 +50,7 @@ class Metric:
     tag: str
     bar: str = ""
     live: Literal["recent", "overall"] = "recent"
+    of_tokens: bool = False
 
     def text(self, values: Mapping[str, MetricValue]) -> str:
         """What the live view shows; nothing before the first value."""
@@ -63,6 +65,7 @@ METRICS = [
         aggregate="rate",
         show=lambda rate: f"{count(rate)} tokens/s",
         tag="speed/tokens_per_s",
+        of_tokens=True,
     ),
     Metric(
         name="trajectories_per_s",
@@ -88,6 +91,12 @@ METRICS = [
         tag="critic/explained_variance",
     ),
 ]
+
+
+def metrics_of(work: str) -> list[Metric]:
+    """Those that a run of this kind of work shows."""
+    return [metric for metric in METRICS if words_of(work).tokens or not metric.of_tokens]
+
 
 _AGGREGATES: dict[str, Callable[[], Aggregate]] = {"rate": RateValue, "mean": MeanValue, "last": LastValue}
 

@@ -24,7 +24,7 @@ from rollart.observe.draw import (
     stacked,
     table,
 )
-from rollart.observe.metric_table import METRICS
+from rollart.observe.metric_table import metrics_of
 from rollart.observe.snapshot import (
     AGENT,
     STAGES,
@@ -180,10 +180,11 @@ def _curves(shot: Snapshot, width: int) -> Iterator[Text]:
 
 
 def _machinery(shot: Snapshot, width: int) -> Iterator[Text]:
+    shown = metrics_of(shot.work)
     for name, share in (
-        ("engine busy", shot.use.engine),
+        *([("engine busy", shot.use.engine)] if words_of(shot.work).tokens else []),
         ("trainer busy", shot.use.trainer),
-        *((metric.bar, shot.metrics[metric.name].overall or 0.0) for metric in METRICS if metric.bar),
+        *((metric.bar, shot.metrics[metric.name].overall or 0.0) for metric in shown if metric.bar),
         ("environments", shot.use.environments),
     ):
         yield (
@@ -191,7 +192,7 @@ def _machinery(shot: Snapshot, width: int) -> Iterator[Text]:
             .append(bar(share, min(30, width - 30), "cyan"))
             .append(f" {percent(share)}")
         )
-    overall = ((metric, shot.metrics[metric.name].overall) for metric in METRICS if not metric.bar)
+    overall = ((metric, shot.metrics[metric.name].overall) for metric in shown if not metric.bar)
     speed = ", ".join(metric.show(value) for metric, value in overall if value is not None)
     yield label("speed", 16).append(f"{speed} over {clock(shot.rl_s)}")
     ages = ", ".join(f"{percent(n / max(1, shot.trained))} of age {age}" for age, n in shot.staleness.items())

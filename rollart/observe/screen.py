@@ -9,8 +9,8 @@ from rich.panel import Panel
 from rich.text import Text
 
 from rollart.observe.draw import bar, clock, colour, count, fill, fit, label, number, percent, sparkline, stacked
-from rollart.observe.metric_table import METRICS
-from rollart.observe.snapshot import Snapshot, TaskSnapshot
+from rollart.observe.metric_table import metrics_of
+from rollart.observe.snapshot import Snapshot, TaskSnapshot, words_of
 
 MAX_WIDTH = 120
 _PIPELINE = {"running": "cyan", "scoring": "yellow", "ready": "green", "training": "magenta"}
@@ -118,7 +118,7 @@ def _use(shot: Snapshot, width: int) -> Text:
     text = label("busy", _LABEL)
     each = max(4, (width - _LABEL - 46) // 3)
     for name, share in (
-        ("engine", shot.recent_use.engine),
+        *([("engine", shot.recent_use.engine)] if words_of(shot.work).tokens else []),
         ("trainer", shot.recent_use.trainer),
         ("environments", shot.recent_use.environments),
     ):
@@ -136,7 +136,7 @@ def _ages(shot: Snapshot) -> Text:
 def _speed(shot: Snapshot, width: int) -> Iterator[Text]:
     """The metrics of the table, in as many lines as they need."""
     text = label("speed", _LABEL)
-    for metric in METRICS:
+    for metric in metrics_of(shot.work):
         if shown := metric.text(shot.metrics):
             if len(text) > _LABEL and len(text) + len(shown) + 2 > width:
                 yield text

@@ -243,7 +243,7 @@ class Snapshot:
 class RunWords:
     """What the parts of a run are called: `training` is what comes between the first evaluation and the last. `plays`:
     it plays the tasks of its run file, if only to evaluate. Without `trains` there is one result, not one before and
-    one after. Without `resumes` an interrupted one starts from the beginning."""
+    one after. Without `resumes` an interrupted one starts from the beginning. Without `tokens` there are no engines."""
 
     training: str
     episodes: str = "held-out episodes"
@@ -251,6 +251,7 @@ class RunWords:
     command: str = ""  # that continues it, if it is not called as the work is
     trains: bool = True
     resumes: bool = True
+    tokens: bool = True
 
 
 WORDS = {
@@ -261,7 +262,7 @@ WORDS = {
     "eval": RunWords("evaluation", trains=False, resumes=False),
     "sample": RunWords("sampling", "sampled episodes", trains=False),
     "imitation": RunWords("imitation", "evaluation episodes", command="robots train"),
-    "tuning": RunWords("RL", command="robots tune"),
+    "tuning": RunWords("RL", command="robots tune", tokens=False),
 }
 
 

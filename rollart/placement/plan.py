@@ -49,8 +49,8 @@ class TaskPlacement:
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
-    """`devices` has the label of each emulated or external pool, `memory` what each pool that runs a model takes of its
-    devices."""
+    """`devices` has the label of each pool whose bindings do not show it: emulated, external, on whatever GPU there is.
+    `memory`: what each pool that runs a model takes of its devices."""
 
     inventory: Inventory
     bindings: tuple[Binding, ...]
@@ -104,7 +104,7 @@ def plan(run: RunFile, inventory: Inventory, measured: Mapping[str, WorkloadShap
     return PlacementPlan(
         inventory=inventory,
         bindings=bindings,
-        devices={name: _label(pool) for name, pool in run.all_pools().items()},
+        devices={name: _label(run, name, pool) for name, pool in run.all_pools().items()},
         tasks=tuple(_tasks(run, bindings, classes, model, measured)),
         batch=first_batch(run),
         group_sizes={task.name: task.group_size or run.training.group_size for task in run.tasks},
@@ -223,7 +223,9 @@ def _external(name: str, pool: PoolConfig) -> Iterator[Binding]:
         )
 
 
-def _label(pool: PoolConfig) -> str:
+def _label(run: RunFile, name: str, pool: PoolConfig) -> str:
+    if name not in run.pools and {"train": run.training.device, "generate": run.engine.device}.get(pool.role) == "cuda":
+        return "cuda"
     if pool.emulate:
         return f"emulated {pool.devices[0]} (1/{pool.emulate:g})"
     return f"{EXTERNAL} {pool.devices[0]}" if pool.urls else ""

@@ -94,7 +94,9 @@ def _memory(run: RunFile, plan: PlacementPlan) -> Iterator[RenderableType]:
     for pool, need in plan.memory.items():
         device = run.device_classes()[plan.of(pool)[0].device]
         other = sum(size for name, size in need.parts.items() if name not in shown)
-        room = "node" if device.name == "cpu" else f"{device.memory:g}"
+        room = f"{device.memory:g}"
+        if device.name == "cpu":
+            room = "GPU" if plan.devices[pool] == "cuda" else "node"
         parts = [_gigabytes(need.parts[name]) if name in need.parts else "" for name in shown]
         columns[pool] = (*parts, _gigabytes(other) if other else "", _gigabytes(1e9 * need.gigabytes), room)
     rows = table("part", *columns)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Protocol
@@ -225,12 +226,28 @@ class EpisodeView:
     def _tokens(self, tokens: Sequence[int]) -> None:
         if self._renderer is None or not tokens:
             return
-        pieces = Text(f"  {len(tokens)} tokens: ", style="dim")
-        for number, token in enumerate(tokens):
-            pieces.append(f"{token}:", style="dim")
-            pieces.append(repr(self._renderer.piece(token)), style=STYLES[number % 2])
+        pieces = Text(f"{len(tokens)} tokens: ", style="dim")
+        for number, (label, text) in enumerate(token_runs([(each, self._renderer.piece(each)) for each in tokens])):
+            pieces.append(f"{label}:", style="dim")
+            pieces.append(repr(text), style=STYLES[number % 2])
             pieces.append(" ")
-        self._console.print(pieces)
+        self._console.print(Padding(pieces, (0, 0, 0, 2), expand=False))
+
+
+def token_runs(tokens: Sequence[tuple[int, str]]) -> list[tuple[str, str]]:
+    """What to print of tokens and their pieces: id and piece or, for characters in a row, how many and their text.
+
+    >>> token_runs([(4, "<|user|>"), (24, "0"), (8, " "), (28, "4"), (7, " or")])
+    [('4', '<|user|>'), ('3 characters', '0 4'), ('7', ' or')]
+    """
+    found: list[tuple[str, str]] = []
+    for single, run in groupby(tokens, key=lambda token: len(token[1]) == 1):
+        pieces = list(run)
+        if single and len(pieces) > 1:
+            found.append((f"{len(pieces)} characters", "".join(piece for _, piece in pieces)))
+        else:
+            found += [(str(token), piece) for token, piece in pieces]
+    return found
 
 
 @dataclass(kw_only=True, slots=True)

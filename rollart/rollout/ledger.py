@@ -17,7 +17,7 @@ import msgspec
 import zstandard
 
 from rollart.core.errors import RollartError
-from rollart.core.packed import PackedTrajectory
+from rollart.core.packed import stored, turn_count
 from rollart.core.types import Outcome, Trajectory
 
 State = Literal["open", "leased", "consumed", "dropped"]
@@ -162,7 +162,6 @@ class SqliteLedger:
         )
 
     def add(self, trajectory: Trajectory, *, held_out: bool = False) -> None:
-        packed = trajectory if isinstance(trajectory, PackedTrajectory) else None
         self._db.execute(
             "insert or replace into trajectories values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
@@ -175,12 +174,12 @@ class SqliteLedger:
                 held_out,
                 trajectory.reward,
                 trajectory.success,
-                packed.turn_count if packed is not None else len(trajectory.turns),
+                turn_count(trajectory),
                 trajectory.total_tokens,
                 trajectory.started_s,
                 trajectory.seconds,
                 trajectory.reason,
-                packed.body if packed is not None else self._codec.encode(trajectory),
+                stored(trajectory, self._codec.encode),
             ),
         )
 

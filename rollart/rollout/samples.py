@@ -1,7 +1,7 @@
 """Trajectories as training samples."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import reduce
 from hashlib import blake2b
@@ -14,7 +14,7 @@ from msgspec import structs
 from rollart.core.column import Column
 from rollart.core.events import BatchTaken, TrajectoryEnded
 from rollart.core.expert_choice import join
-from rollart.core.packed import PackedTrajectory
+from rollart.core.packed import PackedTrajectory, encoded_checksum, trained, turn_count
 from rollart.core.types import Batch, Outcome, Sample, SampleGroup, TokenRole, Trajectory, Turn, TurnSpan
 from rollart.rollout.groups import Group
 from rollart.rollout.ledger import TrajectoryCodec
@@ -24,14 +24,16 @@ PROMPT, ACTION, OBSERVATION = (bytes([role]) for role in TokenRole)
 
 
 def sample_group(group: Group) -> SampleGroup:
-    return SampleGroup(group.id, group.task, tuple(each for trajectory in group.done for each in samples(trajectory)))
+    """Samples of packed trajectories stay encoded: the message to the trainer takes them as they are."""
+    found = (each for trajectory in group.done for each in trained(trajectory, samples))
+    return SampleGroup(group.id, group.task, tuple(cast(Iterable[Sample], found)))
 
 
 def trained_members(group: Group, samples: SampleGroup) -> dict[int, int]:
     """The members of a group in the order of their samples, each with a checksum of them."""
-    sums = {each.id: each.checksum if isinstance(each, PackedTrajectory) else 0 for each in group.done}
+    sums = {each.id: encoded_checksum(each) for each in group.done}
     for sample in samples.samples:
-        if not isinstance(sample, msgspec.Raw):
+        if not isinstance(sample, msgspec.Raw):  # what is encoded has its checksum
             sums[sample.owner] = crc32(_encode(sample), sums[sample.owner])
     return {trajectory.member: sums[trajectory.id] for trajectory in group.done}
 
@@ -58,7 +60,7 @@ def trajectory_ended(trajectory: Trajectory, *, held_out: bool) -> TrajectoryEnd
         task=trajectory.task,
         group=trajectory.group,
         outcome=trajectory.outcome,
-        turns=len(trajectory.turns),
+        turns=turn_count(trajectory),
         tokens=trajectory.total_tokens,
         seconds=trajectory.seconds,
         reward=trajectory.reward,
@@ -72,12 +74,9 @@ def trajectory_ended(trajectory: Trajectory, *, held_out: bool) -> TrajectoryEnd
 
 def samples(trajectory: Trajectory) -> list[Sample]:
     """One per segment. A segment is one sequence, so its history is trained once, not once per turn; what two segments
-    share is trained in the first and a prompt in the second. Those of a packed trajectory stay encoded: a message takes
-    them as they are."""
+    share is trained in the first and a prompt in the second."""
     if trajectory.reward is None or not trajectory.outcome.trainable:
         raise ValueError(f"trajectory {trajectory.id} ended as {trajectory.outcome} and cannot be trained")
-    if isinstance(trajectory, PackedTrajectory):
-        return cast(list[Sample], [msgspec.Raw(sample) for sample in trajectory.samples])
     segments: dict[int, list[tuple[int, Turn]]] = {}
     for number, turn in enumerate(trajectory.turns):
         segments.setdefault(turn.segment, []).append((number, turn))

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rollart.placement.workload import remedy, training_changes
+from rollart.hardware.devices import DeviceClass
+from rollart.placement.workload import need_of, remedy, training_changes
 from rollart.simulator.distributions import mean_of
 from rollart.simulator.scenario import Scenario, engine_defaults
 from rollart.simulator.weight_transfer import WeightTransfer
@@ -13,7 +14,7 @@ _SECONDS = ("reset", "step", "reward")
 _LIMITS = {
     "max_batch": "sequences of an engine at once",
     "prefill_chunk": "tokens of a prefill pass",
-    "kv_megabytes": "weights and KV of an engine",
+    "kv_megabytes": "MB of weights and KV of an engine",
 }
 
 
@@ -69,7 +70,9 @@ def _devices(scenario: Scenario) -> Iterator[Assumption]:
     """How fast they are, and what an engine has room for."""
     constants = scenario.simulate.constants
     if scenario.simulate.train is None:
-        value = f"at {constants.train_efficiency:.0%} of the peak FLOP/s, and {constants.train_fixed_s:g} s a step"
+        ((_, trainer),) = scenario.pools_of("train").items()
+        fixed = "" if trainer.devices[0] == "cpu" else f", and {constants.train_fixed_s:g} s a step"
+        value = f"at {constants.train_efficiency:.0%} of the peak FLOP/s{fixed}"
         yield Assumption("training", value, "simulate.constants.train_efficiency, train_fixed_s; simulate.train")
     modelled = [name for name in scenario.pools_of("generate") if name not in scenario.simulate.engines]
     if modelled:
@@ -95,6 +98,19 @@ def _weights(scenario: Scenario) -> Iterator[Assumption]:
     seconds = transfer.hidden_s + transfer.exposed_s
     value = f"{transfer.size / 1e9:.3g} GB by {config.method} over {rates}: {seconds:.3g} s a transfer"
     yield Assumption("weights", value, "simulate.weights")
+
+
+def device_memory(scenario: Scenario) -> dict[str, tuple[float, DeviceClass]]:
+    """By pool: GB that weights, training and KV take of each device, and its class. Pools on CPUs share a node's."""
+    found, classes = {}, scenario.device_classes()
+    for name, pool in (scenario.pools_of("train") | scenario.pools_of("generate")).items():
+        device = classes.get(pool.devices[0])
+        if device is None or device.name == "cpu":
+            continue
+        need = need_of(scenario, pool, scenario.shape, device).gigabytes
+        fills = pool.role == "generate" and not scenario.engine.kv_megabytes  # KV takes what weights leave
+        found[name] = (scenario.simulate.constants.kv_memory * device.memory if fills else need, device)
+    return found
 
 
 def too_little_memory(scenario: Scenario) -> str | None:

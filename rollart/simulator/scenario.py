@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import yaml
 from pydantic import Field, model_validator
 
-from rollart.config import EngineConfig, RunFile, Section, TaskConfig, loading
+from rollart.config import EngineConfig, PoolConfig, RunFile, Section, TaskConfig, loading
 from rollart.config.base import Conflict, ImportPath, Natural, Positive, Seconds
 from rollart.config.rollout import SCHEDULE_KEYS, Preset, RolloutConfig
 from rollart.config.yaml_tree import did_you_mean
@@ -109,6 +109,9 @@ class TrainPace(Section):
 
 class SimulateConfig(Section):
     workloads: dict[str, Workload] = Field(default_factory=dict, description="by task")
+    device: str | None = Field(
+        None, description="class of the GPU of a run without pools, whose trainer and engine have `device: cuda`"
+    )
     warmup: Natural | None = Field(None, description="first steps, which are not measured; default: alpha + 1")
     finite: bool = Field(False, description="start no rollouts for steps after the last, as a run that ends does")
     scoring: ScoringConfig = ScoringConfig()
@@ -152,6 +155,9 @@ class Scenario(RunFile):
                 "training",
                 "steps",
             )
+        if (device := self.simulate.device) is not None and device not in self.device_classes():
+            near = did_you_mean(device, list(self.device_classes()))
+            raise Conflict(f"there is no device class {device!r}{near}", "simulate", "device")
         for what, count in self._alike().items():
             if count % self.simulate.one_in:
                 raise Conflict(f"one in {self.simulate.one_in} needs a multiple of it, not {count} {what}", *_ONE_IN)
@@ -166,6 +172,17 @@ class Scenario(RunFile):
     @property
     def links(self) -> dict[str, float]:
         return LINKS | self.simulate.links
+
+    def pools_of(self, role: str) -> dict[str, PoolConfig]:
+        """The default ones are on `simulate.device`, if it is given."""
+        found, device = super().pools_of(role), self.simulate.device
+        if (
+            device is None
+            or role not in ("train", "generate")
+            or any(each.role == role for each in self.pools.values())
+        ):
+            return found
+        return {name: pool.model_copy(update={"device": device}) for name, pool in found.items()}
 
     def with_preset(self, preset: str) -> "Scenario":
         """The same under another preset, without the keys that it does not allow. Raises ConfigError."""
@@ -253,6 +270,16 @@ def load(path: Path, overrides: Sequence[str] = (), workload: Path | None = None
         for name in empty:
             del pools[name]
     scenario = loading.validated(tree, Scenario)
+    if unknown := _unknown_gpu(scenario):
+        raise ConfigError(f"{tree.place(('engine', 'device'))}: {unknown}")
     if wrong := [f"{tree.place(path)}: {why}" for path, why in unsupported(scenario)]:
         raise ConfigError("\n".join(wrong))
     return scenario
+
+
+def _unknown_gpu(scenario: Scenario) -> str | None:
+    """Why the speed of its engine is not known."""
+    known = scenario.simulate.device or scenario.simulate.engines or scenario.pools
+    if scenario.engine.device != "cuda" or known:
+        return None
+    return "engine.device is cuda; to simulate it, name the class of that GPU, for instance simulate.device: A100"

@@ -78,8 +78,9 @@ def export_adapter(checkpoint: Path, folder: Path, dtype: str = "float32") -> No
     if lora is None:
         raise RollartError(f"{checkpoint} has no adapter: its run trained all weights; export it without --adapter")
     tensors = {name: value.to(getattr(torch, dtype)) for name, value in _adapter_tensors(checkpoint).items()}
-    targets = sorted({weight.split(".")[-2] for weight, _ in adapters_of(tensors, lora.scale)})
-    config = adapters.peft_config(base=lora.base, rank=lora.rank, alpha=lora.alpha, targets=targets)
+    pairs, head = adapters.split_head(tensors)
+    targets = sorted({weight.split(".")[-2] for weight, _ in adapters_of(pairs, lora.scale)})
+    config = adapters.peft_config(base=lora.base, rank=lora.rank, alpha=lora.alpha, targets=targets, scores=bool(head))
     try:
         with atomic_folder(folder) as draft:
             save_file(tensors, draft / adapters.WEIGHTS, {"format": "pt"})
@@ -91,11 +92,12 @@ def export_adapter(checkpoint: Path, folder: Path, dtype: str = "float32") -> No
 @dataclass(frozen=True, slots=True)
 class _Merge:
     """Adapters, by the name of the weight that each changes, and the `base` that has these weights. `companions` is the
-    folder of the other files."""
+    folder of the other files. `head`, if not empty, is that of a reward model, in place of the one for tokens."""
 
     base: Path
     companions: Path
     added: Mapping[str, LinearAdapter]
+    head: Mapping[str, Tensor]
 
 
 def _merge(source: Path, base: Path | None) -> _Merge | None:
@@ -115,7 +117,8 @@ def _merge(source: Path, base: Path | None) -> _Merge | None:
     found = next((place for place in places if any(place.glob("*.safetensors"))), None)
     if found is None:
         raise RollartError(f"{source} belongs to the model in {places[0]}, which is not there; name it with --base")
-    return _Merge(found, companions or found, dict(adapters_of(tensors, scale)))
+    pairs, head = adapters.split_head(tensors)
+    return _Merge(found, companions or found, dict(adapters_of(pairs, scale)), head)
 
 
 def _checked(checkpoint: Path) -> CheckpointManifest:
@@ -151,12 +154,15 @@ def _merged_tensors(merge: _Merge, kind: torch.dtype) -> Iterator[dict[str, Tens
     for path in sorted(merge.base.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
+                if name in merge.head or (merge.head and name.startswith("lm_head.")):
+                    continue
                 value = file.get_tensor(name)
                 if (adapter := left.pop(name, None)) is not None:
                     value = adapter.merged(value.float())
                 yield {name: value.to(kind).contiguous() if value.is_floating_point() else value}
     if left:
         raise RollartError(f"{merge.base} has no {next(iter(left))}, which the adapter changes: it is another model")
+    yield {name: value.to(kind) for name, value in merge.head.items()}
 
 
 def _empty_model(folder: Path) -> Any:

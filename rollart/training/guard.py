@@ -12,10 +12,10 @@ with the policy, about as far as it usually does. Each cause of a disagreement h
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from statistics import median
+from statistics import fmean, median
 
 from msgspec import Struct
 
@@ -28,8 +28,9 @@ NOISE = {"float32": 1e-4, "bfloat16": 0.04, "float16": 0.01, "tf32": 0.01}
 MIN_TOKENS, MIN_STALE_TOKENS = 16, 256
 # Older tokens are out of range at DRIFT_FACTOR times their usual mean gap, and at DRIFT_MIN_GAP at least.
 DRIFT_FACTOR, DRIFT_MIN_GAP = 5.0, 0.05
-# Whatever is usual, a mean gap for each version of age at which runs hardly learn: those that do have 0.003 to 0.12.
-RUINOUS_GAP = 0.35
+# Whatever is usual, a mean gap for each version of age at which runs hardly learn: most that do have 0.003 to 0.12.
+# Some learn fast with more, so it must last for RUINOUS_STEPS in which the reward does not rise.
+RUINOUS_GAP, RUINOUS_STEPS = 0.35, 4
 HISTORY, MIN_HISTORY = 20, 5
 STANDARD_ERRORS = 3.0  # by which a mean must exceed that limit: it may be one of few tokens, and gaps have long tails
 # Share of the squared gaps that one temperature factor must explain: more if the policy has moved as well.
@@ -56,12 +57,14 @@ class Diagnosis:
 
 
 class GuardState(Struct, frozen=True):
-    """For a checkpoint: usual gaps by task and age, the last step at which each cause was reported for a task, and the
-    tasks whose fresh tokens agreed."""
+    """For a checkpoint: usual gaps by task and age, the last step at which each cause was reported for a task, the
+    tasks whose fresh tokens agreed, how many steps the gap of a task has been ruinous, and its rewards."""
 
     usual: tuple[tuple[str, int, tuple[float, ...]], ...] = ()
     reported: tuple[tuple[Cause, str, int], ...] = ()
     agreed: tuple[str, ...] = ()
+    ruinous: dict[str, int] = {}
+    rewards: dict[str, tuple[float, ...]] = {}
 
 
 def coarser(*dtypes: str) -> str:
@@ -76,10 +79,14 @@ class Guard:
         self._usual: dict[tuple[str, int], deque[float]] = defaultdict(lambda: deque(maxlen=HISTORY))
         self._reported: dict[tuple[Cause, str], int] = {}
         self._agreed: set[str] = set()
+        self._ruinous: dict[str, int] = defaultdict(int)
+        self._rewards: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=HISTORY))
 
-    def check(self, step: int, rows: Sequence[GapRow]) -> tuple[str, ...]:
-        """Warnings about what is new, or still wrong after REPEAT_STEPS."""
+    def check(self, step: int, rows: Sequence[GapRow], rewards: Mapping[str, float] | None = None) -> tuple[str, ...]:
+        """Warnings about what is new, or still wrong after REPEAT_STEPS. `rewards` are the means of the tasks."""
         warnings = []
+        for task, reward in (rewards or {}).items():
+            self._rewards[task].append(reward)
         for task in sorted({row.cell.task for row in rows}):
             mine = [row for row in rows if row.cell.task == task]
             diagnosis = self._diagnosis(task, mine)
@@ -96,6 +103,8 @@ class Guard:
             tuple((task, age, tuple(means)) for (task, age), means in self._usual.items() if means),
             tuple((cause, task, step) for (cause, task), step in self._reported.items()),
             tuple(sorted(self._agreed)),
+            {task: steps for task, steps in self._ruinous.items() if steps},
+            {task: tuple(values) for task, values in self._rewards.items()},
         )
 
     def restore(self, state: GuardState) -> None:
@@ -104,6 +113,11 @@ class Guard:
             self._usual[task, age].extend(means)
         self._reported = {(cause, task): step for cause, task, step in state.reported}
         self._agreed = set(state.agreed)
+        self._ruinous.clear()
+        self._ruinous.update(state.ruinous)
+        self._rewards.clear()
+        for task, values in state.rewards.items():
+            self._rewards[task].extend(values)
 
     def _diagnosis(self, task: str, rows: Sequence[GapRow]) -> Diagnosis | None:
         """Sampling settings do not change in the middle of a run: what was right for fresh tokens is right for older
@@ -114,29 +128,52 @@ class Guard:
         found = diagnose(rows, self._noise)
         if found is not None and found.row.cell.age > 0 and task in self._agreed:
             found = _sharpened(found.row)
-        return found or next(self._drifted(rows), None)
+        return found or self._leapt(rows) or self._ruined(task, rows)
 
-    def _drifted(self, rows: Sequence[GapRow]) -> Iterator[Diagnosis]:
+    def _leapt(self, rows: Sequence[GapRow]) -> Diagnosis | None:
+        """One update moved the policy much further than those before it did."""
         for row in _by_age(rows):
-            if row.tokens < MIN_TOKENS:
-                continue
             usual = self._usual[row.cell.task, row.cell.age]
-            middle = median(usual) if len(usual) >= MIN_HISTORY else math.inf
-            at_least = row.mean - STANDARD_ERRORS * row.error
-            if at_least > max(DRIFT_MIN_GAP, DRIFT_FACTOR * middle):
-                yield _drift(
+            if row.tokens < MIN_TOKENS or len(usual) < MIN_HISTORY:
+                continue
+            middle = median(usual)
+            if row.mean - STANDARD_ERRORS * row.error > max(DRIFT_MIN_GAP, DRIFT_FACTOR * middle):
+                return _drift(
                     row,
                     "the last update moved the policy far: lower training.lr or training.grad_clip, unless tokens "
                     "carry the wrong version",
                     f"{row.mean / max(middle, 1e-12):.0f} times what is usual",
                 )
-            elif at_least > RUINOUS_GAP * row.cell.age:
-                yield _drift(
-                    row,
-                    "the last update moved the policy too far to learn from what it said before: lower training.lr, or "
-                    "raise training.batch_groups",
-                    "where a few hundredths are usual",
-                )
+        return None
+
+    def _ruined(self, task: str, rows: Sequence[GapRow]) -> Diagnosis | None:
+        """Every update moves the policy too far to learn from what it said before."""
+        older = [row for row in _by_age(rows) if row.tokens >= MIN_TOKENS]
+        far = [row for row in older if row.mean - STANDARD_ERRORS * row.error > RUINOUS_GAP * row.cell.age]
+        if older:  # a step with fresh tokens alone says nothing
+            self._ruinous[task] = self._ruinous[task] + 1 if far else 0
+        if not far or self._ruinous[task] < RUINOUS_STEPS or rises(self._rewards[task]):
+            return None
+        return _drift(
+            far[0],
+            "each update moves the policy too far to learn from what it said before: lower training.lr, or raise "
+            "training.batch_groups",
+            f"where a few hundredths are usual, and so for {self._ruinous[task]} steps without a rising reward",
+        )
+
+
+def rises(rewards: Sequence[float]) -> bool:
+    """Whether the latest of them are above the first, and have kept at least half of the best that was gained.
+
+    >>> rises([0.2, 0.3, 0.4, 0.5]), rises([0.2, 0.5, 0.6, 0.3, 0.3]), rises([0.3] * 8)
+    (True, False, False)
+    """
+    size = min(len(rewards) // 2, RUINOUS_STEPS)
+    if not size:
+        return False
+    values = list(rewards)
+    means = [fmean(values[at : at + size]) for at in range(len(values) - size + 1)]
+    return means[-1] > means[0] and means[-1] >= (means[0] + max(means)) / 2
 
 
 def diagnose(rows: Sequence[GapRow], noise: float) -> Diagnosis | None:

@@ -2,42 +2,40 @@
 
 Adapters are put into the empty model before its ranks shard and load it, so they are sharded like everything else, and
 gathered with the layer that they belong to. They are float32 while the frozen weights have the dtype of computation.
-With adapters off the policy is the model that training started from: the reference of the KL.
+With adapters off the policy is the model that training started from: the reference of the KL. The head of a reward
+model is new, so it is trained whole beside the adapters, as peft does it with `modules_to_save`.
 """
 
 import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import peft
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollart.config import LoraConfig
 from rollart.core.errors import RollartError
 from rollart.core.seeds import seed_of
-from rollart.models.adapters import IN_MEMORY
+from rollart.models.adapters import HEAD, IN_MEMORY
 from rollart.training.shards import block
 
 
-def adapted_class(folder: Path, config: LoraConfig) -> tuple[Any, dict[str, str]]:
-    """The class of a folder's model, whose instances have adapters; and the names to load its weights by, for
-    `from_pretrained`. Raises RollartError if the model lacks a target."""
-    model = AutoConfig.from_pretrained(folder, local_files_only=True)
-    kind: Any = AutoModelForCausalLM._model_mapping[type(model)]
+def adapted_class(kind: Any, about: Any, config: LoraConfig) -> tuple[Any, dict[str, str]]:
+    """A subclass of `kind`, a class of transformers, whose instances have adapters; and the names to load its weights
+    by, for `from_pretrained`. `about` is the model's configuration. Raises RollartError if the model lacks a target."""
     with torch.device("meta"):
-        targets = target_layers(kind(model), config)
+        targets = target_layers(kind(about), config)
 
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, *args, **kwargs)
         _inject(self, config, targets)
 
-    lacking = [rf"{re.escape(IN_MEMORY)}weight$"]  # in the folder: no reason for a warning
+    known = kind._keys_to_ignore_on_load_missing or []
+    lacking = [*known, rf"{re.escape(IN_MEMORY)}weight$"]  # in the folder: no reason for a warning
     names = {"__init__": make, "__module__": kind.__module__, "_keys_to_ignore_on_load_missing": lacking}
     adapted = type(kind.__name__, (kind,), names)
     layers = {".".join(name.split(".")[-2:]) for name in targets}
@@ -45,9 +43,10 @@ def adapted_class(folder: Path, config: LoraConfig) -> tuple[Any, dict[str, str]
 
 
 def target_layers(model: Any, config: LoraConfig) -> list[str]:
-    """The names of the linear layers that get adapters. Raises RollartError if a target is not there."""
-    head = model.get_output_embeddings()
-    linear = [name for name, each in model.named_modules() if isinstance(each, nn.Linear) and each is not head]
+    """The names of the linear layers that get adapters, of the decoder alone: the head is trained whole or not at all.
+    Raises RollartError if a target is not there."""
+    inside = {id(each) for each in model.base_model.modules()} - {id(model.get_output_embeddings())}
+    linear = [name for name, each in model.named_modules() if isinstance(each, nn.Linear) and id(each) in inside]
     if config.targets == "all":
         return linear
     found = [name for name in linear if name.rpartition(".")[2] in config.targets]
@@ -65,6 +64,8 @@ def _inject(model: Any, config: LoraConfig, targets: list[str]) -> None:
     settings = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets)
     peft.inject_adapter_in_model(settings, model)
     for name, module in model.named_modules():
+        if name == HEAD:
+            module.float()
         if IN_MEMORY in f"{name}.":
             module.float()
             module._is_hf_initialized = True  # transformers leaves them to `reset_adapters`

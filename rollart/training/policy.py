@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.func import functional_call
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.utils.logging import disable_progress_bar
 
-from rollart.config import LoraConfig, TrainingConfig
+from rollart.config import TrainingConfig
 from rollart.core.errors import RollartError
 from rollart.models.adapters import file_name
 from rollart.models.disk_names import DiskNames, DiskTensor
@@ -57,25 +57,12 @@ class PolicyModel:
     ) -> None:
         """Not `trained`: no gradients, and no adapters."""
         self._ranks = ranks or Ranks.single()
-        self._adapted = trained and config.lora is not None
+        self._lora = config.lora if trained else None
         recomputed = trained and config.recompute != "none"
-        alone = self._ranks.size == 1 and self._ranks.device.type == "cpu" and not self._adapted and not recomputed
+        alone = self._ranks.size == 1 and self._ranks.device.type == "cpu" and self._lora is None and not recomputed
         dtype = config.dtype if not alone or multiplies_bfloat16() else "float32"
         self._casts = alone and dtype == "bfloat16"
-        try:
-            kind, options = self._kind(folder, config.lora if trained else None)
-            self.model = _load(
-                folder,
-                self._ranks,
-                config,
-                kind,
-                mixed=dtype == "bfloat16" and not self._casts,
-                frozen=self._adapted,
-                tensor_plan=self.tensor_plan,
-                **options,
-            )
-        except (OSError, ValueError) as error:
-            raise RollartError(f"no causal language model can be loaded from {folder}: {error}") from error
+        self.model = self._load(folder, config, mixed=dtype == "bfloat16" and not self._casts)
         self.companions = {
             file.name: file.read_bytes()
             for file in folder.iterdir()
@@ -83,12 +70,25 @@ class PolicyModel:
         }
         self._ranks.meet()
         self._disk_names = DiskNames(self.model)
-        self.model.requires_grad_(trained and not self._adapted)
-        if self._adapted:
+        self.model.requires_grad_(trained and self._lora is None)
+        if self._lora is not None:
             reset_adapters(self.model)
-            for parameter in adapter_parameters(self.model).values():
+            for parameter in self.parameters().values():
                 parameter.requires_grad_()
         self._check()
+        self._prepare_passes(config, trained=trained)
+        self._cast_names = self._to_cast() if self._casts else {}
+
+    def _load(self, folder: Path, config: TrainingConfig, *, mixed: bool) -> Any:
+        try:
+            kind, options = self._kind(folder)
+            plan, frozen = self.tensor_plan, self._lora is not None
+            return _load(folder, self._ranks, config, kind, mixed=mixed, frozen=frozen, tensor_plan=plan, **options)
+        except (OSError, ValueError) as error:
+            raise RollartError(f"no causal language model can be loaded from {folder}: {error}") from error
+
+    def _prepare_passes(self, config: TrainingConfig, *, trained: bool) -> None:
+        """Put the forward pass of training in place of the model's own, around the layers as they are to compute."""
         if self._ranks.layout.tensor == 1:  # under tensor parallelism transformers has its own hooks in the norms
             use_fast_norms(self.model)
         offload = "activations" in config.offload and self._ranks.device.type != "cpu"
@@ -106,14 +106,14 @@ class PolicyModel:
         tail = None if last is None else _TrainedRows(last)
         multiple = max(MIN_PADDING, config.pack_tokens // PASS_SIZES) if self._casts and self._gates is None else 1
         self.model.forward = MethodType(_Forward(self._ranks, self._gates, tail, self._outputs, multiple), self.model)
-        self._cast_names = self._to_cast() if self._casts else {}
 
-    def _kind(self, folder: Path, lora: LoraConfig | None) -> tuple[Any, dict[str, Any]]:
+    def _kind(self, folder: Path) -> tuple[Any, dict[str, Any]]:
         """The class of the model, and what `from_pretrained` needs besides."""
-        if lora is not None:
-            kind, mapping = adapted_class(folder, lora)
-            return kind, {"key_mapping": mapping}
-        return AutoModelForCausalLM, {}
+        if self._lora is None:
+            return AutoModelForCausalLM, {}
+        about = AutoConfig.from_pretrained(folder, local_files_only=True)
+        kind, mapping = adapted_class(AutoModelForCausalLM._model_mapping[type(about)], about, self._lora)
+        return kind, {"key_mapping": mapping}
 
     def _check(self) -> None:
         _check_head(self.model, self._ranks.device)
@@ -125,7 +125,7 @@ class PolicyModel:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """By name, tied ones once; with LoRA the adapters alone. They are DTensors if they are sharded."""
-        return adapter_parameters(self.model) if self._adapted else dict(self.model.named_parameters())
+        return dict(self.model.named_parameters()) if self._lora is None else adapter_parameters(self.model)
 
     def embeddings(self) -> frozenset[str]:
         """Those of parameters() that are the embeddings of tokens or the output head."""
@@ -141,13 +141,13 @@ class PolicyModel:
 
     def buffers(self) -> dict[str, Tensor]:
         """The same on every rank; with LoRA none, as they stay those of the folder."""
-        if self._adapted:
+        if self._lora is not None:
             return {}
         known = self.names()
         return {name: value for name, value in self.model.state_dict().items() if name not in known}
 
     def on_disk(self, name: str, shape: Sequence[int]) -> list[DiskTensor]:
-        if self._adapted:
+        if self._lora is not None:
             return [DiskTensor(file_name(name), tuple(shape))]
         return self._disk_names.of(name, shape)
 
@@ -179,7 +179,7 @@ class PolicyModel:
 
     def base(self) -> "FrozenBase | None":
         """What it was before it was trained, if that is still there: with adapters off."""
-        return FrozenBase(self) if self._adapted else None
+        return None if self._lora is None else FrozenBase(self)
 
     def expert_load(self) -> ExpertLoad | None:
         return None if self._gates is None else self._gates.load

@@ -103,7 +103,11 @@ class Trainer:
             values=totals.values() | _critic_values(assessed),
             tasks={} if self._algorithms.of_pairs else task_metrics(batch, solved, totals.of_tasks(cells)),
             gaps=() if self._algorithms.of_pairs else gap_table(rows),
-            warnings=(*self.guard.check(batch.step, rows), *self._skipped(totals), *self._flat_rewards(batch)),
+            warnings=(
+                *self.guard.check(batch.step, rows, _rewards(batch)),
+                *self._skipped(totals),
+                *self._flat_rewards(batch),
+            ),
         )
 
     def compare(self, batch: Batch) -> dict[str, float]:
@@ -277,6 +281,14 @@ class Trainer:
                 mine.extend([MiniBatch(part, evidence)] if part else [])
         policy = assessed is None or batch.step >= self.config.critic.warmup
         return [Learn(batch.step, by_rank[layout.data_index(rank)], len(cells), policy) for rank in range(layout.ranks)]
+
+
+def _rewards(batch: Batch) -> dict[str, float]:
+    """The mean of each task."""
+    found: dict[str, list[float]] = {}
+    for group in batch.groups:
+        found.setdefault(group.task, []).extend(group.rewards.values())
+    return {task: fmean(values) for task, values in found.items() if values}
 
 
 def _critic_values(assessed: Assessed | None) -> dict[str, float]:

@@ -19,6 +19,8 @@ from rollart.warmup.conversations import ChatLine, turns_of
 
 FORMAT = '{"chosen": [{"role": "user", "content": "..."}, ...], "rejected": [...]}'
 
+NO_PAIRS = "the run file has no preference.pairs, the file of pairs to learn from"
+
 
 class _PairLine(msgspec.Struct):
     """As in the file: of a pair, or of a sample."""
@@ -47,7 +49,7 @@ class PairFile(Sequence[Pair]):
 
     def __init__(self, config: PreferenceConfig) -> None:
         if config.pairs is None:
-            raise ConfigError("the run file has no preference.pairs, the file of pairs to learn from")
+            raise ConfigError(NO_PAIRS)
         self.path = config.pairs
         self._decoder = msgspec.json.Decoder(_PairLine)
         # Numbers and offsets of the lines of the chosen and of the rejected; they are the same line in a file of pairs.

@@ -166,7 +166,8 @@ def test_show_prints_the_results(run_dir: Path) -> None:
 
 
 def test_a_trajectory_is_found_by_the_beginning_of_its_id(run_dir: Path) -> None:
-    assert "lake-000001.0" in rollart_command("trajectory", run_dir).stdout
+    listed = rollart_command("trajectory", run_dir).stdout
+    assert "lake-000001.0" in listed and f"to read one: rollart trajectory {run_dir} lake-" in listed
     text = rollart_command("trajectory", run_dir, "lake-0").stdout
     for words in ("P _ G", "Right", "reward 1", "version 0", "started 0:02 into the run"):
         assert words in text

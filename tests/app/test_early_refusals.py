@@ -3,6 +3,7 @@ sentence."""
 
 import errno
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def test_a_pool_whose_model_is_not_there_is_refused_unless_an_api_serves_it(tmp_
     preflight.load_run(write(tmp_path, pools={"wise": {**pool, "urls": ["http://localhost:1/v1"]}}))
 
 
-def test_other_systems_are_told_what_works_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_systems_get_a_sentence_about_what_works_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollart.app.cli.sys.platform", "darwin")
     shown = CliRunner().invoke(app, ["check", "no-such-file.yaml"])
     assert "made for Linux, and this is darwin" in shown.output and "WSL 2" in shown.output
@@ -163,4 +164,29 @@ def test_an_environment_that_refuses_its_arguments_is_reported_before_anything_s
     assert shown.exit_code != 0
     assert "tasks.t.env: a trial reset of rollart.envs.guess_number:GuessNumber failed: TypeError" in shown.output
     assert "unexpected keyword argument 'nonsense'" in shown.output
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("section", "built"), [("engine", "None"), ("training", "None"), ("engine", "'12.8'")])
+def test_a_gpu_that_torch_is_not_built_for_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, built: str
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "version.py").write_text(f"debug = False\ncuda: Optional[str] = {built}\nhip = None\n")
+    monkeypatch.setattr(preflight, "find_spec", lambda name: SimpleNamespace(origin=tmp_path / name / "__init__.py"))
+    run = write(tmp_path, **{section: {"device": "cuda"}})
+    if built == "None":
+        with pytest.raises(ConfigError, match=rf"{section}\.device is cuda, but torch here is a build for CPUs"):
+            preflight.load_run(run)
+    else:
+        preflight.load_run(run)
+    preflight.load_run(run, need_model=False)  # an evaluation of an endpoint needs no GPU
+    preflight.load_run(run, here=False)
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo", "reward-model"])
+def test_a_stage_without_data_leaves_no_run_folder(tmp_path: Path, command: str) -> None:
+    shown = CliRunner().invoke(app, [command, str(write(tmp_path)), "--output", str(tmp_path / "runs")])
+    assert shown.exit_code == 2 and "the run file has no" in shown.stderr
     assert not (tmp_path / "runs").exists()

@@ -271,3 +271,15 @@ def test_any_override_gives_a_run_file_or_a_sentence(path: Path, override: str) 
         preflight.load_run(path, [override])
     except ConfigError as error:
         assert str(error)
+
+
+def test_keys_can_be_set_below_a_short_form(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: Own/Tiny-1B\ntasks: [{name: t, dataset: rows.jsonl, reward: number}]\n")
+    run = loading.load(
+        path, ["model.enable_thinking=false", "tasks.t.reward.retries=4", "tasks.t.dataset.held_out=0.2"]
+    )
+    assert (run.model.id, run.model.enable_thinking) == ("Own/Tiny-1B", False)
+    (task,) = run.tasks
+    assert task.reward.function.endswith(":number") and task.reward.retries == 4
+    assert task.dataset is not None and (task.dataset.path, task.dataset.held_out) == ("rows.jsonl", 0.2)

@@ -160,6 +160,27 @@ def test_the_caller_may_change_what_it_got(renderers: dict[str, ChatRenderer]) -
     assert renderers["tiny"].open(messages) == first[:-1]
 
 
+@pytest.mark.parametrize("size", [2_000, 120_000])
+def test_the_members_of_a_group_tokenize_their_opening_once(
+    renderers: dict[str, ChatRenderer], monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    renderer, seen = next(iter(renderers.values())), 0
+
+    def counted(text: str) -> list[int]:
+        nonlocal seen
+        seen += len(text)
+        return ChatRenderer._encode(renderer, text)
+
+    monkeypatch.setattr(renderer, "_encode", counted)
+    openings = [[Message("user", f"own {size} " + "7 " * (size // 2))] for _ in range(4)]
+    first, *others = (renderer.open(messages) for messages in openings)
+    assert all(other == first and other is not first for other in others) and isinstance(first, list)
+    assert size <= seen < 1.2 * size
+    if size > 8_000:
+        fit = {renderer.may_fit(messages, size - 1) for messages in openings}
+        assert len(fit) == 1 and seen < 2.4 * size, "nor is it counted again whether it fits"
+
+
 def test_a_folder_that_cannot_chat_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(RollartError, match=r"no tokenizer\.json"):
         ChatRenderer(tmp_path)

@@ -2,12 +2,14 @@ import io
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 from sample_run import sample_run
 
 from rollart.core import events as ev
 from rollart.core.event_log import EventLog
 from rollart.observe.live import LiveView, PlainView, view
+from rollart.observe.report import report
 
 WEIGHTS = {"frozen_lake": 1.0, "sokoban": 1.0, "arithmetic": 1.0}
 
@@ -84,3 +86,17 @@ def test_plain_lines_come_every_ten_seconds_and_for_what_matters(tmp_path: Path)
         "warning: careful",
         "ended at version 10: finished",
     ]
+
+
+def test_a_tuning_of_robots_shows_neither_engines_nor_tokens() -> None:
+    log = sample_run(steps=10)
+    robots = [replace(event, work="tuning") if isinstance(event, ev.RunStarted) else event for event in log]
+    for events, named in ((log, True), (robots, False)):
+        console, printed = terminal(), Console(file=io.StringIO(), width=80)
+        with LiveView(console, WEIGHTS) as live:
+            for event in events:
+                live.on_event(event)
+        printed.print(report(live.metrics.snapshot(), 80))
+        assert ("engine " in text(console)) == ("tokens/s" in text(console)) == named
+        assert ("engine busy" in text(printed)) == ("tokens/s" in text(printed)) == named
+        assert "trainer" in text(console) and "trajectories/s" in text(console)

@@ -10,7 +10,7 @@ from rollart.core.column import Column
 from rollart.core.types import Message, Outcome, SampleGroup, Trajectory, Turn
 from rollart.rollout.groups import Group
 from rollart.rollout.ledger import GroupRecord, SqliteLedger, TrajectoryCodec
-from rollart.rollout.samples import pack, samples, state_key, trained_members
+from rollart.rollout.samples import pack, sample_group, samples, state_key, trained_members
 
 
 def values(column: Column) -> list[Any]:
@@ -81,14 +81,14 @@ def test_a_trajectory_of_one_segment_is_one_sample_under_its_own_id() -> None:
 def test_a_packed_trajectory_gives_the_same_samples_checksums_and_record(tmp_path: Path) -> None:
     packed = pack(FORKED, TrajectoryCodec())
     group = Group.of(GroupRecord("g", "task", 0, 0, 1, 0), 0.0)
-    whole, sent = (SampleGroup("g", "task", tuple(samples(each))) for each in (FORKED, packed))
-    encode = msgspec.msgpack.encode
+    made, sums = [], []
+    for trajectory in (FORKED, packed):
+        group.done = [trajectory]
+        made.append(sample_group(group))
+        sums.append(trained_members(group, made[-1]))
+    encode, (whole, sent) = msgspec.msgpack.encode, made
     assert encode(sent) == encode(whole)
     assert msgspec.msgpack.decode(encode(sent), type=SampleGroup) == whole
-    sums = []
-    for trajectory, made in ((FORKED, whole), (packed, sent)):
-        group.done = [trajectory]
-        sums.append(trained_members(group, made))
     assert sums[0] == sums[1]
     for name in ("oldest", "action_tokens", "total_tokens", "reward", "outcome", "id"):
         assert getattr(packed, name) == getattr(FORKED, name)

@@ -1,11 +1,16 @@
 """What a scenario leaves open is printed, and is what `rollart check` assumes."""
 
+import json
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from rollart.core.errors import ConfigError
 from rollart.placement.workload import shape_of
-from rollart.simulator.assumptions import assumptions, too_little_memory
+from rollart.simulator.assumptions import assumptions, device_memory, too_little_memory
 from rollart.simulator.distributions import mean_of
-from rollart.simulator.scenario import Scenario
+from rollart.simulator.scenario import Scenario, load
 
 
 def scenario(trainers: int = 32, **simulate: Any) -> Scenario:
@@ -51,6 +56,28 @@ def test_what_is_given_is_not_assumed() -> None:
     )
     keys = {each.key for each in assumptions(given)}
     assert keys == {"engine.max_batch", "engine.prefill_chunk", "engine.kv_megabytes"}
+
+
+def test_a_run_without_pools_is_simulated_on_the_class_of_its_gpu(tmp_path: Path) -> None:
+    run = {
+        "model": {"name": "qwen3-8b"},
+        "tasks": [{"name": "maths"}],
+        "engine": {"device": "cuda"},
+        "simulate": {"device": "A100"},
+    }
+    pools = {
+        pool.devices for role in ("train", "generate") for pool in Scenario.model_validate(run).pools_of(role).values()
+    }
+    assert pools == {("A100",)}
+    assert Scenario.model_validate(run).pools_of("environment")["environments"].devices == ("cpu",)
+    (tmp_path / "run.yaml").write_text(json.dumps(run | {"simulate": {}}))
+    with pytest.raises(ConfigError, match=r"run\.yaml:1: engine\.device is cuda.*simulate\.device: A100"):
+        load(tmp_path / "run.yaml")
+
+
+def test_memory_is_that_of_weights_and_kv_or_what_they_may_fill() -> None:
+    found = {name: used for name, (used, _) in device_memory(scenario()).items()}
+    assert found["engines"] == 0.9 * 96 and 20 < found["trainer"] < 80
 
 
 def test_a_trainer_without_the_memory_for_its_model_is_reported_with_what_fits() -> None:

@@ -257,11 +257,76 @@ def test_older_tokens_that_leave_their_usual_range_are_named() -> None:
     assert warning.startswith("drift") and "20 times" in warning and "training.lr" in warning
 
 
-def test_a_policy_that_leaps_from_the_first_step_on_is_named_without_a_history() -> None:
-    (warning,) = Guard().check(1, [row(age=1, mean=0.5)])
-    assert warning.startswith("drift: in task t the last update moved the policy too far") and "training.lr" in warning
-    assert not Guard().check(1, [row(age=4, mean=0.5)]), "four updates may move it further than one"
-    assert not Guard().check(1, [row(age=1, mean=0.12)])
+# Tokens of age 1, their mean gap, its standard error, and the mean reward of the step; of a tiny model with AdamW from
+# random weights, 36 answers of 12 tokens a step: the share of tokens that are 1 modulo 4 is rewarded.
+LEARNT_AT_1E_2 = [
+    (396, 0.6714, 0.0373, 0.3704),
+    (432, 0.4538, 0.0243, 0.537),
+    (396, 0.3241, 0.0173, 0.5671),
+    (384, 0.1227, 0.0091, 0.8009),
+    (384, 0.1675, 0.0178, 0.8958),
+    (408, 0.1281, 0.01, 0.8032),
+]
+LEARNT_AT_3E_2 = [
+    (396, 1.5567, 0.0725, 0.3704),
+    (420, 1.7085, 0.0812, 0.5347),
+    (432, 0.3299, 0.049, 0.9421),
+    (432, 0.034, 0.0076, 0.9861),
+]
+# The same with a reward that the model does not learn: 0.125 is chance.
+RUINED_AT_3E_2 = [
+    (408, 1.7546, 0.0837, 0.1319),
+    (408, 2.191, 0.0988, 0.1597),
+    (432, 0.6898, 0.031, 0.1042),
+    (420, 0.6467, 0.0374, 0.1389),
+    (240, 0.6374, 0.0525, 0.1181),
+]
+RUINED_AT_1E_1 = [
+    (408, 3.2659, 0.1214, 0.1319),
+    (360, 3.4458, 0.1117, 0.1574),
+    (384, 0.9333, 0.0635, 0.1111),
+    (432, 0.5134, 0.0384, 0.1181),
+    (432, 2.4972, 0.1188, 0.1389),
+]
+
+
+def replayed(recorded: Sequence[tuple[int, float, float, float]], first_reward: float) -> list[list[str]]:
+    """The warnings of each step. Nothing is older than the weights at the first."""
+    guard = Guard()
+    warnings = [[*guard.check(0, [row(age=0, mean=1e-6)], {"t": first_reward})]]
+    for step, (tokens, mean, error, reward) in enumerate(recorded, 1):
+        spread = tokens * (mean**2 + tokens * error**2)
+        gaps = replace(row(age=1, mean=mean, tokens=tokens), gap_gap=spread)
+        warnings.append([*guard.check(step, [gaps], {"t": reward})])
+    return warnings
+
+
+@pytest.mark.parametrize("recorded", [LEARNT_AT_1E_2, LEARNT_AT_3E_2])
+def test_a_run_that_learns_fast_is_not_called_ruined(recorded: list[tuple[int, float, float, float]]) -> None:
+    assert not any(replayed(recorded, first_reward=0.2662))
+
+
+@pytest.mark.parametrize("recorded", [RUINED_AT_3E_2, RUINED_AT_1E_1])
+def test_updates_that_keep_leaping_without_a_gain_are_named(recorded: list[tuple[int, float, float, float]]) -> None:
+    found = [(step, text) for step, texts in enumerate(replayed(recorded, first_reward=0.1204)) for text in texts]
+    ((step, warning),) = found
+    assert step == 4 and warning.startswith("drift: in task t each update moves the policy too far")
+    assert "for 4 steps without a rising reward" in warning and "training.lr" in warning
+
+
+def test_a_reward_that_rose_and_fell_again_is_no_gain() -> None:
+    guard, rewards = Guard(), [0.2, 0.3, 0.5, 0.6, 0.6, 0.6, 0.3, 0.25, 0.2, 0.2]
+    said = [bool(guard.check(step, [row(age=1, mean=0.5)], {"t": each})) for step, each in enumerate(rewards)]
+    assert said.index(True) in (7, 8)
+    assert not any(Guard().check(step, [row(age=4, mean=0.5)], {"t": 0.2}) for step in range(9)), "four updates may"
+
+
+def test_a_resumed_guard_goes_on_counting() -> None:
+    first, second = Guard(), Guard()
+    for step in range(3):
+        assert not first.check(step, [row(age=1, mean=0.5)], {"t": 0.2})
+    second.restore(msgspec.json.decode(msgspec.json.encode(first.state()), type=GuardState))
+    assert second.check(3, [row(age=1, mean=0.5)], {"t": 0.2})
 
 
 def test_older_tokens_may_drift_with_the_policy() -> None:

@@ -1,8 +1,10 @@
 """Pairs on the trainer: the chosen becomes likelier than the rejected, however they are packed."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from forked_ranks import on_ranks
 from tiny_models import VOCABULARY, save_tiny
 
 from rollart.config import AlgorithmConfig, TrainingConfig
@@ -65,3 +67,34 @@ def test_several_updates_of_a_batch_count_as_the_policys_own(folder: Path) -> No
     trainer = Trainer(folder, TrainingConfig(lr=1e-3, updates=3, algorithm=DPO))
     values = trainer.step(pairs(0)).values
     assert values["updates"] == 3 and values["logprob_gap"] == 0.0 and values["importance"] == pytest.approx(1.0)
+
+
+def scored(step: int) -> Batch:
+    """As a reward model gets them: one trained token, after the last that is read."""
+    groups = []
+    for group in pairs(step).groups:
+        cut = (
+            replace(
+                sample,
+                roles=Column.flags([*sample.roles.array[:-2], 0, 1]),
+                logprobs=Column.floats([0.0]),
+                versions=Column.ints([step]),
+            )
+            for sample in group.samples
+        )
+        groups.append(replace(group, samples=tuple(cut)))
+    return Batch(step, tuple(groups))
+
+
+def margins(trainer: Trainer) -> list[float]:
+    return [trainer.step(scored(step)).values["pair_margin"] for step in range(3)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_ranks_train_the_adapters_and_the_head_of_a_reward_model_as_one_does(folder: Path, dtype: str) -> None:
+    algorithm = AlgorithmConfig(loss="bradley_terry", aggregate="sequence", evidence_power=0.0)
+    config = TrainingConfig(lr=1e-2, lr_warmup=0, dtype=dtype, lora={"rank": 3, "alpha": 5}, algorithm=algorithm)  # type: ignore[arg-type]
+    alone = margins(Trainer(folder, config))
+    assert alone[0] == 0.0 and alone[2] > alone[1] > 0
+    assert on_ranks(2, folder, config, margins) == pytest.approx(alone, rel=1e-3 if dtype == "float32" else 0.1)

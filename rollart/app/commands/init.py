@@ -23,9 +23,7 @@ class Template(StrEnum):
 
 @guarded
 def init(
-    template: Annotated[
-        Template, typer.Argument(metavar="quickstart|env|tools|agent|dataset", help="What the project is about.")
-    ],
+    template: Annotated[Template, typer.Argument(metavar="KIND", help="quickstart, env, tools, agent or dataset.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
 ) -> None:
     """Write a small project that trains at once: run file, code, tests, README.
@@ -43,7 +41,19 @@ def init(
     folder.mkdir(parents=True, exist_ok=True)
     for source in sorted((files("rollart.app") / "templates" / template).iterdir(), key=lambda source: source.name):
         target = folder / source.name.removesuffix(".txt")
-        target.write_text(source.read_text(encoding="utf-8").replace("NAME", name), encoding="utf-8")
+        lines = (named(line, name) for line in source.read_text(encoding="utf-8").splitlines(keepends=True))
+        target.write_text("".join(lines), encoding="utf-8")
         typer.echo(f"  {target}")
     there = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
     typer.echo(f"next:  {there}rollart train run.yaml")
+
+
+def named(line: str, name: str) -> str:
+    """With the name of the project in its place; a comment after it stays in its column if there is room.
+
+    >>> named("rollart show runs/NAME-1                # look at the run", "prices")
+    'rollart show runs/prices-1              # look at the run'
+    """
+    code, mark, comment = line.partition("  #")
+    renamed = code.replace("NAME", name)
+    return f"{renamed.rstrip():<{len(code)}}{mark}{comment}" if mark and renamed != code else line.replace("NAME", name)

@@ -46,6 +46,8 @@ def sample(
     from rollart.observe.report import scores
 
     run = api.load_run(run_file, with_output(overrides, output), need_model=model is None)
+    if model is not None and endpoint is None:
+        api.check_model(model)
     folder = api.folder_for(run.model_copy(update={"name": f"{run.name}-sample"}), run_dir, resume=resume)
     with console_for(as_json) as console:
         say(console, f"run folder: {folder}")

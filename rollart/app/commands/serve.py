@@ -11,7 +11,7 @@ import typer
 
 from rollart.app.commands.common import ModelDir, guarded
 from rollart.core.errors import RollartError
-from rollart.models.folder import is_adapter
+from rollart.models.folder import is_adapter, model_problem
 
 KEY = "ROLLART_API_KEY"
 
@@ -35,8 +35,8 @@ def serve(
     [dim]rollart serve --model runs/quickstart-1/model
     rollart serve --model models/smollm2 --port 0 --name smollm2[/dim]
     """
-    if not (model / "config.json").is_file() and not is_adapter(model):
-        raise RollartError(f"--model {model} is not a Hugging Face model folder: it has no config.json")
+    if (problem := model_problem(model)) and not is_adapter(model):
+        raise RollartError(f"--model {model} {problem}")
     if dtype not in ("float32", "bfloat16"):
         raise RollartError(f"--dtype is float32 or bfloat16, not {dtype}")
     key = os.environ.get(KEY) or f"sk-{secrets.token_urlsafe(24)}"

@@ -82,6 +82,7 @@ def _simulate(
     """`simulations`: the first seed, the number of seeds, and of draws."""
     from rollart.app import api
     from rollart.core import run_folder
+    from rollart.simulator.assumptions import device_memory
     from rollart.simulator.report import report, summary
 
     folder = run_folder.create(output or scenario.output, scenario.name) if scenario.simulate.log == "full" else None
@@ -98,11 +99,20 @@ def _simulate(
         after = results[-1].seed + 1
         drawn = api.simulate(scenario, seed=after, seeds=draws, uncertain=True, on_progress=update) if draws else []
     console.print(report(results, drawn))
+    memory = device_memory(scenario)
+    if memory:
+        each = ", ".join(f"{pool} {used:.3g} of {device.memory:g}" for pool, (used, device) in memory.items())
+        say(console, f"memory    GB of each device: {each}")
     console.print(_how_certain(draws), style="dim")
     if folder is not None:
         say(console, f"run folder: {folder}")
     if as_json:
-        print_json({**summary(results, drawn), "assumed": assumed, "folder": str(folder) if folder else None})
+        more = {
+            "assumed": assumed,
+            "memory": {pool: used for pool, (used, _) in memory.items()},
+            "folder": str(folder) if folder else None,
+        }
+        print_json(summary(results, drawn) | more)
 
 
 def _how_certain(draws: int) -> str:

@@ -140,6 +140,7 @@ def run_training(
     from rollart.app import api, preflight
 
     run = api.load_run(run_file, overrides)
+    preflight.check_stage(run, command)
     preflight.try_resets(run, only_bugs=True)
     folder = api.folder_for(run, run_dir, resume=resume)
     with console_for(as_json) as console, contextlib.ExitStack() as stack:
