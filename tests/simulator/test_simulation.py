@@ -37,6 +37,9 @@ simulate:
 """
 
 
+BOUNDS = ("trained", "served")
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "small.yaml"
@@ -90,6 +93,14 @@ def test_every_preset_trains_all_its_steps_within_its_bound(preset: str, file: P
     taken = [event for event in read_events(tmp_path / preset / "events") if isinstance(event, BatchTaken)]
     assert [event.trajectories for event in taken] == [16] * 4
     assert all(age <= result.alpha for event in taken for age in event.staleness)
+
+
+def test_a_bound_from_what_engines_serve_lets_data_be_one_version_older(file: Path) -> None:
+    trained, served = (simulate(changed(file, f"simulate.bound={bound}", "training.steps=8")) for bound in BOUNDS)
+    assert max(trained.staleness) == 1 and max(served.staleness) == 2
+    assert served.step_s < trained.step_s
+    baseline = changed(file, "simulate.bound=served").with_preset("one_off")
+    assert baseline.schedule == changed(file).with_preset("one_off").schedule
 
 
 def test_asynchrony_makes_steps_shorter(file: Path) -> None:
