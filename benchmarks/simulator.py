@@ -8,7 +8,8 @@ Seconds are CPU seconds of this process, so a busy machine does not count. An ev
 ran. Last line: virtual seconds per real second and events per second at each size; `hour_at_3000_s`, what a virtual
 hour of 3,000 GPUs takes; and `event_cost_growth`, the cost of an event at 3,000 GPUs over that at 128.
 
-`--day` simulates a day of the job as shipped, one engine and group in eight, and the first `--seconds` of it whole too.
+`--day` simulates a day of the job as shipped, one engine and group in eight, and its first four hours whole too: of
+fewer, a step of twenty minutes differs by chance alone.
 Last line: `day_at_3000_s`, and by how much the numbers of the part differ from those of the whole, as a share.
 """
 
@@ -25,6 +26,7 @@ from rollart.simulator.simulation import simulate
 SCENARIO = Path(__file__).parents[1] / "examples" / "paper" / "production.yaml"
 WHOLE = 3000
 DAY_S = 86400.0
+COMPARED_S = 14400.0
 COMPARED = ("step_s", "wait_s", "train_s", "tokens_per_s", "answers_per_s", "trajectories_per_s", "turns", "running")
 
 
@@ -120,20 +122,21 @@ def hours(sizes: Sequence[int], span: float, changes: Sequence[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=3600.0, help="virtual time at each size")
+    parser.add_argument("--seconds", type=float, help="virtual time at each size, or of --day that is simulated whole")
     parser.add_argument("--shipped", action="store_true", help="the scenario as it is, with fewer trajectories at once")
     parser.add_argument("--day", action="store_true", help="a day as shipped, in part, compared with the whole")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
     options = parser.parse_args()
     sizes = (16, 32, 64) if options.smoke else (128, 1000, WHOLE)
-    span, changes = 60.0 if options.smoke else options.seconds, () if options.shipped else FULL
+    span = 60.0 if options.smoke else options.seconds or (COMPARED_S if options.day else 3600.0)
+    changes = () if options.shipped else FULL
     simulate(scaled(sizes[0], changes), until=60.0)  # imports and caches
     if not options.day:
         hours(sizes, span, changes)
     elif options.smoke:
         day(750, 2, 60.0, 30.0)
     else:
-        day(WHOLE, 8, DAY_S, options.seconds)
+        day(WHOLE, 8, DAY_S, span)
 
 
 if __name__ == "__main__":

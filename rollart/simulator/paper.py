@@ -116,7 +116,7 @@ def smaller(scenario: Scenario) -> Scenario:
     pools = {
         name: pool.model_copy(update={"count": max(1, pool.count // scale)}) for name, pool in scenario.pools.items()
     }
-    one, alpha = scenario.rollout.schedule().one_batch, scenario.rollout.schedule().alpha
+    one, alpha = scenario.schedule.one_batch, scenario.schedule.alpha
     steps, warmup = (2 + 2 * alpha, alpha) if one else (9, 3)
     groups = max(1, training.batch_groups // scale)
     of_a_task = -(-groups // len(scenario.tasks)) * training.group_size

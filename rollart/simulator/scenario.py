@@ -7,6 +7,7 @@ that trains can be simulated as it is, once it has a `simulate` section.
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -18,6 +19,7 @@ from rollart.config.base import Conflict, ImportPath, Natural, Positive, Seconds
 from rollart.config.rollout import SCHEDULE_KEYS, Preset, RolloutConfig
 from rollart.config.yaml_tree import did_you_mean
 from rollart.core.errors import ConfigError
+from rollart.core.schedule import Schedule
 from rollart.core.seeds import seed_of
 from rollart.engines.backends import unsupported
 from rollart.hardware.roofline import ModelShape
@@ -113,6 +115,11 @@ class SimulateConfig(Section):
         None, description="class of the GPU of a run without pools, whose trainer and engine have `device: cuda`"
     )
     warmup: Natural | None = Field(None, description="first steps, which are not measured; default: alpha + 1")
+    bound: Literal["trained", "served"] = Field(
+        "trained",
+        description="what alpha of preset rollart counts from. trained: the version that a batch updates, as in real "
+        "runs. served: the one that engines have when the batch is taken, which training is one ahead of: the paper's",
+    )
     finite: bool = Field(False, description="start no rollouts for steps after the last, as a run that ends does")
     scoring: ScoringConfig = ScoringConfig()
     weights: TransferConfig = TransferConfig()
@@ -167,7 +174,14 @@ class Scenario(RunFile):
     def warmup(self) -> int:
         """Steps that are not measured: steps are too short until as many batches are in flight as alpha allows."""
         configured = self.simulate.warmup
-        return 1 + self.rollout.schedule().alpha if configured is None else configured
+        return 1 + self.schedule.alpha if configured is None else configured
+
+    @property
+    def schedule(self) -> Schedule:
+        """With `simulate.bound: served`, alpha counts from a version that is one older than the one that is trained."""
+        schedule = self.rollout.schedule()
+        later = self.simulate.bound == "served" and self.rollout.preset == "rollart"
+        return replace(schedule, alpha=schedule.alpha + 1) if later else schedule
 
     @property
     def links(self) -> dict[str, float]:
@@ -228,7 +242,7 @@ class Scenario(RunFile):
         }
         scoring = self.simulate.scoring
         fewer = scoring.model_copy(update={"concurrency": math.ceil(scoring.concurrency / part)})
-        extra = math.ceil(self.rollout.schedule().extra_groups / part)
+        extra = math.ceil(self.schedule.extra_groups / part)
         processes, groups = math.ceil(self.environments.processes / part), self.training.batch_groups // part
         return self.model_copy(
             update={

@@ -118,7 +118,7 @@ class Simulation:
     # Construction
 
     def _build(self, sink: EventSink) -> None:
-        scenario, schedule = self._scenario, self._scenario.rollout.schedule()
+        scenario, schedule = self._scenario, self._scenario.schedule
         self._weights = WeightTransfer.of(scenario)
         self._environments = SimulatedEnvironments(scenario)
         self._rewards = SimulatedRewards(scenario)
@@ -298,7 +298,7 @@ class Simulation:
             RunStarted(
                 name=scenario.name,
                 preset=scenario.rollout.preset,
-                alpha=scenario.rollout.schedule().alpha,
+                alpha=scenario.schedule.alpha,
                 seed=scenario.seed,
                 steps=scenario.training.steps,
                 tasks=[task.name for task in scenario.tasks],

@@ -1,8 +1,8 @@
 """The simulated transfer of weights from the trainer to the engines, over named links.
 
 `store`: the trainer continues at once; weights are pushed to a store near the engines, which pull each bucket when it
-is there and stand still only for the last part. `collective`, or a store without `overlap`: trainer and engines stop
-until the weights have arrived.
+is there and stand still only for the last part. With `install_first`, the trainer waits for that before its next step.
+`collective`, or a store without `overlap`: trainer and engines stop until the weights have arrived.
 """
 
 import asyncio
@@ -27,8 +27,9 @@ class WeightTransfer:
         pull: float,
         overlap: bool = True,
         constants: Constants = _DEFAULT,
+        install_first: bool = False,
     ) -> None:
-        self.size, self.method = size, method
+        self.size, self.method, self._install_first = size, method, install_first
         self.free_at = 0.0
         self._pushed_at: dict[int, float] = {}
         if method == "store":
@@ -45,7 +46,8 @@ class WeightTransfer:
         shape, config, links = scenario.shape, scenario.simulate.weights, scenario.links
         size = shape.parameters * shape.number_bytes
         push, pull = links[config.push] * 1e9, links[config.pull] * 1e9
-        return cls(size, config.method, push, pull, config.overlap, scenario.simulate.constants)
+        served = scenario.simulate.bound == "served"
+        return cls(size, config.method, push, pull, config.overlap, scenario.simulate.constants, served)
 
     def publish(self, version: int) -> None:
         """Start the transfer of `version`; the trainer may not begin another step before `free_at`."""
@@ -55,6 +57,8 @@ class WeightTransfer:
             return
         before = max(self._pushed_at.values(), default=now)
         self._pushed_at = {version: max(now, before) + self.push_s}
+        if self._install_first:
+            self.free_at = self._pushed_at[version] + self.exposed_s
 
     async def fetch(self, version: int) -> LoadResult:
         """Returns when an engine has all that it can load without standing still."""

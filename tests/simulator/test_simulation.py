@@ -40,6 +40,9 @@ simulate:
 """
 
 
+BOUNDS = ("trained", "served")
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "small.yaml"
@@ -113,6 +116,14 @@ def test_a_task_that_leaves_the_mixture_is_reported(file: Path) -> None:
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(report([result]))
     assert "groups off; groups trained and asked for: chat 0 of" in console.export_text()
+
+
+def test_a_bound_from_what_engines_serve_lets_data_be_one_version_older(file: Path) -> None:
+    trained, served = (simulate(changed(file, f"simulate.bound={bound}", "training.steps=8")) for bound in BOUNDS)
+    assert max(trained.staleness) == 1 and max(served.staleness) == 2
+    assert served.step_s < trained.step_s
+    baseline = changed(file, "simulate.bound=served").with_preset("one_off")
+    assert baseline.schedule == changed(file).with_preset("one_off").schedule
 
 
 def test_asynchrony_makes_steps_shorter(file: Path) -> None:

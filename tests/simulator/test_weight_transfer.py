@@ -31,3 +31,9 @@ def test_without_overlap_trainer_and_engines_wait_for_the_whole_transfer(weights
     assert arrival(weights) == pytest.approx(weights.push_s + weights.pull_s)
     assert weights.free_at == pytest.approx(weights.push_s + weights.pull_s)
     assert weights.hidden_s == 0.0
+
+
+def test_a_trainer_that_installs_first_waits_for_the_engines_and_no_other_does() -> None:
+    weights = WeightTransfer(SIZE, "store", LINK, LINK, install_first=True)
+    assert weights.free_at == 0.0 and weights.exposed_s > 0
+    assert arrival(weights) == pytest.approx(weights.free_at) == pytest.approx(weights.push_s + weights.exposed_s)
