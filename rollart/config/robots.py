@@ -167,7 +167,7 @@ class TuningConfig(Section):
     imitate: bool = Field(True, description="go on imitating demonstrations, and with them the policy's own successes")
     keep: Positive = Field(50_000, description="steps of own successes that are kept to imitate, the newest")
     optimizer_steps: Positive = Field(50, description="steps of the optimizers in one update")
-    lr: float = Field(3e-4, gt=0, description="learning rate of the imitation; it decays to 0 as a cosine")
+    lr: float = Field(3e-4, gt=0, description="learning rate of the imitation; in each update it decays to 0 as a cosine")
     ema: float = Field(0.99, ge=0, lt=1, description="decay of the moving average of the weights, which is what acts")
     checkpoint_every: Positive = Field(5, description="updates between checkpoints")
     evaluate_every: Natural = Field(0, description="updates between evaluations while tuning; 0: none")

@@ -238,6 +238,18 @@ def test_successes_are_imitated_and_the_oldest_forgotten(tmp_path: Path) -> None
     assert torch.equal(learner._conditions[:shown], learner.data[0].conditions)
 
 
+def test_the_learning_rate_of_the_imitation_is_annealed_in_every_update(tmp_path: Path) -> None:
+    """A policy that acts in the middle of a schedule is worse than the one that it started from."""
+    run = run_file(optimizer_steps=20, steps=3)
+    learner = tuner(tmp_path, run)
+    batch = batch_of(learner, tmp_path, run)
+    for _ in range(2):
+        learner.update(batch)
+        assert learner.optimizer.param_groups[0]["lr"] < 0.01 * run.tuning.lr
+    learner.train(10)
+    assert learner.optimizer.param_groups[0]["lr"] > 0.5 * run.tuning.lr
+
+
 def test_a_resumed_tuning_goes_on_exactly_where_it_was(tmp_path: Path) -> None:
     run = run_file()
     learner = tuner(tmp_path, run)
