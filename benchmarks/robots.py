@@ -56,7 +56,7 @@ RL: dict[str, dict[str, Any]] = {
         "task": "metaworld:pick-place-v3",
         "demonstrations": {"episodes": 8},
         "training": {"steps": 3000, "batch": 64},
-        "tuning": {"steps": 8, "groups": 16, "group_size": 2, "optimizer_steps": 200, "lr": 5e-4, "scorer_lr": 3e-4},
+        "tuning": {"steps": 2, "groups": 40, "group_size": 6, "optimizer_steps": 2000, "lr": 1e-3, "explore": 0.2},
         "evaluation": {"episodes": 50},
     },
     "obstacle": {

@@ -142,7 +142,9 @@ class Exploring:
             batch_groups=run.tuning.groups,
             group_size=run.tuning.group_size,
             steps=run.tuning.steps,
-            runner=RobotRunner(environments=pool, acting=self.acting, task=TASK, sink=self.sink),
+            runner=RobotRunner(
+                environments=pool, acting=self.acting, task=TASK, explore=run.tuning.explore, sink=self.sink
+            ),
             engines=self.acting,
             ledger=self.ledger,
             sink=self.sink,
