@@ -149,7 +149,7 @@ def tuned(cells: Cells, *, smoke: bool) -> dict[str, Any]:
         gains = [one["after"] - one["before"] for one in made if one is not None]
         if gains:
             key = "rl_gain" if name == "pick-place" else f"{name}_rl_gain"
-            found[key] = [round(number, 3) for number in interval(gains)] if len(gains) > 1 else gains
+            found |= rounded({key: interval(gains)})
             found[f"{key}_runs"] = made
     return found
 
