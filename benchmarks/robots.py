@@ -8,7 +8,8 @@
 `dde_vs_jvp_time`: a training step of MeanFlow with central differences, over one with forward-mode differentiation.
 `one_step_vs_ten_latency`: a chunk by MeanFlow, over one by flow matching in ten steps. `multimodal_gain`: success with
 two ways around an obstacle, one-step MeanFlow less regression. `table`: the mean success of each policy over the tasks
-of examples/robots/benchmark.yaml and five seeds, with half of its 95% interval; `tasks` has it by task. `rl_gain`:
+of examples/robots/benchmark.yaml and five seeds, with half of its 95% interval; `tasks` has it by task. In a table that
+is not complete, only pairs of task and seed count that every policy has (`in_common`). `rl_gain`:
 success on pick-place after `rollart robots tune` less that before it, the mean over seeds, and half of its 95%
 interval; `obstacle_rl_gain` on the obstacle. With --keep, every result is kept as soon as it is there, and a benchmark
 that was stopped goes on with what is missing.
@@ -45,7 +46,7 @@ from rollart.robots.chunks import ImitationData
 from rollart.robots.comparison import ComparedPolicy
 from rollart.robots.demonstrations import Demonstration
 from rollart.robots.learner import ImitationLearner, LearnerConfig, TrainedPolicy
-from rollart.robots.report import comparison_table, seed_means
+from rollart.robots.report import comparison_table, in_common, seed_means
 from rollart.simulator.result import interval
 
 PLAN = Path(__file__).parents[1] / "examples" / "robots" / "benchmark.yaml"
@@ -55,7 +56,7 @@ RL: dict[str, dict[str, Any]] = {
         "task": "metaworld:pick-place-v3",
         "demonstrations": {"episodes": 8},
         "training": {"steps": 3000, "batch": 64},
-        "tuning": {"steps": 8, "groups": 16, "group_size": 2, "optimizer_steps": 200, "lr": 5e-4, "scorer_lr": 3e-4},
+        "tuning": {"steps": 2, "groups": 40, "group_size": 6, "optimizer_steps": 2000, "lr": 1e-3, "explore": 0.2},
         "evaluation": {"episodes": 50},
     },
     "obstacle": {
@@ -148,7 +149,7 @@ def tuned(cells: Cells, *, smoke: bool) -> dict[str, Any]:
         gains = [one["after"] - one["before"] for one in made if one is not None]
         if gains:
             key = "rl_gain" if name == "pick-place" else f"{name}_rl_gain"
-            found[key] = [round(number, 3) for number in interval(gains)] if len(gains) > 1 else gains
+            found |= rounded({key: interval(gains)})
             found[f"{key}_runs"] = made
     return found
 
@@ -182,8 +183,9 @@ def whole_table(cells: Cells, adroit: Path | None) -> dict[str, Any]:
         task: {policy: round(statistics.fmean(values), 3) for policy, values in by_policy.items()}
         for task, by_policy in tasks.items()
     }
-    table = {policy: interval(seed_means(results, policy)) for policy in {one.policy: None for one in results}}
-    found = {"table": rounded(table), "tasks": means, "policies": len(results)}
+    common = in_common(results)
+    table = {policy: interval(seed_means(common, policy)) for policy in {one.policy: None for one in common}}
+    found = {"table": rounded(table), "tasks": means, "policies": len(results), "in_common": len(common)}
     missing = len(plan.tasks) * len(plan.policies) * plan.seeds - len(results)
     return {**found, "table_missing": missing, "table_minutes": round((time.monotonic() - began) / 60, 1)}
 
@@ -196,7 +198,8 @@ def settings_digest(plan: ComparisonFile) -> str:
 
 
 def rounded(values: dict[str, tuple[float, float]]) -> dict[str, list[float]]:
-    return {name: [round(number, 3) for number in pair] for name, pair in values.items()}
+    """Without the interval, if it is not known: JSON has no NaN."""
+    return {name: [round(number, 3) for number in pair if number == number] for name, pair in values.items()}
 
 
 def report(one: ComparedPolicy) -> None:

@@ -159,15 +159,25 @@ class TuningConfig(Section):
     candidates: Annotated[int, Field(ge=2)] = Field(
         8, description="latents from which a chunk is made; the policy learns which of the chunks to execute"
     )
+    explore: float = Field(
+        0.0,
+        ge=0,
+        description="noise on what the policy observes, drawn once for each episode of a group but the first, in half "
+        "ranges of the demonstrations; so some episodes hit what the policy misses",
+    )
     advantage: str = Field("grpo", description="from the successes of a group to advantages, as for language")
     loss: str = Field("ppo", description="of the choices' log-probabilities, as for language")
     clip: float = Field(0.2, gt=0, lt=1, description="the policy ratio is clipped to 1 - clip and 1 + clip")
     scorer_lr: float = Field(1e-3, gt=0, description="learning rate of the scorer of candidates")
     scorer_decay: float = Field(1e-3, ge=0, description="its weight decay")
-    imitate: bool = Field(True, description="go on imitating demonstrations, and with them the policy's own successes")
+    imitate: bool = Field(
+        True, description="go on imitating demonstrations, and with them the best success of each group"
+    )
     keep: Positive = Field(50_000, description="steps of own successes that are kept to imitate, the newest")
     optimizer_steps: Positive = Field(50, description="steps of the optimizers in one update")
-    lr: float = Field(3e-4, gt=0, description="learning rate of the imitation; it decays to 0 as a cosine")
+    lr: float = Field(
+        3e-4, gt=0, description="learning rate of the imitation; in each update it decays to 0 as a cosine"
+    )
     ema: float = Field(0.99, ge=0, lt=1, description="decay of the moving average of the weights, which is what acts")
     checkpoint_every: Positive = Field(5, description="updates between checkpoints")
     evaluate_every: Natural = Field(0, description="updates between evaluations while tuning; 0: none")

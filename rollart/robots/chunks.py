@@ -41,6 +41,11 @@ class Scaling:
         half = torch.where(done_half < _CONSTANT, 1.0, done_half)
         return cls(gain, -seen_middle * gain, half, done_middle)
 
+    @property
+    def spans(self) -> Tensor:
+        """Half the range of each observation that was demonstrated; 0 of one that is constant."""
+        return torch.where(self.observation_gain > 0, 1 / self.observation_gain, 0.0)
+
     def observations(self, values: Tensor) -> Tensor:
         """[..., O] to the policy's numbers."""
         return torch.addcmul(self.observation_bias, values, self.observation_gain).clamp_(-_MAX_SCALED, _MAX_SCALED)

@@ -47,6 +47,10 @@ class RobotEpisode:
 class Explorer(Protocol):
     """Chooses the chunks of an episode in place of the policy, and keeps what it was shown."""
 
+    def disturbed(self, history: Tensor) -> Tensor:
+        """What the policy is shown in place of the observations [history, O]."""
+        ...
+
     def choose(self, seen: Tensor, proposal: Proposal, step: int) -> int:
         """Which candidate to execute after the observation `seen` [O]; `step`: of the policy that proposes them."""
         ...
@@ -146,7 +150,8 @@ async def play(
     reward = 0.0
     while True:
         latent = torch.randn(acting.policy.noise_size, generator=noise)
-        proposal, made = await acting.propose(history, latent)
+        shown = history if explorer is None else explorer.disturbed(history)
+        proposal, made = await acting.propose(shown, latent)
         chosen = int(proposal.scores.argmax()) if explorer is None else explorer.choose(history[-1], proposal, made)
         chunk = acting.policy.commands(proposal.candidates[chosen])[: control.execute]
         if not chunk.isfinite().all():

@@ -27,7 +27,7 @@ from rollart.rollout.ledger import SqliteLedger
 from rollart.rollout.trajectory import Attempt, AttemptRunner
 from rollart.training.advantages import ADVANTAGES
 
-_CHUNKS = "chunks"  # in the info of a trajectory
+_CHUNKS, _RATE = "chunks", "reward_per_step"  # in the info of a trajectory
 
 
 class ActingPolicy(BatchedPolicy):
@@ -80,15 +80,21 @@ class ActingPolicy(BatchedPolicy):
 @dataclass
 class Trace:
     """What an episode leaves to learn from: a turn of the attempt and an entry of `conditions` and `candidates` for
-    each chunk, and of what was executed one for each step."""
+    each chunk, and of what was observed and executed one for each step. `conditions` are what the policy was shown,
+    which is off by `shift`."""
 
     attempt: Attempt
     acting: ActingPolicy
     generator: torch.Generator
+    shift: Tensor
     conditions: list[Tensor] = field(default_factory=list)
     candidates: list[Tensor] = field(default_factory=list)
     observations: list[Tensor] = field(default_factory=list)
     commands: list[Tensor] = field(default_factory=list)
+
+    def disturbed(self, history: Tensor) -> Tensor:
+        """It acts as if things were elsewhere, as far all through the episode."""
+        return history + self.shift
 
     def choose(self, seen: Tensor, proposal: Proposal, step: int) -> int:
         """By the policy's probabilities."""
@@ -129,20 +135,28 @@ class Trace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RobotRunner(AttemptRunner):
-    """Episodes of a robot policy; success is the reward."""
+    """Episodes of a robot policy; success is the reward. The first of a group explores by its choices alone, the others
+    also by a disturbance of what the policy observes, of the size `explore`."""
 
     acting: ActingPolicy
     task: TaskConfig
+    explore: float
 
     async def _play(self, attempt: Attempt) -> Outcome:
         attempt.phase = "waiting for an environment"
         seed = seed_of(attempt.seed, "member", attempt.member)
-        trace = Trace(attempt, self.acting, torch.Generator().manual_seed(seed_of(seed, "exploration")))
+        generator = torch.Generator().manual_seed(seed_of(seed, "exploration"))
+        size = self.explore if attempt.member else 0.0
+        shift = (
+            size * self.acting.policy.scaling.spans * torch.randn(self.acting.policy.observations, generator=generator)
+        )
+        trace = Trace(attempt, self.acting, generator, shift)
         latent = seed_of(seed, "latent")
         async with self.environments.claim(attempt.task.name, attempt.held_out) as env, attempt.clock.limit():
             self.phases.enter(attempt, "stepping", "acting")
             episode = await play(self.acting, env, self.task, attempt.seed, noise_seed=latent, explorer=trace)
-        attempt.info.update(success=episode.success, **{_CHUNKS: trace.encode()})
+        rate = episode.reward / max(1, episode.steps)
+        attempt.info.update(success=episode.success, **{_RATE: rate, _CHUNKS: trace.encode()})
         return Outcome.FINISHED
 
     async def _score(self, attempt: Attempt, trajectory: Trajectory) -> Trajectory:
@@ -151,15 +165,20 @@ class RobotRunner(AttemptRunner):
 
 
 def chunk_batch(batch: Batch, ledger: SqliteLedger, advantage: str, policy: TrainedPolicy) -> ChunkBatch:
-    """What the learner needs of its trajectories, which the ledger has."""
+    """What the learner needs of its trajectories, which the ledger has. To imitate there is the best success of each
+    group: the one with the most reward of the environment for each step. Others succeed by luck, and what is imitated
+    of them is as inexact as they are."""
     estimate = ADVANTAGES.find(advantage)
     values = [value for group in estimate([list(group.rewards.values()) for group in batch.groups]) for value in group]
-    played = [ledger.trajectory(id) for group in batch.groups for id in group.rewards]
+    groups = [[ledger.trajectory(id) for id in group.rewards] for group in batch.groups]
+    played = [trajectory for group in groups for trajectory in group]
     traces = [load(trajectory.info[_CHUNKS]) for trajectory in played]
+    wins = [[trajectory for trajectory in group if trajectory.success] for group in groups]
+    best = {max(group, key=lambda one: float(one.info[_RATE])).id for group in wins if group}
     won = [
         Demonstration(trace["observations"].numpy(), trace["commands"].numpy())
         for trace, trajectory in zip(traces, played, strict=True)
-        if trajectory.success
+        if trajectory.id in best
     ]
     control = policy.config.control
     if won:

@@ -92,7 +92,7 @@ class ImitationLearner:
         """One step of the optimizer, from the loss of each member."""
         training = self.config.training
         for group in self.optimizer.param_groups:
-            group["lr"] = training.lr * _rate(self.step, training)
+            group["lr"] = training.lr * _rate(self._rate_step, training)
         self.optimizer.zero_grad()
         torch.autograd.backward(losses.sum())
         self._clip(training.clip)
@@ -100,6 +100,11 @@ class ImitationLearner:
         self.step += 1
         decay = min(training.ema, self.step / (self.step + 9))
         torch._foreach_lerp_(list(self.averaged.values()), [one.detach() for one in self.parameters], 1 - decay)
+
+    @property
+    def _rate_step(self) -> int:
+        """Where in the schedule of the learning rate it is."""
+        return self.step
 
     def _clip(self, most: float) -> None:
         gradients = [one.grad for one in self.parameters if one.grad is not None]

@@ -76,7 +76,8 @@ def score_table(scores: Sequence[tuple[str, Path, RobotScore]]) -> Table:
 
 
 def comparison_table(results: Sequence[ComparedPolicy]) -> Table:
-    """Success by task and policy: the mean over seeds, and half of its 95% interval; then over all tasks."""
+    """Success by task and policy: the mean over seeds, and half of its 95% interval; then over all tasks, or over the
+    pairs of task and seed that every policy has, if the comparison is not complete."""
     policies = list(dict.fromkeys(one.policy for one in results))
     shares: dict[tuple[str, str], list[float]] = defaultdict(list)
     for one in results:
@@ -86,11 +87,22 @@ def comparison_table(results: Sequence[ComparedPolicy]) -> Table:
         rows.add_row(task, *(_mean(shares[task, policy]) for policy in policies))
     rows.add_section()
     found = [[one for one in results if one.policy == policy] for policy in policies]
-    rows.add_row("all tasks", *(_mean(seed_means(results, policy)) for policy in policies))
+    common = in_common(results)
+    name = "all tasks" if len(common) == len(results) else f"in common, {len(common) // len(policies)} runs each"
+    rows.add_row(name, *(_mean(seed_means(common, policy)) for policy in policies))
     rows.add_row("ms per chunk, p50", *(f"{median(one.p50_ms for one in some):.2f}" for some in found))
     rows.add_row("ms per chunk, p99", *(f"{median(one.p99_ms for one in some):.2f}" for some in found))
     rows.add_row("ms per training step", *(f"{fmean(one.step_ms for one in some):.2f}" for some in found))
     return rows
+
+
+def in_common(results: Sequence[ComparedPolicy]) -> list[ComparedPolicy]:
+    """The results of pairs of task and seed that every policy has: only these compare like with like."""
+    done: dict[tuple[str, int], set[str]] = defaultdict(set)
+    for one in results:
+        done[one.task, one.seed].add(one.policy)
+    count = len({one.policy for one in results})
+    return [one for one in results if len(done[one.task, one.seed]) == count]
 
 
 def seed_means(results: Sequence[ComparedPolicy], policy: str) -> list[float]:

@@ -57,7 +57,7 @@ def learner_config(run: RobotRunFile) -> LearnerConfig:
     """That of the imitation, with the optimizer's numbers of the tuning."""
     tuning = run.tuning
     changes = {
-        "steps": tuning.steps * tuning.optimizer_steps,
+        "steps": tuning.optimizer_steps,
         "lr": tuning.lr,
         "lr_warmup": _LR_WARMUP,
         "ema": tuning.ema,
@@ -106,6 +106,11 @@ class TuningLearner(ImitationLearner):
         if not all(map(math.isfinite, totals.values())):
             raise DivergedError(f"the loss was not finite before step {self.step}; lower tuning.lr or tuning.scorer_lr")
         return {name: total / self.tuning.optimizer_steps for name, total in totals.items()}
+
+    @property
+    def _rate_step(self) -> int:
+        """The schedule is that of one update: every version that acts has been annealed."""
+        return self.step % self.tuning.optimizer_steps
 
     def logprobs(self, conditions: Tensor, candidates: Tensor, chosen: Tensor) -> Tensor:
         """Of choices [N] among candidates [N, K, D], by the current scorer, with gradient."""

@@ -8,7 +8,7 @@ from rollart.core.event_log import EventLog
 from rollart.core.events import Evaluated, StepDone, WarmupStep
 from rollart.robots.comparison import ComparedPolicy
 from rollart.robots.episodes import RobotEpisode, RobotScore
-from rollart.robots.report import comparison_table, score_table, seed_means, write_curves
+from rollart.robots.report import comparison_table, in_common, score_table, seed_means, write_curves
 
 
 def run_folder(path: Path) -> Path:
@@ -70,4 +70,16 @@ def test_a_comparison_shows_each_task_and_the_mean_over_tasks() -> None:
     assert seed_means(RESULTS, "fast") == [0.75, 0.75]
     rows = {line.split("  ")[0]: line.split() for line in shown.splitlines() if line.strip()}
     assert rows["b"] == ["b", "0.50", "±", "0.00", "-"]
-    assert rows["all tasks"][2:] == ["0.75", "±", "0.00", "0.25", "±", "0.00"]
+    assert rows["in common, 2 runs each"][5:] == ["1.00", "±", "0.00", "0.25", "±", "0.00"]
+
+
+def test_a_comparison_without_gaps_is_over_all_tasks() -> None:
+    whole = [one for one in RESULTS if one.policy == "fast"]
+    assert in_common(whole) == whole
+    assert "all tasks" in text(comparison_table(whole))
+
+
+def test_policies_without_a_run_in_common_are_not_ranked() -> None:
+    apart = [compared("fast", "a", 0, 1.0), compared("slow", "b", 0, 0.0)]
+    assert in_common(apart) == []
+    assert text(comparison_table(apart)).splitlines()[-4].split()[-2:] == ["-", "-"]

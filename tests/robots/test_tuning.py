@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
+from safetensors.torch import load
 from typer.testing import CliRunner
 
 from rollart.app.cli import app
@@ -27,7 +29,7 @@ from rollart.core.events import (
     TrajectoryEnded,
 )
 from rollart.core.schedule import Schedule
-from rollart.core.types import Message, Publication, Step
+from rollart.core.types import Message, Publication, Step, Trajectory
 from rollart.envs.obstacle import Obstacle, player
 from rollart.observe.snapshot import words_of
 from rollart.robots import imitation
@@ -142,7 +144,9 @@ class Exploring:
             batch_groups=run.tuning.groups,
             group_size=run.tuning.group_size,
             steps=run.tuning.steps,
-            runner=RobotRunner(environments=pool, acting=self.acting, task=TASK, sink=self.sink),
+            runner=RobotRunner(
+                environments=pool, acting=self.acting, task=TASK, explore=run.tuning.explore, sink=self.sink
+            ),
             engines=self.acting,
             ledger=self.ledger,
             sink=self.sink,
@@ -236,6 +240,53 @@ def test_successes_are_imitated_and_the_oldest_forgotten(tmp_path: Path) -> None
     kept = learner._conditions[shown:]
     assert len(kept) == 25 and (kept[:5] == 1).all() and (kept[5:] == 2).all()
     assert torch.equal(learner._conditions[:shown], learner.data[0].conditions)
+
+
+@pytest.mark.parametrize("explore", [0.0, 0.5])
+def test_all_episodes_of_a_group_but_the_first_see_what_is_off(tmp_path: Path, explore: float) -> None:
+    run = run_file(explore=explore, group_size=3)
+    batch = batch_of(tuner(tmp_path, run), tmp_path, run)
+    starts = torch.stack([batch.conditions[batch.sequences == number][0] for number in range(3)])
+    different = len({tuple(row.tolist()) for row in starts})
+    assert different == (3 if explore else 1)
+
+
+@pytest.mark.parametrize("best", [0, 1])
+def test_of_each_group_the_success_with_the_most_reward_per_step_is_imitated(tmp_path: Path, best: int) -> None:
+    run = run_file(explore=0.5)
+    exploring = Exploring(tuner(tmp_path, run), tmp_path, run, LocalPool())
+    imitated = []
+
+    class AllSucceeded:
+        def trajectory(self, id: str) -> Trajectory:
+            found = exploring.ledger.trajectory(id)
+            rate = float(found.member == best)
+            if rate:
+                imitated.append(load(found.info["chunks"])["observations"])
+            return replace(found, success=True, info={**found.info, "reward_per_step": rate})
+
+    async def take() -> ChunkBatch:
+        try:
+            batch = await exploring.scheduler.take_batch()
+            return chunk_batch(batch, AllSucceeded(), run.tuning.advantage, exploring.acting.policy)
+        finally:
+            await exploring.scheduler.stop()
+
+    made = asyncio.run(take())
+    assert len(imitated) == run.tuning.groups
+    assert torch.equal(made.imitated, exploring.acting.policy.scaling.observations(torch.cat(imitated)))
+
+
+def test_the_learning_rate_of_the_imitation_is_annealed_in_every_update(tmp_path: Path) -> None:
+    """A policy that acts in the middle of a schedule is worse than the one that it started from."""
+    run = run_file(optimizer_steps=20, steps=3)
+    learner = tuner(tmp_path, run)
+    batch = batch_of(learner, tmp_path, run)
+    for _ in range(2):
+        learner.update(batch)
+        assert learner.optimizer.param_groups[0]["lr"] < 0.01 * run.tuning.lr
+    learner.train(10)
+    assert learner.optimizer.param_groups[0]["lr"] > 0.5 * run.tuning.lr
 
 
 def test_a_resumed_tuning_goes_on_exactly_where_it_was(tmp_path: Path) -> None:
