@@ -249,7 +249,9 @@ def test_train_leaves_the_views_and_prints_json_last(run_file: Path, monkeypatch
 def test_sft_is_the_run_without_rl_and_ends_with_its_model(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     controlled(monkeypatch)
     assert "a stray print with RL" in rollart_command("train", run_file).output
-    ended = rollart_command("sft", run_file)
+    line = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
+    Path("chats.jsonl").write_text(line + "\n")
+    ended = rollart_command("sft", run_file, "--set", "model.warmup={conversations: chats.jsonl, steps: 1}")
     assert "a stray print without RL" in ended.output
     assert "model: runs/quick-2/model" in ended.output
 
