@@ -31,7 +31,6 @@ from rollart.rewards.invokers import Rewards
 from rollart.training.client import model_folder
 
 if TYPE_CHECKING:
-    from rollart.engines.backends import alone
     from rollart.engines.torch.engine import TorchEngine
 
 ACT_TIMEOUT = 600.0  # seconds, for a model of any size
@@ -173,6 +172,7 @@ async def load_engine(folder: Path, config: EngineConfig) -> "AsyncIterator[Torc
     import torch
     from transformers.utils import logging
 
+    from rollart.engines.backends import alone
     from rollart.engines.torch.engine import TorchEngine
     from rollart.engines.torch.model import EngineModel
     from rollart.launch.service import torch_device

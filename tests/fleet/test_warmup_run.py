@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollart.config import RunFile
-from rollart.core.errors import ConfigError, RollartError
+from rollart.core.errors import RollartError
 from rollart.core.event_log import EventLog, read_events
 from rollart.core.events import AnyEvent, RunEnded, ServiceStarted, StepDone, WarmupStep, Warned
 from rollart.fleet import controller
@@ -165,12 +165,6 @@ def test_conversations_of_a_file_are_learnt_on_several_ranks(tmp_path: Path) -> 
     started = [event.name for event in read_events(folder / "events") if isinstance(event, ServiceStarted)]
     assert len(started) == 2
     assert is_model(folder / "model")
-
-
-def test_a_run_without_a_warmup_has_nothing_to_learn_without_rl(tmp_path: Path) -> None:
-    run = run_file(model={"tiny": run_file().model.tiny})
-    with pytest.raises(ConfigError, match=r"has no model\.warmup"):
-        asyncio.run(controller.train(run, tmp_path / "run", stage="sft"))
 
 
 def test_an_error_of_the_examples_ends_the_run_with_its_sentence(tmp_path: Path) -> None:
