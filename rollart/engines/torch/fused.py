@@ -6,7 +6,7 @@ faster products, others are those of the network: when any of them has been repl
 `load` has made of the new ones while steps went on.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from rollart.engines.torch.attention import ProbedLayer
 from rollart.engines.torch.kernels import AttentionSettings, Kernels, Rotation
 from rollart.engines.torch.kv_rows import KVLayout
-from rollart.engines.torch.products import MatVec, Output, Product, product
+from rollart.engines.torch.panels import PanelProduct
+from rollart.engines.torch.products import Affine, Output, Product, product
 from rollart.engines.torch.step import StepInputs
 
 # Values of `model_type` whose layers are norm, attention, norm, MLP, with residuals around both halves.
@@ -30,7 +31,8 @@ MAX_VIEWS = 256
 
 @dataclass(slots=True)
 class Layer:
-    """`mlp` is gate with up, and down; a module where it is a mixture of experts."""
+    """`mlp` is gate with up, and down; a module where it is a mixture of experts. A `PanelProduct` of gate with up
+    applies the activation as well."""
 
     norms: tuple[Tensor, Tensor]
     qkv: Product
@@ -59,7 +61,7 @@ class Views:
     attended: Tensor
     heads: Tensor
     gate_up: Output
-    inner: Tensor
+    inner: Output
 
 
 class FusedDecoder:
@@ -105,11 +107,11 @@ class FusedDecoder:
         return FusedWeights(
             embedding=current(body.embed_tokens.weight),
             layers=[
-                _layer(module, probed, self._eps, current, self._kernels.matvec)
+                _layer(module, probed, self._eps, current, self._kernels)
                 for module, probed in zip(body.layers, self._probed, strict=True)
             ],
             norm=current(body.norm.weight),
-            head=product([(current(self._network.lm_head.weight), None)], self._kernels.matvec),
+            head=_product([(current(self._network.lm_head.weight), None)], self._kernels),
         )
 
     def forward(self, step: StepInputs) -> Tensor:
@@ -131,8 +133,11 @@ class FusedDecoder:
                 x.add_(layer.mlp(normed.unsqueeze(0))[0])
                 continue
             gate_up, down = layer.mlp
-            kernels.silu_mul(gate_up.into(normed, views.gate_up), views.inner)
-            x = down.onto(x, views.inner)
+            if isinstance(gate_up, PanelProduct):
+                gate_up.into(normed, views.inner)
+            else:
+                kernels.silu_mul(gate_up.into(normed, views.gate_up), views.inner.whole)
+            x = down.onto(x, views.inner.whole)
         if step.wanted is not None:
             x = x.index_select(0, step.wanted)
             normed = torch.empty_like(x)
@@ -171,7 +176,7 @@ class FusedDecoder:
             attended=attended,
             heads=attended.view(count, heads, layout.dim),
             gate_up=Output(gate_up, gate_up.chunk(2, 1)),
-            inner=inner,
+            inner=Output(inner, (inner,)),
         )
         return views
 
@@ -186,13 +191,19 @@ def _expected(layer: nn.Module) -> bool:
     return {name for name, _ in layer.named_children()} == LAYER and all(type(one) is nn.Linear for one in projections)
 
 
+@torch.inference_mode()
+def _product(affines: Sequence[Affine], kernels: Kernels, *, gated: bool = False) -> Product:
+    if kernels.panels is None or len({bias is None for _, bias in affines}) != 1:
+        return product(affines, kernels.matvec)
+    return PanelProduct(affines, kernels.panels, gated=gated)
+
+
 def _layer(
-    module: Any, probed: ProbedLayer, eps: float, current: Callable[[Tensor], Tensor], matvec: MatVec | None
+    module: Any, probed: ProbedLayer, eps: float, current: Callable[[Tensor], Tensor], kernels: Kernels
 ) -> Layer:
-    def joined(*linears: nn.Linear) -> Product:
-        return product(
-            [(current(one.weight), None if one.bias is None else current(one.bias)) for one in linears], matvec
-        )
+    def joined(*linears: nn.Linear, gated: bool = False) -> Product:
+        affines = [(current(one.weight), None if one.bias is None else current(one.bias)) for one in linears]
+        return _product(affines, kernels, gated=gated)
 
     def scale(norm: Any) -> Tensor | None:
         return None if norm is None else current(norm.weight)
@@ -210,5 +221,5 @@ def _layer(
             k_norm=scale(getattr(attention, "k_norm", None)),
             eps=eps,
         ),
-        mlp=(joined(mlp.gate_proj, mlp.up_proj), joined(mlp.down_proj)) if _plain(mlp) else mlp,
+        mlp=(joined(mlp.gate_proj, mlp.up_proj, gated=True), joined(mlp.down_proj)) if _plain(mlp) else mlp,
     )

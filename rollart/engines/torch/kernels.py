@@ -1,7 +1,8 @@
 """What a step does besides matrix products, one call each: norms, rotation, KV, attention, activation, sampling.
 
-On a CPU with a C compiler the calls go to `kernels.c`, compiled once per machine, dtype and head size (half a second)
-and kept in the user's cache folder. Everywhere else, GPUs included, they are torch operators. Both compute the same.
+On a CPU with a C compiler the calls go to `kernels.c`, compiled with `products.c` once per machine, dtype and head size
+(a second) and kept in the user's cache folder. Everywhere else, GPUs included, they are torch operators. Both compute
+the same.
 """
 
 import ctypes
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from rollart.engines.torch.attention import attend_span, write_kv
 from rollart.engines.torch.kv_rows import CopyHeads, KVLayout
+from rollart.engines.torch.panels import PanelKernels
 from rollart.engines.torch.products import Affine, MatVec
 from rollart.engines.torch.sampler import draw
 from rollart.engines.torch.step import StepInputs
@@ -54,6 +56,7 @@ class Rotation:
 
 class Kernels(Protocol):
     copy_heads: CopyHeads | None  # None: by torch
+    panels: PanelKernels | None  # None: products by torch
 
     @property
     def matvec(self) -> MatVec | None:
@@ -86,6 +89,7 @@ class Kernels(Protocol):
 
 class TorchKernels:
     copy_heads: CopyHeads | None = None
+    panels: PanelKernels | None = None
     matvec: None = None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
@@ -151,6 +155,7 @@ class CompiledKernels:
         self._store.argtypes = (*(pointer,) * 2, long, *(pointer,) * 8)
         self._attend.argtypes = (*(pointer,) * 2, long, *(pointer,) * 5)
         self._draw.argtypes = (pointer, long, long, *(pointer,) * 4)
+        self.panels = PanelKernels.of(library) if dtype == torch.float32 else None
         self.copy_heads: CopyHeads | None = library.copy_heads
         library.copy_heads.argtypes = (pointer, long, long, pointer, long, long, long, long, long)
         library.copy_heads.restype = None
@@ -237,15 +242,16 @@ def _compiled(dim: int, group: int, bfloat16: bool) -> ctypes.CDLL | None:
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None or os.environ.get(NO_COMPILER) == "1":
         return None
-    source = files("rollart.engines.torch") / "kernels.c"
+    sources = [files("rollart.engines.torch") / name for name in ("kernels.c", "products.c", "exp.h")]
     options = (*FLAGS, f"-DDIM={dim}", f"-DGROUP={group}", *(("-DBFLOAT16",) if bfloat16 else ()))
-    key = blake2b(repr((source.read_bytes(), options, compiler, _processor())).encode(), digest_size=8).hexdigest()
+    text = [source.read_bytes() for source in sources]
+    key = blake2b(repr((text, options, compiler, _processor())).encode(), digest_size=8).hexdigest()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollart"
     target = folder / f"kernels-{key}.so"
     try:
         if not target.exists():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _compile([compiler, *options, str(source)], target)
+            _compile([compiler, *options, *map(str, sources[:2])], target)
         return ctypes.CDLL(str(target))
     except (OSError, RuntimeError, subprocess.SubprocessError):
         return None
@@ -260,7 +266,7 @@ def _compile(command: list[str], target: Path) -> None:
             if done.returncode == 0:
                 draft.replace(target)
                 return
-    raise OSError("the C compiler cannot compile kernels.c")
+    raise OSError("the C compiler cannot compile the engine's kernels")
 
 
 def _processor() -> str:
