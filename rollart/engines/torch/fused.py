@@ -115,18 +115,26 @@ class FusedDecoder:
         )
 
     def forward(self, step: StepInputs) -> Tensor:
-        """The logits [wanted, vocabulary] that the step asks for."""
+        """The logits [wanted, vocabulary] that the step asks for. What the last layer computes after its KV is of use
+        only for these."""
         kernels, eps, weights = self._kernels, self._eps, self._weights
-        count = step.tokens.shape[1]
-        views = self._views.get(count) or self._make_views(count)
+        views = self._views_for(step.tokens.shape[1])
         x, normed = views.x, views.normed
         rotation = self._rotate_up_to(step.layers[0].shape[2])
         torch.index_select(weights.embedding, 0, step.tokens[0], out=x)
+        wanted, last = step.wanted, len(weights.layers) - 1
         for number, layer in enumerate(weights.layers):
             kernels.rms_norm(x, layer.norms[0], eps, normed)
             qkv = layer.qkv.into(normed, views.qkv)
             kv = step.layers[2 * number], step.layers[2 * number + 1]
-            kernels.attend(qkv, step, layer.attention, rotation, kv, views.heads)
+            # Experts are recorded for every token.
+            chosen = None if number < last or isinstance(layer.mlp, nn.Module) else wanted
+            if chosen is not None:
+                views, x, wanted = self._views_for(len(chosen)), x.index_select(0, chosen), None
+                normed = views.normed
+            kernels.attend(qkv, step, layer.attention, rotation, kv, views.heads, chosen)
+            if not len(x):
+                return x.new_empty((0, len(weights.embedding)))
             x = layer.output.onto(x, views.attended)
             kernels.rms_norm(x, layer.norms[1], eps, normed)
             if isinstance(layer.mlp, nn.Module):
@@ -138,8 +146,8 @@ class FusedDecoder:
             else:
                 kernels.silu_mul(gate_up.into(normed, views.gate_up), views.inner.whole)
             x = down.onto(x, views.inner.whole)
-        if step.wanted is not None:
-            x = x.index_select(0, step.wanted)
+        if wanted is not None:
+            x = x.index_select(0, wanted)
             normed = torch.empty_like(x)
         kernels.rms_norm(x, weights.norm, eps, normed)
         return weights.head.of(normed)
@@ -154,7 +162,10 @@ class FusedDecoder:
             self._rotation = Rotation(cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
         return self._rotation
 
-    def _make_views(self, count: int) -> Views:
+    def _views_for(self, count: int) -> Views:
+        views = self._views.get(count)
+        if views is not None:
+            return views
         layout, heads, kv_heads = self._layout, self._heads, self._layout.heads
         hidden = self._weights.embedding.shape[1]
         sizes = [heads * layout.dim, kv_heads * layout.dim, kv_heads * layout.dim]

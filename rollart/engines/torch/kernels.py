@@ -77,9 +77,11 @@ class Kernels(Protocol):
         rotation: Rotation,
         kv: tuple[Tensor, Tensor],
         out: Tensor,
+        wanted: Tensor | None,
     ) -> None:
         """Normalises and rotates the queries and keys of `qkv` [tokens, heads + 2 kv heads, dim], stores keys and
-        values in the rows of KV, and attends to them: `out` is [tokens, heads, dim]."""
+        values in the rows of KV, and attends to them: `out` is [tokens, heads, dim], of the `wanted` tokens only if
+        they are given."""
         ...
 
     def draw(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,6 +109,7 @@ class TorchKernels:
         rotation: Rotation,
         kv: tuple[Tensor, Tensor],
         out: Tensor,
+        wanted: Tensor | None,
     ) -> None:
         kv_heads = kv[0].shape[1]
         query, key, value = qkv.tensor_split([layer.heads, layer.heads + kv_heads], 1)
@@ -116,10 +119,13 @@ class TorchKernels:
         cos, sin = (table[step.positions[0]].unsqueeze(1).to(qkv.dtype) for table in (rotation.cos, rotation.sin))
         query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
         write_kv(step, kv, key, value)
+        attended = out if wanted is None else torch.empty_like(query)
         for span in step.spans:
-            out[span.tokens] = attend_span(
+            attended[span.tokens] = attend_span(
                 query=query, keys=kv[0], values=kv[1], span=span, scaling=layer.scale, window=layer.window
             )
+        if wanted is not None:
+            torch.index_select(attended, 0, wanted, out=out)
 
     def draw(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
         return draw(logits, uniform)
@@ -184,6 +190,7 @@ class CompiledKernels:
         rotation: Rotation,
         kv: tuple[Tensor, Tensor],
         out: Tensor,
+        wanted: Tensor | None,
     ) -> None:
         keys, values = kv
         _, kv_heads, capacity, dim = keys.shape
@@ -195,6 +202,11 @@ class CompiledKernels:
         norms = (None if norm is None else norm.data_ptr() for norm in (layer.q_norm, layer.k_norm))
         tables = rotation.cos.data_ptr(), rotation.sin.data_ptr()
         self._store(where, all_tokens, len(qkv), positions, rows, *tables, *norms, *stored)
+        if wanted is not None:
+            qkv, place, row = qkv[wanted], step.positions[0, wanted], step.rows[wanted]
+            queries = qkv.data_ptr(), len(wanted), place.data_ptr(), row.data_ptr()
+            self._attend(where, *queries, *stored, out.data_ptr())
+            return
         size, width, wide = qkv.element_size(), qkv.shape[1] * dim, layer.heads * dim
         for span in step.spans:
             if span.queries >= LONG_CHUNK:
