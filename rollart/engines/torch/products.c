@@ -114,6 +114,8 @@ static void panel_product(const struct product *p, int64_t number) {
     float sums[ROWS * COLUMNS], gate[ROWS * COLUMNS];
     for (int64_t row = 0; row < p->tokens; row += ROWS) {
         int rows = p->tokens - row < ROWS ? (int)(p->tokens - row) : ROWS;
+        for (int r = 0; r < rows; r++)
+            for (int f = 0; f < width; f += LINE) __builtin_prefetch(p->out + (row + r) * p->outputs + first + f, 1);
         if (p->gated) sum_block(p, row, rows, 2 * number, gate);
         sum_block(p, row, rows, p->gated ? 2 * number + 1 : number, sums);
         for (int r = 0; r < rows; r++) {
