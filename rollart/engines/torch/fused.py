@@ -1,9 +1,9 @@
 """The forward pass of common decoders, written for steps: few calls, buffers that are used again, no autograd.
 
 transformers computes the same with five times as many operators, which is most of the time of a small model. A model
-that is not in `ARCHITECTURES`, or not built as expected, keeps its own forward pass. Large weights are copied for
-faster products, others are those of the network: when any of them has been replaced, call `refresh`, or `use` what
-`load` has made of the new ones while steps went on.
+that is not in `ARCHITECTURES`, or not built as expected, keeps its own forward pass. Weights are copied where that
+makes products faster, others are those of the network: when any of them has been replaced, call `refresh`, or `use`
+what `load` has made of the new ones while steps went on.
 """
 
 from collections.abc import Callable, Mapping, Sequence
