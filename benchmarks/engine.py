@@ -330,7 +330,10 @@ def fixed(options: argparse.Namespace) -> dict[str, Any]:
             with_vllm = options.vllm.exists() and not options.smoke
             vllm = Vllm(options.vllm, folder, sizes[-1], options.vllm_eager) if with_vllm else None
             try:
-                made = fixed_batches(model, plain, sizes=sizes, count=counts[name], rounds=rounds, vllm=vllm)
+                batching = not options.no_batching
+                made = fixed_batches(
+                    model, plain, sizes=sizes, count=counts[name], rounds=rounds, vllm=vllm, batching=batching
+                )
             finally:
                 if vllm is not None:
                     vllm.close()
@@ -345,6 +348,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=["tiny", "medium", "smollm2"], help="of the fixed batches")
     parser.add_argument("--vllm", type=Path, default=None, help="a Python with vLLM; $ROLLART_VLLM_PYTHON, .venv-vllm")
     parser.add_argument("--vllm-eager", action="store_true", help="vLLM without torch.compile")
+    parser.add_argument("--no-batching", action="store_true", help="leave out transformers' continuous batching")
     parser.add_argument("--only-fixed", action="store_true", help="leave out the comparison with `generate`")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
     options = parser.parse_args()

@@ -126,7 +126,14 @@ def batching_seconds(plain: Any, prompts: list[list[int]], count: int) -> float:
 
 
 def fixed_batches(
-    model: EngineModel, plain: Any, *, sizes: tuple[int, ...], count: int, rounds: int, vllm: Vllm | None
+    model: EngineModel,
+    plain: Any,
+    *,
+    sizes: tuple[int, ...],
+    count: int,
+    rounds: int,
+    vllm: Vllm | None,
+    batching: bool = True,
 ) -> dict[str, Any]:
     """By batch size: tokens per CPU second, speed against the others, share of the roofline."""
     machine, rng = Machine.measure(), random.Random(0)
@@ -137,7 +144,7 @@ def fixed_batches(
             prompts = [[rng.randrange(1, model.vocabulary) for _ in range(PROMPT)] for _ in range(size)]
             made = {
                 "engine": engine_seconds(model, prompts, count),
-                "hf_batching": batching_seconds(plain, prompts, count),
+                **({"hf_batching": batching_seconds(plain, prompts, count)} if batching else {}),
                 **({} if vllm is None else {"vllm": vllm.seconds(prompts, count)}),
             }
             best = {side: min(seconds, best.get(side, seconds)) for side, seconds in made.items()}
@@ -145,7 +152,7 @@ def fixed_batches(
         result[str(size)] = {
             "tokens_per_s": round(size * count / best["engine"]),
             "roofline_share": round(least / best["engine"], 3),
-            "vs_hf_batching": round(best["hf_batching"] / best["engine"], 2),
+            **({"vs_hf_batching": round(best["hf_batching"] / best["engine"], 2)} if batching else {}),
             **({"vs_vllm_cpu": round(best["vllm"] / best["engine"], 2)} if vllm else {}),
         }
     return result

@@ -15,16 +15,25 @@ from rollart.engines.torch import kernels, products
 from rollart.engines.torch.fused import FusedDecoder
 from rollart.engines.torch.kernels import CompiledKernels, TorchKernels
 from rollart.engines.torch.model import EngineModel
+from rollart.engines.torch.panels import PanelKernels, PanelProduct
 from rollart.engines.torch.products import PackedProduct, PlainProduct
 from rollart.engines.torch.stepper import Stepper
 
-WAYS = ("compiled", "packed", "operators", "network")
+WAYS = {
+    "compiled": (CompiledKernels, PanelProduct),
+    "packed": (CompiledKernels, PackedProduct),
+    "plain": (CompiledKernels, PlainProduct),
+    "operators": (TorchKernels, PlainProduct),
+    "network": (None, None),
+}
 
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The forward passes of the engine: by our C code, with plain or packed weights, by torch operators, and the
-    network's own."""
+    """The forward passes of the engine: by our C code with its own, oneDNN's or plain products, by torch operators, and
+    the network's own."""
+    if request.param in ("packed", "plain"):
+        monkeypatch.setattr(PanelKernels, "of", lambda *_: None)
     if request.param == "packed":
         monkeypatch.setattr(products, "PACK_FROM", 1)
     if request.param == "operators":
@@ -40,10 +49,11 @@ def test_all_passes_give_the_logprobs_of_transformers(architecture: str, way: st
     asked = [request(str(n), text(rng, size), max_tokens=30) for n, size in enumerate((3, 40, 90, 300, 7))]
     stepper = engine(network, prefill_chunk=128)
     fused = stepper._model.fused
-    expected = {"compiled": CompiledKernels, "packed": CompiledKernels, "operators": TorchKernels}.get(way)
-    assert (fused is None) if expected is None else isinstance(fused and fused._kernels, expected)
-    if fused is not None:
-        assert isinstance(fused._weights.head, PackedProduct if way == "packed" else PlainProduct)
+    kind, product = WAYS[way]
+    if kind is None or product is None:
+        assert fused is None
+    else:
+        assert fused is not None and isinstance(fused._kernels, kind) and isinstance(fused._weights.head, product)
     made = run(stepper, *asked)
     assert max(worst({0: network}, one, made[one.id]) for one in asked) <= 1e-4
 
@@ -70,8 +80,7 @@ def test_several_threads_change_nothing() -> None:
     assert max(worst({0: network}, one, made[one.id]) for one in asked) <= 1e-4
 
 
-def test_new_weights_are_packed_while_the_old_ones_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "PACK_FROM", 1)
+def test_new_weights_are_packed_while_the_old_ones_serve(way: str) -> None:
     networks = {0: decoder("qwen2"), 1: decoder("qwen2", seed=1)}
     stepper = Stepper(EngineModel(twin(networks[0])), EngineConfig())
     prepared = stepper._model.prepare(networks[1].state_dict())

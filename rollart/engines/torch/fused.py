@@ -1,12 +1,12 @@
 """The forward pass of common decoders, written for steps: few calls, buffers that are used again, no autograd.
 
 transformers computes the same with five times as many operators, which is most of the time of a small model. A model
-that is not in `ARCHITECTURES`, or not built as expected, keeps its own forward pass. Large weights are copied for
-faster products, others are those of the network: when any of them has been replaced, call `refresh`, or `use` what
-`load` has made of the new ones while steps went on.
+that is not in `ARCHITECTURES`, or not built as expected, keeps its own forward pass. Weights are copied where that
+makes products faster, others are those of the network: when any of them has been replaced, call `refresh`, or `use`
+what `load` has made of the new ones while steps went on.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from rollart.engines.torch.attention import ProbedLayer
 from rollart.engines.torch.kernels import AttentionSettings, Kernels, Rotation
 from rollart.engines.torch.kv_rows import KVLayout
-from rollart.engines.torch.products import MatVec, Output, Product, product
+from rollart.engines.torch.panels import PanelProduct
+from rollart.engines.torch.products import Affine, Output, Product, product
 from rollart.engines.torch.step import StepInputs
 
 # Values of `model_type` whose layers are norm, attention, norm, MLP, with residuals around both halves.
@@ -30,7 +31,8 @@ MAX_VIEWS = 256
 
 @dataclass(slots=True)
 class Layer:
-    """`mlp` is gate with up, and down; a module where it is a mixture of experts."""
+    """`mlp` is gate with up, and down; a module where it is a mixture of experts. A `PanelProduct` of gate with up
+    applies the activation as well."""
 
     norms: tuple[Tensor, Tensor]
     qkv: Product
@@ -59,7 +61,7 @@ class Views:
     attended: Tensor
     heads: Tensor
     gate_up: Output
-    inner: Tensor
+    inner: Output
 
 
 class FusedDecoder:
@@ -105,36 +107,47 @@ class FusedDecoder:
         return FusedWeights(
             embedding=current(body.embed_tokens.weight),
             layers=[
-                _layer(module, probed, self._eps, current, self._kernels.matvec)
+                _layer(module, probed, self._eps, current, self._kernels)
                 for module, probed in zip(body.layers, self._probed, strict=True)
             ],
             norm=current(body.norm.weight),
-            head=product([(current(self._network.lm_head.weight), None)], self._kernels.matvec),
+            head=_product([(current(self._network.lm_head.weight), None)], self._kernels),
         )
 
     def forward(self, step: StepInputs) -> Tensor:
-        """The logits [wanted, vocabulary] that the step asks for."""
+        """The logits [wanted, vocabulary] that the step asks for. What the last layer computes after its KV is of use
+        only for these."""
         kernels, eps, weights = self._kernels, self._eps, self._weights
-        count = step.tokens.shape[1]
-        views = self._views.get(count) or self._make_views(count)
+        views = self._views_for(step.tokens.shape[1])
         x, normed = views.x, views.normed
         rotation = self._rotate_up_to(step.layers[0].shape[2])
         torch.index_select(weights.embedding, 0, step.tokens[0], out=x)
+        wanted, last = step.wanted, len(weights.layers) - 1
         for number, layer in enumerate(weights.layers):
             kernels.rms_norm(x, layer.norms[0], eps, normed)
             qkv = layer.qkv.into(normed, views.qkv)
             kv = step.layers[2 * number], step.layers[2 * number + 1]
-            kernels.attend(qkv, step, layer.attention, rotation, kv, views.heads)
+            # Experts are recorded for every token.
+            chosen = None if number < last or isinstance(layer.mlp, nn.Module) else wanted
+            if chosen is not None:
+                views, x, wanted = self._views_for(len(chosen)), x.index_select(0, chosen), None
+                normed = views.normed
+            kernels.attend(qkv, step, layer.attention, rotation, kv, views.heads, chosen)
+            if not len(x):
+                return x.new_empty((0, len(weights.embedding)))
             x = layer.output.onto(x, views.attended)
             kernels.rms_norm(x, layer.norms[1], eps, normed)
             if isinstance(layer.mlp, nn.Module):
                 x.add_(layer.mlp(normed.unsqueeze(0))[0])
                 continue
             gate_up, down = layer.mlp
-            kernels.silu_mul(gate_up.into(normed, views.gate_up), views.inner)
-            x = down.onto(x, views.inner)
-        if step.wanted is not None:
-            x = x.index_select(0, step.wanted)
+            if isinstance(gate_up, PanelProduct):
+                gate_up.into(normed, views.inner)
+            else:
+                kernels.silu_mul(gate_up.into(normed, views.gate_up), views.inner.whole)
+            x = down.onto(x, views.inner.whole)
+        if wanted is not None:
+            x = x.index_select(0, wanted)
             normed = torch.empty_like(x)
         kernels.rms_norm(x, weights.norm, eps, normed)
         return weights.head.of(normed)
@@ -149,7 +162,10 @@ class FusedDecoder:
             self._rotation = Rotation(cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
         return self._rotation
 
-    def _make_views(self, count: int) -> Views:
+    def _views_for(self, count: int) -> Views:
+        views = self._views.get(count)
+        if views is not None:
+            return views
         layout, heads, kv_heads = self._layout, self._heads, self._layout.heads
         hidden = self._weights.embedding.shape[1]
         sizes = [heads * layout.dim, kv_heads * layout.dim, kv_heads * layout.dim]
@@ -171,7 +187,7 @@ class FusedDecoder:
             attended=attended,
             heads=attended.view(count, heads, layout.dim),
             gate_up=Output(gate_up, gate_up.chunk(2, 1)),
-            inner=inner,
+            inner=Output(inner, (inner,)),
         )
         return views
 
@@ -186,13 +202,19 @@ def _expected(layer: nn.Module) -> bool:
     return {name for name, _ in layer.named_children()} == LAYER and all(type(one) is nn.Linear for one in projections)
 
 
+@torch.inference_mode()
+def _product(affines: Sequence[Affine], kernels: Kernels, *, gated: bool = False) -> Product:
+    if kernels.panels is None or len({bias is None for _, bias in affines}) != 1:
+        return product(affines, kernels.matvec)
+    return PanelProduct(affines, kernels.panels, gated=gated)
+
+
 def _layer(
-    module: Any, probed: ProbedLayer, eps: float, current: Callable[[Tensor], Tensor], matvec: MatVec | None
+    module: Any, probed: ProbedLayer, eps: float, current: Callable[[Tensor], Tensor], kernels: Kernels
 ) -> Layer:
-    def joined(*linears: nn.Linear) -> Product:
-        return product(
-            [(current(one.weight), None if one.bias is None else current(one.bias)) for one in linears], matvec
-        )
+    def joined(*linears: nn.Linear, gated: bool = False) -> Product:
+        affines = [(current(one.weight), None if one.bias is None else current(one.bias)) for one in linears]
+        return _product(affines, kernels, gated=gated)
 
     def scale(norm: Any) -> Tensor | None:
         return None if norm is None else current(norm.weight)
@@ -210,5 +232,5 @@ def _layer(
             k_norm=scale(getattr(attention, "k_norm", None)),
             eps=eps,
         ),
-        mlp=(joined(mlp.gate_proj, mlp.up_proj), joined(mlp.down_proj)) if _plain(mlp) else mlp,
+        mlp=(joined(mlp.gate_proj, mlp.up_proj, gated=True), joined(mlp.down_proj)) if _plain(mlp) else mlp,
     )

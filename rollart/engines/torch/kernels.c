@@ -5,6 +5,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "exp.h"
+
 #ifdef BFLOAT16
 typedef uint16_t number;
 static inline float get(number bits) {
@@ -26,23 +28,6 @@ static inline number put(float value) { return value; }
 #endif
 
 #define KEYS 256  // numbers of one block of attention or sampling
-
-// e**x within 2 ulp, 0 below the smallest normal number; NaN stays NaN. A polynomial, so that loops vectorise.
-static inline float exp_(float x) {
-    float y = x > 88.0f ? 88.0f : x;
-    float n = floorf(y * 1.44269504088896341f + 0.5f);
-    float r = y - n * 0.693359375f + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    float least = n < -126.0f ? -126.0f : n;
-    union { int32_t bits; float scale; } power = {((int32_t)least + 127) << 23};
-    return x < -87.0f ? 0.0f : p * power.scale;
-}
 
 static inline float inverse_rms(const number *x, int count, float eps) {
     float sum = 0;
@@ -144,6 +129,18 @@ static inline lanes load(const number *from) {
 #endif
 }
 
+static inline void save(number *to, lanes x) {
+#ifdef BFLOAT16
+    for (int l = 0; l < LANES; l++) to[l] = put(x[l]);
+#else
+    memcpy(to, &x, sizeof x);
+#endif
+}
+
+static inline void fetch(const number *from) {
+    for (size_t byte = 0; byte < DIM * sizeof(number); byte += 64) __builtin_prefetch((const char *)from + byte);
+}
+
 #define BLOCK (4 * LANES)
 
 // A weight [rows, size] times one token, plus `bias` and `total` where they are given; `out` may be `total`. The weight is
@@ -194,9 +191,10 @@ static inline __attribute__((always_inline)) lanes sums_of(lanes *x) {
 #endif
 }
 
-// The query heads of one token that share a KV head, over its keys first..last, block by block (online softmax).
-static void attend_head(const number *q, const number *keys, const number *values, number *out, int64_t first,
-                        int64_t last, float scale) {
+// The query heads of one token that share a KV head, over its keys first..last, block by block (online softmax). `next`
+// are the keys of the next head. Values are fetched while keys are read, and those keys while values are.
+static void attend_head(const number *q, const number *keys, const number *values, const number *next, number *out,
+                        int64_t first, int64_t last, float scale) {
     lanes query[GROUP][PARTS], sums[GROUP][PARTS];
     float scores[GROUP][KEYS], best[GROUP], total[GROUP];
     for (int g = 0; g < GROUP; g++) {
@@ -204,8 +202,9 @@ static void attend_head(const number *q, const number *keys, const number *value
         for (int p = 0; p < PARTS; p++) query[g][p] = load(q + g * DIM + p * LANES) * scale, sums[g][p] = (lanes){0};
     }
     for (int64_t from = first; from <= last; from += KEYS) {
-        int size = last + 1 - from < KEYS ? (int)(last + 1 - from) : KEYS;
-        for (int j = 0; j < size; j += LANES)
+        int size = last + 1 - from < KEYS ? (int)(last + 1 - from) : KEYS, whole = (size + LANES - 1) / LANES * LANES;
+        for (int j = 0; j < size; j += LANES) {
+            for (int l = 0; l < LANES && j + l < size; l++) fetch(values + (from + j + l) * DIM);
             for (int g = 0; g < GROUP; g++) {
                 lanes dots[LANES];
 #pragma GCC unroll 16
@@ -218,13 +217,15 @@ static void attend_head(const number *q, const number *keys, const number *value
                 lanes scored = sums_of(dots);
                 memcpy(scores[g] + j, &scored, sizeof scored);
             }
+        }
         for (int g = 0; g < GROUP; g++) {
             float top = best[g], sum = 0;
+            for (int j = size; j < whole; j++) scores[g][j] = -INFINITY;
 #pragma omp simd reduction(max : top)
-            for (int j = 0; j < size; j++) top = scores[g][j] > top ? scores[g][j] : top;
+            for (int j = 0; j < whole; j++) top = scores[g][j] > top ? scores[g][j] : top;
             float kept = exp_(best[g] - top);
 #pragma omp simd reduction(+ : sum)
-            for (int j = 0; j < size; j++) {
+            for (int j = 0; j < whole; j++) {
                 scores[g][j] = exp_(scores[g][j] - top);
                 sum += scores[g][j];
             }
@@ -233,6 +234,7 @@ static void attend_head(const number *q, const number *keys, const number *value
         }
         for (int j = 0; j < size; j++) {
             const number *value = values + (from + j) * DIM;
+            fetch(next + (from + j) * DIM);
             for (int p = 0; p < PARTS; p++) {
                 lanes part = load(value + p * LANES);
                 for (int g = 0; g < GROUP; g++) sums[g][p] += scores[g][j] * part;
@@ -240,7 +242,7 @@ static void attend_head(const number *q, const number *keys, const number *value
         }
     }
     for (int g = 0; g < GROUP; g++)
-        for (int i = 0; i < DIM; i++) out[g * DIM + i] = put(sums[g][i / LANES][i % LANES] / total[g]);
+        for (int p = 0; p < PARTS; p++) save(out + g * DIM + p * LANES, sums[g][p] * (1.0f / total[g]));
 }
 
 // Each token attends to its row up to its own position. `qkv` as `store` leaves it; out is [tokens, heads, dim].
@@ -253,9 +255,9 @@ void attend(const struct shape *s, const number *qkv, int64_t tokens, const int6
         int64_t last = positions[t];
         int64_t first = s->window && last >= s->window ? last - s->window + 1 : 0;
         for (int h = 0; h < s->kv_heads; h++) {
-            int64_t row = (rows[t] * s->kv_heads + h) * s->capacity * DIM;
-            attend_head(q + h * GROUP * DIM, keys + row, values + row, out + (t * heads + h * GROUP) * DIM, first, last,
-                        s->scale);
+            int64_t head = s->capacity * DIM, row = (rows[t] * s->kv_heads + h) * head;
+            attend_head(q + h * GROUP * DIM, keys + row, values + row, keys + row + head,
+                        out + (t * heads + h * GROUP) * DIM, first, last, s->scale);
         }
     }
 }

@@ -1,7 +1,8 @@
 """What a step does besides matrix products, one call each: norms, rotation, KV, attention, activation, sampling.
 
-On a CPU with a C compiler the calls go to `kernels.c`, compiled once per machine, dtype and head size (half a second)
-and kept in the user's cache folder. Everywhere else, GPUs included, they are torch operators. Both compute the same.
+On a CPU with a C compiler the calls go to `kernels.c`, compiled with `products.c` once per machine, dtype and head size
+(a second) and kept in the user's cache folder. Everywhere else, GPUs included, they are torch operators. Both compute
+the same.
 """
 
 import ctypes
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from rollart.engines.torch.attention import attend_span, write_kv
 from rollart.engines.torch.kv_rows import CopyHeads, KVLayout
+from rollart.engines.torch.panels import PanelKernels
 from rollart.engines.torch.products import Affine, MatVec
 from rollart.engines.torch.sampler import draw
 from rollart.engines.torch.step import StepInputs
@@ -54,6 +56,7 @@ class Rotation:
 
 class Kernels(Protocol):
     copy_heads: CopyHeads | None  # None: by torch
+    panels: PanelKernels | None  # None: products by torch
 
     @property
     def matvec(self) -> MatVec | None:
@@ -74,9 +77,11 @@ class Kernels(Protocol):
         rotation: Rotation,
         kv: tuple[Tensor, Tensor],
         out: Tensor,
+        wanted: Tensor | None,
     ) -> None:
         """Normalises and rotates the queries and keys of `qkv` [tokens, heads + 2 kv heads, dim], stores keys and
-        values in the rows of KV, and attends to them: `out` is [tokens, heads, dim]."""
+        values in the rows of KV, and attends to them: `out` is [tokens, heads, dim], of the `wanted` tokens only if
+        they are given."""
         ...
 
     def draw(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,6 +91,7 @@ class Kernels(Protocol):
 
 class TorchKernels:
     copy_heads: CopyHeads | None = None
+    panels: PanelKernels | None = None
     matvec: None = None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
@@ -103,6 +109,7 @@ class TorchKernels:
         rotation: Rotation,
         kv: tuple[Tensor, Tensor],
         out: Tensor,
+        wanted: Tensor | None,
     ) -> None:
         kv_heads = kv[0].shape[1]
         query, key, value = qkv.tensor_split([layer.heads, layer.heads + kv_heads], 1)
@@ -112,10 +119,13 @@ class TorchKernels:
         cos, sin = (table[step.positions[0]].unsqueeze(1).to(qkv.dtype) for table in (rotation.cos, rotation.sin))
         query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
         write_kv(step, kv, key, value)
+        attended = out if wanted is None else torch.empty_like(query)
         for span in step.spans:
-            out[span.tokens] = attend_span(
+            attended[span.tokens] = attend_span(
                 query=query, keys=kv[0], values=kv[1], span=span, scaling=layer.scale, window=layer.window
             )
+        if wanted is not None:
+            torch.index_select(attended, 0, wanted, out=out)
 
     def draw(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
         return draw(logits, uniform)
@@ -151,6 +161,7 @@ class CompiledKernels:
         self._store.argtypes = (*(pointer,) * 2, long, *(pointer,) * 8)
         self._attend.argtypes = (*(pointer,) * 2, long, *(pointer,) * 5)
         self._draw.argtypes = (pointer, long, long, *(pointer,) * 4)
+        self.panels = PanelKernels.of(library) if dtype == torch.float32 else None
         self.copy_heads: CopyHeads | None = library.copy_heads
         library.copy_heads.argtypes = (pointer, long, long, pointer, long, long, long, long, long)
         library.copy_heads.restype = None
@@ -179,6 +190,7 @@ class CompiledKernels:
         rotation: Rotation,
         kv: tuple[Tensor, Tensor],
         out: Tensor,
+        wanted: Tensor | None,
     ) -> None:
         keys, values = kv
         _, kv_heads, capacity, dim = keys.shape
@@ -190,6 +202,11 @@ class CompiledKernels:
         norms = (None if norm is None else norm.data_ptr() for norm in (layer.q_norm, layer.k_norm))
         tables = rotation.cos.data_ptr(), rotation.sin.data_ptr()
         self._store(where, all_tokens, len(qkv), positions, rows, *tables, *norms, *stored)
+        if wanted is not None:
+            qkv, place, row = qkv[wanted], step.positions[0, wanted], step.rows[wanted]
+            queries = qkv.data_ptr(), len(wanted), place.data_ptr(), row.data_ptr()
+            self._attend(where, *queries, *stored, out.data_ptr())
+            return
         size, width, wide = qkv.element_size(), qkv.shape[1] * dim, layer.heads * dim
         for span in step.spans:
             if span.queries >= LONG_CHUNK:
@@ -237,15 +254,16 @@ def _compiled(dim: int, group: int, bfloat16: bool) -> ctypes.CDLL | None:
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None or os.environ.get(NO_COMPILER) == "1":
         return None
-    source = files("rollart.engines.torch") / "kernels.c"
+    sources = [files("rollart.engines.torch") / name for name in ("kernels.c", "products.c", "exp.h")]
     options = (*FLAGS, f"-DDIM={dim}", f"-DGROUP={group}", *(("-DBFLOAT16",) if bfloat16 else ()))
-    key = blake2b(repr((source.read_bytes(), options, compiler, _processor())).encode(), digest_size=8).hexdigest()
+    text = [source.read_bytes() for source in sources]
+    key = blake2b(repr((text, options, compiler, _processor())).encode(), digest_size=8).hexdigest()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollart"
     target = folder / f"kernels-{key}.so"
     try:
         if not target.exists():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _compile([compiler, *options, str(source)], target)
+            _compile([compiler, *options, *map(str, sources[:2])], target)
         return ctypes.CDLL(str(target))
     except (OSError, RuntimeError, subprocess.SubprocessError):
         return None
@@ -260,7 +278,7 @@ def _compile(command: list[str], target: Path) -> None:
             if done.returncode == 0:
                 draft.replace(target)
                 return
-    raise OSError("the C compiler cannot compile kernels.c")
+    raise OSError("the C compiler cannot compile the engine's kernels")
 
 
 def _processor() -> str:

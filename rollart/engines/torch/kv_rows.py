@@ -5,6 +5,8 @@ above the size.
 """
 
 import ctypes
+import math
+import mmap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -53,40 +55,37 @@ class KVRows:
     def bytes(self) -> int:
         return self._bytes(self.rows, self.positions)
 
-    def size_for(self, rows: int, positions: int) -> tuple[int, int] | None:
-        """The size to take so that `rows` sequences of `positions` tokens fit; None if the budget forbids it.
+    def size_for(self, rows: int, positions: int, expected: int = 0) -> tuple[int, int] | None:
+        """The size to take so that `rows` sequences of `positions` tokens fit, and soon `expected` ones if possible;
+        None if the budget forbids it.
 
         Resizing copies everything, so it takes more than needed: doubled sizes while they leave half of the budget to
         the cache, then as many rows as a growing share of the budget can hold, at last the exact need.
         """
         if rows <= self.rows and positions <= self.positions:
             return self.rows, self.positions
-        doubled = max(self.positions, _power_of_two(positions, 256))
-        for size in ((min(_power_of_two(max(rows, self.rows), 8), self._max_rows), doubled), (rows, doubled)):
+        doubled, rounded = max(self.positions, _power_of_two(positions, 256)), -(-positions // GRAIN) * GRAIN
+        for wanted in (max(rows, min(expected, self._max_rows)), rows):
+            size = min(_power_of_two(max(wanted, self.rows), 8), self._max_rows), doubled
             if self._bytes(*size) <= self._budget // 2:
                 return size
-        rounded = -(-positions // GRAIN) * GRAIN
-        for share in (0.5, 0.75, 1.0):
-            most = min(int(self._budget * share) // self._bytes(1, rounded), self._max_rows)
-            if most >= rows:
-                return most, rounded
+            for length, share in ((doubled, 0.5), (rounded, 0.5), (rounded, 0.75), (rounded, 1.0)):
+                most = min(int(self._budget * share) // self._bytes(1, length), self._max_rows)
+                if most >= wanted:
+                    return most, length
         return (rows, positions) if self._bytes(rows, positions) <= self._budget else None
 
     def _bytes(self, rows: int, positions: int) -> int:
         return rows * positions * self.layout.token_bytes
 
-    def resize(self, rows: int, positions: int, live: int) -> None:
-        """Keeps the contents of the first `live` rows, up to `positions`."""
+    def resize(self, rows: int, positions: int, live: int, kept: int) -> None:
+        """Keeps the first `kept` positions of the first `live` rows."""
         if (rows, positions) == (self.rows, self.positions):
             return
-        kept = min(positions, self.positions)
+        shape = rows, self.layout.heads, positions, self.layout.dim
         for index, old in enumerate(self.tensors):
             # Zeros: positions that are masked out still enter the sums, as 0 times their value.
-            new = torch.zeros(
-                (rows, self.layout.heads, positions, self.layout.dim),
-                dtype=self.layout.dtype,
-                device=self.layout.device,
-            )
+            new = _zeros(shape, self.layout.dtype, self.layout.device)
             if live:
                 new[:live, :, :kept] = old[:live, :, :kept]
             self.tensors[index] = new
@@ -153,6 +152,15 @@ def _outside(kv: Tensor) -> Place:
     size, first = kv.element_size(), kv.data_ptr()
     step, head = kv.stride(0) * size, kv.stride(1) * size
     return pointers(range(first, first + step * len(kv), step)), 0, head
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU, pages of the system that take memory and time when they are first written: most rows are larger than
+    their sequences need."""
+    if device.type != "cpu" or not hasattr(mmap, "MAP_ANONYMOUS"):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def _power_of_two(number: int, minimum: int) -> int:

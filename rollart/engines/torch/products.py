@@ -1,4 +1,4 @@
-"""Products with the weights of a model, for steps of few or many tokens.
+"""Products with the weights of a model by torch, for steps of few or many tokens.
 
 oneDNN reads a weight in a layout of its own up to 2.5 times as fast as BLAS reads it as it is, most so for 2 to 16
 tokens. That takes a copy of the weight, and a call takes some microseconds longer, so small weights stay as they are.

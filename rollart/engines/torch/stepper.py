@@ -224,7 +224,8 @@ class Stepper:
         longest = batch.longest
         while batch.waiting and batch.size < self._config.max_batch and budget > 0 and len(deferred) < DEFERRED:
             sequence = batch.waiting[0]
-            size = self.rows.size_for(batch.size + 1, max(sequence.limit, longest))
+            expected = batch.size + len(batch.waiting)
+            size = self.rows.size_for(batch.size + 1, max(sequence.limit, longest), expected)
             if size is None:
                 break
             batch.waiting.popleft()
@@ -235,7 +236,7 @@ class Stepper:
             self.kv_cache.drop(sequence.session)
             self.kv_cache.drop_fetched(sequence.id)
             self.kv_cache.shrink(self.budget - size[0] * size[1] * self.rows.layout.token_bytes)
-            self.rows.resize(*size, live=batch.size)
+            self.rows.resize(*size, live=batch.size, kept=max((one.computed for one in batch.running), default=0))
             longest = max(longest, sequence.limit)
             row = batch.admit(sequence)
             self._live.add(sequence, sequence.blocks)
