@@ -10,7 +10,7 @@ between two steps, and its clock stands still meanwhile; rollart evaluates while
 `step_time_vs_trl` compares steps during which no evaluation was played; `with_evaluations` has rollart's mean over all
 steps. `time_to_success_vs_trl`: seconds until held-out success reaches `level`, the best that both reach, TRL's over
 rollart's; rollart's include its evaluations. rollart's trainer computes the first two cases with bfloat16 products, as
-the quickstart does, TRL with float32: its own bfloat16 (`--trl-bf16`) is slower here. Last line: one JSON object.
+the quickstart does, TRL with float32: its own bfloat16 (`--trl-bf16`) was no faster. Last line: one JSON object.
 `--smoke` leaves SmolLM2 out; its numbers mean nothing.
 """
 
