@@ -5,10 +5,13 @@ TRL 1.16 runs in an environment of its own (`make trl`). Three cases, one after 
   multi_turn   guess_number, three turns, resets and steps as slow as in the paper, scaled to a mean step of 50 ms
   smollm2      SmolLM2-135M on sums of one turn: seconds of a step only
 The start model of the first two is that of examples/quickstart.yaml after its warmup. Run on an idle machine: both
-sides use all cores, one after the other, in rounds. Times are of training alone, without start-up. TRL's evaluations
-are not counted, rollart's are, since they overlap with training. `time_to_success_vs_trl`: seconds until held-out
-success reaches `level`, the best that both reach, TRL's over rollart's. Last line: one JSON object. `--smoke` leaves
-SmolLM2 out; its numbers mean nothing.
+sides use all cores, one after the other, in rounds. Times are of training alone, without start-up. TRL evaluates
+between two steps, and its clock stands still meanwhile; rollart evaluates while it trains, on the same cores. So
+`step_time_vs_trl` compares steps during which no evaluation was played; `with_evaluations` has rollart's mean over all
+steps. `time_to_success_vs_trl`: seconds until held-out success reaches `level`, the best that both reach, TRL's over
+rollart's; rollart's include its evaluations. rollart's trainer computes the first two cases with bfloat16 products, as
+the quickstart does, TRL with float32: its own bfloat16 (`--trl-bf16`) was no faster. Last line: one JSON object.
+`--smoke` leaves SmolLM2 out; its numbers mean nothing.
 """
 
 import argparse
@@ -22,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import yaml
@@ -31,7 +34,7 @@ from benchmarks.peer_tasks import score_written_sum
 from benchmarks.scratch import scratch_folder
 from rollart.config import RunFile
 from rollart.core.event_log import read_events
-from rollart.core.events import Evaluated, StepDone
+from rollart.core.events import AnyEvent, Evaluated, StepDone, WorkStarted
 from rollart.core.types import Episode, EpisodeTurn
 from rollart.envs.column_sum import ColumnSum, player
 from rollart.fleet import controller
@@ -69,6 +72,7 @@ class Case:
     task: dict[str, Any]
     env_args: dict[str, Any]
     rollout: dict[str, Any]
+    dtype: str = "bfloat16"
     learns: bool = True
 
 
@@ -114,6 +118,7 @@ CASES = (
         },
         {},
         {},
+        dtype="float32",
         learns=False,
     ),
 )
@@ -135,6 +140,7 @@ def start_model(scratch: Path, smoke: bool) -> Path:
 
 def ours(case: Case, size: Size, model: Path, folder: Path, rollout: dict[str, Any], threads: int) -> dict[str, Any]:
     task = case.task | {"args": case.env_args}
+    at_once = max(128, size.groups * 8)  # the whole batch, as TRL does
     if size.delay:
         args = {"env": task["env"], "args": case.env_args, "delay": size.delay / MEAN_STEP_S}
         task |= {"env": "benchmarks.fault_injection:Chaos", "args": args}
@@ -145,13 +151,14 @@ def ours(case: Case, size: Size, model: Path, folder: Path, rollout: dict[str, A
             "model": {"path": model},
             "tasks": [task],
             "rollout": rollout,
-            "environments": {"processes": 384 if size.delay else 128},
-            "engine": {"max_batch": 128, "threads": threads, "kv_megabytes": 1024},
+            "environments": {"processes": 384 if size.delay else at_once},
+            "engine": {"max_batch": at_once, "threads": threads, "kv_megabytes": 1024},
             "training": {
                 "steps": size.steps,
                 "batch_groups": size.groups,
                 "group_size": 8,
                 "lr": size.lr,
+                "dtype": case.dtype,
                 "algorithm": {"aggregate": "group"},
             },
             "evaluation": {"every": size.every, "episodes": size.episodes or 1, "final_episodes": size.episodes or 1},
@@ -166,11 +173,29 @@ def ours(case: Case, size: Size, model: Path, folder: Path, rollout: dict[str, A
     curve = [
         (max(0.0, min(event.t, done[-1]) - start), event.success) for event in events if isinstance(event, Evaluated)
     ]
-    spacing = (done[-1] - done[0]) / (len(done) - 1) if len(done) > 1 else summary["rl_seconds"]
-    return {"curve": curve, "step_s": spacing, "seconds": summary["rl_seconds"]}
+    apart = [after - before for before, after in pairwise(done)] or [summary["rl_seconds"]]
+    spans = evaluation_spans(events)
+    alone = [
+        after - before
+        for before, after in pairwise(done)
+        if not any(began < after and ended > before for began, ended in spans)
+    ]
+    return {
+        "curve": curve,
+        "step_s": fmean(alone or apart),
+        "with_evaluations": fmean(apart),
+        "seconds": summary["rl_seconds"],
+    }
 
 
-def trls(case: Case, size: Size, model: Path, folder: Path, python: Path) -> dict[str, Any]:
+def evaluation_spans(events: Sequence[AnyEvent]) -> list[tuple[float, float]]:
+    """When each began and ended."""
+    began = [event for event in events if isinstance(event, WorkStarted) and event.work == "evaluation"]
+    ended = {event.version: event.t for event in events if isinstance(event, Evaluated)}
+    return [(event.t, ended[event.version]) for event in began]
+
+
+def trls(case: Case, size: Size, model: Path, folder: Path, python: Path, bf16: bool) -> dict[str, Any]:
     name, env = case.task["name"], case.task["env"]
     spec = {
         "model": str(model),
@@ -189,6 +214,7 @@ def trls(case: Case, size: Size, model: Path, folder: Path, python: Path) -> dic
         "max_tokens": case.task["sampling"]["max_tokens"],
         "max_turns": case.task.get("max_turns", 1),
         "threads": size.trl_threads or os.cpu_count() or 1,
+        "bf16": bf16,
         "seed": 0,
         "rows": written_sums(size.steps * size.groups, False) if name == "column_sum" else [],
         "held_out_rows": written_sums(size.episodes, True) if name == "column_sum" else [],
@@ -259,6 +285,7 @@ def compare(case: Case, made: dict[str, list[dict[str, Any]]]) -> dict[str, Any]
     result: dict[str, Any] = {
         "step_time_vs_trl": round(step_s["trl"] / step_s["rollart"], 2),
         "step_s": {side: round(seconds, 3) for side, seconds in step_s.items()},
+        "with_evaluations": round(median(one["with_evaluations"] for one in made["rollart"]), 3),
     }
     if not case.learns:
         return result
@@ -283,7 +310,7 @@ def play(case: Case, options: argparse.Namespace, model: Path, scratch: Path) ->
         folder = scratch / f"{case.name}-{number}"
         sides: dict[str, Callable[[], dict[str, Any]]] = {
             "trl": lambda folder=folder: trls(
-                case, size, model, folder.with_name(f"{folder.name}-trl"), options.python
+                case, size, model, folder.with_name(f"{folder.name}-trl"), options.python, options.trl_bf16
             ),  # type: ignore[misc]
             "rollart": lambda folder=folder: ours(case, size, model, folder, rollout, options.threads),  # type: ignore[misc]
         }
@@ -301,6 +328,7 @@ def main() -> None:
     parser.add_argument("--preset", default=None, help="rollart's rollout.preset; default: that of run files")
     parser.add_argument("--threads", type=int, default=1, help="of rollart's engine")
     parser.add_argument("--lr", type=float, default=None, help="learning rate of both sides")
+    parser.add_argument("--trl-bf16", action="store_true", help="TRL computes with bfloat16 autocast")
     parser.add_argument("--python", type=Path, default=None, help=f"TRL's Python; ${TRL_PYTHON}, else .venv-trl")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to check that it runs")
     options = parser.parse_args()

@@ -182,7 +182,7 @@ def main() -> None:
         temperature=1.0,
         beta=0.0,
         use_cpu=True,
-        bf16=False,
+        bf16=spec["bf16"],
         gradient_checkpointing=False,
         save_strategy="no",
         report_to="none",

@@ -11,8 +11,9 @@ The invariants:
 """
 
 import asyncio
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -60,30 +61,36 @@ class Latencies:
         now = self._now()
         if now - self._estimated_at >= REFRESH_S:
             self._estimated_at = now
-            lengths = ((now - call.began if call.seconds is None else call.seconds, call) for call in self._calls)
-            self._slow_after = quantile(((seconds, call.finished) for seconds, call in lengths), self._at)
+            calls = [
+                (now - call.began if (seconds := call.seconds) is None else seconds, call.finished)
+                for call in self._calls
+            ]
+            self._slow_after = quantile(calls, self._at)
         return self._slow_after
 
 
-def quantile(calls: Iterable[tuple[float, bool]], at: float) -> float | None:
-    """The length that a share `at` of the ordinary calls do not exceed."""
-    order = sorted(calls)
-    ends = [seconds for seconds, finished in order if finished]
+def quantile(calls: Sequence[tuple[float, bool]], at: float) -> float | None:
+    """The length that a share `at` of the ordinary calls do not exceed. Each call has its length, and whether it
+    finished."""
+    ends = sorted([seconds for seconds, finished in calls if finished])
     if len(ends) < MIN_CALLS:
         return None
-    curve = survival(order)
-    far = OUTLIER_FACTOR * ends[len(ends) // 2]
-    beyond = min((left for seconds, left in curve if seconds <= far), default=1.0)
-    outliers = min(beyond, MAX_OUTLIERS)
+    left = survival(ends, sorted([seconds for seconds, finished in calls if not finished]))
+    ordinary = bisect_right(ends, OUTLIER_FACTOR * ends[len(ends) // 2])
+    outliers = min(left[ordinary - 1], MAX_OUTLIERS)
     enough = outliers + (1 - at) * (1 - outliers) + 1e-9
-    return next((seconds for seconds, left in curve if left <= enough), None)
+    return next((seconds for seconds, share in zip(ends, left, strict=True) if share <= enough), None)
 
 
-def survival(order: Sequence[tuple[float, bool]]) -> list[tuple[float, float]]:
-    """The Kaplan-Meier estimator: at each end of a call, shortest first, the share of calls that take longer."""
-    left, curve = 1.0, []
-    for number, (seconds, finished) in enumerate(order):
-        if finished:
-            left *= 1 - 1 / (len(order) - number)
-            curve.append((seconds, left))
-    return curve
+def survival(ends: Sequence[float], censored: Sequence[float]) -> list[float]:
+    """The Kaplan-Meier estimator: at each end of a call, shortest first, the share of calls that take longer. Both are
+    sorted."""
+    left, shares, at_risk, gone, last = 1.0, [], len(ends) + len(censored), 0, len(censored)
+    for seconds in ends:
+        while gone < last and censored[gone] <= seconds:
+            gone += 1
+            at_risk -= 1
+        left *= 1 - 1 / at_risk
+        at_risk -= 1
+        shares.append(left)
+    return shares

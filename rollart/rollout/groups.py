@@ -2,15 +2,23 @@
 
 from dataclasses import dataclass, field
 
-from rollart.core.types import Trajectory
+from rollart.core.types import SampleGroup, Trajectory
 from rollart.rollout.ledger import GroupRecord
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedGroup:
+    """What is trained of a group: its samples, and its members in their order, each with a checksum of them."""
+
+    samples: SampleGroup
+    members: dict[int, int]
 
 
 @dataclass(slots=True)
 class Group:
     """`running` are members under way, `done` the trainable trajectories; `failures` counts members that failed through
-    no fault of the policy. A group is ready when `size` members are done. A `probe` finds out whether a quarantined
-    task works again: it runs to its end, however old it gets."""
+    no fault of the policy. A group is ready when `size` members are done; `prepared` is what a batch then takes of it.
+    A `probe` finds out whether a quarantined task works again: it runs to its end, however old it gets."""
 
     id: str
     task: str
@@ -26,6 +34,7 @@ class Group:
     started_s: float = 0.0
     closed: bool = False
     probe: bool = False
+    prepared: PreparedGroup | None = None
 
     @classmethod
     def of(cls, record: GroupRecord, started_s: float, probe: bool = False) -> "Group":

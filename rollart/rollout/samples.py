@@ -1,7 +1,7 @@
 """Trajectories as training samples."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import reduce
 from hashlib import blake2b
@@ -15,8 +15,8 @@ from rollart.core.column import Column
 from rollart.core.events import BatchTaken, TrajectoryEnded
 from rollart.core.expert_choice import join
 from rollart.core.packed import PackedTrajectory, encoded_checksum, trained, turn_count
-from rollart.core.types import Batch, Outcome, Sample, SampleGroup, TokenRole, Trajectory, Turn, TurnSpan
-from rollart.rollout.groups import Group
+from rollart.core.types import Outcome, Sample, SampleGroup, TokenRole, Trajectory, Turn, TurnSpan
+from rollart.rollout.groups import Group, PreparedGroup
 from rollart.rollout.ledger import TrajectoryCodec
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -38,7 +38,13 @@ def trained_members(group: Group, samples: SampleGroup) -> dict[int, int]:
     return {trajectory.member: sums[trajectory.id] for trajectory in group.done}
 
 
-def batch_taken(step: int, groups: Sequence[Group], batch: Batch, waited: float) -> BatchTaken:
+def prepare(group: Group, to_samples: Callable[[Group], SampleGroup]) -> PreparedGroup:
+    """Done when the group is complete, while a step is trained: the trainer waits for what is done after it."""
+    made = to_samples(group)
+    return PreparedGroup(made, trained_members(group, made))
+
+
+def batch_taken(step: int, groups: Sequence[Group], members: list[dict[int, int]], waited: float) -> BatchTaken:
     staleness: Counter[int] = Counter()
     for group in groups:
         staleness.update(max(0, step - (t.oldest if t.oldest is not None else step)) for t in group.done)
@@ -50,7 +56,7 @@ def batch_taken(step: int, groups: Sequence[Group], batch: Batch, waited: float)
         tokens=sum(t.total_tokens for group in groups for t in group.done),
         waited_s=waited,
         staleness=staleness,
-        members=[trained_members(*pair) for pair in zip(groups, batch.groups, strict=True)],
+        members=members,
     )
 
 

@@ -37,7 +37,7 @@ from rollart.rollout.groups import Group
 from rollart.rollout.ledger import GroupRecord, Ledger, OpenGroup, Recovery
 from rollart.rollout.mixture import Mixture, choose_batch
 from rollart.rollout.quarantine import Fault, Quarantine
-from rollart.rollout.samples import batch_taken, sample_group
+from rollart.rollout.samples import batch_taken, prepare, sample_group
 from rollart.rollout.trajectory import RolloutTask
 
 _QUARANTINED = "its task is quarantined"
@@ -168,8 +168,7 @@ class Scheduler:
         for task, groups in self._groups.items():
             quotas = (self.mixture.quota(batch) for batch in range(self.next, last + 1))
             limit = sum(self._filters.candidates(quota)[task] for quota in quotas)
-            if limit:
-                limit += self.schedule.extra_groups
+            limit += self.schedule.extra_groups if limit else 0
             while len(groups) < limit:
                 self._start_group(task)
         if last >= self.next:
@@ -272,6 +271,8 @@ class Scheduler:
         if not group.closed and (reason := self._filters.verdict(group)):
             self._drop(group, reason)
             self.admit()
+        if not group.closed:
+            group.prepared = prepare(group, self._to_samples)
         self._changed.set()
 
     def _drop(self, group: Group, reason: str, verdict: Outcome = Outcome.CANCELLED) -> None:
@@ -370,8 +371,8 @@ class Scheduler:
             group.closed = True
             del self._groups[group.task][group.id]
             self._ready[group.task] -= 1
-        batch = Batch(step, tuple(self._to_samples(group) for group in groups))
-        self._sink.emit(taken := batch_taken(step, groups, batch, waited))
+        prepared = [group.prepared or prepare(group, self._to_samples) for group in groups]
+        self._sink.emit(taken := batch_taken(step, groups, [each.members for each in prepared], waited))
         self._training = taken.trajectories
         self._sizer.taken(len(groups), self._now(), waited)
         self.mixture.resize(self._sizer.size, self._opened + 1)
@@ -379,7 +380,7 @@ class Scheduler:
         self.mixture.scale(self._curriculum.factors(), self.next)
         self._evict()
         self.admit()
-        return batch
+        return Batch(step, tuple(each.samples for each in prepared))
 
     def _evict(self) -> None:
         """Drop what no later batch could train within the staleness bound."""

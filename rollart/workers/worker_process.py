@@ -18,6 +18,7 @@ from rollart.launch.keepalive import enable_keepalive
 
 BatchedCall = tuple[int, str, Mapping[str, object]]  # the slot, the name, the arguments
 HOST_LOST = "the process ended, and its host with it"
+_replies = msgspec.json.Decoder(dict[str, Any])  # made once: ten times as fast as `decode` with a type
 
 
 class ProcessLost(RollartError):
@@ -84,16 +85,15 @@ class WorkerProcess(asyncio.Protocol):
             raise CallRaised(f"the arguments of `{name}` have {len(frame):,} bytes; the limit is {self._limit:,}")
         self._reply = self._loop.create_future()
         self._transport.write(frame)
+        late = f"`{name}` did not return within {deadline:g} s; the process was killed"
+        timer = self._loop.call_later(deadline, self.kill, late)  # costs less than half of `asyncio.timeout`
         try:
-            async with asyncio.timeout(deadline):
-                reply = await self._reply
-        except TimeoutError:
-            self.kill(f"`{name}` did not return within {deadline:g} s; the process was killed")
-            raise ProcessLost(self.lost) from None
+            reply = await self._reply
         except asyncio.CancelledError:
             self.kill(f"`{name}` was cancelled; the process was killed")
             raise
         finally:
+            timer.cancel()
             self._reply = None
         if "error" in reply:
             raise CallRaised(str(reply["error"]), bug=is_bug(reply.get("classes")))
@@ -127,7 +127,7 @@ class WorkerProcess(asyncio.Protocol):
 
     def _received(self, line: bytes | bytearray) -> None:
         try:
-            message = msgspec.json.decode(line, type=dict[str, Any])
+            message = _replies.decode(line)
         except (ValueError, RecursionError) as error:
             self.kill(f"the process sent what is not one JSON object ({error}) and was killed")
             return
