@@ -8,10 +8,13 @@ failing environments change its workload. Nothing else differs between them, and
 the first of its family, from whose log alone all predictions of the family are made before any other run begins.
 
 Step time is from the end of the first training step to the end of the last, per step. The learning rate is so small
-that the policy stays what it is: this is about time. The machine should have nothing else to do: what was measured
-while more than 9 in 10 of its CPU seconds were used is `saturated`, and its error says little. With `--keep`, runs that
-are there are not run again. Last line: `median_error` and `worst_error` over all configurations, relative to the
-measured step time, and `self_errors`, those of the runs that were calibrated on.
+that the policy stays what it is: this is about time. A run has few steps, each as long as the slowest of its batch:
+`spread` is by how much the mean step of such a run varies from one simulated seed to another, and no prediction can be
+closer than that. The machine should have nothing else to do: what was measured while more than 9 in 10 of its CPU
+seconds were used is `saturated`, and its error says little; so does that of a run whose `training` took another number
+of seconds per token than in the run that was calibrated on. With `--keep`, runs that are there are not run again.
+Last line: `median_error` and `worst_error` over all configurations, relative to the measured step time, and
+`self_errors`, those of the runs that were calibrated on.
 """
 
 import argparse
@@ -23,7 +26,7 @@ import time
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, pstdev
 from typing import Any
 
 from benchmarks.cells import Cells, add_options, kept_cells
@@ -46,12 +49,22 @@ SMOKE = {"training.batch_groups": 2, "environments.processes": 8}
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """`real` has `step_s`, and what the machine was doing: `cpu` is the share of its CPU seconds that were used,
-    `late` the share of emulated time by which engines lagged."""
+    """`foreseen` are simulated seconds of a step by seed. `real` has `step_s`, and what the machine was doing: `cpu` is
+    the share of its CPU seconds that were used, `late` the share of emulated time by which engines lagged, `token_s`
+    the training seconds per token; `training` is that over the one of the run that was calibrated on."""
 
     name: str
-    predicted_s: float
+    foreseen: list[float]
     real: dict[str, float]
+    training: float = 1.0
+
+    @property
+    def predicted_s(self) -> float:
+        return mean(self.foreseen)
+
+    @property
+    def spread(self) -> float:
+        return pstdev(self.foreseen) / self.predicted_s
 
     @property
     def error(self) -> float:
@@ -63,8 +76,9 @@ class Prediction:
 
     def line(self) -> str:
         mark = " saturated" if self.saturated else ""
-        measured = f"{self.predicted_s:7.3f} s {self.real['step_s']:7.3f} s {self.error:+6.1%}"
-        return f"{self.name:38} {measured}  {self.real['cpu']:4.0%}  {self.real['late']:4.0%}{mark}"
+        measured = f"{self.predicted_s:7.3f} s {self.real['step_s']:7.3f} s {self.error:+6.1%} {self.spread:6.1%}"
+        machine = f"{self.real['cpu']:4.0%}  {self.real['late']:4.0%}  {self.training:5.2f}x"
+        return f"{self.name:38} {measured}  {machine}{mark}"
 
 
 def measured(family: Family, setting: Setting, folder: Path, model: Path) -> dict[str, float]:
@@ -72,12 +86,14 @@ def measured(family: Family, setting: Setting, folder: Path, model: Path) -> dic
     shutil.rmtree(folder, ignore_errors=True)
     asyncio.run(controller.train(run_file(family, setting, folder, model), folder))
     ends = [event.t for event in read_events(folder / "events", StepDone)]
-    host = measure(folder).host
-    return {"step_s": (ends[-1] - ends[0]) / (len(ends) - 1), "cpu": host.cpu, "late": host.late}
+    found = measure(folder)
+    token_s = sum(each.seconds for each in found.trainings) / sum(each.tokens for each in found.trainings)
+    step_s = (ends[-1] - ends[0]) / (len(ends) - 1)
+    return {"step_s": step_s, "cpu": found.host.cpu, "late": found.host.late, "token_s": token_s}
 
 
-def predicted(tree: dict[str, Any], setting: Setting, seeds: int) -> float:
-    """Seconds a step, by simulation of the calibrated run file with other keys."""
+def predicted(tree: dict[str, Any], setting: Setting, seeds: int) -> list[float]:
+    """Seconds a step by seed, by simulation of the calibrated run file with other keys."""
     scenario = changed(tree, setting.keys | {"simulate.warmup": 1, "simulate.finite": True})
     scenario["training"]["steps"] = setting.steps
     for name, work in scenario["simulate"]["workloads"].items():
@@ -85,7 +101,7 @@ def predicted(tree: dict[str, Any], setting: Setting, seeds: int) -> float:
     if setting.crash or setting.hang:  # which the calibrated run had no need for
         scenario["environments"] |= EnvironmentsConfig().model_dump(include={"retries", "hedges"})
     valid = loading.validated(Tree(scenario), Scenario)
-    return mean(simulate(valid, seed=seed).step_s for seed in range(seeds))
+    return [simulate(valid, seed=seed).step_s for seed in range(seeds)]
 
 
 def _disturbed(work: Workload, setting: Setting) -> dict[str, Any]:
@@ -126,12 +142,12 @@ def compare(name: str, family: Family, wanted: Collection[str], cells: Cells, se
     yield Prediction(name, predicted(calibration.tree, family.source, seeds), first)
     for key, setting in settings.items():
         if (then := real(setting, cells.folder / f"{name}-{key}")) is not None:
-            yield Prediction(f"{name}: {key}", foreseen[key], then)
+            yield Prediction(f"{name}: {key}", foreseen[key], then, then["token_s"] / first["token_s"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=4, help="simulations of each configuration")
+    parser.add_argument("--seeds", type=int, default=6, help="simulations of each configuration")
     parser.add_argument("--only", nargs="*", help="families, or configurations as it names them; default: all")
     parser.add_argument(
         "--stretch",
@@ -148,7 +164,7 @@ def main() -> None:
     began = time.monotonic()
     own: list[Prediction] = []
     others: list[Prediction] = []
-    print(f"{'':38} predicted measured   error   cpu  late", flush=True)
+    print(f"{'':38} predicted measured   error spread   cpu  late training", flush=True)
     with kept_cells("predict", options) as cells:
         for name, ordinary in families.items():
             family, only = stretched(ordinary, options.stretch), options.only or families
@@ -170,6 +186,8 @@ def _summary(own: list[Prediction], others: list[Prediction]) -> dict[str, Any]:
         "worst_error": round(max(errors), 3),
         "self_errors": {each.name: round(each.error, 3) for each in own},
         "errors": {each.name: round(each.error, 3) for each in others},
+        "spread": {each.name: round(each.spread, 3) for each in own + others},
+        "training": {each.name: round(each.training, 2) for each in others},
         "predicted_s": {each.name: round(each.predicted_s, 3) for each in others},
         "measured_s": {each.name: round(each.real["step_s"], 3) for each in others},
         "saturated": [each.name for each in own + others if each.saturated],

@@ -1,7 +1,8 @@
 """The runs of `benchmarks/predict.py`: for each family a run to calibrate on, and configurations that change its keys.
 
-Environments and engines are slow enough that the cores of a small machine have little to do, and steps numerous enough
-for about 20 seconds a run.
+Environments and engines are slow enough that the cores of a small machine have little to do, and runs have as many
+steps as fit into about half a minute: the fewer, the more their mean varies. Those that are calibrated on have more,
+as all predictions of their family depend on them.
 """
 
 import copy
@@ -14,7 +15,7 @@ from typing import Any
 from rollart.config import RunFile, TinyModelConfig
 
 MEAN_STEP_S = 4.7  # of the paper's distribution of environment steps
-SLOWDOWN = 120_000.0  # of emulated devices: a pass takes tens of milliseconds
+SLOWDOWN = 90_000.0  # of emulated devices: a pass takes tens of milliseconds
 VLLM = "ROLLART_VLLM_PYTHON"
 SMALL_KV = TinyModelConfig(hidden=96, layers=2, heads=6, kv_heads=1, context=1024)  # next to its weights
 LARGE_HEADS = TinyModelConfig(hidden=96, layers=3, heads=3, kv_heads=1, context=1024)  # the least that vLLM knows
@@ -137,45 +138,45 @@ def _devices(h800: int, h20: int) -> dict[str, Any]:
 READER, WRITER = ("reader", 4, 80, 6), ("writer", 1, 16, 48)
 EMBEDDED = Family(
     _base([_task("talker", 6, 24, 6), _task("writer", 2, 16, 16)]),
-    delay=0.25,
-    source=Setting(16),
+    delay=0.15,
+    source=Setting(32),
     settings={
-        "sync": Setting(6, {"rollout": {"preset": "sync"}}),
-        "sync_plus": Setting(8, {"rollout": {"preset": "sync_plus"}}),
-        "one_off": Setting(10, {"rollout": {"preset": "one_off"}}),
-        "two engines": Setting(16, {"engine.count": 2}),
-        "8 processes a task": Setting(8, {"environments.processes": 8}),
+        "sync": Setting(8, {"rollout": {"preset": "sync"}}),
+        "sync_plus": Setting(12, {"rollout": {"preset": "sync_plus"}}),
+        "one_off": Setting(12, {"rollout": {"preset": "one_off"}}),
+        "two engines": Setting(24, {"engine.count": 2}),
+        "8 processes a task": Setting(10, {"environments.processes": 8}),
     },
 )
 FLEET = Family(
     _base([_task(*READER), _task(*WRITER)], pools=_devices(1, 2)),
-    delay=0.2,
-    source=Setting(12),
+    delay=0.15,
+    source=Setting(24),
     settings={
-        "2 H800": Setting(10, {"pools": _devices(2, 0)}),
-        "4 H20": Setting(10, {"pools": _devices(0, 4)}),
-        "2 H800 and 2 H20": Setting(14, {"pools": _devices(2, 2)}),
-        "prefill on H800, decode on H20": Setting(10, {"routing.disaggregate": ["compute", "bandwidth"]}),
-        "alpha 0": Setting(7, {"rollout.alpha": 0}),
-        "alpha 2": Setting(14, {"rollout.alpha": 2}),
-        "alpha 4": Setting(16, {"rollout.alpha": 4}),
-        "one extra member": Setting(12, {"rollout.extra_members": 1}),
-        "16 groups": Setting(8, {"training.batch_groups": 16}),
-        "environments 2x slower": Setting(8, slower=2.0),
-        "environments crash": Setting(10, crash=0.03),
+        "2 H800": Setting(16, {"pools": _devices(2, 0)}),
+        "4 H20": Setting(14, {"pools": _devices(0, 4)}),
+        "2 H800 and 2 H20": Setting(18, {"pools": _devices(2, 2)}),
+        "prefill on H800, decode on H20": Setting(14, {"routing.disaggregate": ["compute", "bandwidth"]}),
+        "alpha 0": Setting(9, {"rollout.alpha": 0}),
+        "alpha 2": Setting(22, {"rollout.alpha": 2}),
+        "alpha 4": Setting(24, {"rollout.alpha": 4}),
+        "one extra member": Setting(18, {"rollout.extra_members": 1}),
+        "16 groups": Setting(10, {"training.batch_groups": 16}),
+        "environments 2x slower": Setting(11, slower=2.0),
+        "environments crash": Setting(14, crash=0.03),
         "environments hang": Setting(
-            8, {"environments.step_deadline": 2.0, "environments.reset_deadline": 6.0}, hang=0.02
+            10, {"environments.step_deadline": 2.0, "environments.reset_deadline": 6.0}, hang=0.02
         ),
     },
 )
 AGENTS = Family(
     _base([_agent(*READER)], pools=_devices(1, 1)) | {"environments": {"processes": 64}},
-    delay=0.2,
-    source=Setting(12),
+    delay=0.15,
+    source=Setting(24),
     settings={
-        "alpha 0": Setting(8, {"rollout.alpha": 0}),
-        "3 H800": Setting(12, {"pools": _devices(3, 0)}),
-        "16 processes": Setting(8, {"environments.processes": 16}),
+        "alpha 0": Setting(12, {"rollout.alpha": 0}),
+        "3 H800": Setting(18, {"pools": _devices(3, 0)}),
+        "16 processes": Setting(12, {"environments.processes": 16}),
     },
 )
 VLLM_CPU = replace(

@@ -89,15 +89,23 @@ def _devices(scenario: Scenario) -> Iterator[Assumption]:
 
 
 def _weights(scenario: Scenario) -> Iterator[Assumption]:
-    config, transfer = scenario.simulate.weights, WeightTransfer.of(scenario)
-    left = {"method", "push", "pull"} - config.model_fields_set
-    if "weights" in scenario.simulate.model_fields_set and not left:
+    """The links, unless all are given, and how much of their rates is used, unless that or the rates are."""
+    config, constants, transfer = scenario.simulate.weights, scenario.simulate.constants, WeightTransfer.of(scenario)
+    used = {config.push: "push_efficiency", config.pull: "pull_efficiency"}
+    if config.method == "collective":
+        used = {config.push: "collective_efficiency"}
+    keys = ["simulate.weights"] if {"method", "push", "pull"} - config.model_fields_set else []
+    made_up = {link: key for link, key in used.items() if link not in scenario.simulate.links}
+    if unset := [key for key in made_up.values() if key not in constants.model_fields_set]:
+        keys.append(f"simulate.constants.{', '.join(unset)}")
+    if not keys:
         return
-    links = [config.push] if config.method == "collective" else [config.push, config.pull]
-    rates = ", ".join(f"{link} of {scenario.links[link]:g} GB/s" for link in dict.fromkeys(links))
+    rates = ", ".join(
+        f"{getattr(constants, key):.3g} of {link}'s {scenario.links[link]:g} GB/s" for link, key in used.items()
+    )
     seconds = transfer.hidden_s + transfer.exposed_s
-    value = f"{transfer.size / 1e9:.3g} GB by {config.method} over {rates}: {seconds:.3g} s a transfer"
-    yield Assumption("weights", value, "simulate.weights")
+    value = f"{transfer.size / 1e9:.3g} GB by {config.method} at {rates}: {seconds:.3g} s a transfer"
+    yield Assumption("weights", value, "; ".join(keys))
 
 
 def device_memory(scenario: Scenario) -> dict[str, tuple[float, DeviceClass]]:

@@ -24,12 +24,14 @@ Integral = Callable[[Array], Array]
 
 CLOSE = 0.05  # maximum distance between the distribution functions of formula and data
 ALIKE = 0.03  # maximum relative distance between their means: throughput follows from means
+TAIL = 0.02  # share of the largest values: a batch waits for them
+TAILS_ALIKE = 0.1  # maximum relative distance between the means of these
 KINDS = 24  # up to this many different whole numbers are listed one by one
 GAP = 3.0  # neighbours apart by this factor belong to two modes
 _MODE = 0.005  # minimum share of a mode
 _STEADY = 0.25  # relative deviation of batch sizes above which training time has a fixed part and one per token
 _BETTER = 0.05  # share of the error that the third part of a pace must remove
-_POINTS = (0.0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 1.0)
+_POINTS = (0.0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 1.0)
 _EDGE = 1e-6
 _DECIMALS = 9  # numbers that differ less are equal
 
@@ -68,9 +70,21 @@ def _one_mode(ordered: Array) -> Distribution:
         found += [Distribution(lognormal=LogNormal(median=middle, sigma=sigma), **ends)]
         found += [Distribution(exponential=_digits(mean), **ends)]
     nearest = min(found, key=lambda each: distance(each, ordered))
-    if distance(nearest, ordered) <= CLOSE and abs(mean_of(nearest) - mean) <= ALIKE * mean:
+    close = distance(nearest, ordered) <= CLOSE and abs(mean_of(nearest) - mean) <= ALIKE * mean
+    if close and abs(_tail(_evenly(nearest)) / _tail(ordered) - 1) <= TAILS_ALIKE:
         return nearest
     return Distribution(quantiles=[(p, _digits(float(np.quantile(ordered, p)))) for p in _POINTS])
+
+
+def _tail(ordered: Array) -> float:
+    """The mean of the largest values."""
+    return float(ordered[-max(1, round(TAIL * len(ordered))) :].mean())
+
+
+def _evenly(fitted: float | Distribution) -> Array:
+    """Draws that stand for all of them, in order."""
+    draw = draw_of(fitted)
+    return np.array([draw((n + 0.5) / 2000) for n in range(2000)])
 
 
 def _valley(ordered: Array) -> int | None:
@@ -86,8 +100,7 @@ def _valley(ordered: Array) -> int | None:
 def distance(fitted: float | Distribution, values: Iterable[float]) -> float:
     """The Kolmogorov distance: the largest between the two distribution functions."""
     ordered = np.sort(np.asarray(list(values), dtype=float).round(_DECIMALS))
-    draw = draw_of(fitted)
-    drawn = np.array([draw((n + 0.5) / 2000) for n in range(2000)]).round(_DECIMALS)
+    drawn = _evenly(fitted).round(_DECIMALS)
     at = np.concatenate([ordered, drawn])
     ours = np.searchsorted(drawn, at, side="right") / len(drawn)
     theirs = np.searchsorted(ordered, at, side="right") / len(ordered)
@@ -189,7 +202,7 @@ def trainer(trainings: Sequence[MeasuredStep], contention: float, crowd: Crowd) 
     if len(trainings) > 3 and tokens.std() > _STEADY * tokens.mean():
         parts = _positive(np.column_stack([np.ones_like(tokens), tokens]), alone)
         return TrainPace(fixed=_digits(around + float(parts[0])), token=_digits(float(parts[1])))
-    each = float(np.median(alone / np.maximum(1.0, tokens)))
+    each = float(alone.sum() / max(1.0, tokens.sum()))
     return TrainPace(fixed=_digits(around), token=_digits(each))
 
 

@@ -79,7 +79,9 @@ class PlanResult:
 
 @dataclass(frozen=True, slots=True)
 class PlanSearch:
-    """`given` is the scenario's own plan, if it is within the limits; `fastest` the best within the budget."""
+    """`given` is the scenario's own plan, if it is within the limits; `fastest` has the shortest steps on the average.
+    `recommended` has the largest sure gain: the share by which its steps are shorter, with 95%, than those of the plan
+    as given, or of the cheapest. Of plans without one, the reference itself is recommended."""
 
     budget: float
     given: PlanResult | None
@@ -91,9 +93,17 @@ class PlanSearch:
     def front(self) -> list[PlanResult]:
         return pareto(self.tried)
 
+    def sure_gain(self, each: PlanResult) -> float:
+        gain, half = each.gain_over(self.given or self.front[0])
+        return gain if math.isnan(half) else gain - half
+
     @property
     def fastest(self) -> PlanResult:
         return self.front[-1]
+
+    @property
+    def recommended(self) -> PlanResult:
+        return max(self.front, key=self.sure_gain)
 
     @property
     def tied(self) -> list[PlanResult]:
@@ -329,6 +339,8 @@ def explanation(search: PlanSearch) -> str:
             f"+- {half:.0%} "
             f"over {len(each.times)} simulations with other seeds and constants. Take the cheaper, or more --seeds."
         )
+    if (safe := search.recommended) is not best:
+        lines.append(f"Recommended, as its gain is the surest: {safe.plan.split}, for {safe.price:.4g}.")
     if given is not None and best is not given:
         lines.append(
             f"The plan as given takes {given.step_s:.1f} s for {given.price:.4g}: there, {_limit(given)}. "

@@ -18,10 +18,11 @@ from rollart.core.errors import ConfigError
 from rollart.engines.backends import with_tensor_parallel
 from rollart.hardware.devices import DeviceClass
 from rollart.hardware.roofline import Roofline
+from rollart.hardware.training_memory import USABLE
 from rollart.placement.workload import training_changes
 from rollart.simulator.distributions import mean_of
 from rollart.simulator.pass_cost import PassCost
-from rollart.simulator.scenario import Scenario, ScenarioTask, Workload
+from rollart.simulator.scenario import Scenario, ScenarioTask, Workload, engine_defaults
 from rollart.simulator.services import training_seconds
 from rollart.simulator.weight_transfer import WeightTransfer
 
@@ -132,11 +133,24 @@ def applied(plan: ClusterPlan, scenario: Scenario) -> Scenario:
 
 
 def as_values(scenario: Scenario) -> dict[str, Any]:
-    """As a file that `rollart simulate` and `rollart check` read. Keys of the engine that are 0 are left to the
-    defaults of each."""
+    """As a file that `rollart simulate` and `rollart check` read. Limits of the engines that the scenario leaves open
+    are those that it is simulated with, the KV the smallest of all pools: the defaults of a run are for CPUs."""
     values = scenario.model_dump(mode="json")
-    values["engine"] = {key: value for key, value in values["engine"].items() if value != 0}
-    return values
+    engine = {key: value for key, value in values["engine"].items() if value != 0}
+    devices = [pool.devices[0] for pool in scenario.pools_of("generate").values()]
+    if "cpu" not in devices:
+        engine = engine_defaults(devices[0]) | {"kv_megabytes": _kv_megabytes(scenario)} | engine
+    return values | {"engine": engine}
+
+
+def _kv_megabytes(scenario: Scenario) -> int:
+    """What weights leave to KV on an engine of any pool."""
+    classes, shape = scenario.device_classes(), scenario.shape
+    share = min(USABLE, scenario.simulate.constants.kv_memory)
+    memory = min(
+        classes[pool.devices[0]].memory * pool.tensor_parallel for pool in scenario.pools_of("generate").values()
+    )
+    return max(1, int(share * memory * 1e9 - shape.parameters * shape.number_bytes) >> 20)
 
 
 def _names(plan: ClusterPlan, scenario: Scenario) -> Iterator[str]:

@@ -35,7 +35,7 @@ def test_a_plan_is_printed_drawn_and_written(scenario: Path, tmp_path: Path) -> 
     said = json.loads(done.output.splitlines()[-1])
     assert said["fastest"]["price_per_hour"] <= 25
     assert said["given"] is None  # it costs more
-    assert load(best).training.batch_groups == said["fastest"]["plan"]["batch_groups"]
+    assert load(best).training.batch_groups == said["recommended"]["plan"]["batch_groups"]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

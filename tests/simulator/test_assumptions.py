@@ -37,8 +37,8 @@ def test_tokens_that_nobody_gave_are_those_that_check_assumes() -> None:
 def test_every_assumption_names_its_value_and_the_key_that_changes_it() -> None:
     found = {each.key: each.value for each in assumptions(scenario())}
     assert "response 512" in found["simulate.workloads.maths"]
-    assert "ethernet of 25 GB/s" in found["simulate.weights"] and "s a transfer" in found["simulate.weights"]
-
+    weights = found["simulate.weights; simulate.constants.push_efficiency, pull_efficiency"]
+    assert "0.0195 of ethernet's 25 GB/s" in weights and "s a transfer" in weights
     assert found["simulate.workloads.<task>.step"] == "0 s"
     assert found["engine.max_batch"] == "256" and found["engine.kv_megabytes"] == "90% of memory"
     assert "40 s a step" in found["simulate.constants.train_efficiency, train_fixed_s; simulate.train"]
@@ -48,7 +48,9 @@ def test_what_is_given_is_not_assumed() -> None:
     workload = {"turns": 4, "prompt": 100, "observation": 50, "response": 20, "reset": 3, "step": 1, "reward": 0}
     given = scenario(
         workloads={"maths": workload},
-        weights={"method": "store", "push": "ethernet", "pull": "infiniband"},
+        weights={"method": "store", "push": "ethernet", "pull": "measured"},
+        links={"measured": 3},
+        constants={"push_efficiency": 0.02},
         scoring={"concurrency": 10},
         one_in=1,
         train={"fixed": 3},
@@ -56,6 +58,12 @@ def test_what_is_given_is_not_assumed() -> None:
     )
     keys = {each.key for each in assumptions(given)}
     assert keys == {"engine.max_batch", "engine.prefill_chunk", "engine.kv_megabytes"}
+
+
+def test_how_much_of_a_given_link_is_used_is_assumed() -> None:
+    given = scenario(weights={"method": "collective", "push": "ethernet", "pull": "ethernet"})
+    (weights,) = (each for each in assumptions(given) if each.what == "weights")
+    assert weights.key == "simulate.constants.collective_efficiency" and "0.12 of ethernet's" in weights.value
 
 
 def test_a_run_without_pools_is_simulated_on_the_class_of_its_gpu(tmp_path: Path) -> None:

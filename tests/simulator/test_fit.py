@@ -46,6 +46,20 @@ def test_data_that_fits_no_formula_becomes_quantiles() -> None:
     assert found.quantiles is not None
 
 
+def test_a_formula_whose_largest_values_are_too_small_becomes_quantiles() -> None:
+    rng = random.Random(5)
+    values = [
+        rng.uniform(20, 50) if rng.random() < 0.01 else 3.8 * math.exp(0.55 * rng.gauss(0, 1)) for _ in range(4000)
+    ]
+
+    found = fit.distribution(values)
+
+    assert isinstance(found, Distribution)
+    assert found.quantiles is not None
+    largest = sorted(draw_of(found)((n + 0.5) / 4000) for n in range(4000))[-80:]
+    assert sum(largest) == pytest.approx(sum(sorted(values)[-80:]), rel=0.05)
+
+
 def test_whole_numbers_keep_their_exact_shares() -> None:
     found = fit.distribution([1.0] * 30 + [2.0] * 50 + [10.0] * 20, whole=True)
 

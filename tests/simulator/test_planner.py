@@ -87,6 +87,21 @@ def test_a_cheaper_plan_is_tied_unless_the_fastest_gains_in_every_simulation(fou
     unsure = replace(best, price=1.0, result=replace(best.result, step_s=1.3 * step), others=(0.8 * step,))
     search = PlanSearch(10.0, None, [replace(best, others=(step,)), unsure], 2)
     assert [each.price for each in search.tied] == [1.0]
+    assert search.recommended.price == 1.0 and "Recommended" in explanation(search)
+
+
+def test_the_surest_gain_is_recommended_not_the_largest_on_the_average(found: PlanSearch) -> None:
+    step = found.fastest.result.step_s
+
+    def plan(price: float, *times: float) -> PlanResult:
+        first, *others = (each * step for each in times)
+        result = replace(found.fastest.result, step_s=first)
+        return replace(found.fastest, price=price, result=result, others=tuple(others), uncertain=())
+
+    given, sure, risky = plan(1.0, 1.0, 1.0, 1.0), plan(2.0, 0.8, 0.81, 0.8), plan(3.0, 0.4, 1.1, 0.6)
+    search = PlanSearch(10.0, given, [given, sure, risky], 3)
+
+    assert search.fastest is risky and search.recommended is sure
 
 
 def test_a_plan_is_explained_by_what_differs_and_what_limits_it(found: PlanSearch) -> None:

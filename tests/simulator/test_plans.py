@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rollart.core.errors import ConfigError
 from rollart.hardware.devices import CATALOGUE
-from rollart.simulator.plans import applied, min_parallel, plan_of, splits, variations
+from rollart.simulator.plans import applied, as_values, min_parallel, plan_of, splits, variations
 from rollart.simulator.scenario import Scenario
 
 
@@ -103,3 +103,10 @@ def test_plans_of_a_fleet_that_is_simulated_in_part_have_multiples_of_its_engine
     odd = replace(plan_of(own), batch_groups=6)
     assert applied(odd, own).simulate.one_in == 2
     assert applied(odd, own).thinned().training.batch_groups == 3
+
+
+def test_a_written_plan_gives_engines_the_limits_that_it_was_simulated_with() -> None:
+    engine = as_values(scenario())["engine"]
+    assert (engine["max_batch"], engine["prefill_chunk"]) == (256, 2048)
+    assert engine["kv_megabytes"] << 20 == pytest.approx(0.9 * 80e9 - scenario().shape.parameters * 2, rel=1e-4)  # H800
+    assert as_values(scenario(engine={"kv_megabytes": 4096}))["engine"]["kv_megabytes"] == 4096

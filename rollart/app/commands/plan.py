@@ -39,7 +39,7 @@ def plan(
     ] = 3,
     workers: Annotated[int | None, typer.Option(min=1, help="Parallel simulations; default: one per core.")] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the fastest plan as a scenario.")
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the recommended plan as a scenario.")
     ] = None,
     plot: Annotated[Path, typer.Option(metavar="FILE", help="The picture, as PNG.")] = Path("plan.png"),
     as_json: AsJson = False,
@@ -88,10 +88,10 @@ def _print(found: "PlanSearch", scenario: "Scenario", console: Console, output: 
     plots.plans(found, plot)
     say(console, f"picture: {plot}")
     if output is not None:
-        values = as_values(applied(found.fastest.plan, scenario))
+        values = as_values(applied(found.recommended.plan, scenario))
         text = yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
         output.write_text(text, encoding="utf-8")
-        say(console, f"scenario of the fastest plan: {output}")
+        say(console, f"scenario of the recommended plan: {output}")
 
 
 def _limit(text: str) -> tuple[str, int]:
@@ -126,6 +126,7 @@ def _summary(found: "PlanSearch") -> dict[str, Any]:
         plan = asdict(each.plan) | {"split": each.plan.split}
         numbers = {"price_per_hour": each.price, "step_s": each.step_s, "cost_per_step": each.cost_per_step}
         numbers |= {} if math.isnan(each.half_s) else {"interval": each.half_s}
+        numbers["sure_gain"] = found.sure_gain(each)
         return {**numbers, "plan": plan, "reason": reason(each, found.given)}
 
     return {
@@ -134,6 +135,7 @@ def _summary(found: "PlanSearch") -> dict[str, Any]:
         "simulated": len(found.tried),
         "given": described(found.given) if found.given else None,
         "fastest": described(found.fastest),
+        "recommended": described(found.recommended),
         "tied": [described(each) for each in found.tied],
         "front": [described(each) for each in found.front],
         "failed": found.failed,
