@@ -165,9 +165,6 @@ class TuningConfig(Section):
         description="noise on what the policy observes, drawn once for each episode of a group but the first, in half "
         "ranges of the demonstrations; so some episodes hit what the policy misses",
     )
-    explore_share: float = Field(
-        1.0, gt=0, le=1, description="how likely each number of an observation is to be disturbed in an episode"
-    )
     advantage: str = Field("grpo", description="from the successes of a group to advantages, as for language")
     loss: str = Field("ppo", description="of the choices' log-probabilities, as for language")
     clip: float = Field(0.2, gt=0, lt=1, description="the policy ratio is clipped to 1 - clip and 1 + clip")

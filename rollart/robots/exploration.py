@@ -16,7 +16,6 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from rollart.config import TaskConfig
-from rollart.config.robots import TuningConfig
 from rollart.core.seeds import seed_of
 from rollart.core.types import Batch, Outcome, Publication, Trajectory, Turn
 from rollart.robots.chunks import ImitationData
@@ -137,17 +136,21 @@ class Trace:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RobotRunner(AttemptRunner):
     """Episodes of a robot policy; success is the reward. The first of a group explores by its choices alone, the others
-    also by a disturbance of what the policy observes."""
+    also by a disturbance of what the policy observes, of the size `explore`."""
 
     acting: ActingPolicy
     task: TaskConfig
-    tuning: TuningConfig
+    explore: float
 
     async def _play(self, attempt: Attempt) -> Outcome:
         attempt.phase = "waiting for an environment"
         seed = seed_of(attempt.seed, "member", attempt.member)
         generator = torch.Generator().manual_seed(seed_of(seed, "exploration"))
-        trace = Trace(attempt, self.acting, generator, self._shift(generator) if attempt.member else torch.zeros(()))
+        size = self.explore if attempt.member else 0.0
+        shift = (
+            size * self.acting.policy.scaling.spans * torch.randn(self.acting.policy.observations, generator=generator)
+        )
+        trace = Trace(attempt, self.acting, generator, shift)
         latent = seed_of(seed, "latent")
         async with self.environments.claim(attempt.task.name, attempt.held_out) as env, attempt.clock.limit():
             self.phases.enter(attempt, "stepping", "acting")
@@ -155,12 +158,6 @@ class RobotRunner(AttemptRunner):
         rate = episode.reward / max(1, episode.steps)
         attempt.info.update(success=episode.success, **{_RATE: rate, _CHUNKS: trace.encode()})
         return Outcome.FINISHED
-
-    def _shift(self, generator: torch.Generator) -> Tensor:
-        """Of each observation. If few are far off, it is still a scene that is nearly as it was."""
-        spans = self.acting.policy.scaling.spans
-        off = torch.rand(spans.shape, generator=generator) < self.tuning.explore_share
-        return self.tuning.explore * spans * off * torch.randn(spans.shape, generator=generator)
 
     async def _score(self, attempt: Attempt, trajectory: Trajectory) -> Trajectory:
         success = bool(attempt.info["success"])

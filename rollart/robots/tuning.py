@@ -158,7 +158,9 @@ class _Tuning(RobotRun):
             batch_groups=tuning.groups,
             group_size=tuning.group_size,
             steps=tuning.steps,
-            runner=RobotRunner(environments=self._pool, acting=acting, task=self._task, tuning=tuning, sink=log),
+            runner=RobotRunner(
+                environments=self._pool, acting=acting, task=self._task, explore=tuning.explore, sink=log
+            ),
             engines=acting,
             ledger=ledger,
             seed=self._run.seed,

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from safetensors.torch import load
 
 from rollart.core.types import Trajectory
-from rollart.robots.exploration import ActingPolicy, RobotRunner, chunk_batch
+from rollart.robots.exploration import chunk_batch
 from rollart.robots.learner import DivergedError, TrainedPolicy
 from rollart.robots.tuning_learner import ChunkBatch
-from tests.support.tuning import TASK, Exploring, Kept, LocalPool, batch_of, exported, run_file, tuner
+from tests.support.tuning import Exploring, LocalPool, batch_of, exported, run_file, tuner
 
 
 def test_the_log_probabilities_of_the_choices_are_those_of_the_learner(tmp_path: Path) -> None:
@@ -91,19 +91,6 @@ def test_all_episodes_of_a_group_but_the_first_see_what_is_off(tmp_path: Path, e
     starts = torch.stack([batch.conditions[batch.sequences == number][0] for number in range(3)])
     different = len({tuple(row.tolist()) for row in starts})
     assert different == (3 if explore else 1)
-
-
-def test_exploration_disturbs_a_share_of_the_observations(tmp_path: Path) -> None:
-    run = run_file(explore=0.5, explore_share=0.25)
-    exported(tuner(tmp_path, run), tmp_path)
-    acting = ActingPolicy(tmp_path / "policy", run.tuning.optimizer_steps)
-    runner = RobotRunner(environments=LocalPool(), acting=acting, task=TASK, tuning=run.tuning, sink=Kept())
-    generator = torch.Generator().manual_seed(0)
-    shifts = torch.stack([runner._shift(generator) for _ in range(800)])
-    off = shifts != 0
-    assert 0.2 < off.float().mean() < 0.3
-    spread = (shifts.square().sum(0) / off.sum(0)).sqrt()
-    assert torch.allclose(spread, 0.5 * acting.policy.scaling.spans, rtol=0.15)
 
 
 @pytest.mark.parametrize("best", [0, 1])

@@ -121,7 +121,9 @@ class Exploring:
             batch_groups=run.tuning.groups,
             group_size=run.tuning.group_size,
             steps=run.tuning.steps,
-            runner=RobotRunner(environments=pool, acting=self.acting, task=TASK, tuning=run.tuning, sink=self.sink),
+            runner=RobotRunner(
+                environments=pool, acting=self.acting, task=TASK, explore=run.tuning.explore, sink=self.sink
+            ),
             engines=self.acting,
             ledger=self.ledger,
             sink=self.sink,
