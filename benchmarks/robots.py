@@ -173,7 +173,6 @@ def whole_table(cells: Cells, adroit: Path | None) -> dict[str, Any]:
         more = {"tasks": [*plan.tasks, *ADROIT]}
         shown = plan.demonstrations.model_copy(update={"path": adroit})
         plan = plan.model_copy(update={**more, "demonstrations": shown})
-    torch.set_num_threads(1)  # of the policies that act: each job has a core
     began = time.monotonic()
     folder = cells.folder / f"table-{settings_digest(plan)}"
     results = asyncio.run(comparison.compare(plan, folder, report, cells.seconds_left))

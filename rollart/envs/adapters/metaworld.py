@@ -81,8 +81,8 @@ class MetaWorld(ContinuousEnvironment):
         self.env.touching_object = partial(touches, self.env.data)
         for kind in type(self.env).__mro__:
             module = sys.modules[kind.__module__]
-            if hasattr(module, "Rotation"):
-                module.Rotation = FastRotation
+            if "Rotation" in vars(module):
+                vars(module)["Rotation"] = FastRotation
 
     def _reset(self, seed: int) -> Any:
         self.env.seed(seed)
