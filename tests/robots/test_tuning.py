@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tuned_obstacle import Exploring, Kept, LocalPool, run_file, tuner
 from typer.testing import CliRunner
 
 from rollart.app.cli import app
@@ -29,7 +30,6 @@ from rollart.robots.learner import TrainedPolicy
 from rollart.robots.tuning import gain_of, tune
 from rollart.robots.tuning_learner import ChunkBatch
 from rollart.rollout.ledger import SqliteLedger
-from tests.support.tuning import Exploring, Kept, LocalPool, run_file, tuner
 
 
 def test_a_group_that_is_too_old_is_dropped_and_counted_and_the_others_do_not_wait_for_it(tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ import pytest
 import torch
 from msgspec.structs import replace
 from safetensors.torch import load
+from tuned_obstacle import Exploring, LocalPool, batch_of, exported, run_file, tuner
 
 from rollart.core.types import Trajectory
 from rollart.robots.exploration import chunk_batch
 from rollart.robots.learner import DivergedError, TrainedPolicy
 from rollart.robots.tuning_learner import ChunkBatch
-from tests.support.tuning import Exploring, LocalPool, batch_of, exported, run_file, tuner
 
 
 def test_the_log_probabilities_of_the_choices_are_those_of_the_learner(tmp_path: Path) -> None:
