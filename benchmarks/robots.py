@@ -8,11 +8,12 @@
 `dde_vs_jvp_time`: a training step of MeanFlow with central differences, over one with forward-mode differentiation.
 `one_step_vs_ten_latency`: a chunk by MeanFlow, over one by flow matching in ten steps. `multimodal_gain`: success with
 two ways around an obstacle, one-step MeanFlow less regression. `table`: the mean success of each policy over the tasks
-of examples/robots/benchmark.yaml and five seeds, with half of its 95% interval; `tasks` has it by task. In a table that
-is not complete, only pairs of task and seed count that every policy has (`in_common`). `rl_gain`:
-success on pick-place after `rollart robots tune` less that before it, the mean over seeds, and half of its 95%
-interval; `obstacle_rl_gain` on the obstacle. With --keep, every result is kept as soon as it is there, and a benchmark
-that was stopped goes on with what is missing.
+of examples/robots/benchmark.yaml and five seeds, with half of its 95% interval; `groups` has it by how hard they are,
+`tasks` by task, `policy_costs` what a chunk and a training step take. In a table that is not complete, only pairs of
+task and seed count that every policy has (`in_common`). With --keep, it is drawn too (success.png). `rl_gain`: success
+on pick-place after `rollart robots tune` less that before it, the mean over seeds, and half of its 95% interval;
+`obstacle_rl_gain` on the obstacle. With --keep, every result is kept as soon as it is there, and a benchmark that was
+stopped goes on with what is missing.
 """
 
 import argparse
@@ -46,7 +47,7 @@ from rollart.robots.chunks import ImitationData
 from rollart.robots.comparison import ComparedPolicy
 from rollart.robots.demonstrations import Demonstration
 from rollart.robots.learner import ImitationLearner, LearnerConfig, TrainedPolicy
-from rollart.robots.report import comparison_table, in_common, seed_means
+from rollart.robots.report import comparison_table, grouped, in_common, seed_means, write_bars
 from rollart.simulator.result import interval
 
 PLAN = Path(__file__).parents[1] / "examples" / "robots" / "benchmark.yaml"
@@ -54,9 +55,9 @@ PARTS = ("costs", "multimodal", "rl", "table")
 RL: dict[str, dict[str, Any]] = {
     "pick-place": {
         "task": "metaworld:pick-place-v3",
-        "demonstrations": {"episodes": 8},
+        "demonstrations": {"episodes": 6},
         "training": {"steps": 3000, "batch": 64},
-        "tuning": {"steps": 2, "groups": 40, "group_size": 6, "optimizer_steps": 2000, "lr": 1e-3, "explore": 0.2},
+        "tuning": {"steps": 3, "groups": 40, "group_size": 6, "optimizer_steps": 2000, "lr": 1e-3, "explore": 0.2},
         "evaluation": {"episodes": 50},
     },
     "obstacle": {
@@ -74,6 +75,7 @@ RL_SMOKE = {
     "evaluation": {"episodes": 4},
     "tuning": {"steps": 2, "groups": 2, "group_size": 2, "optimizer_steps": 5},
 }
+COSTS = ("p50_ms", "p99_ms", "step_ms")  # of a chunk, and the CPU time of a training step
 ADROIT = ("adroit:door", "adroit:hammer", "adroit:pen")
 OBSERVATIONS, ACTIONS, STEPS = 39, 4, 1000  # as in Meta-World
 
@@ -171,23 +173,40 @@ def whole_table(cells: Cells, adroit: Path | None) -> dict[str, Any]:
         more = {"tasks": [*plan.tasks, *ADROIT]}
         shown = plan.demonstrations.model_copy(update={"path": adroit})
         plan = plan.model_copy(update={**more, "demonstrations": shown})
-    torch.set_num_threads(1)  # of the policies that act: each job has a core
     began = time.monotonic()
     folder = cells.folder / f"table-{settings_digest(plan)}"
     results = asyncio.run(comparison.compare(plan, folder, report, cells.seconds_left))
-    Console(width=160).print(comparison_table(results))
+    Console(width=100).print(comparison_table(results))
+    write_bars(results, folder / "success.png")
     tasks: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for one in results:
         tasks[one.task][one.policy].append(one.success)
     means = {
-        task: {policy: round(statistics.fmean(values), 3) for policy, values in by_policy.items()}
-        for task, by_policy in tasks.items()
+        task: {policy: round(statistics.fmean(values), 3) for policy, values in of_policy.items()}
+        for task, of_policy in tasks.items()
     }
     common = in_common(results)
-    table = {policy: interval(seed_means(common, policy)) for policy in {one.policy: None for one in common}}
-    found = {"table": rounded(table), "tasks": means, "policies": len(results), "in_common": len(common)}
+    groups = {
+        group: rounded({policy: interval(values) for policy, values in of_policy.items() if values})
+        for group, of_policy in grouped(results).items()
+    }
+    by_policy = {policy: [one for one in results if one.policy == policy] for policy in plan.policies}
+    costs = {
+        policy: {name: round(statistics.median(getattr(one, name) for one in some), 3) for name in COSTS}
+        for policy, some in by_policy.items()
+        if some
+    }
     missing = len(plan.tasks) * len(plan.policies) * plan.seeds - len(results)
-    return {**found, "table_missing": missing, "table_minutes": round((time.monotonic() - began) / 60, 1)}
+    return {
+        "table": list(groups.values())[-1],
+        "groups": groups,
+        "tasks": means,
+        "policy_costs": costs,
+        "policies": len(results),
+        "in_common": len(common),
+        "table_missing": missing,
+        "table_minutes": round((time.monotonic() - began) / 60, 1),
+    }
 
 
 def settings_digest(plan: ComparisonFile) -> str:

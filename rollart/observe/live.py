@@ -165,7 +165,12 @@ def status(shot: Snapshot) -> str:
     speed = next(filter(None, (metric.text(shot.metrics) for metric in metrics_of(shot.work))), "")
     label = " on EMULATED devices" if shot.emulated else ""
     left = "" if shot.eta_s is None else f"ETA {clock(shot.eta_s)}"
-    parts = (f"step {shot.step}/{shot.steps}{label}", f"reward {rewards or '-'}", speed, left)
+    learned = (
+        f"loss {shot.warmup[2]:.3f}"
+        if shot.work in ("sft", "imitation") and shot.warmup
+        else f"reward {rewards or '-'}"
+    )
+    parts = (f"step {shot.step}/{shot.steps}{label}", learned, speed, left)
     return ", ".join(filter(None, parts))
 
 

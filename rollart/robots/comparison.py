@@ -2,8 +2,9 @@
 
 A job is one policy for some pairs of task and seed whose sizes are equal. `jobs` of them run at a time, each with one
 trainer, then one environment process, so each keeps one core busy. Every policy learns a stack before the next stack
-begins, and all tasks come before the next seed, so a comparison that was stopped still compares like with like. Results
-are appended to `results.jsonl` as they come; one that is started again in the same folder does only what is missing.
+begins, so a comparison that was stopped still compares like with like. Tasks come before seeds: those that fill a stack
+have one seed after the other, those that share their sizes with few others have several seeds in one stack. Results are
+appended to `results.jsonl` as they come; one that is started again in the same folder does only what is missing.
 """
 
 import asyncio
@@ -112,13 +113,11 @@ class _Comparison:
         plan, loop = self._plan, asyncio.get_running_loop()
         ends = loop.time() + seconds
         done = {(one.policy, one.task, one.seed) for one in results_in(self._folder)}
-        seeds = range(plan.seed, plan.seed + plan.seeds)
-        together = max(1, plan.stack // len(plan.tasks))
         async with asyncio.TaskGroup() as group:
-            for start in range(0, plan.seeds, together):
+            for pairs in _rounds(plan):
                 left = [
                     (task, seed)
-                    for seed, task in product(seeds[start : start + together], plan.tasks)
+                    for task, seed in pairs
                     if any((policy, task, seed) not in done for policy in plan.policies)
                 ]
                 members = [await _member(plan, self._folder, *pair) for pair in left if loop.time() < ends]
@@ -204,6 +203,18 @@ async def _member(plan: ComparisonFile, folder: Path, task: str, seed: int) -> _
             found = demonstrations.load_for(task, file, wanted.episodes, plan.control.cloud)
         demonstrations.save(path, found)
     return _Member(task, seed, path, sizes_of(task, plan.control.cloud))
+
+
+def _rounds(plan: ComparisonFile) -> Iterator[list[tuple[str, int]]]:
+    """Pairs of task and seed, in the order in which they are done: as many seeds of tasks with equal sizes as fill a
+    stack."""
+    sizes = {task: sizes_of(task, plan.control.cloud) for task in plan.tasks}
+    alike = {size: [task for task in plan.tasks if sizes[task] == size] for size in sizes.values()}
+    seeds = range(plan.seed, plan.seed + plan.seeds)
+    for start, tasks in product(range(plan.seeds), alike.values()):
+        together = max(1, plan.stack // len(tasks))
+        if start % together == 0:
+            yield [(task, seed) for seed, task in product(seeds[start : start + together], tasks)]
 
 
 def _jobs(plan: ComparisonFile, members: Sequence[_Member], done: set[tuple[str, str, int]]) -> Iterator[_Job]:

@@ -64,6 +64,7 @@ class BatchedPolicy:
     """One network pass for all that wait; `policy` may be replaced between two. `latencies` are seconds per pass."""
 
     def __init__(self, policy: TrainedPolicy) -> None:
+        torch.set_num_threads(1)  # a pass takes less time than two threads need to meet, more so on a busy machine
         self.policy = policy
         self.latencies: list[float] = []
         self._batcher: Batcher[tuple[Tensor, Tensor], tuple[Proposal, int]] = Batcher(self._propose, lambda: MAX_ROWS)

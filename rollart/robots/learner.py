@@ -110,6 +110,8 @@ class ImitationLearner:
         gradients = [one.grad for one in self.parameters if one.grad is not None]
         parts = torch.stack([torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients])
         norms = torch.linalg.vector_norm(parts, dim=0)
+        if bool((norms <= most).all()):
+            return
         scale = (most / norms.clamp_min(most))[:, None, None]
         for gradient in gradients:
             gradient.mul_(scale)

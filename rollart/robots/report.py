@@ -1,4 +1,4 @@
-"""Curves of a run, and the table of a comparison."""
+"""Curves of a run, and the table and bars of a comparison."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -17,9 +17,11 @@ from rollart.observe.draw import sparkline, table
 from rollart.observe.report import wilson
 from rollart.robots.comparison import ComparedPolicy
 from rollart.robots.episodes import RobotScore
+from rollart.robots.suites import group_of
 from rollart.simulator.result import interval
 
 _INK, _FAINT = "#222222", "#8a8a8a"
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#8a8a8a")
 
 
 def write_curves(folder: Path) -> None:
@@ -76,24 +78,69 @@ def score_table(scores: Sequence[tuple[str, Path, RobotScore]]) -> Table:
 
 
 def comparison_table(results: Sequence[ComparedPolicy]) -> Table:
-    """Success by task and policy: the mean over seeds, and half of its 95% interval; then over all tasks, or over the
-    pairs of task and seed that every policy has, if the comparison is not complete."""
+    """Success by task and policy, then by group of tasks: the mean over seeds, and half of its 95% interval. Last, over
+    all tasks, or over the pairs of task and seed that every policy has, if the comparison is not complete."""
     policies = list(dict.fromkeys(one.policy for one in results))
-    shares: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for one in results:
-        shares[one.task, one.policy].append(one.success)
+    found = {policy: [one for one in results if one.policy == policy] for policy in policies}
     rows = table("task", *policies)
+    for number, column in enumerate(rows.columns):
+        column.no_wrap = not number  # six policies fit 80 columns, if their long names are folded
     for task in dict.fromkeys(one.task for one in results):
-        rows.add_row(task, *(_mean(shares[task, policy]) for policy in policies))
+        same = [[one for one in some if one.task == task] for some in found.values()]
+        rows.add_row(task.removeprefix("metaworld:"), *(_mean([one.success for one in some]) for some in same))
     rows.add_section()
-    found = [[one for one in results if one.policy == policy] for policy in policies]
-    common = in_common(results)
-    name = "all tasks" if len(common) == len(results) else f"in common, {len(common) // len(policies)} runs each"
-    rows.add_row(name, *(_mean(seed_means(common, policy)) for policy in policies))
-    rows.add_row("ms per chunk, p50", *(f"{median(one.p50_ms for one in some):.2f}" for some in found))
-    rows.add_row("ms per chunk, p99", *(f"{median(one.p99_ms for one in some):.2f}" for some in found))
-    rows.add_row("ms per training step", *(f"{fmean(one.step_ms for one in some):.2f}" for some in found))
+    for group, means in grouped(results).items():
+        rows.add_row(group, *(_mean(means[policy]) for policy in policies))
+    rows.add_section()
+    for quantile in ("p50_ms", "p99_ms"):
+        times = (median(getattr(one, quantile) for one in some) for some in found.values())
+        rows.add_row(f"ms a chunk, {quantile[:3]}", *(f"{value:.2f}" for value in times))
+    rows.add_row("ms a train step", *(f"{fmean(one.step_ms for one in some):.2f}" for some in found.values()))
     return rows
+
+
+def grouped(results: Sequence[ComparedPolicy]) -> dict[str, dict[str, list[float]]]:
+    """For each group of tasks, then over all, the mean success of each policy over the tasks, for each seed."""
+    common = in_common(results)
+    policies = list(dict.fromkeys(one.policy for one in results))
+    groups: dict[str, list[ComparedPolicy]] = defaultdict(list)
+    for one in common:
+        groups[group_of(one.task)].append(one)
+    name = "all tasks" if len(common) == len(results) else f"all, {len(common) // len(policies)} each"
+    groups = {**(groups if len(groups) > 1 else {}), name: common}
+    return {group: {policy: seed_means(some, policy) for policy in policies} for group, some in groups.items()}
+
+
+def write_bars(results: Sequence[ComparedPolicy], path: Path) -> None:
+    """Success by group of tasks and policy, with 95% intervals."""
+    groups = grouped(results)
+    figure = Figure(figsize=(9, 3.6), facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    policies = list(dict.fromkeys(one.policy for one in results))
+    width = 0.84 / len(policies)
+    for number, policy in enumerate(policies):
+        ends = [interval(means[policy]) if means[policy] else (0.0, 0.0) for means in groups.values()]
+        places = [place + (number - (len(policies) - 1) / 2) * width for place in range(len(groups))]
+        halves = [0.0 if half != half else half for _, half in ends]  # NaN for a single seed
+        bars = [middle for middle, _ in ends]
+        color = _COLORS[number % len(_COLORS)]
+        axes.bar(
+            places,
+            bars,
+            0.9 * width,
+            yerr=halves,
+            color=color,
+            label=policy,
+            error_kw={"ecolor": _INK, "elinewidth": 1, "capsize": 2},
+            zorder=2,
+        )
+    axes.set_xticks(range(len(groups)), list(groups))
+    _axes(axes, "Success on held-out episodes, mean over seeds and its 95% interval", "")
+    axes.tick_params(axis="x", colors=_INK)
+    axes.set_ylim(0, 1.04)
+    figure.legend(loc="outside lower center", ncols=min(6, len(policies)), frameon=False, fontsize=8.5)
+    figure.savefig(path, dpi=130)
 
 
 def in_common(results: Sequence[ComparedPolicy]) -> list[ComparedPolicy]:
@@ -118,4 +165,4 @@ def _mean(values: Sequence[float]) -> str:
     if not values:
         return "-"
     middle, half = interval(values)
-    return f"{middle:.2f}" if half != half else f"{middle:.2f} ± {half:.2f}"  # NaN for a single seed
+    return f"{middle:.2f}" if half != half else f"{middle:.2f}±{half:.2f}".replace("±0", "±")  # NaN for a single seed

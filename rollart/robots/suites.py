@@ -18,6 +18,15 @@ META_WORLD = (
     *("sweep-into", "sweep", "window-open", "window-close"),
 )
 
+DIFFICULTIES = {  # of Meta-World, as papers group it; all others are easy
+    "medium": (
+        *("basketball", "bin-picking", "box-close", "coffee-pull", "coffee-push", "hammer", "peg-insert-side"),
+        *("push-wall", "soccer", "sweep", "sweep-into"),
+    ),
+    "hard": ("assembly", "hand-insert", "pick-out-of-hole", "pick-place", "push", "push-back"),
+    "very hard": ("shelf-place", "disassemble", "stick-pull", "stick-push", "pick-place-wall"),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class TaskShape:
@@ -79,6 +88,14 @@ def _found(name: str) -> tuple[Suite, str]:
         near = did_you_mean(task, list(SUITES[suite].tasks)) or f"; its tasks are {', '.join(SUITES[suite].tasks)}"
         raise ConfigError(f"the suite {suite} has no task {task!r}{near}")
     return SUITES[suite], task
+
+
+def group_of(name: str) -> str:
+    """What a table puts together: `easy` to `very hard` of Meta-World, or the suite."""
+    suite, _, task = name.partition(":")
+    if suite != "metaworld":
+        return suite
+    return next((group for group, tasks in DIFFICULTIES.items() if task.removesuffix("-v3") in tasks), "easy")
 
 
 def sizes_of(name: str, points: int = 0) -> tuple[int, int]:

@@ -8,7 +8,8 @@ from sample_run import sample_run
 
 from rollart.core import events as ev
 from rollart.core.event_log import EventLog
-from rollart.observe.live import LiveView, PlainView, view
+from rollart.observe.live import LiveView, PlainView, status, view
+from rollart.observe.metrics import measure
 from rollart.observe.report import report
 
 WEIGHTS = {"frozen_lake": 1.0, "sokoban": 1.0, "arithmetic": 1.0}
@@ -100,3 +101,12 @@ def test_a_tuning_of_robots_shows_neither_engines_nor_tokens() -> None:
         assert ("engine " in text(console)) == ("tokens/s" in text(console)) == named
         assert ("engine busy" in text(printed)) == ("tokens/s" in text(printed)) == named
         assert "trainer" in text(console) and "trajectories/s" in text(console)
+
+
+@pytest.mark.parametrize("work", ["imitation", "sft"])
+def test_supervised_training_shows_its_loss_and_no_reward(work: str) -> None:
+    started = ev.RunStarted(
+        name="run", preset=work, alpha=0, seed=0, steps=9, tasks=["task"], version=0, resumed=False, wall=0.0,
+        model="meanflow", work=work,
+    )  # fmt: skip
+    assert status(measure([started, ev.WarmupStep(step=4, steps=9, loss=0.25)])) == "step 4/9, loss 0.250"

@@ -8,7 +8,16 @@ from rollart.core.event_log import EventLog
 from rollart.core.events import Evaluated, StepDone, WarmupStep
 from rollart.robots.comparison import ComparedPolicy
 from rollart.robots.episodes import RobotEpisode, RobotScore
-from rollart.robots.report import comparison_table, in_common, score_table, seed_means, write_curves
+from rollart.robots.report import (
+    comparison_table,
+    grouped,
+    in_common,
+    score_table,
+    seed_means,
+    write_bars,
+    write_curves,
+)
+from rollart.robots.suites import DIFFICULTIES, META_WORLD
 
 
 def run_folder(path: Path) -> Path:
@@ -69,8 +78,8 @@ def test_a_comparison_shows_each_task_and_the_mean_over_tasks() -> None:
     shown = text(comparison_table(RESULTS))
     assert seed_means(RESULTS, "fast") == [0.75, 0.75]
     rows = {line.split("  ")[0]: line.split() for line in shown.splitlines() if line.strip()}
-    assert rows["b"] == ["b", "0.50", "±", "0.00", "-"]
-    assert rows["in common, 2 runs each"][5:] == ["1.00", "±", "0.00", "0.25", "±", "0.00"]
+    assert rows["b"] == ["b", "0.50±.00", "-"]
+    assert rows["all, 2 each"][3:] == ["1.00±.00", "0.25±.00"]
 
 
 def test_a_comparison_without_gaps_is_over_all_tasks() -> None:
@@ -82,4 +91,33 @@ def test_a_comparison_without_gaps_is_over_all_tasks() -> None:
 def test_policies_without_a_run_in_common_are_not_ranked() -> None:
     apart = [compared("fast", "a", 0, 1.0), compared("slow", "b", 0, 0.0)]
     assert in_common(apart) == []
-    assert text(comparison_table(apart)).splitlines()[-4].split()[-2:] == ["-", "-"]
+    assert text(comparison_table(apart)).splitlines()[-5].split()[-2:] == ["-", "-"]
+
+
+def test_tasks_are_grouped_by_how_hard_they_are(tmp_path: Path) -> None:
+    tasks = {"metaworld:reach-v3": 1.0, "metaworld:push-v3": 0.5, "metaworld:pick-place-v3": 0.0, "adroit:pen": 0.25}
+    results = [compared("fast", task, 0, success) for task, success in tasks.items()]
+    groups = grouped(results)
+    assert {group: means["fast"] for group, means in groups.items()} == {
+        "easy": [1.0],
+        "hard": [0.25],
+        "adroit": [0.25],
+        "all tasks": [0.4375],
+    }
+    shown = text(comparison_table(results))
+    assert "pick-place-v3" in shown and "very hard" not in shown
+    write_bars(results, tmp_path / "success.png")
+    assert (tmp_path / "success.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_task_of_metaworld_that_papers_call_harder_exists() -> None:
+    assert {name for names in DIFFICULTIES.values() for name in names} < set(META_WORLD)
+
+
+def test_six_policies_with_intervals_fit_80_columns() -> None:
+    names = ("MP1", "MeanFlow+cos+DDE", "FlowPolicy", "flow, 10 steps", "DDIM, 10 steps", "regression")
+    task = "metaworld:button-press-v3"
+    shown = text(comparison_table([compared(name, task, seed, seed / 4) for name in names for seed in range(5)]))
+    row = next(line for line in shown.splitlines() if line.startswith("button-press-v3 "))
+    assert row.count("0.50±.49") == 6
+    assert "all tasks" in shown

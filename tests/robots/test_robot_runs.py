@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from rollart.app.cli import app
-from rollart.config.robots import RobotRunFile, two_processes
+from rollart.config.robots import ComparisonFile, RobotRunFile, two_processes
 from rollart.core.errors import ConfigError, EnvironmentFailed, RollartError
 from rollart.core.event_log import read_events
 from rollart.core.events import Checkpointed, Evaluated, RunEnded, RunStarted, WarmupStep
@@ -223,3 +223,16 @@ def test_a_bad_run_file_is_one_sentence(tmp_path: Path, changes: str, problem: s
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["robots", "eval", str(tmp_path)])
     assert result.exit_code == 2 and "is not a run folder of `rollart robots train`" in result.output
+
+
+def test_tasks_come_before_seeds_and_those_with_few_of_their_sizes_fill_a_stack_with_seeds() -> None:
+    tasks = ["metaworld:reach-v3", "adroit:pen", "metaworld:push-v3"]
+    plan = ComparisonFile.model_validate({"tasks": tasks, "policies": {"a": "flow"}, "seeds": 3, "stack": 2})
+    reach, pen, push = tasks
+    assert list(comparison._rounds(plan)) == [
+        [(reach, 0), (push, 0)],
+        [(pen, 0), (pen, 1)],
+        [(reach, 1), (push, 1)],
+        [(reach, 2), (push, 2)],
+        [(pen, 2)],
+    ]

@@ -220,8 +220,9 @@ def compare(
 ) -> None:
     """Train and evaluate several policies on several tasks and seeds; print one table.
 
-    Seeds and tasks train together, in stacks. Started again with --run-dir of
-    an earlier comparison, it does only what is missing there.
+    It is drawn too, as DIR/success.png. Seeds and tasks train together, in
+    stacks. Started again with --run-dir of an earlier comparison, it does only
+    what is missing there.
 
     [dim]rollart robots compare examples/robots/benchmark.yaml[/dim]
     """
@@ -229,7 +230,7 @@ def compare(
 
     from rollart.core import run_folder
     from rollart.robots import comparison
-    from rollart.robots.report import comparison_table
+    from rollart.robots.report import comparison_table, write_bars
 
     plan = comparison.load(plan_file, overrides or [])
     folder = run_dir or run_folder.create(plan.output, plan.name)
@@ -241,6 +242,8 @@ def compare(
 
         results = asyncio.run(comparison.compare(plan, folder, on_result))
         console.print(comparison_table(results))
+        write_bars(results, folder / "success.png")
+        say(console, f"picture: {folder / 'success.png'}")
     if as_json:
         print_json({"folder": str(folder), "results": msgspec.to_builtins(results)})
 

@@ -29,8 +29,8 @@ class MeanFlow:
         r = torch.cat([t[:, :flow], r[:, flow:]], 1)
         e = draws.normal(rows, size)
         z, v = mixed(x, e, t), e - x
-        aim = v if config.guidance == 1 else self._guided(network, z, t, v, condition)
         u, hidden = velocity(network, config.predict, z, r, t, condition)
+        aim = v if config.guidance == 1 else self._guided(network, z, t, v, condition, u.detach()[:, :flow])
         rest = (part[:, flow:] for part in (z, r, t, aim, condition))
         change = self.time_derivative(network, *rest) * (t - r)[:, flow:, None]
         target = aim - functional.pad(change, (0, 0, flow, 0))
@@ -54,12 +54,20 @@ class MeanFlow:
             derivative: Tensor = torch.func.jvp(mean, (z, t), (tangent, torch.ones_like(t)))[1]
             return derivative
         step = self.config.epsilon
-        return (mean(z + step * tangent, t + step) - mean(z - step * tangent, t - step)) / (2 * step)
+        r, condition = torch.cat([r, r], 1), torch.cat([condition, condition], 1)  # both ends in one pass
+        ends = torch.cat([z + step * tangent, z - step * tangent], 1), torch.cat([t + step, t - step], 1)
+        after, before = mean(*ends).chunk(2, 1)
+        return (after - before) / (2 * step)
 
     @torch.no_grad()
-    def _guided(self, network: Network, z: Tensor, t: Tensor, v: Tensor, condition: Tensor) -> Tensor:
-        predicted, _ = velocity(network, self.config.predict, z, t, t, condition)
-        return torch.lerp(predicted, v, self.config.guidance)
+    def _guided(
+        self, network: Network, z: Tensor, t: Tensor, v: Tensor, condition: Tensor, predicted: Tensor
+    ) -> Tensor:
+        """The velocity, pushed beyond the one that is `predicted`, which the first rows are known for."""
+        flow = predicted.shape[1]
+        z, t, condition = z[:, flow:], t[:, flow:], condition[:, flow:]
+        rest, _ = velocity(network, self.config.predict, z, t, t, condition)
+        return torch.lerp(torch.cat([predicted, rest], 1), v, self.config.guidance)
 
     def sample(self, network: Network, condition: Tensor, noise: Tensor) -> Tensor:
         return integrate(network, self.config.predict, condition, noise, self.config.steps, mean=True)

@@ -3,16 +3,37 @@
 import asyncio
 import base64
 import json
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import rollart
 from rollart.config.robots import two_processes
 from rollart.core.errors import EnvironmentFailed
 from rollart.core.types import Step
 from rollart.envs.single import SingleEnvironment, single_environment
 from rollart.robots.suites import robot_task, sizes_of
+
+SAME_AS_THE_PACKAGE = """
+import json, random
+from itertools import product
+from scipy.spatial.transform import Rotation
+from rollart.envs.adapters.metaworld import FastRotation, MetaWorld, player, touches
+
+square = [Rotation.from_euler("xyz", angles, True) for angles in product((0, 90, 180), repeat=3)]
+matrices = [turn.as_matrix() for turn in [*Rotation.random(500, random_state=0), *square]]
+pairs = [(FastRotation.from_matrix(one).as_quat(), Rotation.from_matrix(one).as_quat()) for one in matrices]
+env, touched = MetaWorld("pick-place-v3"), []
+env.reset(1)
+for _ in range(60):
+    env.step(player(env, random.Random(0)))
+    geom = env.env._get_id_main_object()
+    touched.append([touches(env.env.data, geom), bool(type(env.env).touching_object(env.env, geom))])
+print(json.dumps([max(abs(a - b).max() for a, b in pairs), touched]))
+"""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -90,3 +111,13 @@ def test_an_episode_is_filmed_or_refused_in_a_sentence(family: Callable[[str], s
 
     found = asyncio.run(episode())
     assert found.startswith(b"GIF89a") if isinstance(found, bytes) else "install Mesa's EGL" in found
+
+
+def test_what_is_faster_in_meta_world_returns_what_the_package_does(family: Callable[[str], str]) -> None:
+    command = [family("metaworld"), "-c", SAME_AS_THE_PACKAGE]
+    root = str(Path(rollart.__file__).parents[1])
+    done = subprocess.run(command, env={"PYTHONPATH": root}, capture_output=True, text=True, timeout=300, check=True)
+    error, touched = json.loads(done.stdout)
+    assert error < 1e-12
+    assert all(ours == theirs for ours, theirs in touched)
+    assert {ours for ours, _ in touched} == {False, True}
