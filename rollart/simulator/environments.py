@@ -2,68 +2,34 @@
 
 The random numbers of a trajectory depend only on the seed of its group and on how many members started before it, so
 they are the same under every schedule. A first message also has its seed.
-
-Where a part stands for a fleet (`simulate.one_in`), turns and lengths of answers are drawn evenly, in the order in
-which they are asked for: of few, the longest would differ by chance from batch to batch, and be too short.
 """
 
 import asyncio
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Self, cast
 
+from rollart.config import EnvironmentsConfig
 from rollart.core.action import ParsedAction
 from rollart.core.errors import EnvironmentFailed
 from rollart.core.run_length import RunLength, run_of
 from rollart.core.seeds import seed_of
 from rollart.core.types import Finish, GenerationRequest, Message, Step
-from rollart.simulator.distributions import draw_of, mean_of
-from rollart.simulator.scenario import Scenario
+from rollart.simulator.distributions import draw_of
+from rollart.simulator.scenario import Scenario, Workload
 
 _MAX_SEEDS = 200_000  # of groups that may still get another member
 _UNSEEDED = random.Random(0)  # before the first reset; shared, as generators are large
-_GOLDEN = (5**0.5 - 1) / 2
-
-
-def even_numbers(start: float, per_batch: float, one_in: int) -> Callable[[], float]:
-    """Numbers in 0..1 that are spread evenly over any stretch of them (multiples of the golden ratio). About one of
-    `per_batch` is in the uppermost slice of that width, and is as large as the largest of the `one_in` that the whole
-    fleet has there: batches wait for these."""
-    at, width = start, 1.0 / max(1.0, per_batch)
-
-    def draw() -> float:
-        nonlocal at
-        at = (at + _GOLDEN) % 1.0
-        inside = 1.0 - (1.0 - at) / width
-        return at if inside <= 0.0 else 1.0 - width * (1.0 - inside ** (1.0 / one_in))
-
-    return draw
-
-
-def _trajectories(scenario: Scenario, task: str) -> float:
-    """Of a task in a batch, on the average."""
-    groups = {each.name: each.weight for each in scenario.tasks}
-    return scenario.training.batch_groups * scenario.training.group_size * groups[task] / sum(groups.values())
-
-
-def _even(scenario: Scenario, what: str, task: str, per_trajectory: float) -> Callable[[], float] | None:
-    """Even numbers for `what` of a task, if a part stands for the fleet."""
-    if (one_in := scenario.simulate.one_in) == 1:
-        return None
-    start = seed_of(what, task, scenario.seed) / 0x7FFFFFFF
-    return even_numbers(start, per_trajectory * _trajectories(scenario, task), one_in)
 
 
 class _Task:
     """The draws of one task, and a semaphore for its processes."""
 
-    def __init__(self, scenario: Scenario, name: str) -> None:
-        workload, config = scenario.workload(name), scenario.environments
-        self.even = _even(scenario, "turns", name, 1.0)
+    def __init__(self, workload: Workload, config: EnvironmentsConfig) -> None:
         self.turns, self.prompt = draw_of(workload.turns), draw_of(workload.prompt)
         self.observation, self.reset = draw_of(workload.observation), draw_of(workload.reset)
         self.step, self.delay = draw_of(workload.step), draw_of(workload.delay)
@@ -92,8 +58,7 @@ class SimulatedEnvironment:
     async def reset(self, seed: int) -> tuple[Message, ...]:
         pool, task = self.pool, self.task
         self.rng = rng = random.Random(seed_of(seed, pool.occurrence(seed)))
-        turns = rng.random()
-        self.left = max(1, round(task.turns(turns if task.even is None else task.even())))
+        self.left = max(1, round(task.turns(rng.random())))
         pool.resetting += 1
         try:
             await self._reset(rng)
@@ -150,7 +115,7 @@ class SimulatedEnvironments:
         self.config = scenario.environments
         self.in_use = self.resetting = self.stepping = 0
         self.capacity = scenario.environments.processes * len(scenario.tasks)
-        self._tasks = {task.name: _Task(scenario, task.name) for task in scenario.tasks}
+        self._tasks = {task.name: _Task(scenario.workload(task.name), self.config) for task in scenario.tasks}
         self._seen: OrderedDict[int, int] = OrderedDict()
 
     def occurrence(self, seed: int) -> int:
@@ -189,13 +154,9 @@ class ResponseLengths:
 
     def __init__(self, scenario: Scenario) -> None:
         self._draws = {task.name: draw_of(scenario.workload(task.name).response) for task in scenario.tasks}
-        turns = {task.name: max(1.0, mean_of(scenario.workload(task.name).turns)) for task in scenario.tasks}
-        even = {name: _even(scenario, "response", name, mean) for name, mean in turns.items()}
-        self._even = {name: draw for name, draw in even.items() if draw is not None}
 
     def __call__(self, request: GenerationRequest) -> tuple[int, Finish]:
         sampling = request.sampling
         assert sampling.seed is not None
-        at = self._even[request.task]() if self._even else sampling.seed / 0x7FFFFFFF
-        tokens = max(1, round(self._draws[request.task](at)))
+        tokens = max(1, round(self._draws[request.task](sampling.seed / 0x7FFFFFFF)))
         return (sampling.max_tokens, "length") if tokens >= sampling.max_tokens else (tokens, "stop")
