@@ -123,7 +123,8 @@ def _design(arguments: argparse.Namespace, prior: Prior) -> Iterator[Array]:
         yield middle
     if arguments.each:
         toward = np.where(middle > 0, -1, 1)  # the middle of the prior
-        units = arguments.spread * np.eye(len(middle))
+        varied = [n for n, name in enumerate(prior.names) if not arguments.only or name in arguments.only]
+        units = arguments.spread * np.eye(len(middle))[varied]
         yield from (middle + sign * unit for sign in (toward, -toward) for unit in units)
         return
     rng = np.random.default_rng(arguments.seed)
@@ -360,10 +361,10 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="three points of one table, and a fit to them")
     actions = parser.add_subparsers(dest="action")
     sampling, solving, refining = (actions.add_parser(name) for name in ("sample", "solve", "refine"))
-    refining.add_argument("--only", nargs="*", default=[], help="only these parameters")
     refining.add_argument("--best", type=Path, required=True, help="write the best point here")
     refining.add_argument("--near", type=Path, required=True, help="start here")
     for each in (sampling, refining):
+        each.add_argument("--only", nargs="*", default=[], help="only these parameters; of `sample`, with --each")
         each.add_argument("--minutes", type=float, default=600.0, help="stop after this long")
         each.add_argument("--spread", type=float, default=0.5, help="in standard deviations of the priors")
         each.add_argument("--tables", nargs="*", default=[], help="only these functions of rollart.simulator.paper")

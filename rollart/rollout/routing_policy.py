@@ -238,11 +238,12 @@ class RoundRobinPolicy:
 
 
 def routing_policy(name: str, disaggregate: str | Sequence[str] = "never") -> RoutingPolicy:
+    """Where prefill and decode may have engines of their own, a tag that names one of the two decides nothing."""
     match name:
-        case "measured":
-            return MeasuredPolicy(disaggregate if isinstance(disaggregate, str) else (disaggregate[0], disaggregate[1]))
-        case "declared":
+        case "declared" if disaggregate == "never":
             return DeclaredPolicy()
+        case "measured" | "declared":
+            return MeasuredPolicy(disaggregate if isinstance(disaggregate, str) else (disaggregate[0], disaggregate[1]))
         case "round_robin":
             return RoundRobinPolicy()
     raise ValueError(f"there is no routing policy {name!r}")

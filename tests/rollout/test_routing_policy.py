@@ -81,6 +81,7 @@ RULES = [
     ("measured", "always"),
     ("measured", ["compute", "bandwidth"]),
     ("declared", "never"),
+    ("declared", "auto"),
     ("round_robin", "never"),
 ]
 
@@ -215,6 +216,12 @@ def test_a_turn_with_little_that_is_new_is_prefilled_where_it_is_decoded() -> No
     query = ask(20_000, 100.0, cached_at=decoding, cached=19_990)
     choice = chosen(routing_policy("measured", PAIRS), query, pools)
     assert (choice.prefill_at, choice.engine, choice.why) == (None, decoding, "prefix")
+
+
+def test_tags_decide_nothing_where_prefill_and_decode_have_engines_of_their_own() -> None:
+    choice = chosen(routing_policy("declared", PAIRS), ask(20_000, 100.0, affinity="prefill"), fleet())
+    assert choice.prefill_at is not None
+    assert (choice.prefill_at.pool.name, choice.engine.pool.name) == ("compute", "bandwidth")
 
 
 @pytest.mark.parametrize("lost", [0, 1])
