@@ -35,8 +35,10 @@ class Packed(Struct, frozen=True):
     slot, `slots` the slot that every flat position is computed in; both are None when the sequences are of one length
     and the grid is the flat layout already. With shared
     prompts `shown` has all slots of each flat position, in its order, and where those of each begin. `starts` are the
-    flat positions of the sequences, and the end of the last. `experts` are those that the engine used, [T, layers,
-    choices], -1 where that is not known.
+    flat positions of the sequences, and the end of the last. `spans` has a row for every sequence, those with a prompt
+    in common one after the other: where its own tokens begin and end, where the prompt that another one has begins and
+    how long it is (0: it has its own), and the number of its family. `experts` are those that the engine used,
+    [T, layers, choices], -1 where that is not known.
 
     Not a dataclass: FSDP casts the tensors inside those to the compute dtype.
     """
@@ -49,6 +51,7 @@ class Packed(Struct, frozen=True):
     predict: Tensor
     targets: Tensor
     starts: Tensor
+    spans: Tensor
     shown: tuple[Tensor, Tensor] | None = None
     temperature: Tensor | None = None
     experts: Tensor | None = None
@@ -155,6 +158,7 @@ def pack(
         raise ValueError("the first token of a sequence cannot be trained: nothing comes before it to predict it from")
     owner, borrowed = _borrowed(parts, flags) if share else (np.arange(rows), np.zeros(rows, np.int64))
     starts = (lengths - borrowed).cumsum() - (lengths - borrowed)
+    spans = np.stack([starts, starts + lengths - borrowed, starts[owner], borrowed, owner], 1)
     row, column = np.arange(rows).repeat(lengths), np.arange(len(whole)) - begins.repeat(lengths)
     own = column >= borrowed[row]
     place = np.where(own, starts[row] - borrowed[row], starts[owner[row]]) + column  # in the flat layout
@@ -180,6 +184,7 @@ def pack(
         predict=torch.tensor(place[trained - 1]),
         targets=torch.tensor(whole[trained]),
         starts=torch.tensor(np.append(starts, len(flat)), dtype=torch.int32),
+        spans=torch.tensor(spans[owner.argsort(kind="stable")]),
         shown=shown,
         temperature=temperature,
     )

@@ -29,6 +29,7 @@ from rollart.models.adapters import file_name
 from rollart.models.disk_names import DiskNames, DiskTensor
 from rollart.training.context import Peers
 from rollart.training.experts import ExpertLoad, WatchedGates, watch
+from rollart.training.fused import TrainedRows, fuse_layers
 from rollart.training.lora import adapted_class, adapter_parameters, adapters_off, reset_adapters
 from rollart.training.norms import use_fast_norms
 from rollart.training.packing import ATTENTION, Packed, pack
@@ -59,9 +60,11 @@ class PolicyModel:
         self._ranks = ranks or Ranks.single()
         self._lora = config.lora if trained else None
         recomputed = trained and config.recompute != "none"
-        alone = self._ranks.size == 1 and self._ranks.device.type == "cpu" and self._lora is None and not recomputed
-        dtype = config.dtype if not alone or multiplies_bfloat16() else "float32"
-        self._casts = alone and dtype == "bfloat16"
+        self._alone = (
+            self._ranks.size == 1 and self._ranks.device.type == "cpu" and self._lora is None and not recomputed
+        )
+        dtype = config.dtype if not self._alone or multiplies_bfloat16() else "float32"
+        self._casts = self._alone and dtype == "bfloat16"
         self.model = self._load(folder, config, mixed=dtype == "bfloat16" and not self._casts)
         self.companions = {
             file.name: file.read_bytes()
@@ -102,8 +105,11 @@ class PolicyModel:
         )
         flash = self._ranks.device.type == "cuda" and config.dtype == "bfloat16"
         self.shares_prompts = self._gates is None and not flash  # experts are counted, and chosen, by sequence
-        last = getattr(_layers(self.model)[-1], "mlp", None) if self._gates is None else None
-        tail = None if last is None else _TrainedRows(last)
+        layers = _layers(self.model)
+        tail: TrainedRows | None = fuse_layers(self.model, layers) if self._alone and self._gates is None else None
+        last = getattr(layers[-1], "mlp", None) if self._gates is None else None
+        if tail is None and last is not None:
+            tail = _ScoredBlock(last)
         multiple = max(MIN_PADDING, config.pack_tokens // PASS_SIZES) if self._casts and self._gates is None else 1
         self.model.forward = MethodType(_Forward(self._ranks, self._gates, tail, self._outputs, multiple), self.model)
 
@@ -197,13 +203,11 @@ class FrozenBase:
             return self.policy.logprobs(packed)
 
 
-class _TrainedRows:
-    """The feed-forward block of the last layer, only for the positions that are scored: no other is read after it."""
-
-    rows: Tensor | None  # all, before the first pass; kept after a pass, whose layers may be computed again
+class _ScoredBlock(TrainedRows):
+    """The feed-forward block of the last layer, only for the positions that are scored."""
 
     def __init__(self, block: nn.Module) -> None:
-        self._whole, self.rows = block.forward, None
+        self._whole = block.forward
         block.forward = self
 
     def __call__(self, states: Tensor) -> Tensor:
@@ -220,7 +224,7 @@ class _Forward:
         self,
         ranks: Ranks,
         gates: WatchedGates | None,
-        tail: _TrainedRows | None,
+        tail: TrainedRows | None,
         outputs: Callable[[Any, Tensor, Tensor, Tensor | None], tuple[Tensor, ...]],
         multiple: int,
     ) -> None:

@@ -1,8 +1,5 @@
-import ctypes
 import random
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -37,7 +34,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     if request.param == "packed":
         monkeypatch.setattr(products, "PACK_FROM", 1)
     if request.param == "operators":
-        monkeypatch.setattr(kernels, "_compiled", lambda *_: None)
+        monkeypatch.setattr(kernels, "native_library", lambda *_: None)
     if request.param == "network":
         monkeypatch.setattr(FusedDecoder, "of", lambda *_: None)
     yield request.param
@@ -116,14 +113,3 @@ def test_a_changed_parameter_counts_from_the_next_step_on() -> None:
 def test_a_model_of_another_build_keeps_its_own_pass() -> None:
     config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=48, n_positions=64)
     assert EngineModel(GPT2LMHeadModel(config).eval()).fused is None
-
-
-def test_without_a_working_compiler_operators_are_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for compiler in ("no-such-compiler", shutil.which("false") or "false"):
-        monkeypatch.setenv("CC", compiler)
-        assert kernels._compiled.__wrapped__(8, 2, False) is None
-    monkeypatch.delenv("CC")
-    assert isinstance(kernels._compiled.__wrapped__(8, 2, False), ctypes.CDLL)
-    [kept] = (tmp_path / "rollart").iterdir()
-    assert kept.suffix == ".so"

@@ -2,14 +2,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollart.engines.torch import kernels
+from rollart.core.native import native_library
 from rollart.engines.torch.panels import PanelKernels, PanelProduct
 from rollart.engines.torch.products import Affine, Output
 
 
 @pytest.fixture(scope="module")
 def panels() -> PanelKernels:
-    library = kernels._compiled(8, 2, False)
+    library = native_library("rollart.engines.torch", ("kernels.c", "products.c"), ("DIM=8", "GROUP=2"))
     found = None if library is None else PanelKernels.of(library)
     if found is None:
         pytest.skip("no compiler, or no tile for this processor")

@@ -1,31 +1,7 @@
 // What a decoding step does besides matrix products, for CPUs. Compiled by `kernels.py` for the machine and one dtype.
 // Given at compilation, so that loops unroll: DIM, the size of a head; GROUP, the query heads that share a KV head;
 // BFLOAT16 for that dtype. Arithmetic is in float; tensors are row-major and contiguous; `threads` share the tokens.
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-
-#include "exp.h"
-
-#ifdef BFLOAT16
-typedef uint16_t number;
-static inline float get(number bits) {
-    uint32_t wide = (uint32_t)bits << 16;
-    float value;
-    memcpy(&value, &wide, 4);
-    return value;
-}
-static inline number put(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    number rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return value == value ? rounded : 0x7fc0;
-}
-#else
-typedef float number;
-static inline float get(number value) { return value; }
-static inline number put(float value) { return value; }
-#endif
+#include "numbers.h"
 
 #define KEYS 256  // numbers of one block of attention or sampling
 

@@ -6,21 +6,14 @@ the same.
 """
 
 import ctypes
-import os
-import shutil
-import subprocess
-import tempfile
 from dataclasses import dataclass
-from functools import cache
-from hashlib import blake2b
-from importlib.resources import files
-from pathlib import Path
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rollart.core.native import native_library
 from rollart.engines.torch.attention import attend_span, write_kv
 from rollart.engines.torch.kv_rows import CopyHeads, KVLayout
 from rollart.engines.torch.panels import PanelKernels
@@ -28,8 +21,6 @@ from rollart.engines.torch.products import Affine, MatVec
 from rollart.engines.torch.sampler import draw
 from rollart.engines.torch.step import StepInputs
 
-NO_COMPILER = "ROLLART_NO_COMPILER"  # set to 1 for torch operators only
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-shared", "-fPIC")
 # From this many queries of a row on, torch's attention is faster than one pass over the keys per query.
 LONG_CHUNK = 48
 
@@ -245,46 +236,7 @@ def kernels_for(layout: KVLayout, heads: int) -> Kernels:
     """Compiled ones where that is possible, for a model with KV of this layout."""
     if layout.device.type != "cpu" or layout.dtype not in (torch.float32, torch.bfloat16) or layout.dim % 2:
         return TorchKernels()
-    library = _compiled(layout.dim, heads // layout.heads, layout.dtype == torch.bfloat16)
+    dtype = ("BFLOAT16",) if layout.dtype == torch.bfloat16 else ()
+    definitions = (f"DIM={layout.dim}", f"GROUP={heads // layout.heads}", *dtype)
+    library = native_library("rollart.engines.torch", ("kernels.c", "products.c"), definitions)
     return TorchKernels() if library is None else CompiledKernels(library, layout.dtype)
-
-
-@cache
-def _compiled(dim: int, group: int, bfloat16: bool) -> ctypes.CDLL | None:
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None or os.environ.get(NO_COMPILER) == "1":
-        return None
-    sources = [files("rollart.engines.torch") / name for name in ("kernels.c", "products.c", "exp.h")]
-    options = (*FLAGS, f"-DDIM={dim}", f"-DGROUP={group}", *(("-DBFLOAT16",) if bfloat16 else ()))
-    text = [source.read_bytes() for source in sources]
-    key = blake2b(repr((text, options, compiler, _processor())).encode(), digest_size=8).hexdigest()
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollart"
-    target = folder / f"kernels-{key}.so"
-    try:
-        if not target.exists():
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _compile([compiler, *options, *map(str, sources[:2])], target)
-        return ctypes.CDLL(str(target))
-    except (OSError, RuntimeError, subprocess.SubprocessError):
-        return None
-
-
-def _compile(command: list[str], target: Path) -> None:
-    """With OpenMP if the compiler has it. Engines that start together may all compile; the last one to rename wins."""
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        draft = Path(folder, "kernels.so")
-        for threads in ("-fopenmp", "-fopenmp-simd"):
-            done = subprocess.run([*command, threads, "-o", str(draft), "-lm"], capture_output=True, timeout=60)
-            if done.returncode == 0:
-                draft.replace(target)
-                return
-    raise OSError("the C compiler cannot compile the engine's kernels")
-
-
-def _processor() -> str:
-    """The instructions that `-march=native` may use, for cache folders that several machines share."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -1,10 +1,7 @@
 // Products of tokens [tokens, inputs] with weights [outputs, inputs] in float32. A weight is stored in panels: COLUMNS
 // outputs side by side, input by input, so that every product reads it once and in order. A tile of ROWS tokens and one
 // panel is summed in registers; while the first tokens meet a panel, the next panel is fetched into the cache.
-#include <stdint.h>
-#include <string.h>
-
-#include "exp.h"
+#include "numbers.h"
 
 #define VECTORS 3
 #if defined(__AVX512F__)
