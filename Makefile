@@ -30,7 +30,7 @@ robots: install  ## two robot tasks in Meta-World: record, imitate, evaluate, fi
 	$(BIN)/rollart envs add metaworld
 	$(BIN)/rollart robots train examples/robots/button_press.yaml examples/robots/pick_place.yaml --video
 
-check: install lint  ## style, types and fast tests (under three minutes)
+check: install sandbox lint  ## style, types and fast tests (under three minutes)
 	$(BIN)/pytest -m "not slow and not benchmark" -n 2
 
 test: $(VENV)/.smollm2 sandbox rdma chromium  ## all tests that need no other environment (under 20 minutes)
