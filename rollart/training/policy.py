@@ -10,6 +10,7 @@ because oneDNN compiles a kernel for every shape. A CPU that has no instructions
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import MethodType
 from typing import Any, ClassVar
@@ -141,16 +142,23 @@ class PolicyModel:
 
     def names(self) -> dict[str, str]:
         """Every name of a parameter in the model, tied ones included, to its name in parameters()."""
+        return self._owners
+
+    @cached_property
+    def _owners(self) -> dict[str, str]:
         owners = {id(parameter): name for name, parameter in self.parameters().items()}
         state = self.model.state_dict(keep_vars=True)
         return {name: owners[id(value)] for name, value in state.items() if id(value) in owners}
 
+    @cached_property
+    def _buffer_names(self) -> frozenset[str]:
+        return frozenset(self.model.state_dict()) - frozenset(self._owners)
+
     def buffers(self) -> dict[str, Tensor]:
         """The same on every rank; with LoRA none, as they stay those of the folder."""
-        if self._lora is not None:
+        if self._lora is not None or not self._buffer_names:
             return {}
-        known = self.names()
-        return {name: value for name, value in self.model.state_dict().items() if name not in known}
+        return {name: value for name, value in self.model.state_dict().items() if name in self._buffer_names}
 
     def on_disk(self, name: str, shape: Sequence[int]) -> list[DiskTensor]:
         if self._lora is not None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 
@@ -158,7 +159,7 @@ class Trainer:
             shards = [msgspec.json.decode(digests, type=_Digests) for digests in self.ranks.collect(order.id)]
         return self.version, tensor_digests(shards)
 
-    @property
+    @cached_property
     def model_bytes(self) -> int:
         policy = self.learner.policy
         return sum(each.numel() * each.element_size() for each in (policy.parameters() | policy.buffers()).values())
