@@ -34,7 +34,8 @@ except ImportError as error:
 
 from rollart.core.errors import ServiceError
 from rollart.launch.launcher import Command, Node, ResourceRequest, ServiceHandle, Unsatisfiable, all_or_none
-from rollart.launch.ray_actor import SILENT_S, CommandActor, RayLocation, RayServiceHandle, answer
+from rollart.launch.ray_actor import CommandActor, RayLocation, RayServiceHandle
+from rollart.launch.ray_heartbeat import SILENT_S, NodeHeartbeat, answer
 from rollart.launch.ray_nodes import NodeChoice, RayNode, choices, described, ray_nodes
 
 JOIN_S, REACH_S, ASK_S = 30.0, 3.0, 10.0
@@ -66,6 +67,7 @@ class RayLauncher:
         self._listing: asyncio.Task[list[RayNode]] | None = None
         self._placing = asyncio.Semaphore(MAX_PLACING)
         self._handles: set[RayServiceHandle] = set()
+        self._heartbeats: dict[str, NodeHeartbeat] = {}  # by node
 
     async def _join(self) -> None:
         if not ray.is_initialized():  # else the program that we are part of did it
@@ -193,7 +195,8 @@ class RayLauncher:
         if isinstance(result, str):
             raise ServiceError(result)
         pid, first_line = result
-        handle = RayServiceHandle(command.name, actor, node, pid=pid, answer=first_line, release=release)
+        heartbeat = self._heartbeats.setdefault(node.id, NodeHeartbeat(node.address, node.port))
+        handle = RayServiceHandle(command.name, actor, node, heartbeat, pid=pid, answer=first_line, release=release)
         self._handles.add(handle)
         handle.ended.add_done_callback(lambda _: self._handles.discard(handle))
         return handle

@@ -3,9 +3,9 @@
 Invariants:
 - The actor holds the standard input of its child. When the actor dies, with its node or with the controller, that input
   ends, and so does the child.
-- The controller polls the child; it must reply within `POLL_S`. The node counts as lost once that is `SILENT_S` late,
-  or `LATE_S` if Ray's port of the node is closed too. Ray itself, with its default settings, needs up to 15 s for a
-  killed node and a minute for one that hangs.
+- The controller waits for the end of the child with one call that the actor answers after `WAIT_S` at the latest.
+  That its node is gone is noticed by the node's heartbeat: Ray itself, with its default settings, needs up to 15 s for
+  a killed node and a minute for one that hangs.
 - Nothing here blocks the event loop, and no Ray call is cancelled: Ray's client does not support it.
 """
 
@@ -26,10 +26,10 @@ from rollart.core.errors import ServiceError
 from rollart.launch.child import STOP_DEADLINE, Child
 from rollart.launch.launcher import Command
 from rollart.launch.local import free_port
+from rollart.launch.ray_heartbeat import SILENT_S, NodeHeartbeat, ray_future, replies
 from rollart.launch.ray_nodes import RayNode
 
-POLL_S, LATE_S, SILENT_S = 2.0, 1.0, 8.0
-RECONNECT_S = 2.0
+WAIT_S = 60.0
 RELEASE_S = 15.0
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,9 @@ class CommandActor:
     async def locate(self) -> RayLocation:
         context = ray.get_runtime_context()
         return RayLocation(context.get_node_id(), ray.util.get_node_ip_address())
+
+    async def ping(self) -> None:
+        """It replies."""
 
     async def free_port(self, address: str) -> int:
         return free_port(address)
@@ -85,34 +88,6 @@ class CommandActor:
             self._child.kill()
 
 
-async def answer(call: Any, deadline: float) -> Any:
-    """The result of a Ray call. Raises TimeoutError, or what the call raised."""
-    future = _future(call)
-    done, _ = await asyncio.wait({future}, timeout=deadline)
-    if not done:
-        raise TimeoutError
-    return future.result()
-
-
-def _future(call: Any) -> asyncio.Future[Any]:
-    future: asyncio.Future[Any] = asyncio.wrap_future(call.future())
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved, even if unused
-    return future
-
-
-async def is_listening(address: str, port: int) -> bool | None:
-    """Whether the port accepts connections; None after a timeout."""
-    try:
-        async with asyncio.timeout(LATE_S):
-            _, writer = await asyncio.open_connection(address, port)
-    except TimeoutError:
-        return None
-    except OSError:
-        return False
-    writer.close()
-    return True
-
-
 class RayServiceHandle:
     """Implements `rollart.launch.launcher.ServiceHandle`. `release` frees its resources in the cluster."""
 
@@ -121,6 +96,7 @@ class RayServiceHandle:
         name: str,
         actor: Any,
         node: RayNode,
+        heartbeat: NodeHeartbeat,
         *,
         pid: int,
         answer: Mapping[str, Any],
@@ -129,8 +105,7 @@ class RayServiceHandle:
         self.name, self.pid, self.answer = name, pid, answer
         self.node, self.address, self.device = node.name, node.address, node.device
         self.node_lost = False
-        self._port = node.port
-        self._actor = actor
+        self._actor, self._heartbeat = actor, heartbeat
         self._release = release
         self.ended = asyncio.create_task(self._watch())
 
@@ -139,7 +114,7 @@ class RayServiceHandle:
 
     async def stop(self) -> None:
         if not self.ended.done():
-            stopping = _future(self._actor.stop.remote())
+            stopping = ray_future(self._actor.stop.remote())
             await asyncio.wait({stopping, self.ended}, timeout=STOP_DEADLINE + SILENT_S, return_when=FIRST_COMPLETED)
             self.kill()  # whatever is left; `_watch` reports the end
         await self.wait()
@@ -158,43 +133,26 @@ class RayServiceHandle:
         return reason
 
     async def _reason(self) -> str:
-        reachable = bool(await is_listening(self.address, self._port))  # a firewall may block it
-        while True:
-            try:
-                reason = await self._poll(reachable)
+        lost = self._heartbeat.join(self._actor)
+        try:
+            while True:
+                call = ray_future(self._actor.wait.remote(WAIT_S))
+                await asyncio.wait({call, lost}, timeout=WAIT_S + SILENT_S, return_when=FIRST_COMPLETED)
+                if not call.done():
+                    return self._lost(lost.result() if lost.done() else "it does not reply")
+                try:
+                    reason: str | None = call.result()
+                except ActorUnavailableError:
+                    # Usually its process is gone, but it may reply on a new connection.
+                    if await self._heartbeat.port_closed() or not await replies(self._actor):
+                        return self._lost("the connection to it was closed")
+                    continue
+                except RayError as error:
+                    return self._lost(str(error))
                 if reason is not None:
                     return f"{reason} (on {self.node})"
-            except ActorUnavailableError:
-                # Usually its process is gone, but it may reply on a new connection.
-                if await self._port_closed(reachable) or not await self._replies():
-                    return self._lost("the connection to it was closed")
-            except TimeoutError:
-                return self._lost("it does not reply")
-            except RayError as error:
-                return self._lost(str(error))
-
-    async def _poll(self, reachable: bool) -> str | None:
-        """Why the child ended; None if it runs. Raises TimeoutError, or what the call raised."""
-        clock = asyncio.get_running_loop().time
-        began, call = clock(), _future(self._actor.wait.remote(POLL_S))
-        done, _ = await asyncio.wait({call}, timeout=POLL_S + LATE_S)
-        while not done:
-            if clock() - began > POLL_S + SILENT_S or await self._port_closed(reachable):
-                raise TimeoutError
-            done, _ = await asyncio.wait({call}, timeout=LATE_S)
-        reason: str | None = call.result()
-        return reason
-
-    async def _port_closed(self, reachable: bool) -> bool:
-        """Whether Ray's port of the node, which was `reachable` before, is closed now."""
-        return reachable and await is_listening(self.address, self._port) is False
-
-    async def _replies(self) -> bool:
-        try:
-            await answer(self._actor.wait.remote(0), RECONNECT_S)
-        except (RayError, TimeoutError):
-            return False
-        return True
+        finally:
+            self._heartbeat.leave(self._actor)
 
     def _lost(self, why: str) -> str:
         self.node_lost = True
