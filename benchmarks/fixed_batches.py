@@ -40,12 +40,20 @@ class Machine:
         large = torch.randn(1 << 24)
         return cls(flops, max(large.nbytes / _seconds(lambda: large.sum()) for _ in range(5)))
 
-    def step_seconds(self, network: Any, batch: int, context: float) -> float:
-        """The least that a decoding step can take: all weights and KV are read once, all products computed."""
+    def least_seconds(self, network: Any, batch: int, count: int) -> float:
+        """What `batch` requests must take at least: a prefill of all but the last token of their prompts, without head
+        and last layer, then `count` steps. In each, weights and KV are read once and all products are computed."""
         config, weights = network.config, sum(one.numel() for one in network.parameters())
+        layers = weights - network.get_input_embeddings().weight.numel()
+        before = layers * (config.num_hidden_layers - 1) / config.num_hidden_layers
+        context = PROMPT + count / 2
         kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * context * batch
         attention = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * context * batch
-        return max(float(2 * weights * batch + attention) / self.flops, float(4 * (weights + kv)) / self.bytes_s)
+        prefill = self._pass_seconds(2 * before * batch * (PROMPT - 1), before)
+        return prefill + count * self._pass_seconds(2 * weights * batch + attention, weights + kv)
+
+    def _pass_seconds(self, operations: float, numbers: float) -> float:
+        return max(operations / self.flops, 4 * numbers / self.bytes_s)
 
 
 def _seconds(call: Any) -> float:
@@ -148,7 +156,7 @@ def fixed_batches(
                 **({} if vllm is None else {"vllm": vllm.seconds(prompts, count)}),
             }
             best = {side: min(seconds, best.get(side, seconds)) for side, seconds in made.items()}
-        least = count * machine.step_seconds(plain, size, PROMPT + count / 2)
+        least = machine.least_seconds(plain, size, count)
         result[str(size)] = {
             "tokens_per_s": round(size * count / best["engine"]),
             "roofline_share": round(least / best["engine"], 3),
