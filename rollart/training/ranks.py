@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -120,36 +120,58 @@ class Ranks:
         mesh = self._group.mesh[dimension]
         return mesh.get_group(), mesh.get_local_rank(), mesh.size()
 
+    def command(self, order: msgspec.Struct) -> AbstractContextManager[None]:
+        """On rank 0: send all ranks the same order; the block is rank 0's own part."""
+        return self.dispatch([order] * self.layout.data)
+
     @contextmanager
     def dispatch(self, orders: Sequence[msgspec.Struct]) -> Iterator[None]:
-        """On rank 0: send each rank its order; the block is rank 0's own part."""
+        """On rank 0: send the ranks with the n-th share of the data the n-th order; the block is rank 0's own part. A
+        batch is encoded and sent once, to the first rank of each share, which passes it on to those it shares with."""
         if self._group is None:
             yield
             return
         try:
-            self._send([msgspec.msgpack.encode(order) for order in orders], self._group)
+            self._send(orders)
             yield
         except Exception as error:
             raise self.lost(error) from error
 
-    def _send(self, messages: Sequence[bytes], group: _Group) -> None:
-        parts = []
-        for rank, message in enumerate(messages):
-            if rank != self.rank:
-                body = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-                parts += [(torch.tensor([len(body)]), rank), (body, rank)]
-        for work in [distributed.isend(part, rank, group.orders) for part, rank in parts]:
+    def _send(self, orders: Sequence[msgspec.Struct]) -> None:
+        leaders = (rank for rank in range(self.size) if self.layout.leads(rank))
+        to = [
+            (order, rank)
+            for order, leader in zip(orders, leaders, strict=True)
+            for rank in ([leader] if leader != self.rank else self._sharing())
+        ]
+        distinct = {id(order): order for order, _ in to}
+        bodies = {key: _encoded(order) for key, order in distinct.items()}
+        self._send_bytes((bodies[id(order)], rank) for order, rank in to)
+
+    def _send_bytes(self, messages: Iterable[tuple[Tensor, int]]) -> None:
+        """Each to its rank, all at the same time."""
+        assert self._group is not None
+        parts = [(part, rank) for body, rank in messages for part in (torch.tensor([len(body)]), body)]
+        for work in [distributed.isend(part, rank, self._group.orders) for part, rank in parts]:
             assert work is not None
             work.wait()
 
-    def receive(self) -> bytes:
+    def _sharing(self) -> range:
+        """On the first rank of those with the same batches: the others."""
+        return range(self.rank + 1, self.rank + self.size // self.layout.data)
+
+    def receive(self) -> memoryview:
         """On a follower: the next order of rank 0."""
         assert self._group is not None
+        leads = self.layout.leads(self.rank)
+        source = 0 if leads else self.data * (self.size // self.layout.data)
         size = torch.zeros(1, dtype=torch.int64)
-        distributed.recv(size, 0, self._group.orders)
+        distributed.recv(size, source, self._group.orders)
         body = torch.empty(int(size), dtype=torch.uint8)
-        distributed.recv(body, 0, self._group.orders)
-        return body.numpy().tobytes()
+        distributed.recv(body, source, self._group.orders)
+        if leads:
+            self._send_bytes((body, rank) for rank in self._sharing())
+        return body.numpy().data
 
     # Collectives: all ranks call them at the same time
 
@@ -221,6 +243,12 @@ class Ranks:
         assert self._group is not None
         store: Store = self._group.store.clone()  # type: ignore[attr-defined]
         return store
+
+
+def _encoded(order: msgspec.Struct) -> Tensor:
+    buffer = bytearray()
+    msgspec.msgpack.Encoder().encode_into(order, buffer)
+    return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
 def mesh_of_one(device: torch.device) -> DeviceMesh:

@@ -126,13 +126,12 @@ class Trainer:
     def imitate(self, batch: ExampleBatch) -> StepMetrics:
         """A supervised step: cross entropy on the trained tokens, at the rate of the batch."""
         self._check_version(batch.step)
-        began, layout = time.perf_counter(), self.ranks.layout
+        began = time.perf_counter()
         trained = sum(sum(example.mask) for example in batch.examples)
         if not trained:
             raise ValueError(f"the examples of step {batch.step} have no token whose mask is 1")
-        by_rank = plan_examples(batch.examples, self.config.pack_tokens, layout.data)
-        shares = [Imitate(passes, batch.rate, 1 / trained) for passes in by_rank]
-        orders = [shares[layout.data_index(rank)] for rank in range(layout.ranks)]
+        by_share = plan_examples(batch.examples, self.config.pack_tokens, self.ranks.layout.data)
+        orders = [Imitate(passes, batch.rate, 1 / trained) for passes in by_share]
         with self.ranks.dispatch(orders):
             totals = self.learner.imitate(orders[0])
         self.version += 1
@@ -154,7 +153,7 @@ class Trainer:
     def publish(self, id: str) -> tuple[int, dict[str, str]]:
         """Write the current version to the weight store. Returns it, and a digest of each tensor."""
         order = Publish(self.version, id)
-        with self.ranks.dispatch([order] * self.ranks.size):
+        with self.ranks.command(order):
             self.learner.publish(order)
             shards = [msgspec.json.decode(digests, type=_Digests) for digests in self.ranks.collect(order.id)]
         return self.version, tensor_digests(shards)
@@ -166,26 +165,26 @@ class Trainer:
 
     def gather(self) -> dict[str, Tensor]:
         """The weights of all ranks, by parameter name. Those of a single rank are not copies."""
-        with self.ranks.dispatch([Gather()] * self.ranks.size):
+        with self.ranks.command(Gather()):
             return self.learner.gather()
 
     def save(self, order: Save) -> None:
-        with self.ranks.dispatch([order] * self.ranks.size):
+        with self.ranks.command(order):
             self.learner.save(order)
 
     def verify(self, order: Verify) -> list[str]:
         """What the ranks found damaged."""
-        with self.ranks.dispatch([order] * self.ranks.size):
+        with self.ranks.command(order):
             self.learner.verify(order)
             return [fault for fault in self.ranks.collect(order.id) if fault]
 
     def restore(self, order: Restore) -> None:
-        with self.ranks.dispatch([order] * self.ranks.size):
+        with self.ranks.command(order):
             self.learner.restore(order)
 
     def notify(self, order: Heartbeat | Shutdown) -> None:
         """Orders without a part for rank 0. Raises RanksLost if another rank is gone."""
-        with self.ranks.dispatch([order] * self.ranks.size):
+        with self.ranks.command(order):
             pass
 
     def _check_version(self, step: int) -> None:
@@ -235,9 +234,8 @@ class Trainer:
         algorithm needs none."""
         if self.learner.critic is None:
             return None
-        layout = self.ranks.layout
-        by_rank, counts = plan_values(batch, self.config.pack_tokens, layout.data)
-        orders = [Assess(by_rank[layout.data_index(rank)], sum(counts)) for rank in range(layout.ranks)]
+        by_share, counts = plan_values(batch, self.config.pack_tokens, self.ranks.layout.data)
+        orders = [Assess(passes, sum(counts)) for passes in by_share]
         with self.ranks.dispatch(orders):
             rows = iter(np.split(self.learner.assess(orders[0]), np.cumsum(counts)[:-1]))
         values = [[next(rows) for _ in group.samples] for group in batch.groups]
@@ -257,9 +255,10 @@ class Trainer:
         cells: Cells,
         assessed: Assessed | None,
     ) -> list[Learn]:
-        """What each rank learns in an epoch. Each mini-batch is weighted and dealt over the ranks like a batch."""
-        layout, power = self.ranks.layout, self.config.algorithm.evidence_power
-        by_rank: list[list[MiniBatch]] = [[] for _ in range(layout.data)]
+        """What the ranks of each share of the data learn in an epoch. Each mini-batch is weighted and dealt over the
+        shares like a batch."""
+        shares, power = self.ranks.layout.data, self.config.algorithm.evidence_power
+        by_share: list[list[MiniBatch]] = [[] for _ in range(shares)]
         for members in split_into_mini_batches(batch, advantages, self.config.updates, self._algorithms):
             passes = plan_passes(
                 replace(batch, groups=tuple(batch.groups[i] for i in members)),
@@ -267,7 +266,7 @@ class Trainer:
                 cells,
                 algorithms=self._algorithms,
                 pack_tokens=self.config.pack_tokens,
-                ranks=layout.data,
+                ranks=shares,
                 share=self.learner.policy.shares_prompts,
                 pairs=self._algorithms.of_pairs,
                 assessed=None if assessed is None else assessed.of(members),
@@ -278,10 +277,10 @@ class Trainer:
                 taught[n] or (any(row.any() for row in advantages[i]) and not solved[i]) for n, i in enumerate(members)
             )
             evidence = telling**power
-            for mine, part in zip(by_rank, passes, strict=True):
+            for mine, part in zip(by_share, passes, strict=True):
                 mine.extend([MiniBatch(part, evidence)] if part else [])
         policy = assessed is None or batch.step >= self.config.critic.warmup
-        return [Learn(batch.step, by_rank[layout.data_index(rank)], len(cells), policy) for rank in range(layout.ranks)]
+        return [Learn(batch.step, mine, len(cells), policy) for mine in by_share]
 
 
 def _rewards(batch: Batch) -> dict[str, float]:

@@ -8,7 +8,7 @@ from forked_ranks import on_ranks
 from rank_processes import free_address
 from tiny_models import make_batch, save_tiny
 
-from rollart.config import AlgorithmConfig, TrainingConfig
+from rollart.config import AlgorithmConfig, ParallelConfig, TrainingConfig
 from rollart.core.errors import RollartError
 from rollart.core.types import Batch, StepMetrics
 from rollart.training.checkpoint import load_checkpoint, save_checkpoint
@@ -107,6 +107,29 @@ def test_what_is_not_finite_on_one_rank_is_skipped_by_all(tmp_path: Path) -> Non
     alone = Trainer(tmp_path, TrainingConfig(), version=1)
     alone.step(batches[1])
     assert distance(weights, alone.snapshot()[1]) < TOLERANCE
+
+
+def destinations(batch: Batch, trainer: Trainer) -> list[int]:
+    """To which ranks rank 0 sends parts of a batch."""
+    sent, send = set(), torch.distributed.isend
+
+    def counted(body: torch.Tensor, rank: int, group: object) -> object:
+        sent.add(rank)
+        return send(body, rank, group)
+
+    torch.distributed.isend = counted
+    try:
+        trainer.step(batch)
+    finally:
+        torch.distributed.isend = send
+    return sorted(sent)
+
+
+@pytest.mark.slow
+def test_a_batch_leaves_rank_0_once_and_is_passed_on_by_those_who_share_it(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    config = TrainingConfig(parallel=ParallelConfig(tensor=2))
+    assert on_ranks(4, tmp_path, config, partial(destinations, make_batch(0, REWARDS))) == [1, 2]  # not 3: 2 sends it
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
