@@ -3,8 +3,8 @@
 Invariants:
 - A node is asked every `BEAT_S`, whatever runs there: each time another of its actors. So what a controller has to do
   grows with its nodes, not with its services.
-- An actor must reply within `SILENT_S`. If it does not, or Ray's port of the node, which was open before, is closed,
-  the others are asked too. The node is lost if none of them replies, else that actor alone.
+- An actor must reply within `SILENT_S`. If it does not, the others are asked too: the node is lost if none of them
+  replies, else that actor alone. If Ray's port of the node, which was open before, is closed, the node is lost at once.
 - An actor that Ray reports as dead is no news of its node: whoever waits for it is informed by Ray.
 - Nothing here blocks the event loop, and no Ray call is cancelled: Ray's client does not support it.
 """
@@ -50,7 +50,7 @@ class NodeHeartbeat:
             actor = next(iter(self._lost))
             self._lost[actor] = self._lost.pop(actor)  # the last to be asked next time
             if await self._is_silent(actor):
-                alive = await self._others_reply(actor)
+                alive = not await self.port_closed() and await self._others_reply(actor)
                 for each, lost in self._lost.items():
                     if not lost.done() and (each is actor or not alive):
                         lost.set_result("it does not reply")
