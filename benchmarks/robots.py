@@ -10,10 +10,11 @@
 two ways around an obstacle, one-step MeanFlow less regression. `table`: the mean success of each policy over the tasks
 of examples/robots/benchmark.yaml and five seeds, with half of its 95% interval; `groups` has it by how hard they are,
 `tasks` by task, `policy_costs` what a chunk and a training step take. In a table that is not complete, only pairs of
-task and seed count that every policy has (`in_common`). With --keep, it is drawn too (success.png). `rl_gain`: success
-on pick-place after `rollart robots tune` less that before it, the mean over seeds, and half of its 95% interval;
-`obstacle_rl_gain` on the obstacle. With --keep, every result is kept as soon as it is there, and a benchmark that was
-stopped goes on with what is missing.
+task and seed count that every policy has (`in_common`). With --keep, it is drawn too (success.png).
+`dde_vs_jvp_success`: success with central differences less that with forward-mode differentiation, all else alike, on
+some of the tasks: the mean over seeds, and half of its 95% interval. `rl_gain`: success on pick-place after `rollart
+robots tune` less that before it, the mean over seeds, and half of its 95% interval; `obstacle_rl_gain` on the obstacle.
+With --keep, every result is kept as soon as it is there, and a benchmark that was stopped goes on with what is missing.
 """
 
 import argparse
@@ -47,7 +48,7 @@ from rollart.robots.chunks import ImitationData
 from rollart.robots.comparison import ComparedPolicy
 from rollart.robots.demonstrations import Demonstration
 from rollart.robots.learner import ImitationLearner, LearnerConfig, TrainedPolicy
-from rollart.robots.report import comparison_table, grouped, in_common, seed_means, write_bars
+from rollart.robots.report import comparison_table, grouped, in_common, seed_differences, seed_means, write_bars
 from rollart.simulator.result import interval
 
 PLAN = Path(__file__).parents[1] / "examples" / "robots" / "benchmark.yaml"
@@ -76,6 +77,10 @@ RL_SMOKE = {
     "tuning": {"steps": 2, "groups": 2, "group_size": 2, "optimizer_steps": 5},
 }
 COSTS = ("p50_ms", "p99_ms", "step_ms")  # of a chunk, and the CPU time of a training step
+DDE, JVP = "MeanFlow+cos+DDE", "MeanFlow+cos+JVP"
+DERIVATIVE_TASKS = [  # on which policies neither always nor never succeed
+    f"metaworld:{task}-v3" for task in ("hammer", "push-wall", "pick-place", "push", "shelf-place", "stick-pull")
+]
 ADROIT = ("adroit:door", "adroit:hammer", "adroit:pen")
 OBSERVATIONS, ACTIONS, STEPS = 39, 4, 1000  # as in Meta-World
 
@@ -206,7 +211,23 @@ def whole_table(cells: Cells, adroit: Path | None) -> dict[str, Any]:
         "in_common": len(common),
         "table_missing": missing,
         "table_minutes": round((time.monotonic() - began) / 60, 1),
+        **derivatives(cells, plan, by_policy[DDE]),
     }
+
+
+def derivatives(cells: Cells, plan: ComparisonFile, by_differences: Sequence[ComparedPolicy]) -> dict[str, Any]:
+    """The policy of the table that takes the derivative by central differences, and its twin that does not."""
+    twin = {JVP: plan.policies[DDE].model_copy(update={"derivative": "jvp"})}
+    plan = plan.model_copy(update={"tasks": DERIVATIVE_TASKS, "policies": twin})
+    folder = cells.folder / f"table-{settings_digest(plan)}"
+    made = asyncio.run(comparison.compare(plan, folder, report, cells.seconds_left))
+    found: dict[str, Any] = {"derivative_missing": len(plan.tasks) * plan.seeds - len(made)}
+    both = in_common([*by_differences, *made]) if made else []
+    if both:
+        success = {policy: interval(seed_means(both, policy)) for policy in (DDE, JVP)}
+        difference = interval(seed_differences(both, DDE, JVP))
+        found |= {"derivatives": rounded(success), **rounded({"dde_vs_jvp_success": difference})}
+    return found
 
 
 def settings_digest(plan: ComparisonFile) -> str:

@@ -161,6 +161,13 @@ def seed_means(results: Sequence[ComparedPolicy], policy: str) -> list[float]:
     return [fmean(values) for values in shares.values()]
 
 
+def seed_differences(results: Sequence[ComparedPolicy], policy: str, other: str) -> list[float]:
+    """The mean success of a policy less that of the other, for each seed, over the tasks that both have."""
+    both = in_common([one for one in results if one.policy in (policy, other)])
+    by_seed = ([one for one in both if one.seed == seed] for seed in sorted({one.seed for one in both}))
+    return [seed_means(some, policy)[0] - seed_means(some, other)[0] for some in by_seed]
+
+
 def _mean(values: Sequence[float]) -> str:
     if not values:
         return "-"

@@ -13,6 +13,7 @@ from rollart.robots.report import (
     grouped,
     in_common,
     score_table,
+    seed_differences,
     seed_means,
     write_bars,
     write_curves,
@@ -121,3 +122,10 @@ def test_six_policies_with_intervals_fit_80_columns() -> None:
     row = next(line for line in shown.splitlines() if line.startswith("button-press-v3 "))
     assert row.count("0.50±.49") == 6
     assert "all tasks" in shown
+
+
+def test_differences_are_of_the_tasks_and_seeds_that_both_policies_have() -> None:
+    shares = {("fast", "a", 1): 0.5, ("fast", "a", 0): 1.0, ("fast", "b", 0): 0.0, ("fast", "b", 1): 0.5}
+    shares |= {("slow", "a", 0): 0.25, ("slow", "b", 1): 0.25, ("slow", "a", 1): 0.5, ("slow", "a", 2): 0.5}
+    results = [compared(*key, share) for key, share in shares.items()]
+    assert seed_differences([*results, compared("other", "a", 0, 1.0)], "fast", "slow") == [0.75, 0.125]
