@@ -56,9 +56,17 @@ PARTS = ("costs", "multimodal", "rl", "table")
 RL: dict[str, dict[str, Any]] = {
     "pick-place": {
         "task": "metaworld:pick-place-v3",
-        "demonstrations": {"episodes": 6},
+        "demonstrations": {"episodes": 8},
         "training": {"steps": 3000, "batch": 64},
-        "tuning": {"steps": 3, "groups": 40, "group_size": 6, "optimizer_steps": 2000, "lr": 1e-3, "explore": 0.2},
+        "tuning": {
+            "steps": 2,
+            "groups": 80,
+            "group_size": 12,
+            "optimizer_steps": 3000,
+            "lr": 1e-3,
+            "ema": 0.999,
+            "explore": 0.2,
+        },
         "evaluation": {"episodes": 50},
     },
     "obstacle": {
