@@ -106,9 +106,20 @@ def grouped(results: Sequence[ComparedPolicy]) -> dict[str, dict[str, list[float
     groups: dict[str, list[ComparedPolicy]] = defaultdict(list)
     for one in common:
         groups[group_of(one.task)].append(one)
-    name = "all tasks" if len(common) == len(results) else f"all, {len(common) // len(policies)} each"
-    groups = {**(groups if len(groups) > 1 else {}), name: common}
+    shown = {group: _same_tasks(some) for group, some in groups.items()} if len(groups) > 1 else {}
+    every = _same_tasks(common)
+    name = "all tasks" if len(every) == len(results) else f"all, {len(every) // len(policies)} each"
+    groups = {**shown, name: every}
     return {group: {policy: seed_means(some, policy) for policy in policies} for group, some in groups.items()}
+
+
+def _same_tasks(results: Sequence[ComparedPolicy]) -> list[ComparedPolicy]:
+    """Those of the seeds that have the most tasks: the others would be means of something else."""
+    tasks: dict[int, set[str]] = defaultdict(set)
+    for one in results:
+        tasks[one.seed].add(one.task)
+    most = max(tasks.values(), key=len, default=set())
+    return [one for one in results if tasks[one.seed] == most]
 
 
 def write_bars(results: Sequence[ComparedPolicy], path: Path) -> None:

@@ -111,6 +111,13 @@ def test_tasks_are_grouped_by_how_hard_they_are(tmp_path: Path) -> None:
     assert (tmp_path / "success.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_means_of_a_comparison_that_is_not_complete_are_over_the_same_tasks_for_every_seed() -> None:
+    """A seed that has played easy tasks alone would lift the mean."""
+    shares = {("metaworld:reach-v3", 1): 1.0, ("metaworld:reach-v3", 0): 0.5, ("metaworld:push-v3", 0): 0.0}
+    groups = grouped([compared("fast", *pair, success) for pair, success in shares.items()])
+    assert groups == {"easy": {"fast": [1.0, 0.5]}, "hard": {"fast": [0.0]}, "all, 2 each": {"fast": [0.25]}}
+
+
 def test_every_task_of_metaworld_that_papers_call_harder_exists() -> None:
     assert {name for names in DIFFICULTIES.values() for name in names} < set(META_WORLD)
 
