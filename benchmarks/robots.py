@@ -57,7 +57,7 @@ RL: dict[str, dict[str, Any]] = {
     "pick-place": {
         "task": "metaworld:pick-place-v3",
         "demonstrations": {"episodes": 8},
-        "training": {"steps": 3000, "batch": 64},
+        "training": {"steps": 3000, "batch": 64, "deadline": 3600},  # for one call, which is a whole update
         "tuning": {
             "steps": 2,
             "groups": 80,
