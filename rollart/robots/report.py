@@ -173,8 +173,8 @@ def seed_means(results: Sequence[ComparedPolicy], policy: str) -> list[float]:
 
 
 def seed_differences(results: Sequence[ComparedPolicy], policy: str, other: str) -> list[float]:
-    """The mean success of a policy less that of the other, for each seed, over the tasks that both have."""
-    both = in_common([one for one in results if one.policy in (policy, other)])
+    """The mean success of a policy over the tasks less that of the other, for each seed that has all tasks of both."""
+    both = _same_tasks(in_common([one for one in results if one.policy in (policy, other)]))
     by_seed = ([one for one in both if one.seed == seed] for seed in sorted({one.seed for one in both}))
     return [seed_means(some, policy)[0] - seed_means(some, other)[0] for some in by_seed]
 

@@ -131,8 +131,9 @@ def test_six_policies_with_intervals_fit_80_columns() -> None:
     assert "all tasks" in shown
 
 
-def test_differences_are_of_the_tasks_and_seeds_that_both_policies_have() -> None:
+def test_differences_are_of_seeds_for_which_both_policies_have_the_same_tasks() -> None:
     shares = {("fast", "a", 1): 0.5, ("fast", "a", 0): 1.0, ("fast", "b", 0): 0.0, ("fast", "b", 1): 0.5}
-    shares |= {("slow", "a", 0): 0.25, ("slow", "b", 1): 0.25, ("slow", "a", 1): 0.5, ("slow", "a", 2): 0.5}
+    shares |= {("slow", "a", 0): 0.25, ("slow", "b", 1): 0.25, ("slow", "a", 1): 0.5, ("slow", "b", 0): 0.25}
+    shares |= {("slow", "a", 2): 0.0, ("fast", "a", 2): 1.0, ("other", "a", 0): 1.0}
     results = [compared(*key, share) for key, share in shares.items()]
-    assert seed_differences([*results, compared("other", "a", 0, 1.0)], "fast", "slow") == [0.75, 0.125]
+    assert seed_differences(results, "fast", "slow") == [0.25, 0.125]
