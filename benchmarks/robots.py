@@ -9,11 +9,13 @@
 `one_step_vs_ten_latency`: a chunk by MeanFlow, over one by flow matching in ten steps. `multimodal_gain`: success with
 two ways around an obstacle, one-step MeanFlow less regression. `table`: the mean success of each policy over the tasks
 of examples/robots/benchmark.yaml and five seeds, with half of its 95% interval; `groups` has it by how hard they are,
-`tasks` by task, `policy_costs` what a chunk and a training step take. In a table that is not complete, only pairs of
-task and seed count that every policy has (`in_common`). With --keep, it is drawn too (success.png). `rl_gain`: success
-on pick-place after `rollart robots tune` less that before it, the mean over seeds, and half of its 95% interval;
-`obstacle_rl_gain` on the obstacle. With --keep, every result is kept as soon as it is there, and a benchmark that was
-stopped goes on with what is missing.
+`tasks` by task, `differences` MeanFlow with cosine loss and DDE less each other policy, seed by seed, `policy_costs`
+what a chunk and a training step take. In a table that is not complete, only pairs of task and seed count that every
+policy has (`in_common`). With --keep, it is drawn too (success.png).
+`dde_vs_jvp_success`: success with central differences less that with forward-mode differentiation, all else alike, on
+some of the tasks: the mean over seeds, and half of its 95% interval. `rl_gain`: success on pick-place after `rollart
+robots tune` less that before it, the mean over seeds, and half of its 95% interval; `obstacle_rl_gain` on the obstacle.
+With --keep, every result is kept as soon as it is there, and a benchmark that was stopped goes on with what is missing.
 """
 
 import argparse
@@ -24,7 +26,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +49,7 @@ from rollart.robots.chunks import ImitationData
 from rollart.robots.comparison import ComparedPolicy
 from rollart.robots.demonstrations import Demonstration
 from rollart.robots.learner import ImitationLearner, LearnerConfig, TrainedPolicy
-from rollart.robots.report import comparison_table, grouped, in_common, seed_means, write_bars
+from rollart.robots.report import comparison_table, grouped, in_common, seed_differences, seed_means, write_bars
 from rollart.simulator.result import interval
 
 PLAN = Path(__file__).parents[1] / "examples" / "robots" / "benchmark.yaml"
@@ -55,9 +57,17 @@ PARTS = ("costs", "multimodal", "rl", "table")
 RL: dict[str, dict[str, Any]] = {
     "pick-place": {
         "task": "metaworld:pick-place-v3",
-        "demonstrations": {"episodes": 6},
-        "training": {"steps": 3000, "batch": 64},
-        "tuning": {"steps": 3, "groups": 40, "group_size": 6, "optimizer_steps": 2000, "lr": 1e-3, "explore": 0.2},
+        "demonstrations": {"episodes": 8},
+        "training": {"steps": 3000, "batch": 64, "deadline": 3600},  # for one call, which is a whole update
+        "tuning": {
+            "steps": 2,
+            "groups": 80,
+            "group_size": 12,
+            "optimizer_steps": 3000,
+            "lr": 1e-3,
+            "ema": 0.999,
+            "explore": 0.2,
+        },
         "evaluation": {"episodes": 50},
     },
     "obstacle": {
@@ -76,6 +86,10 @@ RL_SMOKE = {
     "tuning": {"steps": 2, "groups": 2, "group_size": 2, "optimizer_steps": 5},
 }
 COSTS = ("p50_ms", "p99_ms", "step_ms")  # of a chunk, and the CPU time of a training step
+DDE, JVP = "MeanFlow+cos+DDE", "MeanFlow+cos+JVP"
+DERIVATIVE_TASKS = [  # on which policies neither always nor never succeed
+    f"metaworld:{task}-v3" for task in ("hammer", "push-wall", "pick-place", "push", "shelf-place", "stick-pull")
+]
 ADROIT = ("adroit:door", "adroit:hammer", "adroit:pen")
 OBSERVATIONS, ACTIONS, STEPS = 39, 4, 1000  # as in Meta-World
 
@@ -135,9 +149,9 @@ def multimodal(folder: Path, *, smoke: bool) -> dict[str, Any]:
     )
     results = asyncio.run(comparison.compare(plan, folder, report))
     Console().print(comparison_table(results))
-    success = {policy: interval(seed_means(results, policy)) for policy in plan.policies}
+    success = intervals({policy: seed_means(results, policy) for policy in plan.policies})
     gain = success["meanflow"][0] - success["regression"][0]
-    return {"multimodal_gain": round(gain, 3), "multimodal": rounded(success)}
+    return {"multimodal_gain": round(gain, 3), "multimodal": success}
 
 
 def tuned(cells: Cells, *, smoke: bool) -> dict[str, Any]:
@@ -151,7 +165,7 @@ def tuned(cells: Cells, *, smoke: bool) -> dict[str, Any]:
         gains = [one["after"] - one["before"] for one in made if one is not None]
         if gains:
             key = "rl_gain" if name == "pick-place" else f"{name}_rl_gain"
-            found |= rounded({key: interval(gains)})
+            found |= intervals({key: gains})
             found[f"{key}_runs"] = made
     return found
 
@@ -178,35 +192,45 @@ def whole_table(cells: Cells, adroit: Path | None) -> dict[str, Any]:
     results = asyncio.run(comparison.compare(plan, folder, report, cells.seconds_left))
     Console(width=100).print(comparison_table(results))
     write_bars(results, folder / "success.png")
+    minutes = round((time.monotonic() - began) / 60, 1)
+    return {**summary(plan, results), "table_minutes": minutes, **derivatives(cells, plan, results)}
+
+
+def summary(plan: ComparisonFile, results: Sequence[ComparedPolicy]) -> dict[str, Any]:
     tasks: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for one in results:
         tasks[one.task][one.policy].append(one.success)
-    means = {
-        task: {policy: round(statistics.fmean(values), 3) for policy, values in of_policy.items()}
-        for task, of_policy in tasks.items()
-    }
-    common = in_common(results)
-    groups = {
-        group: rounded({policy: interval(values) for policy, values in of_policy.items() if values})
-        for group, of_policy in grouped(results).items()
-    }
+    groups, common = grouped(results), in_common(results)
+    others = [policy for policy in plan.policies if policy != DDE and common]
     by_policy = {policy: [one for one in results if one.policy == policy] for policy in plan.policies}
-    costs = {
-        policy: {name: round(statistics.median(getattr(one, name) for one in some), 3) for name in COSTS}
-        for policy, some in by_policy.items()
-        if some
-    }
-    missing = len(plan.tasks) * len(plan.policies) * plan.seeds - len(results)
     return {
-        "table": list(groups.values())[-1],
-        "groups": groups,
-        "tasks": means,
-        "policy_costs": costs,
+        "table": intervals(list(groups.values())[-1]),
+        "groups": {group: intervals(means) for group, means in groups.items()},
+        "tasks": {task: intervals(of_policy) for task, of_policy in tasks.items()},
+        "differences": intervals({policy: seed_differences(common, DDE, policy) for policy in others}),
+        "policy_costs": {
+            policy: {name: round(statistics.median(getattr(one, name) for one in some), 3) for name in COSTS}
+            for policy, some in by_policy.items()
+            if some
+        },
         "policies": len(results),
         "in_common": len(common),
-        "table_missing": missing,
-        "table_minutes": round((time.monotonic() - began) / 60, 1),
+        "table_missing": len(plan.tasks) * len(plan.policies) * plan.seeds - len(results),
     }
+
+
+def derivatives(cells: Cells, plan: ComparisonFile, results: Sequence[ComparedPolicy]) -> dict[str, Any]:
+    """The policy of the table that takes the derivative by central differences, and its twin that does not."""
+    twin = {JVP: plan.policies[DDE].model_copy(update={"derivative": "jvp"})}
+    plan = plan.model_copy(update={"tasks": DERIVATIVE_TASKS, "policies": twin})
+    folder = cells.folder / f"table-{settings_digest(plan)}"
+    made = asyncio.run(comparison.compare(plan, folder, report, cells.seconds_left))
+    found: dict[str, Any] = {"derivative_missing": len(plan.tasks) * plan.seeds - len(made)}
+    both = in_common([*(one for one in results if one.policy == DDE), *made]) if made else []
+    if both:
+        found["derivatives"] = intervals({policy: seed_means(both, policy) for policy in (DDE, JVP)})
+        found |= intervals({"dde_vs_jvp_success": seed_differences(both, DDE, JVP)})
+    return found
 
 
 def settings_digest(plan: ComparisonFile) -> str:
@@ -216,9 +240,10 @@ def settings_digest(plan: ComparisonFile) -> str:
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
 
 
-def rounded(values: dict[str, tuple[float, float]]) -> dict[str, list[float]]:
-    """Without the interval, if it is not known: JSON has no NaN."""
-    return {name: [round(number, 3) for number in pair if number == number] for name, pair in values.items()}
+def intervals(values: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """Means, each with half of its 95% interval, if that is known: JSON has no NaN."""
+    pairs = {name: interval(some) for name, some in values.items() if some}
+    return {name: [round(number, 3) for number in pair if number == number] for name, pair in pairs.items()}
 
 
 def report(one: ComparedPolicy) -> None:

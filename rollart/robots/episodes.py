@@ -11,7 +11,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -186,12 +185,3 @@ def _milliseconds(latencies: Sequence[float]) -> tuple[float, float]:
     if len(latencies) < 2:
         return (1e3 * sum(latencies),) * 2
     return 1e3 * statistics.median(latencies), 1e3 * statistics.quantiles(latencies, n=100)[-1]
-
-
-def save_video(score: RobotScore, path: Path) -> bool:
-    """The first success, or the first episode, as a GIF; False if none was filmed."""
-    filmed = sorted((one for one in score.played if one.video), key=lambda one: not one.success)
-    if filmed:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(filmed[0].video)
-    return bool(filmed)

@@ -106,9 +106,20 @@ def grouped(results: Sequence[ComparedPolicy]) -> dict[str, dict[str, list[float
     groups: dict[str, list[ComparedPolicy]] = defaultdict(list)
     for one in common:
         groups[group_of(one.task)].append(one)
-    name = "all tasks" if len(common) == len(results) else f"all, {len(common) // len(policies)} each"
-    groups = {**(groups if len(groups) > 1 else {}), name: common}
+    shown = {group: _same_tasks(some) for group, some in groups.items()} if len(groups) > 1 else {}
+    every = _same_tasks(common)
+    name = "all tasks" if len(every) == len(results) else f"all, {len(every) // len(policies)} each"
+    groups = {**shown, name: every}
     return {group: {policy: seed_means(some, policy) for policy in policies} for group, some in groups.items()}
+
+
+def _same_tasks(results: Sequence[ComparedPolicy]) -> list[ComparedPolicy]:
+    """Those of the seeds that have the most tasks: the others would be means of something else."""
+    tasks: dict[int, set[str]] = defaultdict(set)
+    for one in results:
+        tasks[one.seed].add(one.task)
+    most = max(tasks.values(), key=len, default=set())
+    return [one for one in results if tasks[one.seed] == most]
 
 
 def write_bars(results: Sequence[ComparedPolicy], path: Path) -> None:
@@ -159,6 +170,13 @@ def seed_means(results: Sequence[ComparedPolicy], policy: str) -> list[float]:
         if one.policy == policy:
             shares[one.seed].append(one.success)
     return [fmean(values) for values in shares.values()]
+
+
+def seed_differences(results: Sequence[ComparedPolicy], policy: str, other: str) -> list[float]:
+    """The mean success of a policy over the tasks less that of the other, for each seed that has all tasks of both."""
+    both = _same_tasks(in_common([one for one in results if one.policy in (policy, other)]))
+    by_seed = ([one for one in both if one.seed == seed] for seed in sorted({one.seed for one in both}))
+    return [seed_means(some, policy)[0] - seed_means(some, other)[0] for some in by_seed]
 
 
 def _mean(values: Sequence[float]) -> str:

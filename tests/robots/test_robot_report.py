@@ -13,6 +13,7 @@ from rollart.robots.report import (
     grouped,
     in_common,
     score_table,
+    seed_differences,
     seed_means,
     write_bars,
     write_curves,
@@ -110,6 +111,13 @@ def test_tasks_are_grouped_by_how_hard_they_are(tmp_path: Path) -> None:
     assert (tmp_path / "success.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_means_of_a_comparison_that_is_not_complete_are_over_the_same_tasks_for_every_seed() -> None:
+    """A seed that has played easy tasks alone would lift the mean."""
+    shares = {("metaworld:reach-v3", 1): 1.0, ("metaworld:reach-v3", 0): 0.5, ("metaworld:push-v3", 0): 0.0}
+    groups = grouped([compared("fast", *pair, success) for pair, success in shares.items()])
+    assert groups == {"easy": {"fast": [1.0, 0.5]}, "hard": {"fast": [0.0]}, "all, 2 each": {"fast": [0.25]}}
+
+
 def test_every_task_of_metaworld_that_papers_call_harder_exists() -> None:
     assert {name for names in DIFFICULTIES.values() for name in names} < set(META_WORLD)
 
@@ -121,3 +129,11 @@ def test_six_policies_with_intervals_fit_80_columns() -> None:
     row = next(line for line in shown.splitlines() if line.startswith("button-press-v3 "))
     assert row.count("0.50±.49") == 6
     assert "all tasks" in shown
+
+
+def test_differences_are_of_seeds_for_which_both_policies_have_the_same_tasks() -> None:
+    shares = {("fast", "a", 1): 0.5, ("fast", "a", 0): 1.0, ("fast", "b", 0): 0.0, ("fast", "b", 1): 0.5}
+    shares |= {("slow", "a", 0): 0.25, ("slow", "b", 1): 0.25, ("slow", "a", 1): 0.5, ("slow", "b", 0): 0.25}
+    shares |= {("slow", "a", 2): 0.0, ("fast", "a", 2): 1.0, ("other", "a", 0): 1.0}
+    results = [compared(*key, share) for key, share in shares.items()]
+    assert seed_differences(results, "fast", "slow") == [0.25, 0.125]

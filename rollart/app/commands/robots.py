@@ -30,9 +30,7 @@ app = typer.Typer(
     "[dim]rollart robots train examples/robots/pick_place.yaml[/dim]",
 )
 VIDEO_PIXELS, FILMED = 160, 2
-Video = Annotated[
-    bool, typer.Option("--video", help="Film two episodes and keep a successful one, as RUN_DIR/videos/TASK.gif.")
-]
+Video = Annotated[bool, typer.Option("--video", help="Film two episodes and keep a successful one, in RUN_DIR/videos.")]
 Episodes = Annotated[int, typer.Option(min=1, help="Episodes to play.")]
 
 
@@ -251,12 +249,11 @@ def compare(
 def _film(console: Console, run_dir: Path, task: str) -> None:
     """Raises RollartError, for example where there is no renderer."""
     from rollart.robots import run as robot_run
-    from rollart.robots.episodes import save_video
+    from rollart.robots.video import save_video
 
     filmed = asyncio.run(robot_run.score_run(run_dir, episodes=FILMED, task=task, processes=1, video=VIDEO_PIXELS))
-    path = run_dir / "videos" / f"{task.replace(':', '-')}.gif"
-    save_video(filmed, path)
-    say(console, f"video: {path}")
+    for path in save_video(filmed, run_dir / "videos", task.replace(":", "-")):
+        say(console, f"video: {path}")
 
 
 def _as_dict(folder: Path) -> dict[str, object]:
