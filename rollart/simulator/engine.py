@@ -12,16 +12,16 @@ Invariants
 
 import asyncio
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from rollart.core.types import Completion, EngineStatus, Finish, GenerationRequest, LoadResult, Publication
 from rollart.simulator.decoding import CLOSE, DecodingBatch, SimulatedSequence
 from rollart.simulator.pass_cost import PassCost, seconds_of, steps_in
+from rollart.simulator.prefix_cache import SimulatedPrefixCache
 from rollart.simulator.weight_transfer import WeightTransfer
 
-_MAX_PROMPTS = 512
 _SPARE = 0.01  # of the KV stays free when a sequence is admitted, so that the others can grow
 
 
@@ -38,66 +38,9 @@ class EngineSeconds:
         return self.prefill + self.decode
 
 
-class SimulatedPrefixCache:
-    """KV of past turns and of prompts that a group shares, in tokens, least recently used first. `tokens` is the size
-    of all cached conversations."""
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        self._sessions: OrderedDict[str, int] = OrderedDict()
-        self._prompts: OrderedDict[int, None] = OrderedDict()
-
-    def missing(self, request: GenerationRequest) -> int:
-        """How many tokens must be fetched; the prompt of a group is fetched once."""
-        limit = len(request.tokens) - 1
-        if request.session in self._sessions or request.turn:
-            return limit - self._sessions.get(request.session, 0)
-        return 0 if self._has_prompt(request) else limit
-
-    def take(self, request: GenerationRequest) -> int:
-        """How many of its tokens are cached; a conversation's KV leaves the cache, as it is in use from now on."""
-        limit = len(request.tokens) - 1
-        if request.session in self._sessions:
-            cached = self._sessions.pop(request.session)
-            self.tokens -= cached
-            return min(cached, limit)
-        return limit if request.turn == 0 and self._has_prompt(request) else 0
-
-    def _has_prompt(self, request: GenerationRequest) -> bool:
-        """Whether the prompt is here; from now on it is."""
-        prompt = request.tokens.spans[0][0]  # type: ignore[attr-defined] # run-length, as all simulated tokens
-        if prompt in self._prompts:
-            return True
-        self._prompts[prompt] = None
-        if len(self._prompts) > _MAX_PROMPTS:
-            self._prompts.popitem(last=False)
-        return False
-
-    def put(self, session: str, tokens: int) -> None:
-        self.tokens += tokens - self._sessions.pop(session, 0)
-        self._sessions[session] = tokens
-
-    def evict(self, limit: float) -> None:
-        """Down to at most `limit` tokens of conversations. The last blocks of a conversation go first, so what is left
-        of it is a prefix that can be used."""
-        while self._sessions and self.tokens > limit:
-            session, tokens = self._sessions.popitem(last=False)
-            left = min(tokens, max(0, int(limit) - self.tokens + tokens))
-            self.tokens -= tokens - left
-            if left:
-                self._sessions[session] = left
-                self._sessions.move_to_end(session, last=False)
-                break
-
-    def clear(self) -> None:
-        self._sessions.clear()
-        self._prompts.clear()
-        self.tokens = 0
-
-
 class SimulatedEngine:
-    """`response` gives the number of tokens that a request generates and how it finishes. Other engines fetch KV from
-    `url`."""
+    """`response` gives the number of tokens that a request generates and how it finishes, `context` how many of its
+    tokens it has. Other engines fetch KV from `url`."""
 
     def __init__(
         self,
@@ -106,6 +49,7 @@ class SimulatedEngine:
         weights: WeightTransfer,
         response: Callable[[GenerationRequest], tuple[int, Finish]],
         *,
+        context: Callable[[GenerationRequest], int] = lambda request: len(request.tokens),
         max_batch: int,
         chunk: int,
         kv_tokens: int,
@@ -113,7 +57,7 @@ class SimulatedEngine:
     ) -> None:
         self.url, self.version, self.times = url, 0, EngineSeconds()
         self.prefilled = self.generated = self.preempted = self.swaps = 0
-        self._cost, self._weights, self._response = cost, weights, response
+        self._cost, self._weights, self._response, self._context = cost, weights, response, context
         self._max_batch, self._chunk, self._kv_tokens, self._keeps_kv = max_batch, chunk, kv_tokens, keeps_kv
         self._loop = asyncio.get_running_loop()
         self._clock: Callable[[], float] = self._loop.time
@@ -149,8 +93,8 @@ class SimulatedEngine:
         return (await self._serve(request, 0, "stop", 0)).prompt
 
     async def _serve(self, request: GenerationRequest, target: int, finish: Finish, fetched: int) -> Completion:
-        length = len(request.tokens)
-        kept = self._cache.take(request)
+        length = self._context(request)
+        kept = self._cache.take(request, length)
         cached = length - 1 if fetched else kept
         result: asyncio.Future[Completion] = self._loop.create_future()
         sequence = SimulatedSequence(
@@ -393,7 +337,8 @@ class SimulatedEngine:
     def _finish(self, sequence: SimulatedSequence) -> None:
         if sequence.target > sequence.made:
             self._batch.record_versions(sequence)
-        self._cache.put(sequence.request.session, sequence.length + sequence.target - 1)
+        if sequence.length == len(sequence.request.tokens):
+            self._cache.put(sequence.request.session, sequence.length + sequence.target - 1)
         self._evict(0.0)
         self.generated += sequence.target
         if not sequence.result.done():

@@ -20,6 +20,7 @@ from rollart.core.run_length import RunLength, run_of
 from rollart.core.seeds import seed_of
 from rollart.core.types import Finish, GenerationRequest, Message, Step
 from rollart.simulator.distributions import draw_of
+from rollart.simulator.prefix_cache import prompt_of
 from rollart.simulator.scenario import Scenario, Workload
 
 _MAX_SEEDS = 200_000  # of groups that may still get another member
@@ -149,11 +150,17 @@ class SimulatedRenderer:
         return ParsedAction("")
 
 
-class ResponseLengths:
-    """The lengths of the policy's responses, drawn by the seed of the request."""
+class RequestLengths:
+    """The lengths of contexts, and of the policy's responses, which are drawn by the seed of the request."""
 
     def __init__(self, scenario: Scenario) -> None:
-        self._draws = {task.name: draw_of(scenario.workload(task.name).response) for task in scenario.tasks}
+        workloads = {task.name: scenario.workload(task.name) for task in scenario.tasks}
+        self._draws = {name: draw_of(workload.response) for name, workload in workloads.items()}
+        self._windows = {name: workload.window for name, workload in workloads.items()}
+
+    def context(self, request: GenerationRequest) -> int:
+        window, whole = self._windows[request.task], len(request.tokens)
+        return whole if window is None else min(whole, prompt_of(request) + round(window))
 
     def __call__(self, request: GenerationRequest) -> tuple[int, Finish]:
         sampling = request.sampling

@@ -264,17 +264,15 @@ def _bought(
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """Means of a trajectory of the mixture: tokens, and seconds outside engines."""
+    """Means of a trajectory of the mixture: tokens, of which `prefilled` may be more than once, and seconds outside
+    engines."""
 
     turns: float
+    tokens: float
     prefilled: float
     answered: float
     context: float
     waiting: float
-
-    @property
-    def tokens(self) -> float:
-        return self.prefilled + self.answered
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,10 +297,15 @@ def means_of(scenario: Scenario) -> Means:
 
 def _means(workload: Workload) -> Means:
     turns = max(1.0, mean_of(workload.turns))
-    prefilled = mean_of(workload.prompt) + (turns - 1) * mean_of(workload.observation)
-    answered = turns * mean_of(workload.response)
+    prompt, answered = mean_of(workload.prompt), turns * mean_of(workload.response)
+    prefilled = prompt + (turns - 1) * mean_of(workload.observation)
+    tokens = prefilled + answered
+    context = tokens / 2
+    if workload.window is not None:  # what is in it is prefilled again in each turn
+        recent = min(workload.window, (tokens - prompt) / 2)
+        prefilled, context = prompt + turns * recent, prompt + recent
     waiting = mean_of(workload.reset) + turns * (mean_of(workload.step) + mean_of(workload.delay))
-    return Means(turns, prefilled, answered, (prefilled + answered) / 2, waiting + mean_of(workload.reward))
+    return Means(turns, tokens, prefilled, answered, context, waiting + mean_of(workload.reward))
 
 
 def estimate(plan: ClusterPlan, scenario: Scenario, means: Means) -> Estimate:

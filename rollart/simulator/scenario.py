@@ -58,6 +58,12 @@ class Workload(Section):
     prompt: Quantity = Field(256.0, description="tokens of the first observation, the same for a group")
     observation: Quantity = Field(128.0, description="tokens of every later observation")
     response: Quantity = Field(256.0, description="tokens of every response, at most sampling.max_tokens")
+    window: float | None = Field(
+        None,
+        gt=0,
+        description="tokens that a request has besides its prompt, the last ones; past turns before them are left out, "
+        "and of a request only the prompt is cached. Default: the whole conversation",
+    )
     reset: Quantity = Field(0.0, description="seconds")
     step: Quantity = Field(0.0, description="seconds")
     delay: Quantity = Field(0.0, description="extra seconds per step, for instance {normal: {mean: 5, sd: 2}}")

@@ -34,7 +34,7 @@ from rollart.simulator import clock
 from rollart.simulator.constants import EMULATED
 from rollart.simulator.contention import Contention
 from rollart.simulator.engine import SimulatedEngine
-from rollart.simulator.environments import ResponseLengths, SimulatedEnvironments, SimulatedRenderer
+from rollart.simulator.environments import RequestLengths, SimulatedEnvironments, SimulatedRenderer
 from rollart.simulator.pass_cost import PassCost
 from rollart.simulator.result import SimulationResult, Tally, price_per_hour, result_of
 from rollart.simulator.scenario import Scenario, engine_defaults
@@ -185,7 +185,7 @@ class Simulation:
         return Contention(section.contention, engines, section.cores)
 
     def _make_router(self, sink: EventSink) -> Router:
-        scenario, responses = self._scenario, ResponseLengths(self._scenario)
+        scenario, lengths = self._scenario, RequestLengths(self._scenario)
         pools: dict[str, EnginePool] = {}
         for name, pool in scenario.pools_of("generate").items():
             device, shape, constants = self._device(pool.devices[0]), scenario.shape, scenario.simulate.constants
@@ -200,7 +200,8 @@ class Simulation:
                     f"{name}-{number}",
                     cost,
                     self._weights,
-                    responses,
+                    lengths,
+                    context=lengths.context,
                     max_batch=max_batch,
                     chunk=chunk,
                     kv_tokens=kv_tokens,

@@ -53,6 +53,17 @@ def test_sequences_of_one_batch_share_the_reading_of_the_weights() -> None:
     assert run(main(16)) < 2 * run(main(1))
 
 
+def test_a_request_that_leaves_out_past_turns_has_only_its_prompt_cached() -> None:
+    async def main() -> Completion:
+        one = engine(context=lambda request: min(len(request.tokens), 1000 + 300))
+        await one.generate(request("a", 1000, 100))
+        context = cast(list[int], RunLength.of(1, 1000) + RunLength.of(0, 5000))
+        return await one.generate(GenerationRequest("a/9", "a", "task", 9, context, Sampling(max_tokens=10)))
+
+    done = run(main())
+    assert (done.prompt, done.cached) == (1300, 1000)
+
+
 def test_the_next_turn_prefills_only_what_is_new() -> None:
     async def main() -> Completion:
         one = engine()
