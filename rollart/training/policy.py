@@ -237,7 +237,7 @@ class _Forward:
         multiple: int,
     ) -> None:
         """Passes are padded to a `multiple` of tokens."""
-        self._context, self._gates, self._tail, self._outputs = ranks.context, gates, tail, outputs
+        self._context, self._gates, self.tail, self._outputs = ranks.context, gates, tail, outputs
         self._multiple = multiple
 
     def __call__(self, model: Any, packed: Packed) -> tuple[Tensor, ...]:
@@ -254,9 +254,9 @@ class _Forward:
             tokens, positions = (functional.pad(each, (0, padding)) for each in (tokens, positions))
         if self._gates is not None:
             self._gates.begin(packed)
-        if self._tail is not None:
+        if self.tail is not None:
             rows = torch.unique(predict)  # a teacher's likeliest tokens repeat a position
-            self._tail.rows = _with_others(rows, -len(rows) % self._multiple, tokens.shape[1])
+            self.tail.rows = _with_others(rows, -len(rows) % self._multiple, tokens.shape[1])
         states = model.base_model(
             input_ids=tokens, position_ids=positions, use_cache=False, packed=packed, context=context
         ).last_hidden_state[0]

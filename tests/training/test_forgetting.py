@@ -68,7 +68,7 @@ def play(
     for width in range(2, 2 + LENGTH):
         packed = pack(rows, [[0] * width for _ in rows])
         model = trainer.learner.policy.model
-        model.base_model.layers[-1].mlp.forward.rows = None  # all positions, not those that were trained last
+        model.forward.__func__.tail.rows = None  # all positions, not those that were trained last
         states = model.base_model(input_ids=packed.tokens, position_ids=packed.positions, packed=packed)
         logits = model.get_output_embeddings()(states.last_hidden_state)
         scores = logits[0, width - 1 :: width].log_softmax(-1)
