@@ -12,6 +12,8 @@ of examples/robots/benchmark.yaml and five seeds, with half of its 95% interval;
 `tasks` by task, `differences` MeanFlow with cosine loss and DDE less each other policy, seed by seed, `policy_costs`
 what a chunk and a training step take. In a table that is not complete, only pairs of task and seed count that every
 policy has (`in_common`). With --keep, it is drawn too (success.png).
+`table_train_cpu_s`: the CPU seconds of the training of all policies, those that were kept included; `cpu_s`: what this
+command took in all, its processes included.
 `dde_vs_jvp_success`: success with central differences less that with forward-mode differentiation, all else alike, on
 some of the tasks: the mean over seeds, and half of its 95% interval. `rl_gain`: success on pick-place after `rollart
 robots tune` less that before it, the mean over seeds, and half of its 95% interval; `obstacle_rl_gain` on the obstacle.
@@ -22,12 +24,14 @@ import argparse
 import asyncio
 import hashlib
 import json
+import os
 import statistics
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +48,7 @@ from rollart.config.robots import (
     RobotEvaluationConfig,
     RobotRunFile,
 )
+from rollart.observe.draw import table
 from rollart.robots import comparison, imitation, tuning
 from rollart.robots.chunks import ImitationData
 from rollart.robots.comparison import ComparedPolicy
@@ -60,15 +65,15 @@ RL: dict[str, dict[str, Any]] = {
         "demonstrations": {"episodes": 8},
         "training": {"steps": 3000, "batch": 64, "deadline": 3600},  # for one call, which is a whole update
         "tuning": {
-            "steps": 2,
-            "groups": 80,
-            "group_size": 12,
+            "steps": 3,
+            "groups": 100,
+            "group_size": 6,
             "optimizer_steps": 3000,
             "lr": 1e-3,
             "ema": 0.999,
             "explore": 0.2,
         },
-        "evaluation": {"episodes": 50},
+        "evaluation": {"episodes": 100},
     },
     "obstacle": {
         "task": "toy:obstacle",
@@ -139,8 +144,8 @@ def multimodal(folder: Path, *, smoke: bool) -> dict[str, Any]:
     plan = ComparisonFile.model_validate(
         {
             "tasks": ["toy:obstacle"],
-            "policies": {"meanflow": "meanflow", "flow": "flow", "regression": "regression"},
-            "seeds": 2 if smoke else 5,
+            "policies": {name: name for name in ("meanflow", "regression", *(() if smoke else ("flow",)))},
+            "seeds": 1 if smoke else 5,
             "demonstrations": {"episodes": 10 if smoke else 50},
             "control": {"history": 1, "chunk": 8, "execute": 8},
             "training": {"steps": 20 if smoke else 1500, "batch": 64},
@@ -157,6 +162,7 @@ def multimodal(folder: Path, *, smoke: bool) -> dict[str, Any]:
 def tuned(cells: Cells, *, smoke: bool) -> dict[str, Any]:
     """Imitate, then tune, with few demonstrations, so that there is room to improve."""
     found: dict[str, Any] = {}
+    rows = table("task", "demonstrations", "seeds", "imitated", "after RL", "gain, 95%")
     for name, settings in RL.items():
         if smoke and not settings["task"].startswith("toy:"):
             continue
@@ -167,7 +173,18 @@ def tuned(cells: Cells, *, smoke: bool) -> dict[str, Any]:
             key = "rl_gain" if name == "pick-place" else f"{name}_rl_gain"
             found |= intervals({key: gains})
             found[f"{key}_runs"] = made
+            rows.add_row(*after_rl(settings, [one for one in made if one is not None], gains))
+    Console(width=100).print(rows)
     return found
+
+
+def after_rl(settings: dict[str, Any], made: Sequence[dict[str, float]], gains: Sequence[float]) -> list[str]:
+    """A row: apart from the table of policies, because there are fewer demonstrations."""
+    before, after = (statistics.fmean(one[when] for one in made) for when in ("before", "after"))
+    mean, half = interval(gains)
+    change = f"{mean:+.2f}" if half != half else f"{mean:+.2f} ± {half:.2f}"  # NaN for a single seed
+    shown = str(settings["demonstrations"]["episodes"])
+    return [settings["task"], shown, str(len(made)), f"{before:.2f}", f"{after:.2f}", change]
 
 
 def gain(run: dict[str, Any], seed: int) -> dict[str, float]:
@@ -201,6 +218,7 @@ def summary(plan: ComparisonFile, results: Sequence[ComparedPolicy]) -> dict[str
     for one in results:
         tasks[one.task][one.policy].append(one.success)
     groups, common = grouped(results), in_common(results)
+    done = {(one.policy, one.task, one.seed) for one in results}
     others = [policy for policy in plan.policies if policy != DDE and common]
     by_policy = {policy: [one for one in results if one.policy == policy] for policy in plan.policies}
     return {
@@ -215,7 +233,11 @@ def summary(plan: ComparisonFile, results: Sequence[ComparedPolicy]) -> dict[str
         },
         "policies": len(results),
         "in_common": len(common),
-        "table_missing": len(plan.tasks) * len(plan.policies) * plan.seeds - len(results),
+        "table_train_cpu_s": round(sum(one.step_ms for one in results) * plan.training.steps / 1e3),
+        "table_missing": sum(
+            (policy, task, seed) not in done
+            for policy, task, seed in product(plan.policies, plan.tasks, range(plan.seed, plan.seed + plan.seeds))
+        ),
     }
 
 
@@ -269,6 +291,7 @@ def main() -> None:
             found |= whole_table(cells, arguments.adroit)
         if cells.missing:
             found["missing"] = len(cells.missing)
+    found["cpu_s"] = round(sum(os.times()[:4]), 1)  # of this process and of those that it waited for
     print(json.dumps(found))
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from rollart.config import TaskConfig
+from rollart.core.errors import EngineFailed
 from rollart.core.seeds import seed_of
 from rollart.core.types import Batch, Outcome, Publication, Trajectory, Turn
 from rollart.robots.chunks import ImitationData
@@ -28,15 +29,17 @@ from rollart.rollout.trajectory import Attempt, AttemptRunner
 from rollart.training.advantages import ADVANTAGES
 
 _CHUNKS, _RATE = "chunks", "reward_per_step"  # in the info of a trajectory
+POLICY_DEADLINE_S = 240.0  # less than that of an episode, so that the environment is not blamed
 
 
 class ActingPolicy(BatchedPolicy):
     """The policy in `folder`, which the control plane sees as it sees engines. Its version is the number of updates,
     each of `optimizer_steps`."""
 
-    def __init__(self, folder: Path, optimizer_steps: int) -> None:
+    def __init__(self, folder: Path, optimizer_steps: int, deadline: float = POLICY_DEADLINE_S) -> None:
         super().__init__(TrainedPolicy(folder))
         self._folder, self._optimizer_steps, self._floor = folder, optimizer_steps, 0
+        self._deadline = deadline
         self._subscribers: list[Callable[[], None]] = []
         self._loaded = asyncio.Event()
 
@@ -70,10 +73,17 @@ class ActingPolicy(BatchedPolicy):
         self.announce(publication)
 
     async def propose(self, history: Tensor, noise: Tensor) -> tuple[Proposal, int]:
-        """Waits for a version that may act; the episode has a deadline."""
-        while self.serving < self._floor:
-            self._loaded.clear()
-            await self._loaded.wait()
+        """Waits for a version that may act. Raises EngineFailed if there is none within `deadline` seconds."""
+        try:
+            async with asyncio.timeout(self._deadline):
+                while self.serving < self._floor:
+                    self._loaded.clear()
+                    await self._loaded.wait()
+        except TimeoutError:
+            raise EngineFailed(
+                f"version {self._floor} of the policy was not there after {self._deadline:g} s; "
+                "lower tuning.optimizer_steps if an update takes longer"
+            ) from None
         return await super().propose(history, noise)
 
 

@@ -16,6 +16,7 @@ not been.
 from pathlib import Path
 
 from rollart.config.robots import RobotRunFile
+from rollart.core.errors import ConfigError
 from rollart.core.events import WarmupStep
 from rollart.robots import demonstrations
 from rollart.robots.episodes import RobotScore
@@ -23,8 +24,19 @@ from rollart.robots.learner import LearnerConfig, TrainedPolicy
 from rollart.robots.record import record
 from rollart.robots.run import OnLog, RobotRun, save_score
 from rollart.robots.service import RobotTrainerClient
+from rollart.robots.suites import robot_task
 
 REPORT_EVERY = 50  # steps between two progress events
+
+
+def check_demonstrations(run: RobotRunFile) -> None:
+    """Before there is a run folder. Raises DemonstrationError if the files cannot be used, or ConfigError if there are
+    none and the task has no expert."""
+    wanted = run.demonstrations
+    if wanted.path is not None:
+        demonstrations.load_for(run.task, wanted.path, wanted.episodes, run.control.cloud)
+    elif robot_task(run.task).player is None:
+        raise ConfigError(f"{run.task} has no scripted expert; name recorded files with `demonstrations.path`")
 
 
 async def train(run: RobotRunFile, folder: Path, *, resume: bool, on_log: OnLog) -> RobotScore:

@@ -220,6 +220,22 @@ def test_a_bad_run_file_is_one_sentence(tmp_path: Path, changes: str, problem: s
     assert "Traceback" not in result.output
 
 
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ("task: toy:obstacle\ndemonstrations: {path: FILE, episodes: 1}", "have observations of 5 and actions of 2"),
+        ("task: adroit:door", "adroit:door has no scripted expert; name recorded files"),
+    ],
+)
+def test_demonstrations_that_cannot_be_used_leave_no_run_folder(tmp_path: Path, changes: str, problem: str) -> None:
+    path, file, output = tmp_path / "run.yaml", tmp_path / "of another task.npz", tmp_path / "runs"
+    np.savez(file, observations=np.zeros((9, 5)), actions=np.zeros((9, 2)))
+    path.write_text(changes.replace("FILE", json.dumps(str(file))))
+    result = CliRunner().invoke(app, ["robots", "train", str(path), "--output", str(output)])
+    assert result.exit_code == 2 and problem in " ".join(result.output.split())
+    assert not output.exists()
+
+
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["robots", "eval", str(tmp_path)])
     assert result.exit_code == 2 and "is not a run folder of `rollart robots train`" in result.output

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tuned_obstacle import Exploring, Kept, LocalPool, run_file, tuner
+from tuned_obstacle import Exploring, Kept, LocalPool, exported, run_file, tuner
 from typer.testing import CliRunner
 
 from rollart.app.cli import app
 from rollart.config import loading
-from rollart.core.errors import RollartError
+from rollart.core.errors import EngineFailed, RollartError
 from rollart.core.event_log import EventLog, read_events
 from rollart.core.events import (
     BatchTaken,
@@ -26,6 +26,7 @@ from rollart.core.events import (
 )
 from rollart.observe.snapshot import words_of
 from rollart.robots import imitation
+from rollart.robots.exploration import ActingPolicy
 from rollart.robots.learner import TrainedPolicy
 from rollart.robots.tuning import gain_of, tune
 from rollart.robots.tuning_learner import ChunkBatch
@@ -91,6 +92,19 @@ def test_a_policy_that_is_too_old_waits_for_the_next(tmp_path: Path) -> None:
         return steps
 
     assert asyncio.run(play()) == [0, 3]
+
+
+def test_a_version_that_never_comes_is_an_error_with_its_number(tmp_path: Path) -> None:
+    learner = tuner(tmp_path, run_file())
+    exported(learner, tmp_path)
+
+    async def propose() -> None:
+        acting = ActingPolicy(tmp_path / "policy", 3, deadline=0.0)
+        acting.require(2)
+        await acting.propose(torch.zeros(1, 2), torch.zeros(acting.policy.noise_size))
+
+    with pytest.raises(EngineFailed, match=r"version 2 of the policy was not there after 0 s; lower tuning"):
+        asyncio.run(propose())
 
 
 def test_an_environment_that_fails_is_no_failure_of_the_policy(tmp_path: Path) -> None:

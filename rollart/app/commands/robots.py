@@ -85,6 +85,7 @@ def train(
     rollart robots train examples/robots/pick_place.yaml --set policy=flow[/dim]
     """
     from rollart.app.api import folder_for
+    from rollart.robots import imitation
     from rollart.robots import run as robot_run
     from rollart.robots.report import score_table
 
@@ -92,6 +93,9 @@ def train(
         raise RollartError("--run-dir is the folder of one run, but there are several run files")
     changes = [*(overrides or []), *([f"output={json.dumps(str(output))}"] if output else [])]
     runs = [robot_run.load(path, changes) for path in run_files]
+    if not resume:  # a run has a copy of its own
+        for run in runs:
+            imitation.check_demonstrations(run)
     with console_for(as_json) as console:
         scores = []
         for run in runs:
