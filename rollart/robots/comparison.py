@@ -86,7 +86,9 @@ async def compare(
     """All results, those that were there included. After `seconds` no job begins. Raises RollartError."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "compare.yaml").write_text(loading.dump(plan))
-    tasks = [robot_task(task, points=plan.control.cloud) for task in plan.tasks]
+    tasks = [robot_task(task, points=plan.control.cloud) for task in _unfinished(plan, results_in(folder))]
+    if not tasks:
+        return results_in(folder)  # no family need be installed
     # Environments live until the end: to start one takes as long as some episodes.
     pool = EnvironmentPool(tasks, plan.environments.model_copy(update={"processes": plan.jobs}))
     launcher = LocalLauncher()
@@ -173,6 +175,13 @@ class _Comparison:
         with (self._folder / RESULTS).open("ab") as file:
             file.write(msgspec.json.encode(result) + b"\n")
         self._on_result(result)
+
+
+def _unfinished(plan: ComparisonFile, results: Sequence[ComparedPolicy]) -> list[str]:
+    """The tasks that some policy has yet to learn with some seed."""
+    done = {(one.task, one.policy, one.seed) for one in results}
+    seeds = range(plan.seed, plan.seed + plan.seeds)
+    return [task for task in plan.tasks if any((task, *pair) not in done for pair in product(plan.policies, seeds))]
 
 
 async def _train(client: RobotTrainerClient, steps: int) -> float:

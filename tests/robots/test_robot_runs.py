@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -180,6 +181,14 @@ PLAN = comparison.ComparisonFile.model_validate(
 def test_a_comparison_whose_time_is_up_begins_nothing(tmp_path: Path) -> None:
     assert asyncio.run(comparison.compare(PLAN, tmp_path, lambda one: None, seconds=0.0)) == []
     assert not (tmp_path / "demonstrations").exists() and not (tmp_path / "logs").exists()
+
+
+def test_a_comparison_of_which_all_is_done_needs_no_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLART_ENVS", str(tmp_path / "none"))
+    plan = PLAN.model_copy(update={"tasks": ["adroit:pen"], "policies": {"mean": PLAN.policies["mean"]}, "seeds": 1})
+    done = comparison.ComparedPolicy("mean", "adroit:pen", 0, 0.5, 2, 0, 1.0, 2.0, 3.0)
+    (tmp_path / comparison.RESULTS).write_bytes(msgspec.json.encode(done) + b"\n")
+    assert asyncio.run(comparison.compare(plan, tmp_path, lambda one: None)) == [done]
 
 
 @pytest.mark.slow
