@@ -16,7 +16,7 @@ export NO_MKDOCS_2_WARNING = 1
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 18
 
-quickstart: install  ## create a tiny model and train it on three tasks (about five minutes)
+quickstart: install  ## create a tiny model and train it on three tasks (about four minutes)
 	$(BIN)/rollart train examples/quickstart.yaml
 
 smollm2: $(VENV)/.smollm2  ## the same on SmolLM2-135M-Instruct (about half an hour)
