@@ -23,7 +23,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollart.app.dashboard import reader
+from rollart.app.dashboard import reader, videos
 from rollart.app.dashboard.runs import Runs
 from rollart.app.dashboard.views import PUSHED, VIEWS, PushedView
 from rollart.core.errors import RollartError
@@ -54,6 +54,7 @@ def make_app(runs: Runs, key: str) -> Starlette:
             Route("/api/view/{view}", _view),
             Route("/api/trajectory", _trajectory),
             Route("/api/runfile", _run_file),
+            Route("/api/video", _video),
             Route("/api/plans", _plans),
             Route("/api/stream", _stream),
             Mount("/static", StaticFiles(directory=STATIC)),
@@ -158,6 +159,15 @@ def _run_file(request: Request) -> Response:
     if not path.is_file() or path.is_symlink() or path.stat().st_size > _MAX_RUN_FILE:
         return _json({"run": run, "text": ""})
     return _json({"run": run, "text": path.read_text(encoding="utf-8", errors="replace")})
+
+
+def _video(request: Request) -> Response:
+    run, name = request.query_params.get("run", ""), request.query_params.get("name", "")
+    try:
+        path, media_type = videos.file_of(_runs(request).get(run).folder, name)
+    except KeyError:
+        return _problem(404, f"there is no video {name!r} of a run {run!r}")
+    return FileResponse(path, media_type=media_type)
 
 
 def _plans(request: Request) -> Response:

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from rollart.app.dashboard import videos
 from rollart.app.dashboard.pace import pace
 from rollart.app.dashboard.run_index import RunIndex
 from rollart.app.dashboard.step_curves import thin
@@ -32,6 +33,7 @@ def overview(index: RunIndex, query: dict[str, str]) -> Json:
         "feed": list(index.feed.notices)[::-1] or [{"t": shot.t, "level": "warn", "text": w} for w in shot.warnings],
         "lost_environments": index.feed.lost_environments,
         "drops": shot.drops,
+        "videos": videos.listed(index.folder),
     }
 
 

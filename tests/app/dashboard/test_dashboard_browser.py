@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from chromium import chromium
 from dashboard_runs import HOSTILE, KEY, finished_run, hostile_run, imitation_log, served
+from PIL import Image
 from sample_run import sample_run, write_log
 
 from rollart.core import events as ev
@@ -184,6 +185,18 @@ def test_a_robot_policy_is_shown_without_the_words_of_rl(page: Any, root: Path) 
     page.get_by_role("heading", name="Supervised loss").wait_for()
     page.get_by_text("40.0% ± 13.1").wait_for()
     assert page.get_by_role("heading", name="Training reward").count() == 0
+
+
+def test_the_films_of_a_robot_policy_play_on_its_page(page: Any, root: Path) -> None:
+    (root / "filmed-1" / "videos").mkdir(parents=True)
+    write_log(root / "filmed-1" / "events", imitation_log())
+    frames = [Image.new("RGB", (40, 30), colour) for colour in ("red", "blue")]
+    frames[0].save(root / "filmed-1" / "videos" / "reach-v3.gif", save_all=True, append_images=frames[1:])
+    page.evaluate("location.hash = '#/overview/filmed-1'")
+    film = page.get_by_role("img", name="an episode of reach-v3")
+    film.wait_for()
+    page.wait_for_function("image => image.complete && image.naturalWidth === 40", arg=film.element_handle())
+    assert page.get_by_role("link", name="MP4").count() == 0, "there is no MP4"
 
 
 def test_hostile_text_stays_text(page: Any) -> None:

@@ -16,6 +16,11 @@ from rollart.app.dashboard.views import VIEWS
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     root = tmp_path_factory.mktemp("runs")
     finished_run(root / "sample-1", steps=6)
+    videos = root / "sample-1" / "videos"
+    videos.mkdir()
+    (videos / "reach.gif").write_bytes(b"GIF89a")
+    (videos / "notes.txt").write_text("secret")
+    (videos / "link.gif").symlink_to(root / "sample-1" / "run.yaml")
     (root / "plan.json").write_text(json.dumps({"front": [], "budget": 1}))
     (root / "other.json").write_text("[1]")
     with served(root) as url:
@@ -97,3 +102,16 @@ def test_the_wheel_has_every_module_that_the_page_imports() -> None:
             if line.startswith("import ") and ' from "' in line:
                 assert (module.parent / line.split(' from "')[1].split('"')[0]).is_file(), f"{module.name}: {line}"
         assert "innerHTML" not in module.read_text() and "outerHTML" not in module.read_text()
+
+
+def test_a_video_is_served_by_the_name_that_the_overview_lists(address: str) -> None:
+    overview = json.loads(get(f"{address}/api/view/overview?run=sample-1&key={KEY}")[1])
+    assert [video["name"] for video in overview["videos"]] == ["reach.gif"]
+    status, text, headers = get(f"{address}/api/video?run=sample-1&name=reach.gif&key={KEY}")
+    assert (status, text, headers["content-type"]) == (200, "GIF89a", "image/gif")
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "link.gif", "../run.yaml", "..%2Frun.yaml", "", "none.gif"])
+def test_nothing_else_in_the_run_folder_is_served_as_a_video(address: str, name: str) -> None:
+    status, text, _ = get(f"{address}/api/video?run=sample-1&name={name}&key={KEY}")
+    assert status == 404 and "secret" not in text

@@ -24,7 +24,7 @@ export function create(pane, { run }) {
   const spread = lineChart({ label: "spread within groups", x: "version", height: 170, low: 0 });
   const loss = lineChart({ label: "supervised loss", x: "step", height: 220, low: 0 });
   const time = lineChart({ label: "time of a step", x: "version", format: seconds, low: 0, height: 170 });
-  const results = el("div"), pace = el("div"), feed = el("ul", { class: "feed" });
+  const results = el("div"), films = el("div", { class: "films" }), pace = el("div"), feed = el("ul", { class: "feed" });
   const note = el("span", { class: "note" });
   let side = null;
   const cards = {
@@ -33,6 +33,7 @@ export function create(pane, { run }) {
     loss: card("Supervised loss", { width: "w6", tip: "Mean loss of the tokens or actions that are imitated, by supervised step: of the warmup before RL, of SFT, or of imitation." }, loss.node),
     results: card("Results", { width: "w7" }, results),
     pace: card("What sets the pace", { width: "w5", tip: "Where the trainer's time went in the last 20 steps, and where trajectories spent theirs." }, pace),
+    films: card("Episodes", { width: "w5", tip: "A held-out episode of each task, played by the trained policy: the first success, or the first episode." }, films),
     spread: card("Spread within groups", { width: "w4", tip: "Mean standard deviation of rewards within a group. A group without spread has no advantage and teaches nothing." }, spread.node),
     time: card("Time of a step", { width: "w4", tip: "Seconds that the trainer worked on each step, and waited for its batch before it." }, time.node),
   };
@@ -61,6 +62,7 @@ export function create(pane, { run }) {
     time.set({ series: [{ name: "training", colour: "var(--training)", points: data.steps_s.map(([v, s]) => [v, s]) }, { name: "waiting", colour: "var(--c7)", points: data.steps_s.map(([v, , w]) => [v, w]) }] });
     results.replaceChildren(data.tasks.length ? table(columnsOf(work), data.tasks, { label: "results by task" }) : empty("No tasks yet"));
     drawPace(data.pace);
+    drawFilms(data.videos);
     note.textContent = data.lost_environments ? `${data.lost_environments} environments were killed and replaced` : "";
     feed.replaceChildren(...(data.feed.length ? data.feed.slice(0, 100).map((each) => el("li", {}, el("i", { class: `dot ${each.level}` }), el("time", {}, clock(each.t)), el("span", { class: "text" }, each.text))) : [el("li", { class: "note" }, "nothing to report")]));
   }
@@ -72,6 +74,7 @@ export function create(pane, { run }) {
     above.textContent = title; above.dataset.tip = tip;
     cards.results.getElementsByTagName("h2")[0].textContent = heading;
     const rl = work === "train", steps = rl || data.steps_s.length > 0;
+    has("films", data.videos.length > 0);
     has("success", work !== "sample" && work !== "eval"); has("reward", rl); has("spread", rl); has("time", steps); has("pace", steps);
     has("loss", data.losses.length > 0 && !data.steps_s.length); // of the warmup only while it lasts
     side.className = `card ${steps ? "w4" : "w5"}`;
@@ -85,8 +88,23 @@ export function create(pane, { run }) {
       bars(found.causes.filter((cause) => cause.share > 0.004).map((cause) => ({ name: cause.name, value: cause.share, text: percent(cause.share), colour: STAGES[cause.stage], tip: cause.hint })), 1),
     ] : [empty("Not known yet", found.text)]));
   }
+
+  // A film that is there already goes on where it is.
+  function drawFilms(videos) {
+    const key = JSON.stringify(videos);
+    if (films.dataset.key === key) return;
+    films.dataset.key = key;
+    const address = ({ name, changed }) => `/api/video?${new URLSearchParams({ run, name, changed })}`;
+    const mp4s = new Map(videos.filter(({ name }) => name.endsWith(".mp4")).map((video) => [stem(video), address(video)]));
+    const shown = videos.filter(({ name }) => name.endsWith(".gif"));
+    films.replaceChildren(...shown.map((video) => el("figure", {},
+      el("img", { src: address(video), alt: `an episode of ${stem(video)}` }),
+      el("figcaption", {}, stem(video), mp4s.has(stem(video)) && [" ", el("a", { href: mp4s.get(stem(video)), download: `${stem(video)}.mp4` }, "MP4")]))));
+  }
   return { update };
 }
+
+const stem = ({ name }) => name.replace(/\.[^.]+$/, "");
 
 function about(data) {
   const a = data.about;
