@@ -108,6 +108,9 @@ def _sentence(tree: Tree, kind: type[BaseModel], mistake: _Mistake) -> str:
     elif wrong == "value_error":
         section = dotted(mistake.path, tree.value)
         what = f"{section}: {cause}" if section else str(cause)
+    elif wrong == "union_tag_invalid":
+        known, given = error["ctx"]["expected_tags"].replace("'", "").split(", "), str(error["ctx"]["tag"])
+        what = f"{name} must be one of {', '.join(known)}, not {_shown(given)}{did_you_mean(given, known)}"
     elif wrong == "string_pattern_mismatch":
         what = f"{name} must {_shape(error)}, not {value!r}"
     else:

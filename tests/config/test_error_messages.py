@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from rollart.config import error_messages, loading
+from rollart.config.robots import RobotRunFile
 from rollart.config.yaml_tree import dotted
 from rollart.core.errors import ConfigError
 from rollart.simulator.scenario import Scenario, load
@@ -39,6 +40,15 @@ def test_a_mistake_in_one_of_several_kinds_of_values_is_one_sentence_about_what_
     (sentence,) = str(raised.value).splitlines()
     assert said in sentence
     assert "function-after" not in sentence
+
+
+def test_an_unknown_name_of_a_section_is_corrected() -> None:
+    run = Path(__file__).parents[2] / "examples" / "robots" / "pick_place.yaml"
+    with pytest.raises(ConfigError) as raised:
+        loading.validated(loading.read(run, ["policy=meanflo"]), RobotRunFile)
+    (sentence,) = str(raised.value).splitlines()
+    assert 'policy must be one of meanflow, consistency, flow, ddim, regression, not "meanflo"' in sentence
+    assert "did you mean 'meanflow'?" in sentence
 
 
 @pytest.mark.parametrize(
