@@ -65,7 +65,7 @@ RL: dict[str, dict[str, Any]] = {
         "demonstrations": {"episodes": 8},
         "training": {"steps": 3000, "batch": 64, "deadline": 3600},  # for one call, which is a whole update
         "tuning": {
-            "steps": 3,
+            "steps": 6,
             "groups": 100,
             "group_size": 6,
             "optimizer_steps": 3000,
@@ -85,6 +85,7 @@ RL: dict[str, dict[str, Any]] = {
         "evaluation": {"episodes": 100},
     },
 }
+RL_SEEDS = {"pick-place": 10, "obstacle": 5}  # policies of few demonstrations start from 0.3 to 0.9
 RL_SMOKE = {
     "training": {"steps": 20},
     "evaluation": {"episodes": 4},
@@ -167,7 +168,8 @@ def tuned(cells: Cells, *, smoke: bool) -> dict[str, Any]:
         if smoke and not settings["task"].startswith("toy:"):
             continue
         run = {**settings, **(RL_SMOKE if smoke else {})}
-        made = [cells.get(partial(gain, run, seed), part="rl", run=run, seed=seed) for seed in range(1 if smoke else 5)]
+        seeds = range(1 if smoke else RL_SEEDS[name])
+        made = [cells.get(partial(gain, run, seed), part="rl", run=run, seed=seed) for seed in seeds]
         gains = [one["after"] - one["before"] for one in made if one is not None]
         if gains:
             key = "rl_gain" if name == "pick-place" else f"{name}_rl_gain"
