@@ -56,6 +56,20 @@ class Bad:
             os._exit(1)
 
 
+class Lingering(Plain):
+    """A step of `stay` touches the marker and does not return."""
+
+    def step(self, action):
+        if action == "stay":
+            Path(self.first).touch()
+            time.sleep(3600)
+        return super().step(action)
+
+
+class LingeringOnce(Lingering):
+    reusable = False
+
+
 class Closing:
     def __init__(self, marker):
         self.marker = marker
