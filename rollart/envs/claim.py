@@ -84,6 +84,8 @@ class EnvironmentClaim:
         for number in range(tries):
             try:
                 return await self._hedged(seed, fresh=number > 0)
+            except asyncio.CancelledError:  # which its call has seen to
+                raise
             except BaseException as error:
                 self._claim.kill()
                 if not isinstance(error, FAILURES):
@@ -168,11 +170,13 @@ class EnvironmentClaim:
     async def _reset(self, claim: ProcessClaim, seed: int) -> Observation:
         task, config = self._shared.task, self._shared.config
         args = {"env": task.env, "args": task.env_args, "held_out": self._held_out, "seed": seed}
+        claim.interruptible = bool(self._shared.reusable)
         with self._count_failure():
             with self._shared.latencies.measured():
                 observation = parse_observation(await claim.call("reset", args, config.reset_deadline))
             if self._shared.reusable is None:
                 self._shared.reusable = bool(await claim.call("reusable", {}, config.step_deadline))
+        claim.interruptible = self._shared.reusable
         return observation
 
     @contextmanager

@@ -8,6 +8,7 @@ The invariants:
 """
 
 import asyncio
+import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -31,16 +32,20 @@ from rollart.workers.pool import ProcessPool
 from rollart.workers.pool_host import HostCallback, Prewarm
 from rollart.workers.worker_process import ProcessLost
 
+IMPORT_PATH = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")
+
 
 def host_spec(
     task: TaskConfig, config: EnvironmentsConfig, log: Path | None = None, python: str | None = None
 ) -> HostSpec:
-    """`python` overrides that of the task's family. Raises ConfigError if the family is not installed."""
+    """`python` overrides that of the task's family. What the task's args name, such as the environment that a wrapper
+    plays, is imported once, too. Raises ConfigError if the family is not installed."""
     if python is None and task.family:
         python = families.python_of(task.family)
     return HostSpec(
         ENVIRONMENT,
         (ENVIRONMENT, task.env),
+        preload=tuple(arg for arg in task.env_args.values() if isinstance(arg, str) and IMPORT_PATH.fullmatch(arg)),
         python=python,
         log=log,
         name=f"host of {task.name} environments",

@@ -76,7 +76,7 @@ class EnvironmentProcess:
         return first, played
 
     def close(self) -> None:
-        environment, self._environment, self._key = self._environment, None, None
+        environment, self._environment, self._key, self._toolbox = self._environment, None, None, None
         if environment is not None and hasattr(environment, "close"):
             environment.close()
 

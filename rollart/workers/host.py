@@ -106,6 +106,7 @@ class Host:
         self._check_at = 0.0
         self._poll = select.poll()
         self._callers = Callers(settings.key, self._poll)
+        self._nothing = os.open(os.devnull, os.O_RDONLY)
         self._wake, self._wake_in = os.pipe()
         for end in (self._wake, self._wake_in):
             os.set_blocking(end, False)
@@ -197,8 +198,8 @@ class Host:
                 other.close()
             os.close(self._wake)
             os.close(self._wake_in)
-            with open(os.devnull, "rb") as nothing:
-                os.dup2(nothing.fileno(), 0)
+            os.dup2(self._nothing, 0)
+            os.close(self._nothing)
             self._settings.limits.enter()
             CallLoop(connection, self._target, self._settings.limit, self._settings.limits).run()
         except BaseException:
@@ -285,6 +286,9 @@ def prepare(spec: dict[str, Any]) -> Any:
             target = resolve(path)
         except BaseException as error:  # a module may even call sys.exit
             raise ImportError(f"`{path}` cannot be imported: {describe(error)}") from error
+    for path in spec.get("preload", ()):
+        with contextlib.suppress(BaseException):  # whoever needs it reports why
+            resolve(path)
     gc.collect()
     gc.freeze()  # a collection in a process would otherwise copy every shared page
     return target

@@ -37,15 +37,17 @@ class HostLocation:
 
 @dataclass(frozen=True, slots=True)
 class HostSpec:
-    """`target` is constructed once in each process, its methods are the calls; `imports` are imported in the host.
+    """`target` is constructed once in each process, its methods are the calls; `imports` are imported in the host, and
+    `preload` if that is possible.
 
-    Both are `package.module:name` or `/a/file.py:name`. `python` is the interpreter, None: the node's own. `path` is
+    All are `package.module:name` or `/a/file.py:name`. `python` is the interpreter, None: the node's own. `path` is
     prepended to its `sys.path`; None: that of this process if it is the same Python, otherwise the working folder.
     `pass_env` are the variables of its node that it gets, besides the harmless ones; `limits` hold for each process.
     """
 
     target: str
     imports: tuple[str, ...] = ()
+    preload: tuple[str, ...] = ()
     python: str | None = None
     path: tuple[str, ...] | None = None
     message_bytes: int = 4_000_000
@@ -60,7 +62,7 @@ class HostSpec:
         if path is None:
             same = self.python in (None, sys.executable)
             path = tuple(str(Path(entry).absolute()) for entry in (sys.path if same else [""]))
-        spec: dict[str, Any] = {"target": self.target, "imports": self.imports, "path": path}
+        spec: dict[str, Any] = {"target": self.target, "imports": self.imports, "preload": self.preload, "path": path}
         spec |= {"limit": self.message_bytes, "processes": MAX_PROCESSES, "limits": self.limits.model_dump()}
         return Command(
             name=self.name,

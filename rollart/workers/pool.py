@@ -4,8 +4,9 @@ The invariants:
 - At most `limit` claims exist, split over the hosts, granted in the order of the requests. A claim has at most one
   process, no process belongs to two claims, and claimed and idle processes together are at most `limit`. On top of that
   come at most `spares` spare claims, which make no claim wait, the extra claims, and the warm processes.
-- A claim returns its process to the pool only if it is healthy and has no call under way, so no reply reaches a later
-  claim. However a claim ends, by return, error or cancellation, it makes room for the next.
+- A claim returns its process to the pool only if it is healthy and has no call under way, or one that is being
+  interrupted, whose end the next claim waits for; so no reply reaches a later claim. However a claim ends, by return,
+  error or cancellation, it makes room for the next.
 - A host is started by the first that needs it. One that dies loses its processes and is restarted, on another node if
   its own went silent, at most `RESTARTS` times in a row, and `REMOTE_RESTARTS` times elsewhere, where links and nodes
   come back after minutes. Meanwhile its claims move to other hosts as these have room, and after `RESTARTS` attempts
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 class ProcessPool:
     """One host at each of the `locations`; by default one on this machine. `close_call` is called in a healthy process
-    before it ends, and may take `close_s`."""
+    before it ends, and may take `close_s`; it also interrupts calls of claims that are `interruptible`."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class ProcessPool:
     ) -> None:
         self._spec = spec
         self._idle_s = idle_s
-        self._close_call, self._close_s = close_call, close_s
+        self.close_call, self._close_s = close_call, close_s
         self._on_host_change = on_host_change
         self._prewarm = prewarm or Prewarm()
         self._claims: set[ProcessClaim] = set()
@@ -278,8 +279,8 @@ class ProcessPool:
     async def _end(self, processes: list[WorkerProcess]) -> None:
         async def end(process: WorkerProcess) -> None:
             try:
-                if self._close_call and not process.lost:
-                    await process.call(self._close_call, {}, self._close_s)
+                if await process.settled() and self.close_call:
+                    await process.call(self.close_call, {}, self._close_s)
             except RollartError as error:
                 logger.warning("a worker did not close: %s", error)
             finally:
@@ -301,10 +302,11 @@ class ProcessClaim:
         self._process: WorkerProcess | None = None
         self.host: PoolHost | None = host  # None while it waits for another
         self.reusable = True  # may another claim have the process after this one?
+        self.interruptible = False  # may its process survive a call that is cancelled?
 
     @property
     def has_process(self) -> bool:
-        return self._process is not None and not self._process.lost
+        return self._process is not None and not self._process.lost and not self._process.interrupted
 
     @property
     def used(self) -> bool:
@@ -321,7 +323,7 @@ class ProcessClaim:
         """Raises ProcessLost or CallRaised."""
         if self._process is None:
             raise ProcessLost("the claim has no process; acquire one first")
-        return await self._process.call(name, args, deadline)
+        return await self._process.call(name, args, deadline, self._pool.close_call if self.interruptible else "")
 
     async def call_all(self, calls: Sequence[BatchedCall], deadline: float) -> list[dict[str, Any]]:
         """Raises ProcessLost or CallRaised."""

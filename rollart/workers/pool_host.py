@@ -113,10 +113,8 @@ class PoolHost:
 
     async def process(self, fresh: bool) -> WorkerProcess:
         """An idle process, or a new one if `fresh` or none is idle. Raises ProcessLost or ServiceError."""
-        while self.idle and not fresh:
-            _, process = self.idle.pop()
-            if not process.lost:
-                return process
+        if not fresh and (process := await self._reuse()) is not None:
+            return process
         self._trim_idle()
         if (warm := self.warm.take()) is not None:
             return warm
@@ -127,6 +125,19 @@ class PoolHost:
             if not handle.running:
                 self._died(handle, str(error))
             raise
+
+    async def _reuse(self) -> WorkerProcess | None:
+        """An idle process. One that was interrupted is waited for if there is no other."""
+        while self.idle:
+            newest = reversed(range(len(self.idle)))
+            since, process = self.idle.pop(next((at for at in newest if not self.idle[at][1].interrupted), 0))
+            try:
+                if await process.settled():
+                    return process
+            except asyncio.CancelledError:
+                self.idle.append((since, process))
+                raise
+        return None
 
     async def _fork_if_running(self) -> WorkerProcess | None:
         return await self.handle.fork() if self.available and self.handle is not None and self.running else None

@@ -3,6 +3,8 @@
 The invariants:
 - A process has at most one call, or one batch of calls, under way. One that misses its deadline, is cancelled, or gets
   a reply that breaks the protocol ends its process, so a reply can only belong to the call that waits for it.
+- A call may name another one that interrupts it when it is cancelled. Nothing else is called before that one has
+  returned; unless it does so within `INTERRUPT_S`, the process ends all the same.
 - A lost process stays lost; closing its connection makes the host kill the process group behind it.
 """
 
@@ -18,6 +20,7 @@ from rollart.launch.keepalive import enable_keepalive
 
 BatchedCall = tuple[int, str, Mapping[str, object]]  # the slot, the name, the arguments
 HOST_LOST = "the process ended, and its host with it"
+INTERRUPT_S = 0.5  # a new process costs far less
 _replies = msgspec.json.Decoder(dict[str, Any])  # made once: ten times as fast as `decode` with a type
 
 
@@ -42,6 +45,7 @@ class WorkerProcess(asyncio.Protocol):
         self._buffer = bytearray()
         self._calls = 0
         self._reply: asyncio.Future[dict[str, Any]] | None = None
+        self._interruption: asyncio.Future[None] | None = None
         self._transport: asyncio.Transport | None = None
         self.started: asyncio.Future[int] = self._loop.create_future()  # its pid
         self.ended: asyncio.Future[str] = self._loop.create_future()  # the reason
@@ -51,6 +55,17 @@ class WorkerProcess(asyncio.Protocol):
     def used(self) -> bool:
         """Whether it was ever called."""
         return self._calls > 0
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether its last call was cancelled and has not ended yet."""
+        return self._interruption is not None
+
+    async def settled(self) -> bool:
+        """Wait until it is not `interrupted` any more; whether it can be called."""
+        if self._interruption is not None:
+            await asyncio.wait([self._interruption])
+        return not self.lost
 
     async def connect(self, address: str | tuple[str, int], key: str) -> None:
         """To a host at a Unix socket or a port, which wants the key; the host forks. Raises OSError or ProcessLost."""
@@ -62,9 +77,10 @@ class WorkerProcess(asyncio.Protocol):
             transport.write(key.encode() + b"\n")
         await self.started
 
-    async def call(self, name: str, args: Mapping[str, object], deadline: float) -> Any:
-        """Raises ProcessLost or CallRaised."""
-        return await self._call(name, {"call": name, "args": args}, deadline)
+    async def call(self, name: str, args: Mapping[str, object], deadline: float, interrupt_by: str = "") -> Any:
+        """`interrupt_by` is called when this is cancelled; without it the process is killed. Raises ProcessLost or
+        CallRaised."""
+        return await self._call(name, {"call": name, "args": args}, deadline, interrupt_by)
 
     async def call_all(self, calls: Sequence[BatchedCall], deadline: float) -> list[dict[str, Any]]:
         """Many calls, one after the other: the `value` or the `error` of each. Raises ProcessLost or CallRaised."""
@@ -74,10 +90,10 @@ class WorkerProcess(asyncio.Protocol):
             raise ProcessLost(self.lost)
         return replies
 
-    async def _call(self, name: str, request: dict[str, object], deadline: float) -> Any:
+    async def _call(self, name: str, request: dict[str, object], deadline: float, interrupt_by: str = "") -> Any:
         if self.lost or self._transport is None:
             raise ProcessLost(self.lost or "the process has not started")
-        if self._reply is not None:
+        if self._reply is not None or self._interruption is not None:
             raise RuntimeError("a process takes one call at a time")
         self._calls += 1
         frame = msgspec.json.encode({"id": self._calls, **request}) + b"\n"
@@ -90,7 +106,10 @@ class WorkerProcess(asyncio.Protocol):
         try:
             reply = await self._reply
         except asyncio.CancelledError:
-            self.kill(f"`{name}` was cancelled; the process was killed")
+            if interrupt_by and not self.lost:
+                self._interrupt(name, interrupt_by)
+            else:
+                self.kill(f"`{name}` was cancelled; the process was killed")
             raise
         finally:
             timer.cancel()
@@ -99,6 +118,21 @@ class WorkerProcess(asyncio.Protocol):
             raise CallRaised(str(reply["error"]), bug=is_bug(reply.get("classes")))
         return reply["value"]
 
+    def _interrupt(self, name: str, by: str) -> None:
+        """A request that comes during a call interrupts it."""
+        assert self._transport is not None
+        self._calls += 1
+        self._transport.write(msgspec.json.encode({"id": self._calls, "call": by, "args": {}}) + b"\n")
+        self._interruption = self._loop.create_future()
+        late = f"`{name}` was cancelled and did not end within {INTERRUPT_S:g} s; the process was killed"
+        timer = self._loop.call_later(INTERRUPT_S, self.kill, late)
+        self._interruption.add_done_callback(lambda _: timer.cancel())
+
+    def _interruption_ended(self) -> None:
+        if self._interruption is not None:
+            self._interruption.set_result(None)
+            self._interruption = None
+
     def kill(self, reason: str) -> None:
         """End the process group. The first reason stays."""
         self.lost = self.lost or reason
@@ -106,6 +140,7 @@ class WorkerProcess(asyncio.Protocol):
             self.ended.set_result(self.lost)
         if self._transport is not None:
             self._transport.abort()
+        self._interruption_ended()
         for waiting in (self._reply, self.started):
             if waiting is not None and not waiting.done():
                 waiting.set_exception(ProcessLost(self.lost))
@@ -135,12 +170,24 @@ class WorkerProcess(asyncio.Protocol):
             self.kill(f"the process {message['ended']}")
         elif "pid" in message and not self.started.done():
             self.started.set_result(message["pid"])
-        elif self._reply is None or self._reply.done() or message.get("id") != self._calls:
+        elif self._interruption is not None:
+            self._received_while_interrupted(message)
+        elif self._reply is None or message.get("id") != self._calls:
+            self.kill("the process sent a reply to no call and was killed")
+        elif self._reply.cancelled():
+            pass  # its caller is about to run, and will interrupt or kill what has just ended
+        elif self._reply.done():
             self.kill("the process sent a reply to no call and was killed")
         elif "value" in message or "error" in message:
             self._reply.set_result(message)
         else:
             self.kill("the process sent neither a value nor an error and was killed")
+
+    def _received_while_interrupted(self, message: dict[str, Any]) -> None:
+        if message.get("id") == self._calls and "value" in message:
+            self._interruption_ended()
+        elif message.get("id") != self._calls - 1:  # of the cancelled call, which had returned already
+            self.kill(f"the process was interrupted and killed: {message.get('error', 'it sent a reply to no call')}")
 
     def connection_lost(self, error: Exception | None) -> None:
         self.kill(HOST_LOST)

@@ -2,6 +2,7 @@
 
 import os
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -29,6 +30,13 @@ class Plain:
         pass
 
 
+class Wrapper(Plain):
+    """Says whether the module of `inner` is there, without importing it."""
+
+    def __init__(self, inner, **others):
+        super().__init__(first=str(inner.partition(":")[0] in sys.modules))
+
+
 class Bad:
     """Does `what` in reset or, after `step:`, in a step."""
 
@@ -54,6 +62,20 @@ class Bad:
         elif what == "once" and not Path(self.marker).exists():
             Path(self.marker).touch()
             os._exit(1)
+
+
+class Lingering(Plain):
+    """A step of `stay` touches the marker and does not return."""
+
+    def step(self, action):
+        if action == "stay":
+            Path(self.first).touch()
+            time.sleep(3600)
+        return super().step(action)
+
+
+class LingeringOnce(Lingering):
+    reusable = False
 
 
 class Closing:

@@ -11,6 +11,7 @@ from rollart.core.errors import EnvironmentFailed
 from rollart.core.events import ResetHedged
 from rollart.envs.latencies import MIN_CALLS
 from rollart.envs.pool import EnvironmentPool
+from rollart.workers import worker_process
 
 SLOW = 99
 
@@ -124,7 +125,7 @@ def test_a_cancelled_race_leaves_neither_process_nor_claim_behind(tmp_path):
             playing.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await playing
-            await until(lambda: all(map(gone, pids(tmp_path))))
+            await until(lambda: sum(not gone(pid) for pid in pids(tmp_path)) <= config.processes)
             assert environments.in_use == 0
             await learn(environments)
 
@@ -166,6 +167,33 @@ def test_an_environment_that_does_not_declare_itself_reusable_gets_a_fresh_proce
     assert {made for _, made in seen} == {"1"}
     # What was reset twice within a claim was killed; what a claim ended with was closed.
     assert {str(pid) for pid in pids(tmp_path)} == {pid for pid, _ in seen[1::2]}
+
+
+@pytest.mark.parametrize(("env", "kept"), [("Lingering", True), ("LingeringOnce", False)])
+def test_a_cancelled_step_costs_a_reusable_environment_its_object_and_another_its_process(
+    env, kept, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(worker_process, "INTERRUPT_S", 60)
+
+    async def cancelled(environments, seed):
+        async with environments.claim("t", held_out=False) as environment:
+            await environment.reset(seed)
+            who = (await environment.step("who")).messages[0].content.split()
+            task = asyncio.create_task(environment.step("stay"))
+            await until((tmp_path / "marker").exists)
+            task.cancel()
+            await asyncio.wait([task])
+            (tmp_path / "marker").unlink()
+            return who
+
+    async def run():
+        config = EnvironmentsConfig(processes=1, warm=0)
+        async with pool(env, config, first=str(tmp_path / "marker")) as environments:
+            return [await cancelled(environments, seed) for seed in range(3)]
+
+    seen = asyncio.run(run())
+    assert {resets for _, resets, *_ in seen} == {"1"}
+    assert len({pid for pid, *_ in seen}) == (1 if kept else 3)
 
 
 def test_a_hanging_close_blocks_nobody_and_is_killed_at_its_deadline(tmp_path):

@@ -129,6 +129,15 @@ def test_an_invalid_reply_is_a_failure_with_a_reason():
     asyncio.run(run())
 
 
+def test_what_the_arguments_of_a_task_name_is_imported_before_its_processes_are_forked_if_it_can_be():
+    async def run():
+        wrapper = task("Wrapper", inner="crashing_env:Crashing", other="no_such:Thing", text="12:30", number=3)
+        async with claimed(wrapper) as environment:
+            return (await environment.reset(1))[0].content
+
+    assert asyncio.run(run()) == "True"
+
+
 def test_an_environment_that_cannot_be_imported_fails_at_the_start_and_names_its_task():
     async def run():
         async with pool(task("Plain"), task("Missing", "bad")) as environments:

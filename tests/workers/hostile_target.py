@@ -1,11 +1,16 @@
 """Code in a worker process: one method for each way to be good or bad. Imported by the host, not by pytest."""
 
 import ctypes
+import itertools
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
 
 
 class Target:
@@ -64,6 +69,48 @@ class Target:
         near = subprocess.Popen(["sleep", "3600"])
         far = subprocess.Popen(["sleep", "3600"], start_new_session=True)
         return [os.getpid(), near.pid, far.pid]
+
+    def linger(self, how, marker):
+        """Touch the marker, then do not return; `how` is what an interruption meets."""
+        getattr(self, "_" + how)(lambda: Path(marker).touch())
+
+    def _plainly(self, begun):
+        begun()
+        self.hang()
+
+    def _swallowing(self, begun):
+        begun()
+        while True:
+            with suppress(BaseException):
+                self.hang()
+
+    def _breeding(self, begun):
+        subprocess.Popen(["sleep", "3600"], start_new_session=True)
+        self._plainly(begun)
+
+    def _threading(self, begun):
+        threading.Thread(target=self.hang, daemon=True).start()
+        self._plainly(begun)
+
+    def _importing(self, begun):
+        sys.meta_path.insert(0, HangingFinder(begun, self.hang))
+        import never_there  # noqa: F401
+
+    def _computing(self, begun):
+        begun()
+        deque(itertools.count(), maxlen=0)  # in C, for ever
+
+    def close(self):
+        return "closed"
+
+
+class HangingFinder:
+    def __init__(self, begun, hang):
+        self.begun, self.hang = begun, hang
+
+    def find_spec(self, *_):
+        self.begun()
+        self.hang()
 
 
 def refuse():

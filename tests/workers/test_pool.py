@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from rollart.core.errors import ServiceError
+from rollart.workers import worker_process
 from rollart.workers.host_handle import HostSpec
 from rollart.workers.pool import ProcessPool
 from rollart.workers.pool_host import Prewarm
@@ -186,10 +187,12 @@ def test_claims_are_granted_in_the_order_they_were_requested():
     assert asyncio.run(run()) == list(range(20))
 
 
+@pytest.mark.parametrize("interruptible", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_cancellation_leaks_no_process_and_mixes_up_no_replies(seed):
+def test_random_cancellation_leaks_no_process_and_mixes_up_no_replies(seed, interruptible):
     async def user(workers, number, log):
         async with workers.claim() as claim:
+            claim.interruptible = interruptible
             await claim.acquire()
             for turn in range(5):
                 assert await claim.call("echo", {"value": [number, turn]}, 30) == [number, turn]
@@ -198,7 +201,7 @@ def test_random_cancellation_leaks_no_process_and_mixes_up_no_replies(seed):
     async def run():
         rng = random.Random(seed)
         log = []
-        async with pool(limit=4) as workers:
+        async with pool(limit=4, close_call="close") as workers:
             await workers.start()
             tasks = [asyncio.create_task(user(workers, number, log)) for number in range(150)]
             for task in tasks:
@@ -226,6 +229,85 @@ def test_a_cancelled_call_ends_its_process_so_its_reply_reaches_no_later_call():
             assert await call(workers, "echo", value=1) == 1
             assert await call(workers, "pid") != first
             await asyncio.to_thread(wait_gone, [first])
+
+    asyncio.run(run())
+
+
+async def interrupted(workers, how, marker):
+    """Cancel a call that is under way. The process that it was made in, and the children of that."""
+    async with workers.claim() as claim:
+        claim.interruptible = True
+        await claim.acquire()
+        pid = await claim.call("pid", {}, 30)
+        task = asyncio.create_task(claim.call("linger", {"how": how, "marker": str(marker)}, 30))
+        await until(marker.exists)
+        pids = [pid, *(child.pid for child in psutil.Process(pid).children())]
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not claim.has_process
+        return pids
+
+
+def test_an_interrupted_call_leaves_its_process_to_the_next_claim(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker_process, "INTERRUPT_S", 60)
+
+    async def run():
+        async with pool(limit=1, close_call="close") as workers:
+            pid = await call(workers, "pid")
+            for number in range(3):
+                assert await interrupted(workers, "plainly", tmp_path / str(number)) == [pid]
+            assert await call(workers, "echo", value=1) == 1
+            assert await call(workers, "pid") == pid
+
+    asyncio.run(run())
+
+
+def test_an_interruption_that_comes_before_its_call_has_begun_or_after_it_returned_does_no_harm(monkeypatch):
+    monkeypatch.setattr(worker_process, "INTERRUPT_S", 60)
+
+    async def run():
+        async with pool(limit=1, close_call="close") as workers:
+            pid = await call(workers, "pid")
+            for turns in range(200):
+                async with workers.claim() as claim:
+                    claim.interruptible = True
+                    await claim.acquire()
+                    task = asyncio.create_task(claim.call("echo", {"value": turns}, 30))
+                    for _ in range(turns // 10):
+                        await asyncio.sleep(0)
+                    task.cancel()
+                    await asyncio.wait([task])
+                assert await call(workers, "echo", value=-turns) == -turns
+            assert await call(workers, "pid") == pid
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("how", ["swallowing", "breeding", "threading", "importing", "computing"])
+def test_a_process_in_which_something_outlives_the_interruption_is_ended_and_the_next_claim_is_well(
+    how, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(worker_process, "INTERRUPT_S", 0.2 if how in ("swallowing", "computing") else 60)
+
+    async def run():
+        async with pool(limit=1, close_call="close") as workers:
+            await workers.start()
+            pids = await interrupted(workers, how, tmp_path / "marker")
+            assert len(pids) == (2 if how == "breeding" else 1)
+            assert await call(workers, "pid") != pids[0]
+            await asyncio.to_thread(wait_gone, pids)
+
+    asyncio.run(run())
+
+
+def test_closing_waits_for_no_interruption_longer_than_its_deadline(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker_process, "INTERRUPT_S", 0.2)
+
+    async def run():
+        async with pool(limit=1, close_call="close") as workers:
+            pids = await interrupted(workers, "swallowing", tmp_path / "marker")
+        await asyncio.to_thread(wait_gone, pids)
 
     asyncio.run(run())
 
