@@ -2,7 +2,7 @@
 
 One set serves all scenarios; `simulate.constants` changes them for one. The values of those with a prior in
 `benchmarks/paper_priors.yaml` were chosen for all figures of the RollArt paper together, starting from what `python
-benchmarks/fit_paper.py` found; those of weights are from its table of transfers.
+-m benchmarks.fit_paper` found; those of weights are from its table of transfers.
 """
 
 import math

@@ -343,7 +343,7 @@ def reproduce(scenarios: PaperScenarios) -> Iterator[PaperRow]:
 def stored_fit(folder: Path) -> dict[str, Any]:
     """What the last fit found out that `reproduce` cannot: the share of figures that are close if the parameters are
     fitted without their table, the parameters that are not pinned down, and its command. None of it if there is no
-    `fit.json`, which `python benchmarks/fit_paper.py solve --best` writes."""
+    `fit.json`, which `python -m benchmarks.fit_paper solve --best` writes."""
     path = folder / "fit.json"
     fit = json.loads(path.read_text()) if path.is_file() else {}
     return {key: fit.get(key) for key in ("cross_validated_within_15", "not_pinned_down", "command")}
