@@ -1,19 +1,19 @@
 """Fit what the RollArt paper does not state to all of its figures together.
 
-    python benchmarks/fit_paper.py sample --log fit.jsonl --count 60        # simulate small scenarios at random points
-    python benchmarks/fit_paper.py sample --log fit.jsonl --each --near shipped   # one at a time, around a point
-    python benchmarks/fit_paper.py solve --log fit.jsonl --best best.json   # fit, and cross-validate over whole tables
-    rollart reproduce paper --json > full.json; python benchmarks/fit_paper.py solve --near best.json --full full.json
-    python benchmarks/fit_paper.py refine --near best.json --best better.json  # CMA-ES on the simulations themselves
-    python benchmarks/fit_paper.py --smoke
+    python -m benchmarks.fit_paper sample --log fit.jsonl --count 60        # figures at random points
+    python -m benchmarks.fit_paper sample --log fit.jsonl --each --near shipped   # one at a time, around a point
+    python -m benchmarks.fit_paper solve --log fit.jsonl --best best.json   # fit, and cross-validate over whole tables
+    rollart reproduce paper --json > full.json; python -m benchmarks.fit_paper solve --near best.json --full full.json
+    python -m benchmarks.fit_paper refine --near best.json --best better.json  # CMA-ES on the figures themselves
+    python -m benchmarks.fit_paper --smoke
 
 The parameters and their priors are in benchmarks/paper_priors.yaml. `sample` draws points from the priors, or around a
-point, and simulates every figure there, all points with the same random numbers. `solve` fits a response surface to
-each figure (log of the value, quadratic in the logs of the parameters) and minimises the error over all figures plus
-the prior by Gauss-Newton steps. Cross-validation does so without one table at a time and predicts that table. The small
-scenarios have fewer trajectories than those that ship, so effects of the slowest of a batch are smaller. With `--full`,
-what `rollart reproduce paper` printed at the point `--near` corrects each figure by a factor; the small scenarios then
-only say how figures change from there.
+point, and computes every figure there, all points with the same random numbers, by the coarse copy of the simulator in
+benchmarks/surrogate.py: two seconds a point. `solve` fits a response surface to each figure (log of the value,
+quadratic in the logs of the parameters) and minimises the error over all figures plus the prior by Gauss-Newton steps.
+Cross-validation does so without one table at a time and predicts that table. With `--full`, what `rollart reproduce
+paper` printed at the point `--near` corrects each figure by a factor; the coarse simulations then only say how figures
+change from there. `--scenarios examples/paper/prompts` does all of it for the other reading of the paper.
 """
 
 import argparse
@@ -33,9 +33,10 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from rollart.simulator import paper, simulation
+from benchmarks import surrogate
+from benchmarks.surrogate import SurrogateResult
+from rollart.simulator import paper
 from rollart.simulator.constants import Constants
-from rollart.simulator.result import SimulationResult
 from rollart.simulator.scenario import Scenario
 
 Array = NDArray[np.float64]
@@ -50,8 +51,9 @@ RIDGE = 0.1
 class Prior:
     """Parameters as standard normal numbers: 0 is the middle of its range on a log scale."""
 
-    def __init__(self, path: Path = PRIORS) -> None:
-        rows: dict[str, dict[str, Any]] = yaml.safe_load(path.read_text())
+    def __init__(self, scenarios: Path = paper.FOLDER) -> None:
+        self.scenarios = scenarios
+        rows: dict[str, dict[str, Any]] = yaml.safe_load(PRIORS.read_text())
         self.names = list(rows)
         self._keys = [rows[name]["keys"] for name in self.names]
         low, high = np.log(np.array([rows[name]["range"] for name in self.names], float)).T
@@ -70,7 +72,9 @@ class Prior:
 
     def shipped(self) -> dict[str, float]:
         """The values that the scenarios have."""
-        trees = [yaml.safe_load(path.read_text()) for path in paper.FOLDER.glob("*.yaml") if path.stem != "production"]
+        trees = [
+            yaml.safe_load(path.read_text()) for path in self.scenarios.glob("*.yaml") if path.stem != "production"
+        ]
         defaults = {"simulate": {"constants": Constants().model_dump()}}
         found = ([_lookup(tree, keys[0]) for tree in (*trees, defaults)] for keys in self._keys)
         return {name: next(filter(None, each)) for name, each in zip(self.names, found, strict=True)}
@@ -87,28 +91,26 @@ def _lookup(tree: Any, key: str) -> Any:
 
 
 _OF_A_STORE = ("push_efficiency", "pull_efficiency", "pull_exposed")
-_results: dict[str, SimulationResult] = {}
+_results: dict[str, SurrogateResult] = {}
 
 
-def _simulated(scenario: Scenario) -> SimulationResult:
+def _simulated(scenario: Scenario) -> SurrogateResult:
     """As simulated before, if only constants differ that do not matter to the scenario."""
     section = scenario.simulate
     unused = {"collective_efficiency"} if section.weights.method == "store" else set(_OF_A_STORE)
-    unused |= set() if section.colocated else {"switch_s"}
-    unused |= {"train_efficiency", "train_fixed_s", "switch_s", "collective_efficiency"} if section.train else set()
+    unused |= set() if section.colocated else {"switch_rate"}
+    unused |= {"train_efficiency", "train_fixed_s", "switch_rate", "collective_efficiency"} if section.train else set()
     if all(pool.tensor_parallel == 1 for pool in scenario.pools_of("generate").values()):
         unused.add("all_reduce_s")
     key = scenario.model_dump_json(exclude={"simulate": {"constants": unused}})
     if key not in _results:
-        _results[key] = simulation.simulate(scenario)
+        _results[key] = surrogate.simulate(scenario)
     return _results[key]
 
 
 def simulate(prior: Prior, point: Array, tables: Sequence[str]) -> list[dict[str, Any]]:
     """Every figure at a point. What a parameter does not change is not simulated again."""
-    scenarios = paper.PaperScenarios(
-        paper.FOLDER, lambda name: None, prior.overrides(point), small=True, simulate=_simulated
-    )
+    scenarios = paper.PaperScenarios(prior.scenarios, lambda name: None, prior.overrides(point), simulate=_simulated)
     rows: list[dict[str, Any]] = []
     for figure in paper.FIGURES:
         if figure is not paper.production and (not tables or figure.__name__ in tables):
@@ -133,21 +135,23 @@ def _design(arguments: argparse.Namespace, prior: Prior) -> Iterator[Array]:
 
 
 def sample(arguments: argparse.Namespace) -> dict[str, Any]:
-    prior = Prior()
+    prior = Prior(arguments.scenarios)
     done, until = 0, time.monotonic() + 60 * arguments.minutes
+    first: list[dict[str, Any]] = []
     with arguments.log.open("a") as log:
         for point in islice(_design(arguments, prior), arguments.skip, arguments.count):
             if time.monotonic() > until:
                 break
             rows = simulate(prior, point, arguments.tables)
             print(json.dumps({"values": prior.values(point), "rows": rows}), file=log, flush=True)
-            done += 1
-    return {"sampled": done}
+            first, done = first or rows, done + 1
+    compared = [math.log(row["got"] / row["published"]) for row in first if not row["absolute"]]
+    return {"sampled": done, "first_within_15": sum(map(paper.within, compared)), "figures": len(compared)}
 
 
 def refine(arguments: argparse.Namespace) -> dict[str, Any]:
     """CMA-ES on the simulations themselves, from a point and over the parameters that the tables depend on."""
-    prior = Prior()
+    prior = Prior(arguments.scenarios)
     near = prior.near(arguments.near)
     free = [n for n, name in enumerate(prior.names) if not arguments.only or name in arguments.only]
     search = cma.CMAEvolutionStrategy(
@@ -298,7 +302,7 @@ def _shares(keys: Sequence[tuple[str, str]]) -> Array:
 
 
 def report(arguments: argparse.Namespace) -> dict[str, Any]:
-    prior = Prior()
+    prior = Prior(arguments.scenarios)
     samples = [json.loads(line) for line in arguments.log.read_text().splitlines()]
     near = prior.near(arguments.near) if arguments.near else None
     surface = Surface(prior, samples, near, _reproduced(arguments.full) if arguments.full else None)
@@ -315,7 +319,7 @@ def report(arguments: argparse.Namespace) -> dict[str, Any]:
         by_fold[left_out] = [sum(close), len(close)]
     spread = _posterior(prior, surface, best)
     summary = {
-        "command": f"python benchmarks/fit_paper.py {' '.join(sys.argv[1:])}",
+        "command": f"python -m benchmarks.fit_paper {' '.join(sys.argv[1:])}",
         "samples": len(samples),
         "figures": int(np.sum(compared)),
         "fitted_within_15": _share_within(fitted[compared]),
@@ -363,6 +367,8 @@ def main() -> None:
     sampling, solving, refining = (actions.add_parser(name) for name in ("sample", "solve", "refine"))
     refining.add_argument("--best", type=Path, required=True, help="write the best point here")
     refining.add_argument("--near", type=Path, required=True, help="start here")
+    for each in (sampling, solving, refining):
+        each.add_argument("--scenarios", type=Path, default=paper.FOLDER, help="a folder of scenarios of the paper")
     for each in (sampling, refining):
         each.add_argument("--only", nargs="*", default=[], help="only these parameters; of `sample`, with --each")
         each.add_argument("--minutes", type=float, default=600.0, help="stop after this long")

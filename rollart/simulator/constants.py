@@ -2,7 +2,7 @@
 
 One set serves all scenarios; `simulate.constants` changes them for one. The values of those with a prior in
 `benchmarks/paper_priors.yaml` were chosen for all figures of the RollArt paper together, starting from what `python
-benchmarks/fit_paper.py` found; those of weights are from its table of transfers.
+-m benchmarks.fit_paper` found; those of weights are from its table of transfers.
 """
 
 import math
@@ -41,7 +41,12 @@ class Constants(Section):
         0.36, "of the peak FLOP/s, for all passes of a training step: padding, bubbles and exposed exchanges included"
     )
     train_fixed_s: float = _seconds(40.0, "of a training step on devices, whatever its tokens")
-    switch_s: float = _seconds(27.0, "from generation to training and back, when they take turns on the same devices")
+    switch_rate: float = Field(
+        0.15,
+        gt=0,
+        description="GB/s a device of weights, gradients and optimizer state, from generation to training and back, "
+        "when they take turns on the same devices",
+    )
     push_efficiency: float = _share(0.0195, "of the link's rate, from the trainer into a store in another cluster")
     pull_efficiency: float = _share(0.0415, "of the link's rate, from the store into the engines")
     pull_exposed: float = _share(0.3, "of the pull, for which engines stand still; the rest overlaps")

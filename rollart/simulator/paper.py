@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rollart.core.errors import RollartError
-from rollart.simulator.result import SimulationResult
 from rollart.simulator.scenario import Scenario, load
 from rollart.simulator.simulation import simulate
 from rollart.simulator.weight_transfer import WeightTransfer
@@ -49,55 +48,87 @@ class PaperRow:
         return abs(self.error) <= CLOSE
 
 
+class Simulated(Protocol):
+    """What the figures need of a simulation."""
+
+    @property
+    def step_s(self) -> float: ...
+    @property
+    def train_s(self) -> float: ...
+    @property
+    def wait_s(self) -> float: ...
+    @property
+    def tokens_per_s(self) -> float: ...
+    @property
+    def exposed(self) -> Mapping[str, float]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What the paper leaves open and no key of a scenario says, as in `reading.json` beside the scenarios.
+
+    `of_a_prompt`: trajectories for each unit of a batch: 1 if a batch counts trajectories, 8 if it counts prompts.
+    `sync_takes_turns`: Sync and Sync+ train on all 128 devices in turn with generation. Else they train on 32, like all
+    others: One-off is 1.31 to 1.41 times as fast as Sync+, so at least 24% of a Sync+ step is not rollout; on a quarter
+    of the devices that is 95% of a Sync+ step, and RollArt, which trains on 32, could be 1.06 times as fast as Sync+,
+    not 1.72 to 1.91."""
+
+    of_a_prompt: int = 1
+    sync_takes_turns: bool = False
+
+    @classmethod
+    def of(cls, folder: Path) -> "Reading":
+        path = folder / "reading.json"
+        return cls(**json.loads(path.read_text())) if path.is_file() else cls()
+
+
 class PaperScenarios:
     """Runs each variant once; `on_run` gets the name of every simulation. `parameters` set keys of all scenarios that
-    have them. `small`: everything an eighth to a half as large and a few steps long, for a fit. `simulate` is the
-    function that does it."""
+    have them. `simulate` is the function that does it. A scenario that the folder lacks is the one that ships."""
 
     def __init__(
         self,
         folder: Path,
         on_run: Callable[[str], None],
         parameters: Mapping[str, float] | None = None,
-        small: bool = False,
-        simulate: Callable[[Scenario], SimulationResult] = simulate,
+        simulate: Callable[[Scenario], Simulated] = simulate,
     ) -> None:
         if not (folder / "end_to_end.yaml").is_file():
             raise RollartError(f"{folder} has no scenarios of the paper; name their folder with --scenarios")
         self.folder, self._on_run, self._parameters = folder, on_run, parameters or {}
-        self.small, self._simulate = small, simulate
+        self._simulate, self.reading = simulate, Reading.of(folder)
         self.run = cache(self._run)
 
     def load(self, name: str, *overrides: str) -> Scenario:
         path = self.folder / f"{name}.yaml"
+        path = path if path.is_file() else FOLDER / path.name
         tasks = [task.name for task in load(path).tasks] if self._parameters else []
         given = [f"{key}={value:.6g}" for key, value in self._parameters.items() if _applies(key, tasks)]
         return load(path, [*given, *overrides])
 
-    def _run(self, name: str, *overrides: str, preset: str = "") -> SimulationResult:
+    def _run(self, name: str, *overrides: str, preset: str = "") -> Simulated:
         self._on_run(" ".join((name, preset, *overrides)))
         scenario = self.load(name, *overrides)
         scenario = scenario.with_preset(preset) if preset else scenario
-        return self._simulate(smaller(scenario) if self.small else scenario)
+        return self._simulate(scenario)
 
-    def end_to_end(self, model: str, preset: str, *more: str) -> SimulationResult:
-        """The paper's main comparison: RollArt on two classes, its baselines on 128 H800 in one cluster.
-
-        All train on 32 devices. For Sync and Sync+ the paper does not say so, but if they took turns on all 128, its
-        numbers would contradict each other: One-off is 1.31 to 1.41 times as fast as Sync+, so at least 24% of a Sync+
-        step is not rollout; on a quarter of the devices that is 95% of a Sync+ step, and RollArt, which trains on 32,
-        could be 1.06 times as fast as Sync+, not 1.72 to 1.91."""
-        each = GPUS[model]
+    def end_to_end(self, model: str, preset: str, *more: str) -> Simulated:
+        """The paper's main comparison: RollArt on two classes, its baselines on 128 H800 in one cluster, which have as
+        many environments as a batch has trajectories."""
+        each, reading = GPUS[model], self.reading
         overrides = [f"model.name={model}"]
+        takes_turns = reading.sync_takes_turns and preset in ("sync", "sync_plus")
+        trainer, rollout = (128, 128) if takes_turns else (32, 96)
         if preset == "rollart":
             pools = f"h800: {_engines('H800', 64, each)}, h20: {_engines('H20', 32, each)}"
         else:
-            pools = f"rollout: {_engines('H800', 96, each)}"
+            pools = f"rollout: {_engines('H800', rollout, each)}"
             overrides.append("simulate.weights={method: collective, push: infiniband}")
-            overrides.append(f"environments.processes={104 if model == 'qwen3-32b' else 128}")
-        overrides.append(f"pools={{trainer: {{role: train, device: H800, count: 32}}, {pools}}}")
+            overrides.append(f"environments.processes={(104 if model == 'qwen3-32b' else 128) * reading.of_a_prompt}")
+        overrides.append(f"pools={{trainer: {{role: train, device: H800, count: {trainer}}}, {pools}}}")
+        overrides += ["simulate.colocated=true"] if takes_turns else []
         if preset == "sync":
-            overrides.append("simulate.scoring={where: dedicated, concurrency: 32}")
+            overrides.append(f"simulate.scoring={{where: dedicated, concurrency: {32 * reading.of_a_prompt}}}")
         name = "end_to_end" if model == "qwen3-32b" else "end_to_end_small"
         return self.run(name, *overrides, *more, preset=preset)
 
@@ -106,31 +137,6 @@ def _applies(key: str, tasks: Sequence[str]) -> bool:
     """Whether a scenario with these tasks has the key."""
     section, _, rest = key.partition("simulate.workloads.")
     return bool(section) or rest.partition(".")[0] in tasks
-
-
-_SCALES = {"same_cost": 2, "same_cost_math": 1, "step_breakdown": 1, "end_to_end": 4, "end_to_end_small": 8}
-
-
-def smaller(scenario: Scenario) -> Scenario:
-    """The same load on every device with fewer of them and of trajectories, for as few steps as show its pace."""
-    scale, training = _SCALES[scenario.name], scenario.training
-    pools = {
-        name: pool.model_copy(update={"count": max(1, pool.count // scale)}) for name, pool in scenario.pools.items()
-    }
-    one, alpha = scenario.schedule.one_batch, scenario.schedule.alpha
-    steps, warmup = (2 + 2 * alpha, alpha) if one else (6, 2)
-    groups = max(1, training.batch_groups // scale)
-    of_a_task = -(-groups // len(scenario.tasks)) * training.group_size
-    return scenario.model_copy(
-        update={
-            "pools": pools,
-            "training": training.model_copy(update={"batch_groups": groups, "steps": steps}),
-            "environments": scenario.environments.model_copy(
-                update={"processes": max(of_a_task, scenario.environments.processes // scale)}
-            ),
-            "simulate": scenario.simulate.model_copy(update={"warmup": warmup, "finite": one}),
-        }
-    )
 
 
 def _engines(device: str, devices: int, each: int) -> str:
@@ -262,7 +268,7 @@ def same_cost(scenarios: PaperScenarios) -> Iterator[PaperRow]:
     for name, (what, ratios) in published.items():
         task = what.split()[0]
         for batch, ratio, both in zip((64, 96, 128, 160, 192), ratios, seconds[name], strict=True):
-            size = f"training.batch_groups={batch // 8}"
+            size = f"training.batch_groups={batch * scenarios.reading.of_a_prompt // 8}"
             h800, h20 = (
                 scenarios.run(name, size, f"pools.rollout.device={device}", f"pools.rollout.count={count}").step_s
                 for device, count in (("H800", 2), ("H20", 6))
@@ -331,14 +337,13 @@ def production(scenarios: PaperScenarios) -> Iterator[PaperRow]:
 
 def reproduce(scenarios: PaperScenarios) -> Iterator[PaperRow]:
     for figure in FIGURES:
-        if figure is not production or not scenarios.small:
-            yield from figure(scenarios)
+        yield from figure(scenarios)
 
 
 def stored_fit(folder: Path) -> dict[str, Any]:
     """What the last fit found out that `reproduce` cannot: the share of figures that are close if the parameters are
     fitted without their table, the parameters that are not pinned down, and its command. None of it if there is no
-    `fit.json`, which `python benchmarks/fit_paper.py solve --best` writes."""
+    `fit.json`, which `python -m benchmarks.fit_paper solve --best` writes."""
     path = folder / "fit.json"
     fit = json.loads(path.read_text()) if path.is_file() else {}
     return {key: fit.get(key) for key in ("cross_validated_within_15", "not_pinned_down", "command")}

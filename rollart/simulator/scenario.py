@@ -98,6 +98,9 @@ class TransferConfig(Section):
     push: str = "ethernet"
     pull: str = "infiniband"
     overlap: bool = Field(True, description="store: false stops training and generation during the transfer")
+    install_first: bool = Field(
+        True, description="with `bound: served`, training waits until engines have the weights of the step before"
+    )
 
 
 class EnginePace(Section):

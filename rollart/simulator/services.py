@@ -29,6 +29,8 @@ from rollart.simulator.distributions import draw_of
 from rollart.simulator.scenario import Scenario
 from rollart.simulator.weight_transfer import WeightTransfer
 
+_STATE_BYTES = 16  # of a parameter in training: it and its gradient in bfloat16, and three float32 of the optimizer
+
 
 class SimulatedRewards:
     """`busy_s` are billed seconds of functions, or busy seconds of workers; `calls` and `cold` count calls."""
@@ -90,7 +92,8 @@ def training_seconds(scenario: Scenario, device: DeviceClass, ranks: int) -> Cal
     scored = 1 - 1 / training.updates + (1 if setup.reference else 0) + (1 if setup.critic else 0)
     passes = StepPasses(training.epochs + (training.critic.epochs if setup.critic else 0), scored)
     fixed = 0.0 if device.name == "cpu" else constants.train_fixed_s
-    fixed += constants.switch_s if scenario.simulate.colocated else 0.0
+    if scenario.simulate.colocated:
+        fixed += _STATE_BYTES * shape.parameters / ranks / (constants.switch_rate * 1e9)
 
     def seconds(lengths: Sequence[float]) -> float:
         return fixed + step_seconds(

@@ -46,8 +46,8 @@ class WeightTransfer:
         shape, config, links = scenario.shape, scenario.simulate.weights, scenario.links
         size = shape.parameters * shape.number_bytes
         push, pull = links[config.push] * 1e9, links[config.pull] * 1e9
-        served = scenario.simulate.bound == "served"
-        return cls(size, config.method, push, pull, config.overlap, scenario.simulate.constants, served)
+        first = scenario.simulate.bound == "served" and config.install_first
+        return cls(size, config.method, push, pull, config.overlap, scenario.simulate.constants, first)
 
     def publish(self, version: int) -> None:
         """Start the transfer of `version`; the trainer may not begin another step before `free_at`."""

@@ -6,9 +6,13 @@ from typer.testing import CliRunner
 
 from rollart.app.cli import app
 from rollart.simulator import paper
-from rollart.simulator.scenario import load
+from rollart.simulator.paper import Simulated
+from rollart.simulator.scenario import Scenario, load
 
-EXAMPLES = sorted((*paper.FOLDER.glob("*.yaml"), *(paper.FOLDER.parent / "simulate").glob("*.yaml")))
+PROMPTS = paper.FOLDER / "prompts"
+ROLES = ("train", "generate")
+FOLDERS = (paper.FOLDER, PROMPTS, paper.FOLDER.parent / "simulate")
+EXAMPLES = sorted(path for folder in FOLDERS for path in folder.glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -20,7 +24,7 @@ def test_tasks_are_the_same_in_all_paper_scenarios() -> None:
     seen: dict[str, object] = {}
     for name in ("end_to_end", "end_to_end_small", "same_cost", "same_cost_math", "step_breakdown"):
         for task, workload in load(paper.FOLDER / f"{name}.yaml").simulate.workloads.items():
-            tokens = workload.model_dump(include={"turns", "prompt", "observation", "response", "step"})
+            tokens = workload.model_dump(include={"turns", "prompt", "observation", "window", "response", "step"})
             assert seen.setdefault(task, tokens) == tokens, f"{task} in {name}"
 
 
@@ -58,6 +62,34 @@ def test_reproduce_counts_missed_figures_and_their_reasons(monkeypatch: pytest.M
 
 def test_without_a_stored_fit_nothing_is_said_of_it(tmp_path: Path) -> None:
     assert set(paper.stored_fit(tmp_path).values()) == {None}
+
+
+@pytest.mark.parametrize(("folder", "sync"), [(paper.FOLDER, [32, 96]), (PROMPTS, [128, 128])])
+def test_sync_trains_where_the_reading_of_the_paper_says(folder: Path, sync: list[int]) -> None:
+    seen: dict[str, Scenario] = {}
+
+    def record(scenario: Scenario) -> Simulated:
+        seen[scenario.rollout.preset] = scenario
+        raise StopIteration
+
+    scenarios = paper.PaperScenarios(folder, lambda name: None, simulate=record)
+    for preset in ("sync", "sync_plus", "one_off", "start_bound", "rollart"):
+        with pytest.raises(StopIteration):
+            scenarios.end_to_end("qwen3-32b", preset)
+    devices = {
+        preset: [sum(pool.count * pool.tensor_parallel for pool in each.pools_of(role).values()) for role in ROLES]
+        for preset, each in seen.items()
+    }
+    apart = [32, 96]
+    assert devices == {"sync": sync, "sync_plus": sync, "one_off": apart, "start_bound": apart, "rollart": apart}
+    colocated = {preset for preset, each in seen.items() if each.simulate.colocated}
+    assert colocated == (set() if sync == apart else {"sync", "sync_plus"})
+
+
+def test_a_batch_of_the_other_reading_has_eight_trajectories_for_each_prompt() -> None:
+    sizes = {folder: load(folder / "end_to_end.yaml").training.batch_groups for folder in (paper.FOLDER, PROMPTS)}
+    assert sizes[PROMPTS] == 8 * sizes[paper.FOLDER] == 512
+    assert paper.Reading.of(PROMPTS).of_a_prompt == 8 and paper.Reading.of(paper.FOLDER).of_a_prompt == 1
 
 
 @pytest.mark.benchmark

@@ -17,6 +17,7 @@ from rollart.core.events import BatchTaken
 from rollart.simulator.report import report
 from rollart.simulator.result import interval, prediction_interval
 from rollart.simulator.scenario import Scenario, load
+from rollart.simulator.services import training_seconds
 from rollart.simulator.simulation import simulate
 from rollart.simulator.weight_transfer import WeightTransfer
 
@@ -124,8 +125,20 @@ def test_a_bound_from_what_engines_serve_lets_data_be_one_version_older(file: Pa
     assert max(trained.staleness) == 1 and max(served.staleness) == 2
     weights = WeightTransfer.of(changed(file))
     assert trained.step_s < served.train_s + weights.push_s + weights.exposed_s <= served.step_s  # one after the other
+    at_once = ("simulate.bound=served", "simulate.weights={install_first: false}", "training.steps=8")
+    assert simulate(changed(file, *at_once)).step_s < served.step_s
     baseline = changed(file, "simulate.bound=served").with_preset("one_off")
     assert baseline.schedule == changed(file).with_preset("one_off").schedule
+
+
+def test_taking_turns_costs_more_the_more_state_a_device_holds(file: Path) -> None:
+    def switch(*overrides: str) -> float:
+        apart, turns = changed(file, *overrides), changed(file, "simulate.colocated=true", *overrides)
+        device = apart.device_classes()["H800"]
+        return training_seconds(turns, device, 32)([100.0]) - training_seconds(apart, device, 32)([100.0])
+
+    assert switch("model.name=qwen3-32b") == pytest.approx(4 * switch(), rel=0.01)
+    assert switch("simulate.constants.switch_rate=0.3") == pytest.approx(switch() / 2)
 
 
 def test_asynchrony_makes_steps_shorter(file: Path) -> None:
