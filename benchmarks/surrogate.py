@@ -8,7 +8,6 @@ import ctypes
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -30,6 +29,7 @@ from rollart.simulator.weight_transfer import WeightTransfer
 SOURCES = [Path(__file__).with_name(name) for name in ("surrogate.h", "surrogate.cpp", "surrogate_engine.cpp")]
 PRESETS = ("sync", "sync_plus", "one_off", "start_bound", "rollart")
 PARTS = ("generate", "train", "reset", "step", "reward", "weights")
+COMPILE_S = 120
 _POINTS = 1024  # of a quantile function
 _MANY = 10**9  # tokens, for which a pass does nothing but compute
 _LONG = 1e12  # tokens, for which attention takes all of the time to compute
@@ -72,11 +72,13 @@ def _library() -> ctypes.CDLL:
     if compiler is None:
         raise RollartError("the surrogate needs a C++ compiler; install one, or name it in CXX")
     key = blake2b(b"".join(source.read_bytes() for source in SOURCES), digest_size=8).hexdigest()
-    target = Path(tempfile.gettempdir()) / f"rollart-surrogate-{os.getuid()}-{key}.so"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollart"
+    target = folder / f"surrogate-{key}.so"
     if not target.exists():
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         draft = target.with_suffix(f".{os.getpid()}")
         flags = ("-std=c++17", "-O2", "-shared", "-fPIC")
-        subprocess.run([compiler, *flags, "-o", str(draft), *map(str, SOURCES[1:])], check=True)
+        subprocess.run([compiler, *flags, "-o", str(draft), *map(str, SOURCES[1:])], check=True, timeout=COMPILE_S)
         draft.replace(target)
     return ctypes.CDLL(str(target))
 
